@@ -1,0 +1,1 @@
+"""Static buffers, bucket ladders and captured graphs for any step program."""

@@ -1,0 +1,1 @@
+"""graphengine: one decoding step is one CUDA graph replay."""

@@ -1,0 +1,1 @@
+"""The demo checkpoint and the script that trained it."""
