@@ -1,1 +1,50 @@
-"""Static buffers, bucket ladders and captured graphs for any step program."""
+"""Static buffers, bucket ladders and captured graphs for any step program.
+
+A *bucket* is a fixed shape with one captured CUDA graph; the *ladder* lists them and picks the
+smallest that holds the work at hand. *Static buffers* are the tensors a graph sees, changed by the
+host in one way only; the *mailbox* is how the host hears back, without a synchronisation:
+
+    buffers = StaticBuffers(fields, device, staging_blocks=3)
+    graphs = capture_all({str(n): partial(step, n) for n in reversed(ladder.sizes)}, ...)
+
+    buffers.load({"tokens": tokens}, sequence=n)        # padded lanes are reset; one copy
+    graphs[str(ladder.pick(len(tokens)))].replay()      # replay number n
+    payloads = mailbox.wait(n, len(tokens))
+    buffers.acknowledge(n)                              # its staging block may be reused
+
+On CUDA the graphs' stream must be the current one throughout. On a CPU device the same classes call
+the step instead of replaying it. Nothing here knows what a step computes.
+"""
+
+from graphengine.buckets.budget import BudgetLine, MemoryBudget, OutOfBudget, Where, format_bytes
+from graphengine.buckets.captured import (
+    CapturedGraph,
+    CaptureReport,
+    PoolHandle,
+    Step,
+    capture_all,
+)
+from graphengine.buckets.ladder import BucketLadder
+from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
+from graphengine.buckets.nodes import count_nodes
+from graphengine.buckets.static import Field, StaticBuffers
+
+__all__ = [
+    "BucketLadder",
+    "BudgetLine",
+    "CaptureReport",
+    "CapturedGraph",
+    "Field",
+    "Mailbox",
+    "MailboxBroken",
+    "MemoryBudget",
+    "OutOfBudget",
+    "PoolHandle",
+    "StaticBuffers",
+    "Step",
+    "WaitMode",
+    "Where",
+    "capture_all",
+    "count_nodes",
+    "format_bytes",
+]

@@ -1,0 +1,47 @@
+# `make demo` and `make test` set up .venv themselves, on a machine with or without a GPU.
+# `make gpu` runs the native suite with the Python at hand and installs nothing but this package.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGE_FOLDERS := graphengine kernels buckets profiles
+
+# The checkout must not stand in for installed packages: its folder `kernels` has a namesake.
+export PYTHONSAFEPATH := 1
+
+.PHONY: demo test lint types tests interpreter gpu install
+
+demo: install
+	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
+		--prompt 'def read_lines(path):'
+
+test: install lint types tests interpreter
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/mypy -p graphengine
+
+tests:
+	$(BIN)/pytest
+
+interpreter:
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
+
+install: $(VENV)/stamp
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
+		--config-settings editable_mode=strict
+
+$(VENV)/stamp: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
+	$(BIN)/pip install --quiet --constraint constraints.txt numpy nvtx safetensors tokenizers \
+		jinja2 huggingface_hub transformers pytest hypothesis ruff mypy
+	touch $@
+
+gpu:
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PYTHON) -m pytest -m gpu

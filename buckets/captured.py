@@ -1,0 +1,386 @@
+"""Capture of a step program into a CUDA graph, and its replay.
+
+A *step program* is any callable without arguments that works on static buffers. On a CUDA device
+it is warmed up and captured once, and a replay launches the graph; on a CPU device a replay calls
+it. Graphs that share a pool also share memory: capture the largest first, on one stream, and never
+replay two of them at the same time. What must outlive a replay belongs in static buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import torch
+from graphengine.buckets.nodes import count_nodes, driver, driver_call
+from graphengine.buckets.static import StaticBuffers
+
+Step = Callable[[], object]
+PoolHandle = tuple[int, int]
+"""What `torch.cuda.graph_pool_handle()` returns. A handle dies with the last graph that used it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """What capturing one bucket took. On a CPU device nothing was captured: no nodes, no bytes.
+
+    `node_kinds` counts nodes by kind, as `count_nodes`; None where that cannot be known.
+    `warm_up_ms` holds compilation, `capture_ms` recording and instantiation, both wall time.
+    `allocated_bytes` is what torch's allocator still holds as live after the capture,
+    `reserved_bytes` by how much it grew the pool, `driver_bytes` by how much the driver's free
+    memory fell: the pool's growth and the graph's own memory, but also what others took meanwhile.
+    """
+
+    name: str
+    node_kinds: Mapping[str, int] | None
+    warm_up_ms: float
+    capture_ms: float
+    allocated_bytes: int
+    reserved_bytes: int
+    driver_bytes: int
+
+    @property
+    def nodes(self) -> int | None:
+        """All nodes of the graph."""
+        return None if self.node_kinds is None else sum(self.node_kinds.values())
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that the bucket added: `driver_bytes`, never less than `reserved_bytes`."""
+        return max(self.driver_bytes, self.reserved_bytes)
+
+
+class CapturedGraph:
+    """One bucket: `step` captured under `name` on `stream`, its memory taken from `pool`.
+
+    `stream` is a CUDA stream other than the default one, by default a new one; `pool` by default
+    is the graph's own. `buffers`, where given, are the static buffers that `step` uses: a replay
+    after one of them has moved raises. `step` is kept until `close()`, so that all it refers to
+    lives as long as the graph. Errors of the step come as RuntimeError with the bucket's name and
+    the step's exception as its cause.
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_device_index",
+        "_graph",
+        "_launch",
+        "_report",
+        "_step",
+        "_stream_handle",
+        "_warm_up_ms",
+        "device",
+        "name",
+        "pool",
+        "stream",
+        "warmups",
+    )
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        name: str,
+        device: torch.device | str,
+        stream: torch.cuda.Stream | None = None,
+        pool: PoolHandle | None = None,
+        buffers: StaticBuffers | None = None,
+        warmups: int = 2,
+    ) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.stream = stream
+        self.pool = pool
+        self.warmups = warmups
+        self._step: Step | None = step
+        self._buffers = buffers
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._report: CaptureReport | None = None
+        self._warm_up_ms: float | None = None
+        self._stream_handle: int | None = None
+        self._device_index = -1
+        self._launch: Step = partial(_refuse, RuntimeError, f"bucket {name!r} is not captured yet")
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            self.stream = _new_stream(self.device) if stream is None else stream
+            self._stream_handle = self.stream.cuda_stream
+            self._device_index = self.device.index
+            if self._stream_handle == torch.cuda.default_stream(self.device).cuda_stream:
+                raise ValueError(f"bucket {name!r}: the default stream cannot be captured")
+
+    @property
+    def report(self) -> CaptureReport:
+        """What the capture took; RuntimeError before `capture()`."""
+        if self._report is None:
+            raise RuntimeError(f"bucket {self.name!r} is not captured yet")
+        return self._report
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph | None:
+        """The captured graph, kept so that it can be inspected; None on a CPU device."""
+        return self._graph
+
+    def warm_up(self) -> None:
+        """Run the step `warmups` times, for real, and wait for the stream.
+
+        Kernels are compiled and workspaces allocated here, so that the capture needs neither. What
+        the step did to the static buffers is for the caller to reset.
+        """
+        step = self._open_step()
+        started = time.perf_counter()
+        try:
+            with self._on_stream():
+                for _ in range(self.warmups):
+                    step()
+                if self.stream is not None:
+                    self.stream.synchronize()
+        except Exception as cause:
+            raise RuntimeError(f"warm-up of bucket {self.name!r} failed: {cause}") from cause
+        self._warm_up_ms = (time.perf_counter() - started) * 1e3
+
+    def capture(self) -> CaptureReport:
+        """Record the step, warming it up first if that was not done; from then on `replay` works.
+
+        A step that raises, or does what cannot be captured (a synchronisation, `.item()`), makes a
+        RuntimeError "capture of bucket 'decode/8' failed: ..." with the cause chained. The
+        process, the stream and the pool remain usable; close this object and make another. (One
+        exception: after a stream that the step forked and did not join, take a new pool.)
+        """
+        step = self._open_step()
+        if self._report is not None or self._graph is not None:
+            raise RuntimeError(f"capture of bucket {self.name!r} was already tried")
+        if self._warm_up_ms is None:
+            self.warm_up()
+        if self._buffers is not None:
+            self._buffers.record_addresses()
+        before = _memory(self.device)
+        started = time.perf_counter()
+        kinds = None
+        launch = step
+        if self.stream is not None:
+            try:
+                with self._on_stream():
+                    self._graph = graph = torch.cuda.CUDAGraph(keep_graph=True)
+                    _record(graph, step, self.stream, self.device, self.pool)
+                    graph.instantiate()
+                    _upload(graph, self.stream)
+                    kinds = count_nodes(graph)
+            except Exception as cause:
+                raise RuntimeError(f"capture of bucket {self.name!r} failed: {cause}") from cause
+            launch = graph.replay
+        milliseconds = (time.perf_counter() - started) * 1e3
+        after = _memory(self.device)
+        self._launch = launch
+        self._report = CaptureReport(
+            name=self.name,
+            node_kinds=kinds,
+            warm_up_ms=self._warm_up_ms or 0.0,
+            capture_ms=milliseconds,
+            allocated_bytes=after[0] - before[0],
+            reserved_bytes=after[1] - before[1],
+            driver_bytes=after[2] - before[2],
+        )
+        return self._report
+
+    def replay(self) -> None:
+        """Launch the graph, asynchronously, on its stream, which must be the current one.
+
+        On a CPU device: call the step. ValueError after `close()`; RuntimeError before `capture()`,
+        on another stream, and when a static buffer has moved since.
+        """
+        if self._stream_handle is not None:
+            current = torch._C._cuda_getCurrentRawStream(self._device_index)
+            if current != self._stream_handle:
+                raise RuntimeError(
+                    f"bucket {self.name!r} replays on stream {self._stream_handle:#x} only, the "
+                    f"current one is {current:#x}"
+                )
+        if self._buffers is not None:
+            self._buffers.check_addresses()
+        self._launch()
+
+    def close(self) -> None:
+        """Wait for the stream and free the graph and its share of the pool. Again is fine."""
+        self._launch = partial(_refuse, ValueError, f"bucket {self.name!r} is closed")
+        self._step = self._buffers = None
+        graph, self._graph = self._graph, None
+        if graph is not None and self.stream is not None:
+            with contextlib.suppress(RuntimeError):  # a broken device must not prevent closing
+                self.stream.synchronize()
+            graph.reset()
+
+    def _open_step(self) -> Step:
+        if self._step is None:
+            raise ValueError(f"bucket {self.name!r} is closed")
+        return self._step
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Make `stream` current, behind what the caller's stream holds; neither may capture."""
+        if self.stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.device)
+        for stream in (caller, self.stream):
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("another capture is under way")
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+def capture_all(
+    steps: Mapping[str, Step],
+    *,
+    device: torch.device | str,
+    stream: torch.cuda.Stream | None = None,
+    pool: PoolHandle | None = None,
+    buffers: StaticBuffers | None = None,
+    warmups: int = 2,
+    on_capture: Callable[[CaptureReport], None] | None = None,
+) -> dict[str, CapturedGraph]:
+    """Warm up and capture the named steps, in the order given, on one stream and in one pool.
+
+    Put the largest bucket first: the others then reuse its memory. `on_capture` is called with each
+    report (for a progress bar). If a capture fails, those made before it are closed.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        stream = _new_stream(device) if stream is None else stream
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    graphs: dict[str, CapturedGraph] = {}
+    with contextlib.ExitStack() as undo:
+        for name, step in steps.items():
+            graphs[name] = graph = CapturedGraph(
+                step,
+                name=name,
+                device=device,
+                stream=stream,
+                pool=pool,
+                buffers=buffers,
+                warmups=warmups,
+            )
+            undo.callback(graph.close)
+            report = graph.capture()
+            if on_capture is not None:
+                on_capture(report)
+        undo.pop_all()
+    return graphs
+
+
+def _record(
+    graph: torch.cuda.CUDAGraph,
+    step: Step,
+    stream: torch.cuda.Stream,
+    device: torch.device,
+    pool: PoolHandle | None,
+) -> None:
+    """Capture `step` into `graph`; `stream` is current. Whatever fails, no capture is left open."""
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    # thread_local: other threads of the host program may use CUDA meanwhile.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+    try:
+        with _no_garbage_collection():
+            step()
+        _require_valid_capture(stream)
+    except BaseException:
+        _abandon(graph, stream, device, pool)
+        raise
+    try:
+        graph.capture_end()
+    except BaseException:
+        _give_up(graph, device, pool)
+        raise
+
+
+def _require_valid_capture(stream: torch.cuda.Stream) -> None:
+    """RuntimeError if the capture was invalidated by an error that the step has swallowed."""
+    if driver is None:
+        return
+    (status,) = driver_call("cuStreamIsCapturing", stream.cuda_stream)
+    if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        raise RuntimeError(
+            f"the step did what cannot be captured and hid the error ({status.name})"
+        )
+
+
+def _abandon(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, device: torch.device, pool: PoolHandle
+) -> None:
+    """End a failed capture so that torch's allocators and random generators leave it too.
+
+    `capture_end` would raise on an invalidated capture and leave its bookkeeping half done: torch
+    2.11 goes on recording into the pool, 2.13 never gives its share of it back (pytorch #180395,
+    #190348). So the driver ends the bad capture and begins an empty one in its place, and torch
+    ends that one: all is then as after a success. `graph` is left empty and holds the pool, so
+    that other captures can share it, until it is reset.
+    """
+    try:
+        if driver is not None:
+            status, unfinished = driver.cuStreamEndCapture(stream.cuda_stream)
+            if status == driver.CUresult.CUDA_SUCCESS:
+                driver_call("cuGraphDestroy", unfinished)
+            mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            driver_call("cuStreamBeginCapture", stream.cuda_stream, mode)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
+    except RuntimeError:
+        _give_up(graph, device, pool)
+
+
+_unfinished_graphs: list[torch.cuda.CUDAGraph] = []
+
+
+def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle) -> None:
+    """After `capture_end` has failed: make the allocator of device memory leave the pool.
+
+    That of pinned memory cannot be reached from Python. In torch 2.11 it goes on asking this graph
+    whether an allocation belongs to its capture, so the graph must never be freed.
+    """
+    _unfinished_graphs.append(graph)
+    with contextlib.suppress(RuntimeError):  # it has left already: torch 2.13
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Hold the collector back: what it would free (events, modules) can invalidate a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Send the graph to the device now, so that the first replay is as fast as the others."""
+    if driver is not None:
+        driver_call("cuGraphUpload", graph.raw_cuda_graph_exec(), stream.cuda_stream)
+        stream.synchronize()
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _memory(device: torch.device) -> tuple[int, int, int]:
+    """Bytes live in and reserved by torch's allocator, and in use as the driver counts them."""
+    if device.type != "cuda":
+        return 0, 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free
+
+
+def _refuse(kind: type[Exception], message: str) -> NoReturn:
+    raise kind(message)

@@ -1,0 +1,173 @@
+"""The mailbox: a pinned ring that a graph's last kernel writes and the host reads without a sync.
+
+An item is one aligned 64-bit word: the replay's sequence number (its low 32 bits, the *tag*) in the
+high half and 32 bits of payload in the low half. The device writes it with a single store, so an
+item is either wholly old or wholly new, and it is believed because of its own tag only: nothing is
+concluded from the order in which items arrive. Replay number `sequence`, counted from 1, writes
+entry `sequence % entries`. The reader must have collected an entry before the replay that is
+`entries` later is launched.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+WaitMode = Literal["spin", "yield", "block"]
+
+TAG_MASK = 0xFFFF_FFFF
+STREAM_CHECK_SECONDS = 2e-3
+BLOCK_SECONDS = 50e-6
+
+
+class MailboxBroken(RuntimeError):
+    """The replay waited for will never publish: the stream failed, or finished without it."""
+
+
+class Queryable(Protocol):
+    """What is asked of a stream: `query()`, True when idle, raises after a sticky CUDA error."""
+
+    def query(self) -> bool: ...
+
+
+class Mailbox:
+    """A ring of `entries` x `lanes` x `items_per_lane` self-tagged 64-bit items.
+
+    `tensor` is the int64 tensor [entries, lanes, items_per_lane] that the publishing kernel is
+    given; pinned host memory for a CUDA device, ordinary memory for the CPU. It lives, at one
+    address, until the mailbox is dropped.
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        lanes: int,
+        items_per_lane: int = 2,
+        *,
+        device: torch.device | str,
+    ) -> None:
+        if min(entries, lanes, items_per_lane) < 1:
+            raise ValueError(f"a mailbox of {entries} entries x {lanes} lanes x {items_per_lane}")
+        self.entries = entries
+        self.lanes = lanes
+        self.items_per_lane = items_per_lane
+        self.tensor = torch.zeros(
+            (entries, lanes, items_per_lane),
+            dtype=torch.int64,
+            pin_memory=torch.device(device).type == "cuda",
+        )
+        self._items: NDArray[np.uint64] = self.tensor.numpy().view(np.uint64)
+        # Every host of a CUDA device is little-endian: a word's high half is its second.
+        self._tags: NDArray[np.uint32] = self._items.view(np.uint32).reshape(
+            entries, lanes, items_per_lane, 2
+        )[..., 1]
+        self._stream_checked_at = time.perf_counter()
+
+    def clear(self, sequence: int = 0) -> None:
+        """Forget everything; `sequence` is the last replay launched, the next is one more.
+
+        Only with no replay in flight. The tags are set to `sequence`, which no entry will wait
+        for again within 2**32 replays.
+        """
+        self._items[...] = (sequence & TAG_MASK) << 32
+
+    def ready(self, sequence: int, lanes: int) -> bool:
+        """True if every item of the first `lanes` lanes of replay `sequence` has arrived."""
+        return bool((self._tags_of(sequence, lanes) == (sequence & TAG_MASK)).all())
+
+    def read(self, sequence: int, lanes: int) -> NDArray[np.int64]:
+        """The payloads [lanes, items_per_lane] of replay `sequence`, each 0..2**32-1, as a copy.
+
+        RuntimeError if an item of those lanes has not arrived.
+        """
+        payloads = self._take(sequence, lanes)
+        if payloads is None:
+            raise RuntimeError(
+                f"replay {sequence} is not there yet: {self._found(sequence, lanes)}"
+            )
+        return payloads
+
+    def wait(
+        self,
+        sequence: int,
+        lanes: int,
+        *,
+        timeout: float | None = None,
+        limit: float = 30.0,
+        mode: WaitMode = "spin",
+        stream: Queryable | None = None,
+    ) -> NDArray[np.int64] | None:
+        """The payloads of replay `sequence` as from `read`, once its first `lanes` lanes arrived.
+
+        None if they have not within `timeout` seconds; 0 looks once, None waits on. No wait goes
+        beyond `limit` seconds. "spin" polls without a pause, "yield" offers the processor between
+        polls, "block" sleeps 50 us between them. The `stream` the replay was launched on is asked
+        every 2 ms, across calls, whether it still works.
+
+        Raises TimeoutError after `limit`, saying what was waited for and which tags were found;
+        MailboxBroken when the stream reports an error (its cause) or is idle without the replay
+        having published. A replay that was not launched yet counts as the latter.
+        """
+        if mode not in get_args(WaitMode):
+            raise ValueError(f"mode={mode!r} is none of {', '.join(get_args(WaitMode))}")
+        tags, tag = self._tags_of(sequence, lanes), sequence & TAG_MASK
+        started = now = time.perf_counter()
+        while True:
+            if (tags == tag).all() and (payloads := self._take(sequence, lanes)) is not None:
+                return payloads
+            if stream is not None and now - self._stream_checked_at >= STREAM_CHECK_SECONDS:
+                self._check_stream(stream, sequence, lanes)
+                self._stream_checked_at = now
+            if timeout is not None and now - started >= timeout:
+                return None
+            if now - started >= limit:
+                raise TimeoutError(
+                    f"waited {limit:g} s for replay {sequence}: {self._found(sequence, lanes)}"
+                )
+            if mode == "yield":
+                time.sleep(0)
+            elif mode == "block":
+                time.sleep(BLOCK_SECONDS)
+            now = time.perf_counter()
+
+    def _tags_of(self, sequence: int, lanes: int) -> NDArray[np.uint32]:
+        if sequence < 1:
+            raise ValueError(f"replay {sequence}: replays are counted from 1")
+        if not 1 <= lanes <= self.lanes:
+            raise ValueError(f"{lanes} lanes of a mailbox of {self.lanes}")
+        return self._tags[sequence % self.entries, :lanes]
+
+    def _take(self, sequence: int, lanes: int) -> NDArray[np.int64] | None:
+        # Copied first, then judged: on a processor that reorders loads (Grace), a tag read before
+        # its payload would prove nothing.
+        self._tags_of(sequence, lanes)
+        items = self._items[sequence % self.entries, :lanes].copy()
+        if ((items >> 32) != (sequence & TAG_MASK)).any():
+            return None
+        return (items & TAG_MASK).astype(np.int64)
+
+    def _check_stream(self, stream: Queryable, sequence: int, lanes: int) -> None:
+        try:
+            idle = stream.query()
+        except Exception as cause:
+            raise MailboxBroken(f"the stream failed before replay {sequence}: {cause}") from cause
+        # Looked at again after the query: what a finished kernel stored is visible by then.
+        if idle and not self.ready(sequence, lanes):
+            raise MailboxBroken(
+                f"replay {sequence} finished without publishing, or was never launched: the stream "
+                f"is idle; {self._found(sequence, lanes)}"
+            )
+
+    def _found(self, sequence: int, lanes: int) -> str:
+        tags = self._tags_of(sequence, lanes).copy()
+        missing = np.flatnonzero((tags != (sequence & TAG_MASK)).any(axis=1)).tolist()
+        shown = ", ".join(f"{lane}: {tags[lane].tolist()}" for lane in missing[:8])
+        return (
+            f"entry {sequence % self.entries} of {self.entries} expects tag {sequence & TAG_MASK}, "
+            f"{len(missing)} of {lanes} lanes miss it; tags found in lane {shown}"
+            f"{', ...' if len(missing) > 8 else ''}"
+        )

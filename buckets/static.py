@@ -1,0 +1,386 @@
+"""Static buffers: every tensor that a replay can see, described by one field table.
+
+Each field has an owner. The host changes its fields with `load`; kernels read them and never write
+them. Device-owned fields are written by kernels alone and are no part of any copy. A field's first
+dimension counts its *lanes* (rows, slots or tokens); lanes that a load does not fill get the
+field's pad value, so that a padded lane never holds what an earlier load left there.
+
+All host-owned fields share one block of bytes: a load edits the host's image of it, copies that
+into the next *staging block* (pinned on CUDA), and queues a single copy to the device. A staging
+block may be overwritten only when the copy out of it is known to be done, which nobody waits for:
+the replay behind the copy has published, and `acknowledge` says so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from graphengine.buckets.budget import format_bytes
+from numpy.typing import NDArray
+
+Owner = Literal["host", "device"]
+
+ALIGNMENT = 64  # bytes; every field starts at a multiple of it
+
+_NUMPY_DTYPES = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One row of the table: a tensor of `shape` (lanes first) and `dtype`, filled with `pad`.
+
+    `meaning` is for people: what the values are and what the pad value stands for.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: Owner = "host"
+    pad: int | float = 0
+    meaning: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class StaticBuffers:
+    """The tensors of a field table, on `device`, with `staging_blocks` staging blocks.
+
+    `buffers["name"]` and `buffers.name` are the device tensor of a field, at one address until
+    `close()`; read it, hand it to kernels, but do not write to a host-owned one. All fields start
+    at their pad value. `nbytes` counts device bytes and `staging_nbytes` those of the staging
+    ring. ValueError for a table that cannot be laid out.
+
+    Not thread-safe; copies go to the caller's current stream, which must be the replays' stream.
+    """
+
+    # Slots, so that a field that would hide an attribute is caught (`_check_table`).
+    __slots__ = (
+        "_acknowledged",
+        "_block",
+        "_closed",
+        "_image",
+        "_in_flight",
+        "_lanes",
+        "_next_block",
+        "_pointers",
+        "_recorded",
+        "_staging",
+        "_staging_arrays",
+        "_tensors",
+        "device",
+        "fields",
+        "nbytes",
+        "staging_nbytes",
+    )
+
+    def __init__(
+        self, fields: Iterable[Field], device: torch.device | str, staging_blocks: int = 3
+    ) -> None:
+        self.fields = tuple(fields)
+        self.device = torch.device(device)
+        if staging_blocks < 1:
+            raise ValueError(f"staging_blocks={staging_blocks}")
+        _check_table(self.fields)
+
+        offsets, size = _layout([field for field in self.fields if field.owner == "host"])
+        self._image: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+        self._block = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self._staging = [
+            torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            for _ in range(staging_blocks)
+        ]
+        self._staging_arrays = [block.numpy() for block in self._staging]
+        # The replay behind the copy out of each staging block; 0 when there was none.
+        self._in_flight = [0] * staging_blocks
+        self._next_block = 0
+        self._acknowledged = 0
+
+        self._lanes: dict[str, _Lanes] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for field in self.fields:
+            if field.owner == "host":
+                part = slice(offsets[field.name], offsets[field.name] + field.nbytes)
+                self._lanes[field.name] = _Lanes(field, self._image[part])
+                self._tensors[field.name] = self._block[part].view(field.dtype).view(field.shape)
+            else:
+                self._tensors[field.name] = torch.empty(
+                    field.shape, dtype=field.dtype, device=self.device
+                )
+        self.nbytes = size + sum(f.nbytes for f in self.fields if f.owner == "device")
+        self.staging_nbytes = size * staging_blocks
+        self._pointers = [tensor.data_ptr for tensor in self._tensors.values()]
+        self._recorded: list[int] = []
+        self._closed = False
+        self.reset()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            self._require_open()
+            raise KeyError(f"no field {name!r}: the fields are {', '.join(self._tensors)}")
+        return self._tensors[name]
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._tensors:
+            self._require_open()
+            raise AttributeError(f"static buffers have no field or attribute {name!r}")
+        return self._tensors[name]
+
+    def load(self, updates: Mapping[str, Any], *, sequence: int) -> None:
+        """Replace the contents of the named host-owned fields and copy all of them to the device.
+
+        A value holds one item for each of the field's first lanes; the lanes after them are
+        padded. It is an array, or a list in which None stands for a padded lane; an item shorter
+        than its lane is filled up with the pad value (ragged block tables). A field of one lane
+        takes a plain number too. Fields that are not named keep their contents. Values are copied:
+        nothing of `updates` is kept.
+
+        `sequence` is the number of the first replay that will be launched behind this copy. The
+        staging block is used again only after `acknowledge(n)` with n >= `sequence`.
+
+        Raises ValueError, with the field and the numbers, for a field that is unknown or
+        device-owned, too many lanes, a lane too long, values that are no numbers of the field's
+        kind or out of its dtype's range, and a `sequence` that goes back. RuntimeError if every
+        staging block is still in flight. Nothing is changed then.
+        """
+        self._require_open()
+        prepared = {name: self._lanes_of(name).prepare(value) for name, value in updates.items()}
+        earliest = max(self._acknowledged + 1, *self._in_flight)
+        if sequence < earliest:
+            raise ValueError(
+                f"sequence={sequence}: the next replay to be launched is {earliest} or later"
+            )
+        index = self._next_block
+        if self._in_flight[index] > self._acknowledged:
+            raise RuntimeError(
+                f"all {len(self._staging)} staging blocks are in flight: the oldest waits for "
+                f"replay {self._in_flight[index]}, acknowledged are those up to "
+                f"{self._acknowledged}"
+            )
+        for name, values in prepared.items():
+            self._lanes[name].store(values)
+        np.copyto(self._staging_arrays[index], self._image)
+        self._block.copy_(self._staging[index], non_blocking=True)
+        self._in_flight[index] = sequence
+        self._next_block = (index + 1) % len(self._staging)
+
+    def acknowledge(self, sequence: int) -> None:
+        """Replays up to number `sequence` have published: their staging blocks are free again."""
+        self._acknowledged = max(self._acknowledged, sequence)
+
+    def reset(self) -> None:
+        """Set every field, the device-owned ones too, to its pad value; replays count from 1 again.
+
+        Only with no replay in flight. Waits for the copies before it on the current stream.
+        """
+        self._require_open()
+        for lanes in self._lanes.values():
+            lanes.array[...] = lanes.field.pad
+        # A copy from pageable memory: it returns when it and the copies before it are done.
+        self._block.copy_(torch.from_numpy(self._image))
+        for field in self.fields:
+            if field.owner == "device":
+                self._tensors[field.name].fill_(field.pad)
+        self._in_flight = [0] * len(self._staging)
+        self._acknowledged = 0
+
+    def addresses(self) -> dict[str, int]:
+        """The device address of each field."""
+        return {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+
+    def record_addresses(self) -> None:
+        """Remember the addresses that a graph captures; later calls check them instead.
+
+        RuntimeError if a field has moved since the first call: the graphs captured before would
+        use its old memory.
+        """
+        self._require_open()
+        if self._recorded:
+            self.check_addresses()
+        self._recorded = [pointer() for pointer in self._pointers]
+
+    def check_addresses(self) -> None:
+        """RuntimeError, naming the field, if one is not where `record_addresses` saw it.
+
+        Called before every replay: one pass over the fields, about a microsecond for twenty.
+        """
+        if [pointer() for pointer in self._pointers] == self._recorded:
+            return
+        self._require_open()
+        if not self._recorded:
+            raise RuntimeError("the addresses of the static buffers were not recorded yet")
+        for (name, now), then in zip(self.addresses().items(), self._recorded, strict=True):
+            if now != then:
+                raise RuntimeError(
+                    f"static buffer {name!r} moved from {then:#x} to {now:#x} after capture: the "
+                    "captured graphs still use its old memory"
+                )
+
+    def describe(self) -> str:
+        """The field table as aligned text, without a trailing newline."""
+        rows = [("field", "owner", "type", "pad", "size", "meaning")]
+        for field in self.fields:
+            dtype = str(field.dtype).removeprefix("torch.")
+            shape = ", ".join(map(str, field.shape))
+            size = format_bytes(field.nbytes)
+            rows.append(
+                (field.name, field.owner, f"{dtype}[{shape}]", str(field.pad), size, field.meaning)
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+    def close(self) -> None:
+        """Drop all tensors, after the graphs that use them were closed. Calling again is fine."""
+        self._closed = True
+        self._tensors = {}
+        self._lanes = {}
+        self._staging = []
+        self._staging_arrays = []
+        self._pointers = []
+        self._recorded = [0]  # equal to no list of addresses: `check_addresses` says what is wrong
+        self._block = torch.empty(0)
+
+    def _lanes_of(self, name: str) -> _Lanes:
+        lanes = self._lanes.get(name)
+        if lanes is not None:
+            return lanes
+        if name in self._tensors:
+            raise ValueError(f"field {name!r} is device-owned: only a replay changes it")
+        raise ValueError(f"no field {name!r}: the host owns {', '.join(self._lanes)}")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the static buffers are closed")
+
+
+class _Lanes:
+    """A host-owned field in the host's image: checks the values of a load, then stores them."""
+
+    __slots__ = ("array", "field", "lane_shape")
+
+    def __init__(self, field: Field, image: NDArray[np.uint8]) -> None:
+        self.field = field
+        self.lane_shape = field.shape[1:]
+        self.array: NDArray[Any] = image.view(_NUMPY_DTYPES[field.dtype]).reshape(field.shape)
+        self._cast(np.asarray(field.pad))
+
+    def store(self, values: NDArray[Any]) -> None:
+        self.array[: len(values)] = values
+        self.array[len(values) :] = self.field.pad
+
+    def prepare(self, value: Any) -> NDArray[Any]:
+        """`value` as [n, *lane_shape] of the field's dtype, n <= lanes; ValueError if it is not."""
+        array = _as_array(value)
+        if array is None and not self.lane_shape:
+            array = _as_array([self.field.pad if item is None else item for item in value])
+        if array is None:
+            return self._prepare_ragged(list(value))
+        if array.ndim == 0 and self.field.shape == (1,):
+            array = array.reshape(1)
+        if array.ndim == 0:
+            raise self._error(f"takes a list of up to {len(self.array)} lanes, got {value!r}")
+        self._require_lanes(len(array))
+        if len(array) == 0:
+            return self.array[:0]
+        if array.shape[1:] == self.lane_shape:
+            return self._cast(array)
+        return self._padded(array, self.field.shape)
+
+    def _prepare_ragged(self, items: list[Any]) -> NDArray[Any]:
+        self._require_lanes(len(items))
+        values = np.full((len(items), *self.lane_shape), self.field.pad, dtype=self.array.dtype)
+        for lane, item in enumerate(items):
+            if item is None:
+                continue
+            array = _as_array(item)
+            if array is None:
+                raise self._error(f"lane {lane} is no array of numbers: {item!r}")
+            values[lane] = self._padded(array, self.lane_shape)
+        return values
+
+    def _padded(self, array: NDArray[Any], room: tuple[int, ...]) -> NDArray[Any]:
+        """`array`, cast, in the corner of a padded array that is as wide as `room` allows."""
+        values = np.full(room, self.field.pad, dtype=self.array.dtype)
+        if array.size > 0:
+            if array.ndim != len(room) or any(map(operator.gt, array.shape, room)):
+                raise self._error(f"values of shape {array.shape} do not fit in {room}")
+            values[tuple(slice(extent) for extent in array.shape)] = self._cast(array)
+        return values
+
+    def _require_lanes(self, count: int) -> None:
+        if count > len(self.array):
+            raise self._error(f"has {len(self.array)} lanes, got {count}")
+
+    def _cast(self, array: NDArray[Any]) -> NDArray[Any]:
+        dtype = self.array.dtype
+        if array.dtype == dtype:
+            return array
+        if array.dtype.kind not in ("biuf" if dtype.kind == "f" else "biu"):
+            raise self._error(f"takes {dtype}, got {array.dtype} such as {array.flat[0]!r}")
+        with np.errstate(over="ignore"):
+            values = array.astype(dtype)
+        if not np.can_cast(array.dtype, dtype):
+            lost = np.isinf(values) & ~np.isinf(array) if dtype.kind == "f" else values != array
+            if lost.any():
+                raise self._error(f"takes {dtype}, {array[lost][0]} is outside its range")
+        return values
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"field {self.field.name!r} {what}")
+
+
+def _as_array(value: Any) -> NDArray[Any] | None:
+    """`value` as an array; None where numpy finds no rectangle of numbers in it."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return None
+    return None if array.dtype == object and array.ndim > 0 else array
+
+
+def _check_table(fields: tuple[Field, ...]) -> None:
+    names = [field.name for field in fields]
+    for field in fields:
+        name = field.name
+        if names.count(name) > 1:
+            raise ValueError(f"field {name!r} is in the table {names.count(name)} times")
+        if not name.isidentifier() or name.startswith("_") or hasattr(StaticBuffers, name):
+            raise ValueError(f"{name!r} cannot name a field: it must be a free, public identifier")
+        if field.owner not in get_args(Owner):
+            raise ValueError(f"field {name!r}: owner={field.owner!r} is neither host nor device")
+        if not field.shape or min(field.shape) < 1:
+            raise ValueError(f"field {name!r}: shape {field.shape} has no lanes")
+        if field.owner == "host" and field.dtype not in _NUMPY_DTYPES:
+            raise ValueError(f"field {name!r}: the host cannot write {field.dtype}")
+
+
+def _layout(fields: list[Field]) -> tuple[dict[str, int], int]:
+    """Byte offset of each field in the shared block, and the block's size."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for field in fields:
+        offsets[field.name] = end
+        end += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end

@@ -1,0 +1,8 @@
+"""`python -m graphengine` is the command `graphengine`."""
+
+import sys
+
+from graphengine.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,392 @@
+"""Checkpoints in Hugging Face layout: what is in them, and their weights on the way to the device.
+
+Only JSON and safetensors are read: nothing in a checkpoint is ever executed or unpickled.
+Everything a file's header says is checked against the file before a byte of weights is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, TypeGuard
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+Progress = Callable[[int, int], None]
+Destinations = Mapping[str, Tensor | Sequence[Tensor]]
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
+_HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+# The same weights in other layouts, as some repositories carry them.
+_HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES_BY_CONFIG_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+# safetensors itself refuses larger headers.
+_MAX_HEADER_BYTES = 100_000_000
+# Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
+_COPY_BYTES = 256 << 20
+_NAMED_IN_ERRORS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """A tensor in a safetensors file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A directory with `config.json` and safetensors weights. Holds no open file.
+
+    config             `config.json`
+    generation_config  `generation_config.json`, empty where there is none
+    tensors            by name; with an index, only what the index names
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
+        """Read configs and headers of a local directory, or of a hub id ("org/name").
+
+        A hub id is taken from huggingface_hub's cache or downloaded into it. ValueError where
+        something is missing, damaged or in a format that is not read.
+        """
+        directory = _find_directory(path_or_hub_id)
+        config = directory / "config.json"
+        if not config.is_file():
+            raise ValueError(f"{directory} has no config.json")
+        generation_config = directory / "generation_config.json"
+        return cls(
+            path=directory,
+            config=_read_json_object(config),
+            generation_config=(
+                _read_json_object(generation_config) if generation_config.is_file() else {}
+            ),
+            tensors=MappingProxyType(_find_tensors(directory)),
+        )
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").is_file()
+
+    def load(self, destinations: Destinations, progress: Progress | None = None) -> list[str]:
+        """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
+
+        destinations  per name the tensor, or all the tensors, that receive it whole; views of fused
+                      parameters may be among them. Values are cast to the tensor's dtype.
+        progress      called with (bytes read, bytes to read), first with 0 read
+
+        Returns the sorted names of the checkpoint's tensors that no destination asks for. Names,
+        shapes and file sizes are checked before anything is read. Files are read one after another,
+        mapped into memory: the host holds at most one file and a part of a tensor.
+        """
+        targets = {
+            name: (wanted,) if isinstance(wanted, Tensor) else tuple(wanted)
+            for name, wanted in destinations.items()
+        }
+        self._check_destinations(targets)
+        names_by_file: dict[Path, list[str]] = {}
+        for name in targets:
+            names_by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file, names in names_by_file.items():
+            self._check_unchanged(file, names)
+
+        done, total = 0, sum(self.tensors[name].nbytes for name in targets)
+        if progress is not None:
+            progress(done, total)
+        for file, names in names_by_file.items():
+            for name, source in _read_tensors(file, names):
+                for part in _fill(targets[name], source):
+                    done += part
+                    if progress is not None:
+                        progress(done, total)
+        return sorted(self.tensors.keys() - targets.keys())
+
+    def _check_destinations(self, targets: Mapping[str, Sequence[Tensor]]) -> None:
+        missing = [name for name in targets if name not in self.tensors]
+        if missing:
+            raise ValueError(
+                f"{self.path} lacks {len(missing)} of {len(targets)} tensors: {_some(missing)}"
+            )
+        pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
+        wrong = [
+            f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
+            for name, tensor in pairs
+            if self.tensors[name].shape != tuple(tensor.shape)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{self.path} has {len(wrong)} tensors of a wrong shape: {_some(wrong)}"
+            )
+        not_floating = [
+            f"{name} to {tensor.dtype}" for name, tensor in pairs if not tensor.is_floating_point()
+        ]
+        if not_floating:
+            raise ValueError(f"weights can only be cast to floats, not {_some(not_floating)}")
+
+    def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
+        """Read the header again: a mapped file that has shrunk would kill the process."""
+        header = _read_header(file)
+        for name in names:
+            if header.get(name) != self.tensors[name]:
+                raise ValueError(f"{file} has changed since it was opened: tensor {name}")
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """End-of-sequence ids: `generation_config.json`'s, else `config.json`'s, else none."""
+    for source, config in (
+        ("generation_config.json", checkpoint.generation_config),
+        ("config.json", checkpoint.config),
+        ("config.json's text_config", _text_config(checkpoint)),
+    ):
+        value = config.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(_is_count(item) for item in ids):
+            raise ValueError(
+                f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids"
+            )
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that `config.json` names, else that of the first tensor."""
+    for config in (checkpoint.config, _text_config(checkpoint)):
+        named = config.get("dtype") or config.get("torch_dtype")
+        if isinstance(named, str) and named in _DTYPES_BY_CONFIG_NAME:
+            return _DTYPES_BY_CONFIG_NAME[named]
+    return next(iter(checkpoint.tensors.values())).dtype
+
+
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The language model's part of a multimodal config."""
+    nested = checkpoint.config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def _read_tensors(file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors mapped from `file`, each valid until the next one is asked for."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            for name in names:
+                yield name, shard.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
+    """Copy `source` into every target, a few rows at a time; yields the bytes of each part."""
+    if source.ndim == 0:
+        source, targets = source[None], [target[None] for target in targets]
+    widest = max((target.element_size() for target in targets), default=source.element_size())
+    row_bytes = math.prod(source.shape[1:]) * widest
+    rows = max(1, _COPY_BYTES // max(1, row_bytes))
+    for start in range(0, source.shape[0], rows):
+        part = source[start : start + rows]
+        with torch.no_grad():
+            for target in targets:
+                target[start : start + rows].copy_(part)
+        yield part.nbytes
+
+
+def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    name = os.fspath(path_or_hub_id)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json")
+    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"no checkpoint {name!r}: there is no such directory, "
+            "and it does not look like a hub id (org/name)"
+        )
+    return _download(name)
+
+
+def _download(hub_id: str) -> Path:
+    tried = f"no checkpoint {hub_id!r}: there is no such directory"
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+    except ImportError as error:
+        raise ValueError(
+            f"{tried}, and a hub id needs huggingface_hub: pip install 'graphengine[hub]'"
+        ) from error
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+        )
+    except Exception as error:  # network, HTTP, cache and permission errors share no base class
+        offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        raise ValueError(
+            f"{tried}, and huggingface_hub could not provide it "
+            f"(cache {constants.HF_HUB_CACHE}{offline}): {type(error).__name__}: {error}"
+        ) from error
+    return Path(snapshot)
+
+
+def _find_tensors(directory: Path) -> dict[str, TensorInfo]:
+    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    if single.is_file():
+        return _read_header(single)
+    if index.is_file():
+        return _read_sharded(index)
+    others = sorted(f.name for f in directory.iterdir() if f.suffix in _OTHER_FORMATS)
+    if others:
+        raise ValueError(
+            f"{directory} has {_some(others)}: only safetensors are read "
+            f"({_SINGLE_FILE}, or shards and {_INDEX_FILE})"
+        )
+    raise ValueError(f"{directory} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+
+
+def _read_sharded(index: Path) -> dict[str, TensorInfo]:
+    weight_map = _read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map of tensor names to files")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            raise ValueError(
+                f"{index} puts tensor {name} into {shard!r}: "
+                "must be the name of a .safetensors file beside the index"
+            )
+    headers = {}
+    for shard in dict.fromkeys(weight_map.values()):
+        file = index.parent / shard
+        if not file.is_file():
+            count = sum(value == shard for value in weight_map.values())
+            raise ValueError(f"{index} names {shard} for {count} tensors, but there is no {file}")
+        headers[shard] = _read_header(file)
+    astray = [
+        f"{name} in {shard}" for name, shard in weight_map.items() if name not in headers[shard]
+    ]
+    if astray:
+        raise ValueError(f"{index} names {len(astray)} tensors that are not there: {_some(astray)}")
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _is_plain_name(shard: str) -> bool:
+    """Whether the file can only lie in the index's own directory, and is no pickle."""
+    return shard.endswith(".safetensors") and not re.search(r"[/\\\0]", shard)
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file: 8 bytes of header length, a JSON header, the data."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or 8 + length > size:
+            raise ValueError(
+                f"{file} is truncated or no safetensors file: it has {size} bytes, "
+                f"8 and a header of {length} are needed"
+            )
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(
+                f"{file} has a header of {length} bytes, the limit is {_MAX_HEADER_BYTES}"
+            )
+        text = stream.read(length)
+    header = _parse_json_object(text, f"the header of {file}")
+    header.pop("__metadata__", None)
+    if not header:
+        raise ValueError(f"{file} holds no tensor")
+    spans = {name: _parse_entry(file, name, entry) for name, entry in header.items()}
+    _check_layout(file, {name: span for name, (_, span) in spans.items()}, size - 8 - length)
+    return {name: info for name, (info, _) in spans.items()}
+
+
+def _parse_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+    """A header entry as (tensor, (begin, end)) with offsets into the data."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(span, 2):
+        raise ValueError(f"{file} describes tensor {name} as {entry!r}: not a safetensors entry")
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"{file} has tensor {name} in {dtype} with shape {shape}: "
+            f"weights must be one of {', '.join(_DTYPES)}"
+        )
+    info = TensorInfo(shape=tuple(shape), dtype=_DTYPES[dtype], file=file)
+    begin, end = span
+    if end - begin != info.nbytes:
+        raise ValueError(
+            f"{file} gives tensor {name} {end - begin} bytes, but {dtype} with shape {shape} "
+            f"takes {info.nbytes}"
+        )
+    return info, (begin, end)
+
+
+def _check_layout(file: Path, spans: Mapping[str, tuple[int, int]], data_bytes: int) -> None:
+    """Tensors follow each other without gap or overlap, from the first byte of data to the last."""
+    position = 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != position:
+            raise ValueError(
+                f"{file} puts tensor {name} at byte {begin} of the data: expected {position}"
+            )
+        if end > data_bytes:
+            raise ValueError(
+                f"{file} is truncated: tensor {name} ends at byte {end} of the data, "
+                f"the file has {data_bytes}"
+            )
+        position = end
+    if position != data_bytes:
+        raise ValueError(f"{file} has {data_bytes} bytes of data, its tensors take {position}")
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    return _parse_json_object(file.read_bytes(), str(file))
+
+
+def _parse_json_object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be a JSON object, it is {type(value).__name__}")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_counts(value: Any, length: int | None = None) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and (length is None or len(value) == length)
+        and all(_is_count(item) for item in value)
+    )
+
+
+def _some(items: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(items) - _NAMED_IN_ERRORS
+    return ", ".join(items[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")

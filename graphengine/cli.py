@@ -1,0 +1,244 @@
+"""`graphengine`: generate text, chat, or see what an engine would hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from graphengine.checkpoint import Checkpoint, stored_dtype
+from graphengine.config import EngineConfig, EngineOptions
+from graphengine.demo import checkpoint_path
+from graphengine.engine import Engine
+from graphengine.memory import plan_memory
+from graphengine.models.families import read_model_config
+from graphengine.request import Result
+from graphengine.sampling_params import SamplingParams
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 2 after an error the user can mend."""
+    options = _parser().parse_args(arguments)
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    try:
+        command: Callable[[argparse.Namespace], None] = options.command
+        command(options)
+    except ValueError as error:
+        print(f"graphengine: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Complete one prompt; the text streams to the terminal."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with _engine(options) as engine:
+        result = _stream(engine, prompt, _sampling(options), quiet=options.json)
+        summary = _summary(engine, result)
+    if options.json:
+        print(json.dumps({"text": result.text, "token_ids": result.token_ids, **summary}))
+    else:
+        _print_summary(summary)
+
+
+def chat(options: argparse.Namespace) -> None:
+    """A conversation through the checkpoint's chat template; one line of input is one turn."""
+    with _engine(options) as engine:
+        if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
+            raise ValueError(f"{options.checkpoint} has no chat template; use `graphengine generate`")
+        messages: list[dict[str, str]] = []
+        if options.system:
+            messages.append({"role": "system", "content": options.system})
+        while (line := _read_line(options.json)) is not None:
+            messages.append({"role": "user", "content": line})
+            result = _stream(engine, messages, _sampling(options), quiet=options.json)
+            messages.append({"role": "assistant", "content": result.text})
+            summary = _summary(engine, result)
+            if options.json:
+                print(json.dumps({"text": result.text, **summary}), flush=True)
+
+
+def info(options: argparse.Namespace) -> None:
+    """What would be allocated and captured; nothing is."""
+    checkpoint = Checkpoint.open(_checkpoint(options))
+    model = read_model_config(checkpoint.config)
+    memory = plan_memory(
+        model, EngineConfig(**_engine_options(options)), checkpoint_dtype=stored_dtype(checkpoint)
+    )
+    facts: dict[str, Any] = {
+        "architecture": model.architecture,
+        "layers": model.num_layers,
+        "vocabulary": model.vocab_size,
+        "device": str(memory.device),
+        "dtype": str(memory.dtype).removeprefix("torch."),
+        "max_batch": memory.ladder.sizes[-1],
+        "max_seq_len": memory.max_seq_len,
+        "decode_buckets": memory.ladder.sizes,
+        "prefill_buckets": memory.prefill_ladder.sizes,
+        "graphs": len(memory.ladder.sizes) + len(memory.prefill_ladder.sizes),
+    }
+    if options.json:
+        budget = [asdict(line) for line in memory.budget.lines]
+        print(json.dumps(facts | {"budget": budget}))
+        return
+    for name, value in facts.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        print(f"{name.replace('_', ' '):<16} {shown}")
+    print(f"\n{memory.budget.table()}")
+
+
+def _stream(
+    engine: Engine, prompt: Any, params: SamplingParams, *, quiet: bool
+) -> Result:
+    """Run one request, writing its text as it comes."""
+    request = None
+    for event in engine.stream(prompt, params):
+        request = event.request
+        if not quiet:
+            print(event.text, end="", flush=True)
+    if not quiet:
+        print(flush=True)
+    assert request is not None, "a stream ends with an event"
+    return request.result()
+
+
+def _summary(engine: Engine, result: Result) -> dict[str, Any]:
+    """Latencies in milliseconds, and the buckets that served the request."""
+    first, gaps = result.timings.time_to_first_token, result.timings.inter_token
+    p50, p99 = np.percentile(gaps, [50, 99]) if gaps else (float("nan"), float("nan"))
+    replays = {
+        name.removeprefix("replays/"): count
+        for name, count in engine.counters.items()
+        if name.startswith("replays/")
+    }
+    return {
+        "prompt_tokens": len(result.prompt_token_ids),
+        "new_tokens": len(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "ttft_ms": None if first is None else round(first * 1e3, 3),
+        "itl_p50_ms": round(float(p50) * 1e3, 3) if gaps else None,
+        "itl_p99_ms": round(float(p99) * 1e3, 3) if gaps else None,
+        "replays": replays,
+        "device": str(engine.memory.device),
+    }
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
+    print(
+        f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
+        f"{summary['device']}, finished by {summary['finish_reason']}, seed {summary['seed']}\n"
+        f"time to first token {summary['ttft_ms']} ms, inter-token p50 {summary['itl_p50_ms']} ms, "
+        f"p99 {summary['itl_p99_ms']} ms\n"
+        f"buckets: {buckets}"
+    )
+
+
+def _engine(options: argparse.Namespace) -> Engine:
+    progress = None if options.json or not sys.stderr.isatty() else _progress_bar
+    return Engine.from_pretrained(
+        _checkpoint(options), progress=progress, **_engine_options(options)
+    )
+
+
+def _progress_bar(done: int, total: int) -> None:
+    width = 30
+    filled = width * done // max(total, 1)
+    end = "\r\x1b[K" if done >= total else ""
+    print(
+        f"\rloading [{'#' * filled}{' ' * (width - filled)}] {done / 2**20:,.0f} of "
+        f"{total / 2**20:,.0f} MiB{end}",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _checkpoint(options: argparse.Namespace) -> str:
+    return str(checkpoint_path()) if options.checkpoint == "demo" else str(options.checkpoint)
+
+
+def _read_line(quiet: bool) -> str | None:
+    try:
+        return input("" if quiet else "> ")
+    except EOFError:
+        return None
+
+
+def _engine_options(options: argparse.Namespace) -> EngineOptions:
+    """The engine options that were given; the others keep `EngineConfig`'s defaults."""
+    names = {field.name for field in fields(EngineConfig)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    return EngineOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
+
+
+def _sampling(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.sampling_seed,
+        max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in (generate, chat, info):
+        sub = commands.add_parser(
+            command.__name__, help=command.__doc__, description=command.__doc__
+        )
+        sub.set_defaults(command=command)
+        _add_engine_options(sub)
+        if command is generate:
+            sub.add_argument("--prompt", required=True, help="the prompt, or - for standard input")
+        if command is chat:
+            sub.add_argument("--system", help="system message")
+        if command is not info:
+            _add_sampling_options(sub)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model"
+    )
+    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--dtype", help="bfloat16, float16 or float32")
+    parser.add_argument("--max-batch", type=int, help="slots, and the largest bucket")
+    parser.add_argument("--max-seq-len", type=int, help="prompt plus new tokens of a request")
+    parser.add_argument("--block-size", type=int, help="tokens of a KV block")
+    parser.add_argument("--lookahead", type=int, help="replays in flight ahead of the host, 0 or 1")
+    parser.add_argument("--memory-fraction", type=float, help="share of the free memory to plan with")
+    parser.add_argument("--wait", choices=("spin", "yield", "block"), help="how the host waits")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    defaults = SamplingParams()
+    add = parser.add_argument
+    add("--max-tokens", type=int, default=256, help="new tokens at most")
+    add("--min-tokens", type=int, default=defaults.min_tokens, help="before a stop id may come")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-k", type=int, default=defaults.top_k, help="0 keeps all tokens")
+    add("--top-p", type=float, default=defaults.top_p, help="1 keeps all tokens")
+    add("--min-p", type=float, default=defaults.min_p, help="0 keeps all tokens")
+    add("--seed", type=int, dest="sampling_seed", help="of the request's random numbers")
+    add("--stop", action="append", help="a string that ends the text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")

@@ -1,0 +1,111 @@
+"""What the embedding program chooses once, before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+import torch
+
+WaitMode = Literal["spin", "yield", "block"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes and policies of one engine. Every shape of every captured graph follows from this.
+
+    device                 "cuda", "cuda:1" or "cpu"
+    dtype                  of weights and KV; None: the checkpoint's on a GPU, float32 on a CPU
+    max_batch              slots, and the largest bucket
+    max_seq_len            prompt plus generated tokens of one request; None: the model's limit, at
+                           most 4,096
+    buckets                row buckets to capture; None: 1, 2, 4, 8, then steps of 8
+    prefill_buckets        token buckets; a prompt is cut at multiples of the largest
+    block_size             tokens of one KV block, a power of two from 8 to 128
+    kv_blocks              blocks of the pool, the dummy block 0 not counted; None: enough for every
+                           slot at max_seq_len, or what memory_fraction leaves
+    swap_blocks            pinned host blocks for paused requests; None: what a short pool can need
+    lookahead              replays launched before the oldest one is collected, 0 or 1
+    memory_fraction        share of the device's free memory that the engine may plan with
+    max_stop_ids           EOS and stop token ids that one request may have
+    seed                   of the generator that seeds requests which bring no seed of their own
+    wait                   how the host waits for the mailbox
+    wait_limit_s           seconds after which a replay that published nothing breaks the engine
+    """
+
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: torch.dtype | str | None = None
+    max_batch: int = 8
+    max_seq_len: int | None = None
+    buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] = (16, 64, 256, 1024)
+    block_size: int = 16
+    kv_blocks: int | None = None
+    swap_blocks: int | None = None
+    lookahead: int = 1
+    memory_fraction: float = 0.9
+    max_stop_ids: int = 16
+    seed: int = 0
+    wait: WaitMode = "spin"
+    wait_limit_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        device_type = torch.device(self.device).type
+        if device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}: only 'cpu' and 'cuda' devices are supported")
+        if device_type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={self.device!r}, but torch finds no CUDA device")
+        if self.dtype is not None and self.torch_dtype not in DTYPES.values():
+            raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.max_batch < 1:
+            raise ValueError(f"max_batch={self.max_batch} must be at least 1")
+        if self.max_seq_len is not None and self.max_seq_len < 2:
+            raise ValueError(f"max_seq_len={self.max_seq_len} must be at least 2")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ValueError(f"block_size={self.block_size} must be a power of two from 8 to 128")
+        if not self.prefill_buckets or min(self.prefill_buckets) < 1:
+            raise ValueError(f"prefill_buckets={self.prefill_buckets} must be positive sizes")
+        if self.lookahead not in (0, 1):
+            raise ValueError(f"lookahead={self.lookahead} must be 0 or 1")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction={self.memory_fraction} must be in (0, 1]")
+        if self.max_stop_ids < 1:
+            raise ValueError(f"max_stop_ids={self.max_stop_ids} must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
+        if self.wait not in ("spin", "yield", "block"):
+            raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
+        if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
+            raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
+        for name in ("kv_blocks", "swap_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """`dtype`, whose name may be given instead; None where the checkpoint decides."""
+        return DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig` as keyword arguments."""
+
+    device: str
+    dtype: torch.dtype | str | None
+    max_batch: int
+    max_seq_len: int | None
+    buckets: tuple[int, ...] | None
+    prefill_buckets: tuple[int, ...]
+    block_size: int
+    kv_blocks: int | None
+    swap_blocks: int | None
+    lookahead: int
+    memory_fraction: float
+    max_stop_ids: int
+    seed: int
+    wait: WaitMode
+    wait_limit_s: float

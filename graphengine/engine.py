@@ -1,0 +1,535 @@
+"""The engine: requests in, one graph replay a step, events out."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import torch
+
+from graphengine.buckets import Mailbox, StaticBuffers, capture_all
+from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
+from graphengine.config import EngineConfig, EngineOptions
+from graphengine.fields import field_table, host_updates
+from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP, copy_blocks
+from graphengine.memory import MemoryPlan, plan_memory
+from graphengine.models.dense import DenseModel, allocate_weights
+from graphengine.models.families import read_model_config
+from graphengine.report import EngineReport
+from graphengine.request import Event, FinishReason, Request, Result
+from graphengine.sampling_params import SamplingParams
+from graphengine.scheduler import Plan, Scheduler
+from graphengine.step import StepProgram
+from graphengine.text import TextStream, Tokenizer
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Replay:
+    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`."""
+
+    sequence: int
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+
+
+class Engine:
+    """Decodes up to `max_batch` requests, each step one replay of a captured graph.
+
+    In process and single-threaded: call every method from one thread. Use `from_pretrained` to make
+    one, `close()` or a `with` block to free everything it holds. ValueError for what the caller
+    did; RuntimeError once the device or a replay has failed, after which the engine only closes.
+    """
+
+    def __init__(
+        self,
+        model: DenseModel,
+        memory: MemoryPlan,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        self.config = config
+        self.memory = memory
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.scheduler = Scheduler(
+            slots=config.max_batch,
+            kv_blocks=memory.kv_blocks,
+            swap_blocks=memory.swap_blocks,
+            block_size=memory.block_size,
+            max_chunk=memory.prefill_ladder.sizes[-1],
+        )
+        self.counters = self.scheduler.counters
+        self._in_flight: deque[tuple[_Replay, ...]] = deque()
+        self._launched = 0
+        self._requests_made = 0
+        self._cancelled: list[Request] = []
+        self._seeds = random.Random(config.seed)
+        self._busy_in: str | None = None
+        self._closed = False
+        self._broken: str | None = None
+        self._allocate(model)
+        self._capture()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Self:
+        """Load a checkpoint, allocate everything, capture every bucket.
+
+        path      a directory (`config.json`, safetensors, `tokenizer.json`) or a Hugging Face hub id
+        progress  called with (bytes loaded, bytes in all) as weights arrive on the device
+        options   the fields of `EngineConfig`
+        """
+        config = EngineConfig(**options)
+        checkpoint = Checkpoint.open(path)
+        model_config = read_model_config(checkpoint.config)
+        memory = plan_memory(model_config, config, checkpoint_dtype=stored_dtype(checkpoint))
+        log.info("memory budget\n%s", memory.budget.table())
+        weights = allocate_weights(model_config, device=config.device, dtype=memory.dtype)
+        unused = checkpoint.load(weights.named(model_config), progress)
+        if unused:
+            log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
+        model = DenseModel(model_config, weights, max_seq_len=memory.max_seq_len)
+        tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
+        return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_token_ids(checkpoint))
+
+    def _allocate(self, model: DenseModel) -> None:
+        """Every tensor a replay can see, and the host's side of them."""
+        config, memory = self.config, self.memory
+        on_gpu = memory.device.type == "cuda"
+        self.model = model
+        fields = field_table(
+            slots=config.max_batch,
+            table_blocks=memory.table_blocks,
+            prefill_tokens=memory.prefill_ladder.sizes[-1],
+            stop_ids=config.max_stop_ids,
+            swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
+        )
+        self.buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
+        self.mailbox = Mailbox(
+            entries=2 * (config.lookahead + 2), lanes=config.max_batch, device=memory.device
+        )
+        block = model.config.kv_block_shape(memory.block_size)
+        layers = model.config.num_layers
+        self.cache = torch.zeros(
+            (layers, memory.kv_blocks + 1, *block), dtype=memory.dtype, device=memory.device
+        )
+        self.swap_area = torch.zeros(
+            (layers, memory.swap_blocks, *block), dtype=memory.dtype, pin_memory=on_gpu
+        )
+        self.program = StepProgram(
+            model, self.buffers, self.cache, self.mailbox, max_seq_len=memory.max_seq_len
+        )
+        self._cuda_stream = torch.cuda.Stream(memory.device) if on_gpu else None
+        if on_gpu:
+            torch.cuda.synchronize(memory.device)
+
+    def _capture(self) -> None:
+        """Warm up and capture every bucket, largest first, on padded rows alone."""
+        program, memory = self.program, self.memory
+        prefill = [
+            (f"prefill/{tokens}", partial(program.prefill, tokens))
+            for tokens in reversed(memory.prefill_ladder.sizes)
+        ]
+        decode = [
+            (f"decode/{rows}", partial(program.decode, rows))
+            for rows in reversed(memory.ladder.sizes)
+        ]
+        with self._on_stream():
+            self.buffers.reset()
+            self._copy_blocks(self.cache, self.swap_area, min(1, memory.swap_blocks))
+            self._graphs = capture_all(
+                dict(prefill + decode),
+                device=memory.device,
+                stream=self._cuda_stream,
+                buffers=self.buffers,
+            )
+            self.buffers.reset()
+        if self._cuda_stream is not None:
+            self._cuda_stream.synchronize()
+        self.mailbox.clear()
+        log.info("captured\n%s", self.report())
+
+    # What a caller does with requests.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Request:
+        """Queue a request; it starts at a `step()` that finds a slot and KV blocks for it.
+
+        prompt    text, token ids, or chat messages (`{"role": ..., "content": ...}`)
+        on_event  called during `step()` with each of the request's events; it may submit and cancel
+
+        ValueError, with the value and the limit, for a prompt or parameters that cannot be served.
+        """
+        self._check_open()
+        params = params or SamplingParams()
+        ids = self._prompt_ids(prompt)
+        request = self._new_request(ids, params, on_event)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self, timeout: float | None = None) -> list[Event]:
+        """Launch what can be launched, then return the events of the oldest replay in flight.
+
+        timeout  seconds to wait for that replay; None: until it is done; 0: never blocks. An empty
+                 list where it was not done in time, or where it only fed a part of a prompt.
+        """
+        with self._exclusive("step()"):
+            events = self._end_cancelled()
+            while len(self._in_flight) <= self.config.lookahead:
+                plan = self.scheduler.plan()
+                if plan is None:
+                    break
+                with self._on_stream(), self._breaks_on_error():
+                    self._load(plan)
+                    self._in_flight.append(self._replay(plan))
+            events += self._collect(timeout)
+            self._call_back(events)
+            return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is unfinished or a replay is in flight."""
+        return self.scheduler.busy or bool(self._in_flight or self._cancelled)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Any:
+        """Run one prompt, or a list of them as a batch, to the end; other requests go on meanwhile.
+
+        Returns a `Result`, or a list of them in the order of the prompts.
+        """
+        self._check_open()
+        batch = _is_batch(prompts)
+        prompt_list: Sequence[Any] = prompts if batch else [prompts]
+        if not isinstance(params, Sequence):
+            params = [params or SamplingParams()] * len(prompt_list)
+        if len(params) != len(prompt_list):
+            raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
+        made = [
+            self._new_request(self._prompt_ids(prompt), param, None)
+            for prompt, param in zip(prompt_list, params, strict=True)
+        ]
+        queued: list[Request] = []
+        try:
+            for request in made:
+                self.scheduler.submit(request)
+                queued.append(request)
+            while not all(request.finished for request in made):
+                self.step()
+        except BaseException:
+            for request in queued:
+                request.cancel()
+            raise
+        results = [request.result() for request in made]
+        return results if batch else results[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[Event]:
+        """Submit a request now and yield its events; closing the iterator early cancels it."""
+        events: deque[Event] = deque()
+        request = self.submit(prompt, params, on_event=events.append)
+        return self._stream_events(request, events)
+
+    def _stream_events(self, request: Request, events: deque[Event]) -> Iterator[Event]:
+        try:
+            while events or not request.finished:
+                if not events:
+                    self.step()
+                while events:
+                    yield events.popleft()
+        finally:
+            request.cancel()
+
+    def report(self) -> EngineReport:
+        """Budget, ladder, captures and counters; print it."""
+        return EngineReport(
+            memory=self.memory,
+            captures=tuple(graph.report for graph in self._graphs.values()),
+            counters=dict(self.counters),
+        )
+
+    def close(self) -> None:
+        """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled."""
+        if self._closed:
+            return
+        if self._cuda_stream is not None and self._broken is None:
+            self._cuda_stream.synchronize()
+        for request in [*self.scheduler.active, *self.scheduler.waiting]:
+            request.cancel()
+            self.scheduler.retire(request)
+        self._closed = True
+        for graph in self._graphs.values():
+            graph.close()
+        self._in_flight.clear()
+        self._cancelled.clear()
+        self.buffers.close()
+        del self.program, self.model, self.cache, self.swap_area, self.mailbox
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # One step, piece by piece.
+
+    def _load(self, plan: Plan) -> None:
+        """Bring the host-owned fields that changed to the device: one staging block, one copy."""
+        updates = host_updates(plan, self.scheduler.slots)
+        if updates:
+            self.buffers.load(updates, sequence=self._launched + 1)
+            self.counters["loads"] += 1
+
+    def _replay(self, plan: Plan) -> tuple[_Replay, ...]:
+        """Queue the plan's swaps and replays on the stream."""
+        self._copy_blocks(self.cache, self.swap_area, len(plan.swap_out))
+        self._copy_blocks(self.swap_area, self.cache, len(plan.swap_in))
+        replays = []
+        if plan.prefill is not None:
+            tokens = self.memory.prefill_ladder.pick(plan.prefill.count)
+            replays.append(self._launch(f"prefill/{tokens}", (plan.prefill.request,)))
+        if plan.rows:
+            rows = self.memory.ladder.pick(len(plan.rows))
+            replays.append(self._launch(f"decode/{rows}", plan.rows))
+        return tuple(replays)
+
+    def _launch(self, bucket: str, requests: tuple[Request, ...]) -> _Replay:
+        self._graphs[bucket].replay()
+        self._launched += 1
+        self.counters[f"replays/{bucket}"] += 1
+        epochs = tuple(request.placed.epoch for request in requests)
+        return _Replay(sequence=self._launched, requests=requests, epochs=epochs)
+
+    def _copy_blocks(self, source: torch.Tensor, destination: torch.Tensor, count: int) -> None:
+        if count:
+            copy_blocks(source, destination, self.buffers["swap_pairs"], count)
+
+    def _collect(self, timeout: float | None) -> list[Event]:
+        """Events of the oldest launch, or none if it is not done within `timeout` seconds."""
+        if not self._in_flight:
+            return []
+        replays = self._in_flight[0]
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        records = []
+        for replay in replays:
+            left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+            record = self._wait(replay, left)
+            if record is None:
+                return []
+            records.append(record)
+        self._in_flight.popleft()
+        self.buffers.acknowledge(replays[-1].sequence)
+        now = time.perf_counter()
+        events = [
+            self._read(request, epoch, token, state, now)
+            for replay, record in zip(replays, records, strict=True)
+            for request, epoch, (token, state) in zip(
+                replay.requests, replay.epochs, record.tolist(), strict=True
+            )
+        ]
+        return [event for event in events if event is not None]
+
+    def _wait(self, replay: _Replay, timeout: float | None) -> Any:
+        with self._breaks_on_error():
+            return self.mailbox.wait(
+                replay.sequence,
+                len(replay.requests),
+                timeout=timeout,
+                mode=self.config.wait,
+                stream=self._cuda_stream,
+                limit=self.config.wait_limit_s,
+            )
+
+    def _read(
+        self, request: Request, epoch: int, token: int, state: int, now: float
+    ) -> Event | None:
+        """One lane of a mailbox entry: deliver its token, unless the request has ended meanwhile."""
+        flags = state & 0xFF
+        if not flags & (EMITTED | INVALID):
+            return None
+        if request.finish_reason is not None or state >> 8 != epoch & 0xFFFFFF:
+            self.counters["discarded_tokens"] += 1
+            return None
+        if flags & INVALID:
+            log.error("request %d: the logits hold no finite value", request.id)
+            return self._finish(request, "error", (), "", now)
+        request.token_ids.append(token)
+        request.timings.tokens.append(now)
+        self.counters["tokens"] += 1
+        text, stopped = request.stream.push(token) if request.stream is not None else ("", False)
+        request.text += text
+        if stopped or flags & STOP:
+            return self._finish(request, "stop", (token,), text, now)
+        if flags & LENGTH:
+            return self._finish(request, "length", (token,), text, now)
+        return Event(request=request, token_ids=(token,), text=text, finish_reason=None, time=now)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: tuple[int, ...],
+        text: str,
+        now: float,
+    ) -> Event:
+        """Retire the request; its last event brings the text that was held back."""
+        tail = request.stream.flush() if request.stream is not None else ""
+        request.text += tail
+        request.finish_reason = reason
+        request.timings.finished = now
+        self.scheduler.retire(request)
+        self.counters[f"finished/{reason}"] += 1
+        return Event(
+            request=request, token_ids=token_ids, text=text + tail, finish_reason=reason, time=now
+        )
+
+    def _end_cancelled(self) -> list[Event]:
+        now = time.perf_counter()
+        cancelled, self._cancelled[:] = list(self._cancelled), []
+        return [self._finish(request, "cancelled", (), "", now) for request in cancelled]
+
+    def _call_back(self, events: list[Event]) -> None:
+        """Run the callbacks of all events; the first exception goes on once all have run."""
+        failure: BaseException | None = None
+        for event in events:
+            if event.request.callback is not None:
+                try:
+                    event.request.callback(event)
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # Checks at the door.
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str) or _is_chat(prompt):
+            if self.tokenizer is None:
+                raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
+            if isinstance(prompt, str):
+                prompt = self.tokenizer.encode(prompt)
+            else:
+                prompt = self.tokenizer.apply_chat_template(prompt)
+        vocab_size, max_seq_len = self.model.config.vocab_size, self.memory.max_seq_len
+        ids = tuple(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: it holds no token")
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab_size}")
+        if len(ids) >= max_seq_len:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens leaves no room for a new one in "
+                f"max_seq_len={max_seq_len}"
+            )
+        return ids
+
+    def _new_request(
+        self,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        callback: Callable[[Event], None] | None,
+    ) -> Request:
+        vocab_size, limit = self.model.config.vocab_size, self.config.max_stop_ids
+        for token in params.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"stop token id {token} is outside the vocabulary of {vocab_size}")
+        eos = () if params.ignore_eos else self.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        if len(stop_ids) > limit:
+            raise ValueError(
+                f"{len(stop_ids)} end-of-sequence and stop token ids exceed max_stop_ids={limit}"
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
+        room = self.memory.max_seq_len - len(ids)
+        self._requests_made += 1
+        return Request(
+            request_id=self._requests_made,
+            prompt_token_ids=ids,
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            max_len=len(ids) + min(room, params.max_tokens or room),
+            submitted=time.perf_counter(),
+            cancelled=self._cancelled,
+            stream=TextStream(self.tokenizer, params.stop_strings) if self.tokenizer else None,
+            callback=callback,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed")
+        if self._broken is not None:
+            raise RuntimeError(f"the engine is broken, close it: {self._broken}")
+
+    @contextmanager
+    def _exclusive(self, call: str) -> Iterator[None]:
+        self._check_open()
+        if self._busy_in is not None:
+            raise ValueError(f"{call} called from inside {self._busy_in}, by an event callback")
+        self._busy_in = call
+        try:
+            yield
+        finally:
+            self._busy_in = None
+
+    @contextmanager
+    def _breaks_on_error(self) -> Iterator[None]:
+        """After a failed launch or wait the device's state is unknown: the engine only closes."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._cuda_stream is None else torch.cuda.stream(self._cuda_stream)
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _is_batch(prompts: object) -> bool:
+    """Whether `prompts` is a list of prompts, rather than one: text, token ids or chat messages."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+        return False
+    return isinstance(prompts[0], str) or (
+        isinstance(prompts[0], Sequence) and not _is_chat(prompts)
+    )

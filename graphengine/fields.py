@@ -1,0 +1,94 @@
+"""The static fields of an engine: one table of what a replay can see, and how a plan fills it.
+
+Letters: S slots, B blocks of a slot's table, T tokens of the largest prefill bucket, E stop ids of a
+slot, P pairs of a swap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphengine.buckets import Field
+from graphengine.request import Request
+from graphengine.scheduler import Plan
+
+
+def field_table(
+    *, slots: int, table_blocks: int, prefill_tokens: int, stop_ids: int, swap_pairs: int
+) -> list[Field]:
+    """Every tensor a replay can see, the weights and the KV cache aside."""
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+
+    def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
+        return Field(name=name, shape=shape, dtype=dtype, owner="host", pad=pad, meaning=meaning)
+
+    def device(name: str, *shape: int, dtype: torch.dtype, meaning: str) -> Field:
+        return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
+
+    S = slots
+    return [
+        host("slot_of_row", S, dtype=int32, pad=-1, meaning="slot of each decode row"),
+        host("block_table", S, table_blocks, dtype=int32, pad=0, meaning="KV blocks of each slot"),
+        host("command_epoch", S, dtype=int32, pad=0, meaning="a new epoch resets the slot"),
+        host("temperature", S, dtype=float32, pad=0, meaning="0 is greedy"),
+        host("top_k", S, dtype=int32, pad=0, meaning="0 keeps all tokens"),
+        host("top_p", S, dtype=float32, pad=1, meaning="1 keeps all tokens"),
+        host("min_p", S, dtype=float32, pad=0, meaning="0 keeps all tokens"),
+        host("seed", S, dtype=int64, pad=0, meaning="Philox key"),
+        host("stop_ids", S, stop_ids, dtype=int32, pad=-1, meaning="ids that end the request"),
+        host("min_len", S, dtype=int32, pad=0, meaning="no stop id at a position below it"),
+        host("max_len", S, dtype=int32, pad=0, meaning="prompt plus new tokens at most"),
+        host("prefill_tokens", prefill_tokens, dtype=int32, pad=0, meaning="prompt chunk"),
+        host("prefill_slot", 1, dtype=int32, pad=-1, meaning="slot of the chunk"),
+        host("prefill_start", 1, dtype=int32, pad=0, meaning="position of its first token"),
+        host("prefill_count", 1, dtype=int32, pad=0, meaning="live tokens of the chunk"),
+        host("prefill_final", 1, dtype=int32, pad=0, meaning="1: sample the first new token"),
+        host("swap_pairs", swap_pairs, 2, dtype=int32, pad=-1, meaning="blocks (from, to) to copy"),
+        device("next_token", S, dtype=int32, meaning="token that the next step feeds"),
+        device("kv_len", S, dtype=int32, meaning="tokens whose K and V are committed"),
+        device("running", S, dtype=int32, meaning="1: the slot decodes"),
+        device("epoch", S, dtype=int32, meaning="stay that the slot's state belongs to"),
+        device("sequence", 1, dtype=int64, meaning="replays that have published"),
+    ]
+
+
+def host_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
+    """The host-owned fields that `plan` changes; lanes that hold no request are padded."""
+    updates: dict[str, Any] = {}
+    if plan.rows_changed:
+        updates["slot_of_row"] = [request.placed.slot for request in plan.rows]
+    if plan.tables_changed:
+        updates["block_table"] = [request and request.placed.blocks for request in slots]
+    if plan.slots_changed:
+        updates |= _slot_fields(slots)
+    if plan.prefill is not None:
+        chunk = plan.prefill
+        request, end = chunk.request, chunk.start + chunk.count
+        updates |= {
+            "prefill_tokens": request.prompt_token_ids[chunk.start : end],
+            "prefill_slot": [request.placed.slot],
+            "prefill_start": [chunk.start],
+            "prefill_count": [chunk.count],
+            "prefill_final": [int(chunk.final)],
+        }
+    if plan.swap_out or plan.swap_in:
+        updates["swap_pairs"] = plan.swap_out or plan.swap_in
+    return updates
+
+
+def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:
+    """Fields that are settled when a request enters its slot."""
+    return {
+        "command_epoch": [request and request.placed.epoch for request in slots],
+        "temperature": [request and request.params.temperature for request in slots],
+        "top_k": [request and max(request.params.top_k, 0) for request in slots],
+        "top_p": [request and request.params.top_p for request in slots],
+        "min_p": [request and request.params.min_p for request in slots],
+        "seed": [request and request.seed for request in slots],
+        "stop_ids": [request and request.stop_ids for request in slots],
+        "min_len": [request and request.prompt_len + request.params.min_tokens for request in slots],
+        "max_len": [request and request.max_len for request in slots],
+    }

@@ -1,0 +1,198 @@
+"""A request's life as its owner sees it: the handle, the events of a step, the result."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from graphengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from graphengine.text import TextStream
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Phase(enum.Enum):
+    """Where a request stands in the scheduler."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """What one step brought one request.
+
+    token_ids      new tokens, in order; empty where only the state changed
+    text           text that became final with them; it may lag behind the tokens
+    finish_reason  set on the request's last event
+    time           `time.perf_counter()` when the host read the tokens
+    """
+
+    request: Request
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    time: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Timings:
+    """Host times in seconds of `time.perf_counter()`, as tokens reached the host."""
+
+    submitted: float
+    tokens: list[float] = field(default_factory=list)
+    finished: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.tokens[0] - self.submitted if self.tokens else None
+
+    @property
+    def inter_token(self) -> list[float]:
+        """Gaps between consecutive tokens."""
+        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished request. `token_ids` end with the stop token where one ended the request."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    timings: Timings
+
+
+@dataclass(kw_only=True, slots=True)
+class Placement:
+    """What the scheduler has granted a request. Only the scheduler changes it.
+
+    slot           row of every per-slot tensor, for the request's whole life
+    epoch          names this stay in the slot; a record that carries another one is dead
+    blocks         pool blocks of positions 0, block_size, ...; empty while paused
+    swap_blocks    host blocks while paused
+    prefilled      prompt tokens whose prefill has been launched
+    sampled        tokens whose sampling has been launched; those in flight are counted
+    """
+
+    slot: int
+    epoch: int
+    blocks: list[int] = field(default_factory=list)
+    swap_blocks: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    sampled: int = 0
+
+
+class Request:
+    """Handle of a submitted request, valid after the engine is closed.
+
+    Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `phase`, `token_ids` and `text`
+    so far, `finish_reason`, `timings`, `pauses`.
+    """
+
+    __slots__ = (
+        "_cancelled",
+        "callback",
+        "finish_reason",
+        "id",
+        "max_len",
+        "params",
+        "pauses",
+        "phase",
+        "placement",
+        "prompt_token_ids",
+        "seed",
+        "stop_ids",
+        "stream",
+        "text",
+        "timings",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        max_len: int,
+        submitted: float,
+        cancelled: list[Request],
+        stream: TextStream | None = None,
+        callback: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.max_len = max_len
+        self.stream = stream
+        self.callback = callback
+        self.phase = Phase.WAITING
+        self.placement: Placement | None = None
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.timings = Timings(submitted=submitted)
+        self.pauses = 0
+        self._cancelled = cancelled
+
+    def __repr__(self) -> str:
+        return (
+            f"Request(id={self.id}, phase={self.phase.value}, prompt={len(self.prompt_token_ids)}, "
+            f"tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r})"
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    @property
+    def placed(self) -> Placement:
+        """The placement of a request that holds a slot."""
+        assert self.placement is not None, f"{self!r} holds no slot"
+        return self.placement
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.max_len - self.prompt_len
+
+    def cancel(self) -> None:
+        """End the request. The next `step()` frees its slot and reports `finish_reason="cancelled"`.
+
+        Tokens in flight are discarded and counted. A finished request is left as it is.
+        """
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"
+            self._cancelled.append(self)
+
+    def result(self) -> Result:
+        """What the request produced. ValueError while it is not finished."""
+        if not self.finished or self.finish_reason is None:
+            raise ValueError(f"request {self.id} is not finished: it is in {self.phase.value}")
+        return Result(
+            request_id=self.id,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=tuple(self.token_ids),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+            timings=self.timings,
+        )

@@ -1,0 +1,61 @@
+"""What a request asks of the sampler. Field names and defaults follow vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Sampling and stopping of one request; checked when it is made.
+
+    temperature     0 is greedy; otherwise logits are divided by it
+    top_k           keep the k most probable tokens; 0 or -1 keeps all
+    top_p           keep the shortest prefix of the tokens, by probability, that reaches top_p
+    min_p           keep tokens at least min_p times as probable as the most probable one
+    seed            of the request's own random numbers; None: the engine draws one and reports it
+    max_tokens      new tokens at most; None: up to max_seq_len
+    min_tokens      end-of-sequence and stop token ids cannot be sampled before this many new tokens
+    stop            strings that end the request; they are not part of the text
+    stop_token_ids  token ids that end the request, beside the checkpoint's end-of-sequence ids
+    ignore_eos      the checkpoint's end-of-sequence ids do not end the request
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
+        if self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k} must be positive, or 0 or -1 for all tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p={self.min_p} must be in [0, 1]")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1, or None")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens={self.min_tokens} must not be negative")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        if any(not stop for stop in self.stop_strings):
+            raise ValueError(f"stop={self.stop!r} holds an empty string")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

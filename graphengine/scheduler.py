@@ -1,0 +1,278 @@
+"""Which requests run in the next step, and where their KV lives. Pure Python: no tensor, no device.
+
+The scheduler sees only what the host knows. Replays in flight may have stopped a row that it still
+plans; such a row is a no-op on the device. Everything it decides takes effect in stream order behind
+the replays already launched, so blocks and slots may be given away the moment they are freed.
+
+Pauses always succeed: a request is admitted only while either every admitted request fits the pool
+at its greatest length, or every one but the oldest fits the swap area. The oldest is never paused
+and its greatest length fits the pool, so it finishes, and so does everyone after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from graphengine.request import Phase, Placement, Request
+
+
+class BlockPool:
+    """Free list of KV blocks `first .. first + count - 1`. Freed blocks are reused last in, first out."""
+
+    def __init__(self, count: int, *, first: int = 0) -> None:
+        self.count = count
+        self._free = list(range(first + count - 1, first - 1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= self.free, f"{count=} of {self.free} free blocks"
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: list[int]) -> None:
+        self._free.extend(reversed(blocks))
+        blocks.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def final(self) -> bool:
+        return self.start + self.count == self.request.prompt_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
+
+    `rows[i]` runs in decode row i. A plan swaps out or in, never both. The flags say which
+    host-owned fields differ from those of the plan before.
+    """
+
+    rows: tuple[Request, ...]
+    prefill: PrefillChunk | None
+    swap_out: tuple[tuple[int, int], ...]
+    swap_in: tuple[tuple[int, int], ...]
+    rows_changed: bool
+    slots_changed: bool
+    tables_changed: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class _Changes:
+    slots: bool = False
+    tables: bool = False
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Admits, pauses, resumes and retires requests; first come, first served.
+
+    slots             requests that can hold a slot at once
+    kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
+    swap_blocks       host blocks for paused requests
+    max_chunk         prompt tokens of a prefill replay; chunks are cut at its multiples
+    """
+
+    def __init__(
+        self, *, slots: int, kv_blocks: int, swap_blocks: int, block_size: int, max_chunk: int
+    ) -> None:
+        self.block_size = block_size
+        self.max_chunk = max_chunk
+        self.pool = BlockPool(kv_blocks, first=1)
+        self.swap = BlockPool(swap_blocks)
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self.slots: list[Request | None] = [None] * slots
+        self.counters: Counter[str] = Counter()
+        self._changes = _Changes()
+        self._last_rows: tuple[Request, ...] = ()
+        self._epoch = 0
+        self._slots_used: set[int] = set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError if it could not run with the whole pool to itself."""
+        need = self.blocks_for(request.max_len)
+        if need > self.pool.count:
+            raise ValueError(
+                f"a request of {request.max_len} tokens (prompt {request.prompt_len} + "
+                f"{request.max_new_tokens} new) needs {need} KV blocks of {self.block_size} tokens; "
+                f"the pool has {self.pool.count}"
+            )
+        self.waiting.append(request)
+
+    def retire(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and free what it holds."""
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        placement = request.placement
+        if placement is not None:
+            self.active.remove(request)
+            self.slots[placement.slot] = None
+            self.pool.give_back(placement.blocks)
+            self.swap.give_back(placement.swap_blocks)
+            request.placement = None
+            self._changes.slots = self._changes.tables = True
+        request.phase = Phase.FINISHED
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when nothing can be launched before something is collected."""
+        rows = self._grow_or_pause()
+        if not self._changes.swap_out:
+            rows += self._resume()
+            self._admit()
+        prefill = self._next_chunk()
+        if not rows and prefill is None:
+            return None
+        for request in rows:
+            request.placed.sampled += 1
+        if prefill is not None:
+            self._advance_prefill(prefill)
+        rows.sort(key=lambda request: request.placed.slot)
+        changes, self._changes = self._changes, _Changes()
+        plan = Plan(
+            rows=tuple(rows),
+            prefill=prefill,
+            swap_out=tuple(changes.swap_out),
+            swap_in=tuple(changes.swap_in),
+            rows_changed=tuple(rows) != self._last_rows,
+            slots_changed=changes.slots,
+            tables_changed=changes.tables,
+        )
+        self._last_rows = plan.rows
+        return plan
+
+    def _grow_or_pause(self) -> list[Request]:
+        """Rows that decode, oldest first, each with a block for its next position.
+
+        When the pool is short the youngest request pauses for an older one. One that has no younger
+        to take from sits the step out and keeps its blocks.
+        """
+        rows: list[Request] = []
+        for request in self.active:
+            if request.phase is not Phase.DECODE or not _can_sample(request):
+                continue
+            if self._reserve(request, _kv_len(request) + 1):
+                rows.append(request)
+            else:
+                self.counters["stalled_rows"] += 1
+        return rows
+
+    def _reserve(self, request: Request, tokens: int) -> bool:
+        """Give `request` the blocks for its first `tokens` positions, pausing younger ones."""
+        blocks = request.placed.blocks
+        missing = self.blocks_for(tokens) - len(blocks)
+        if missing <= 0:
+            return True
+        while self.pool.free < missing:
+            victim = next(other for other in reversed(self.active) if other.placed.blocks)
+            if victim is request:
+                return False
+            self._pause(victim)
+        blocks += self.pool.take(missing)
+        self._changes.tables = True
+        return True
+
+    def _pause(self, request: Request) -> None:
+        placement = request.placed
+        used = self.blocks_for(_kv_len(request))
+        placement.swap_blocks = self.swap.take(used)
+        self._changes.swap_out += zip(placement.blocks[:used], placement.swap_blocks, strict=True)
+        self.pool.give_back(placement.blocks)
+        request.phase = Phase.PAUSED
+        request.pauses += 1
+        self.counters["pauses"] += 1
+        self._changes.tables = True
+
+    def _resume(self) -> list[Request]:
+        """Bring paused requests back, oldest first, while every running row can still grow."""
+        rows: list[Request] = []
+        paused = [request for request in self.active if request.phase is Phase.PAUSED]
+        headroom = len(self.active) - len(paused)
+        for request in paused:
+            placement = request.placed
+            prefilling = placement.prefilled < request.prompt_len
+            tokens = request.prompt_len if prefilling else _kv_len(request) + 1
+            need = self.blocks_for(tokens)
+            if self.pool.free < need + headroom:
+                break
+            placement.blocks = self.pool.take(need)
+            used = placement.blocks[: len(placement.swap_blocks)]
+            self._changes.swap_in += zip(placement.swap_blocks, used, strict=True)
+            self.swap.give_back(placement.swap_blocks)
+            self._changes.tables = True
+            headroom += 1
+            self.counters["resumes"] += 1
+            request.phase = Phase.PREFILL if prefilling else Phase.DECODE
+            if not prefilling and _can_sample(request):
+                rows.append(request)
+        return rows
+
+    def _admit(self) -> None:
+        """Give waiting requests slots and the blocks of their prompts; paused ones go first."""
+        while self.waiting and None in self.slots:
+            if any(request.phase is Phase.PAUSED for request in self.active):
+                return
+            request = self.waiting[0]
+            need = self.blocks_for(request.prompt_len)
+            if need + len(self.active) > self.pool.free or not self._can_always_pause(request):
+                return
+            self.waiting.popleft()
+            slot = self.slots.index(None)
+            self._epoch += 1
+            blocks = self.pool.take(need)
+            request.placement = Placement(slot=slot, epoch=self._epoch, blocks=blocks)
+            request.phase = Phase.PREFILL
+            self.slots[slot] = request
+            self.active.append(request)
+            self.counters["admitted"] += 1
+            self.counters["slot_reuses"] += slot in self._slots_used
+            self._slots_used.add(slot)
+            self._changes.slots = self._changes.tables = True
+
+    def _can_always_pause(self, newcomer: Request) -> bool:
+        needs = [self.blocks_for(request.max_len) for request in [*self.active, newcomer]]
+        return sum(needs) <= self.pool.count or sum(needs[1:]) <= self.swap.count
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        for request in self.active:
+            if request.phase is Phase.PREFILL:
+                start = request.placed.prefilled
+                end = min((start // self.max_chunk + 1) * self.max_chunk, request.prompt_len)
+                return PrefillChunk(request=request, start=start, count=end - start)
+        return None
+
+    def _advance_prefill(self, chunk: PrefillChunk) -> None:
+        placement = chunk.request.placed
+        placement.prefilled += chunk.count
+        if chunk.final:
+            placement.sampled = 1
+            chunk.request.phase = Phase.DECODE
+
+
+def _kv_len(request: Request) -> int:
+    """Tokens whose KV is written once everything launched has run: the last sampled one's is not."""
+    placement = request.placed
+    return placement.prefilled + max(placement.sampled - 1, 0)
+
+
+def _can_sample(request: Request) -> bool:
+    """Whether the request may get another token, as far as the host can tell."""
+    return request.placed.sampled < request.max_new_tokens

@@ -1,0 +1,75 @@
+"""Stop strings: found in streamed text, with as little of it held back as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text on until one of `stops` has appeared in it.
+
+    The match that ends first wins, whatever pieces the text comes in; of those that end at the same
+    character the longest wins, so that no part of a stop string is left in the text. (vLLM too
+    looks after every token and cuts at what it finds; where one token completes several strings it
+    takes the first of the list, which makes its cut depend on the tokenizer. This one does not.)
+    The stop string itself and all that follows are dropped.
+
+    Text is held back only while it is the beginning of a stop string. Each string is tracked with
+    Knuth, Morris and Pratt's automaton: amortised O(len(stops)) a character, however long they are.
+    """
+
+    def __init__(self, stops: str | Sequence[str]) -> None:
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        for stop in self._stops:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(f"a stop string must be a string that is not empty, got {stop!r}")
+        self._fallbacks = [_fallback_lengths(stop) for stop in self._stops]
+        # Characters of each stop string that the end of the text so far agrees with.
+        self._agreeing = [0] * len(self._stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that no stop string can claim any more, the stop string if one has matched)."""
+        if self.matched is not None:
+            return "", self.matched
+        if not self._stops:
+            return text, None
+        pending = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            matched = self._advance(character)
+            if matched is not None:
+                self.matched, self._held = matched, ""
+                return pending[: end - len(matched)], matched
+        held_from = len(pending) - max(self._agreeing)
+        self._held = pending[held_from:]
+        return pending[:held_from], None
+
+    def flush(self) -> str:
+        """The text still held back. To be called once, when no more text can come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """The longest stop string that ends with this character, if one does."""
+        matched: str | None = None
+        for index, stop in enumerate(self._stops):
+            agreeing, fallbacks = self._agreeing[index], self._fallbacks[index]
+            while agreeing and stop[agreeing] != character:
+                agreeing = fallbacks[agreeing]
+            agreeing += stop[agreeing] == character
+            self._agreeing[index] = agreeing
+            if agreeing == len(stop) > len(matched or ""):
+                matched = stop
+        return matched
+
+
+def _fallback_lengths(stop: str) -> list[int]:
+    """For each n: the longest proper prefix of `stop` that is also a suffix of `stop[:n]`."""
+    lengths = [0, 0]
+    for end in range(1, len(stop)):
+        length = lengths[end]
+        while length and stop[length] != stop[end]:
+            length = lengths[length]
+        lengths.append(length + (stop[length] == stop[end]))
+    return lengths

@@ -1,0 +1,74 @@
+"""Lanes: what a padded one means, and the checks and outputs that every kernel's wrapper shares.
+
+A launch has N lanes: a request's row in decode, one token of a chunk in prefill. `slot_N` (int32,
+on the device) holds the slot that a lane works for, or -1 for a padded lane. Nothing of a padded
+lane is read but its slot, nothing is written for it, and it cannot alter the bits of a live lane.
+How many lanes are live is known to the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_int32(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless every tensor is int32: kernels read them through bare pointers."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, not {tensor.dtype}")
+
+
+def check_lanes(lanes: int, **tensors: torch.Tensor) -> None:
+    """Raise ValueError unless every tensor is int32 [lanes] and dense."""
+    check_int32(**tensors)
+    for name, tensor in tensors.items():
+        if tensor.shape != (lanes,) or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be a dense [{lanes}], not {tuple(tensor.shape)}")
+
+
+def check_rows(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless every tensor is a float matrix with dense rows, however far apart."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or 0 in tensor.shape or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} must be a matrix with dense rows, not {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}, not one of {FLOAT_DTYPES}")
+
+
+def check_vector(name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `tensor` is a dense `dtype` [length]."""
+    if tensor.shape != (length,) or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a dense {dtype} [{length}], not {tensor.dtype} {tuple(tensor.shape)}"
+        )
+
+
+def output_rows(
+    out: torch.Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    """`out`, which must be a `dtype` matrix of `shape` with dense rows, or a new one.
+
+    A new one is uninitialised and on `like`'s device; its padded lanes stay so.
+    """
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"out_dtype is {dtype}, not one of {FLOAT_DTYPES}")
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if out.shape != tuple(shape) or out.dtype != dtype or out.stride(-1) != 1:
+        raise ValueError(
+            f"out must be {dtype} {list(shape)} with dense rows, not {out.dtype} "
+            f"{list(out.shape)} with strides {out.stride()}"
+        )
+    return out
+
+
+def live_lanes(slot_N: torch.Tensor) -> torch.Tensor:
+    """Indices of the live lanes, for references: on a GPU this waits for the device."""
+    return torch.nonzero(slot_N >= 0).squeeze(1)

@@ -1,0 +1,524 @@
+"""Sampling one token a row by Gumbel-max, with top-k, top-p and min-p found without a sort.
+
+    cutoff   one program a row   the set that the filters keep, as a threshold (key, id)
+    tile     (row, vocab tile)   best of the tile: value and id
+    reduce   one program a row   best of the tiles -> token
+
+A row's token is a function of its logits, its slot's parameters and its position: not of its lane,
+the bucket or the neighbours. Everything that sums does so in integers and every tie goes to the
+lower id, so neither the order of summation nor the tiling can be seen either.
+
+What is sampled, for a live row whose query sits at position p and whose token will sit at p + 1:
+
+1. If p + 1 < min_len, the logits of the slot's stop ids are -inf. Ids at -inf are never sampled.
+   A row with a NaN left, or with no finite logit, yields token -1.
+2. temperature 0: the largest logit. Else l = logit / temperature, clamped to the finite floats.
+3. Candidates are ordered by l, then by lower id. top-k keeps the first k. top-p keeps, of those,
+   the shortest prefix that holds the share p of their mass, at least one. min-p keeps, of those,
+   the ones of at least min_p times the largest probability, that is l >= max l + log(min_p).
+4. token = argmax(l + gumbel(seed, p + 1, id)) over what is kept: a draw from softmax(l) over it.
+
+Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
+2^22 ids cannot overflow it.
+
+Letters: R rows, S slots, V vocabulary, E stop ids a slot; tile tensors in kernels are [BLOCK].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from graphengine.kernels.dispatch import use_triton
+from graphengine.kernels.lanes import check_lanes, check_vector
+from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
+from graphengine.kernels.state import check_stop_ids
+from numpy.typing import NDArray
+
+MAX_VOCABULARY = 1 << 22
+
+_LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
+_MASS_SCALE = tl.constexpr(2.0**40)
+
+# An id that no comparison with `id <= cut_id` leaves out; also 2^31 - 1 in the packed order.
+_LAST_ID = tl.constexpr(2**31 - 1)
+# The sortable key of -inf: below the key of every candidate, and of mass 0.
+_NO_KEY = tl.constexpr(-2139095041)
+_NOTHING = tl.constexpr(-(2**63))
+
+# What a tile knows of its logits; the row's health is the largest.
+_NOTHING_FINITE = tl.constexpr(0)
+_FINITE = tl.constexpr(1)
+_NAN = tl.constexpr(2)
+
+_CUTOFF_BLOCK = 4096
+_CUTOFF_WARPS = 32
+_TILE_BLOCK = 1024
+
+
+class SamplingTensors(NamedTuple):
+    """Sampling parameters by slot; host-owned."""
+
+    temperature: torch.Tensor
+    """float32 [S]: 0 for greedy."""
+    top_k: torch.Tensor
+    """int32 [S]: 0 for off."""
+    top_p: torch.Tensor
+    """float32 [S]: 1 for off."""
+    min_p: torch.Tensor
+    """float32 [S]: 0 for off."""
+    seed: torch.Tensor
+    """int64 [S]"""
+    stop_ids: torch.Tensor
+    """int32 [S, E]: -1 for none."""
+    min_len: torch.Tensor
+    """int32 [S]: tokens of the sequence, prompt included, before which no stop id is sampled."""
+
+
+def sample(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The next token of each live row; the module's docstring says which.
+
+    Args:
+        logits_RV: float32 [R, V] with dense rows, any stride between them; only read.
+        slot_R: int32 [R], -1 for a padded row, whose token is left as it is.
+        position_R: int32 [R], the query's position; the token's is one more.
+        params: indexed by slot.
+        out: int32 [R] to write to, instead of a new tensor.
+
+    Returns:
+        token_R: int32 [R]; -1 for a row with a NaN or without a finite logit.
+    """
+    stop_ids = _check(logits_RV, slot_R, position_R, params)
+    rows, vocabulary = logits_RV.shape
+    token_R = torch.empty_like(slot_R) if out is None else out
+    check_lanes(rows, out=token_R)
+    if not use_triton(logits_RV):
+        return sample_reference(logits_RV, slot_R, position_R, params, out=token_R)
+
+    block = min(_CUTOFF_BLOCK, triton.next_power_of_2(vocabulary))
+    width = triton.cdiv(vocabulary, block) * block
+    key_RW = slot_R.new_empty(rows, width)
+    cut_key_R, cut_id_R = torch.empty_like(slot_R), torch.empty_like(slot_R)
+    _cutoff_kernel[(rows,)](
+        logits_RV,
+        slot_R,
+        position_R,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.stop_ids,
+        params.min_len,
+        key_RW,
+        cut_key_R,
+        cut_id_R,
+        logits_RV.stride(0),
+        vocabulary,
+        width,
+        stop_ids,
+        BLOCK=block,
+        num_warps=_CUTOFF_WARPS,
+    )
+    tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
+    best_RN = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
+    health_RN = slot_R.new_empty(rows, tiles)
+    _tile_kernel[(rows, tiles)](
+        logits_RV,
+        slot_R,
+        position_R,
+        params.temperature,
+        params.seed,
+        params.stop_ids,
+        params.min_len,
+        cut_key_R,
+        cut_id_R,
+        best_RN,
+        health_RN,
+        logits_RV.stride(0),
+        vocabulary,
+        stop_ids,
+        BLOCK=_TILE_BLOCK,
+    )
+    _reduce_kernel[(rows,)](
+        best_RN, health_RN, slot_R, token_R, tiles, BLOCK=triton.next_power_of_2(tiles)
+    )
+    return token_R
+
+
+def sample_reference(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Plain twin of `sample`, in numpy: one row after the other, whole rows at a time."""
+    token_R = torch.empty_like(slot_R) if out is None else out
+    logits, positions = logits_RV.numpy(force=True), position_R.tolist()
+    by_slot: list[NDArray[Any]] = [tensor.numpy(force=True) for tensor in params]
+    for row, slot in enumerate(slot_R.tolist()):
+        if slot >= 0:
+            token_R[row] = _sample_row(
+                logits[row], positions[row] + 1, *(tensor[slot] for tensor in by_slot)
+            )
+    return token_R
+
+
+def _sample_row(
+    logits_V: NDArray[np.float32],
+    position: int,
+    temperature: np.float32,
+    top_k: np.int32,
+    top_p: np.float32,
+    min_p: np.float32,
+    seed: np.int64,
+    stop_ids_E: NDArray[np.int32],
+    min_len: np.int32,
+) -> int:
+    """The token to sit at `position`."""
+    if position < min_len:
+        logits_V = logits_V.copy()
+        logits_V[stop_ids_E[(stop_ids_E >= 0) & (stop_ids_E < logits_V.size)]] = -np.inf
+    # To argmax a NaN is the largest of all, and the first of equals wins.
+    best = int(np.argmax(logits_V))
+    if not np.isfinite(logits_V[best]) and (
+        np.isnan(logits_V[best]) or not np.isfinite(logits_V).any()
+    ):
+        return -1
+    if not temperature > 0:
+        return best
+
+    ids = np.flatnonzero(logits_V > -np.inf)
+    with np.errstate(over="ignore"):
+        scaled = np.clip(logits_V[ids] / temperature, -_LARGEST.value, _LARGEST.value)
+    if 0 < top_k < ids.size or top_p < 1 or min_p > 0:
+        kept = _kept(scaled, int(top_k), float(top_p), min_p)
+        ids, scaled = ids[kept], scaled[kept]
+    return int(ids[np.argmax(scaled + gumbel(philox_uint32(seed, position, ids)))])
+
+
+def _kept(
+    scaled: NDArray[np.float32], top_k: int, top_p: float, min_p: np.float32
+) -> NDArray[np.bool_]:
+    """Which of the candidates, given in the order of their ids, the three filters keep."""
+    # Values alone sort much faster than their indices, and are enough: what is kept is a prefix
+    # of the candidates by (value, lower id), so all but a tie at its end follows from the values.
+    descending = -np.sort(-scaled)
+    largest = descending[0]
+    count = descending.size
+    if 0 < top_k < count:
+        count = top_k
+    if top_p < 1:
+        reached = np.cumsum(_mass(descending[:count], largest))
+        target = max(math.ceil(top_p * float(reached[-1])), 1)
+        count = int(np.searchsorted(reached, target)) + 1
+    if min_p > 0:
+        floor = largest + np.log(np.minimum(min_p, np.float32(1)))
+        count = min(count, int(np.count_nonzero(descending >= floor)))
+    cut = descending[count - 1]
+    kept: NDArray[np.bool_] = scaled > cut
+    tied = np.flatnonzero(scaled == cut)
+    kept[tied[: count - np.count_nonzero(kept)]] = True
+    return kept
+
+
+def _mass(scaled: NDArray[np.float32], largest: np.float32) -> NDArray[np.int64]:
+    with np.errstate(over="ignore"):
+        mass: NDArray[np.float32] = np.exp(scaled - largest) * np.float32(_MASS_SCALE.value)
+    return mass.astype(np.int64)
+
+
+def _check(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+) -> int:
+    """The number of stop ids a slot; ValueError unless everything fits."""
+    shape, strides = tuple(logits_RV.shape), logits_RV.stride()
+    if len(shape) != 2 or logits_RV.dtype != torch.float32 or strides[1] != 1:
+        raise ValueError(
+            f"logits must be float32 [R, V] with dense rows, "
+            f"not {logits_RV.dtype} {shape} with strides {strides}"
+        )
+    rows, vocabulary = shape
+    if not 1 <= vocabulary <= MAX_VOCABULARY:
+        raise ValueError(f"a vocabulary of {vocabulary} is outside 1 .. {MAX_VOCABULARY}")
+    check_lanes(rows, slot=slot_R, position=position_R)
+    slots = params.temperature.numel()
+    for name in ("temperature", "top_p", "min_p"):
+        check_vector(name, getattr(params, name), slots, torch.float32)
+    check_lanes(slots, top_k=params.top_k, min_len=params.min_len)
+    check_vector("seed", params.seed, slots, torch.int64)
+    return check_stop_ids(params.stop_ids, slots)
+
+
+@triton.jit
+def _key(value):
+    """int32 in the order of the float32 `value`, which is no NaN; -0 and +0 share a key."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The float32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mass_tile(key, largest):
+    """Fixed-point mass of candidates; equal keys have equal masses, `_NO_KEY` has 0."""
+    return (tl.exp(_value(key) - largest) * _MASS_SCALE).to(tl.int64)
+
+
+@triton.jit
+def _logits_tile(row_ptr, ids, vocabulary, masks_stop_ids, stop_ids_ptr, stop_ids):
+    """Logits of `ids`: -inf past the vocabulary and, if `masks_stop_ids`, at the stop ids."""
+    logits = tl.load(row_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
+    if masks_stop_ids:
+        for i in range(stop_ids):
+            logits = tl.where(ids == tl.load(stop_ids_ptr + i), float("-inf"), logits)
+    return logits
+
+
+@triton.jit
+def _scaled_tile(logits, temperature):
+    """l = logits / temperature, within the finite floats; -inf and NaN give -inf."""
+    scaled = tl.div_rn(logits, temperature)
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
+    return tl.where(logits > float("-inf"), scaled, float("-inf"))
+
+
+@triton.jit
+def _select(key_ptr, width, target, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key t whose tally, of the keys >= t, reaches `target`; and the tally of keys > t.
+
+    The tally counts keys or adds up their masses. Radix select, two bits of the key a pass: each
+    pass tallies above three thresholds at once. Keys of the row: key_ptr[0 .. width).
+    """
+    # In 64 bits, so that no threshold wraps. From the lowest int32 upwards.
+    cut = tl.full((), -(2**31), tl.int64)
+    step = tl.full((), 2**30, tl.int64)
+    above = tl.full((), 0, tl.int64)
+    if BY_MASS:
+        nothing = tl.zeros([BLOCK], tl.int64)
+    else:
+        nothing = tl.zeros([BLOCK], tl.int32)
+    for _ in range(16):
+        threshold_1 = (cut + step).to(tl.int32)
+        threshold_2 = (cut + 2 * step).to(tl.int32)
+        threshold_3 = (cut + 3 * step).to(tl.int32)
+        lanes_1 = nothing
+        lanes_2 = nothing
+        lanes_3 = nothing
+        for start in range(0, width, BLOCK):
+            key = tl.load(key_ptr + start + tl.arange(0, BLOCK))
+            if BY_MASS:
+                weight = _mass_tile(key, largest)
+            else:
+                weight = nothing + 1
+            lanes_1 += tl.where(key >= threshold_1, weight, 0)
+            lanes_2 += tl.where(key >= threshold_2, weight, 0)
+            lanes_3 += tl.where(key >= threshold_3, weight, 0)
+        tally_1 = tl.sum(lanes_1, 0).to(tl.int64)
+        tally_2 = tl.sum(lanes_2, 0).to(tl.int64)
+        tally_3 = tl.sum(lanes_3, 0).to(tl.int64)
+        if tally_3 >= target:
+            cut += 3 * step
+        elif tally_2 >= target:
+            cut += 2 * step
+            above = tally_3
+        elif tally_1 >= target:
+            cut += step
+            above = tally_2
+        else:
+            above = tally_1
+        step = step >> 2
+    return cut.to(tl.int32), above
+
+
+@triton.jit
+def _mass_above(key_ptr, width, cut, largest, BLOCK: tl.constexpr):
+    """Mass of the keys > cut."""
+    lanes = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, width, BLOCK):
+        key = tl.load(key_ptr + start + tl.arange(0, BLOCK))
+        lanes += tl.where(key > cut, _mass_tile(key, largest), 0)
+    return tl.sum(lanes, 0)
+
+
+@triton.jit
+def _id_of_tie(key_ptr, width, cut, ties, BLOCK: tl.constexpr):
+    """The `ties`-th lowest id among those with key == cut; -1 if there are fewer."""
+    tie_id = tl.full((), -1, tl.int32)
+    seen = tl.full((), 0, tl.int32)
+    for start in range(0, width, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        tied = (tl.load(key_ptr + ids) == cut).to(tl.int32)
+        count = tl.sum(tied, 0)
+        if (seen < ties) & (seen + count >= ties):
+            rank = seen + tl.cumsum(tied, 0)
+            tie_id = tl.max(tl.where((tied != 0) & (rank <= ties), ids, -1), 0)
+        seen += count
+    return tie_id
+
+
+@triton.jit
+def _cutoff_kernel(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    key_ptr,
+    cut_key_ptr,
+    cut_id_ptr,
+    logits_stride,
+    vocabulary,
+    width,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
+    """Kept are the candidates with key > cut_key, or key == cut_key and id <= cut_id.
+
+    `key_ptr` is scratch, [R, width]: the row's keys, `_NO_KEY` where there is no candidate.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    temperature = tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    min_p = tl.load(min_p_ptr + slot)
+    by_count = (top_k > 0) & (top_k < vocabulary)
+    by_mass = top_p < 1.0
+    cut = tl.full((), _NO_KEY, tl.int32)
+    cut_id = tl.full((), _LAST_ID, tl.int32)
+    if (temperature > 0) & (by_count | by_mass | (min_p > 0)):
+        masks_stop_ids = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
+        logits_ptr += row.to(tl.int64) * logits_stride
+        stop_ids_ptr += slot * stop_ids
+        key_ptr += row.to(tl.int64) * width
+        largest_key = tl.full((), _NO_KEY, tl.int32)
+        for start in range(0, width, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            logits = _logits_tile(
+                logits_ptr, ids, vocabulary, masks_stop_ids, stop_ids_ptr, stop_ids
+            )
+            key = _key(_scaled_tile(logits, temperature))
+            tl.store(key_ptr + ids, key)
+            largest_key = tl.maximum(largest_key, tl.max(key, 0))
+        # The passes below read what other threads of this program stored.
+        tl.debug_barrier()
+
+        if largest_key > _NO_KEY:
+            largest = _value(largest_key)
+            ties = tl.full((), 0, tl.int64)
+            if by_count:
+                cut, above = _select(key_ptr, width, top_k, largest, BY_MASS=False, BLOCK=BLOCK)
+                # With fewer candidates than k the cut falls among those that are none.
+                cut = tl.maximum(cut, _NO_KEY)
+                ties = top_k - above
+            if by_mass:
+                mass = _mass_above(key_ptr, width, cut, largest, BLOCK=BLOCK)
+                mass += ties * _mass_tile(cut, largest)
+                target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+                target = tl.maximum(target, 1)
+                # Reached within the first k, so the other candidates do not matter.
+                cut, above = _select(key_ptr, width, target, largest, BY_MASS=True, BLOCK=BLOCK)
+                ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
+            floor = tl.full((), _NO_KEY, tl.int32)
+            if min_p > 0:
+                floor = _key(largest + tl.log(tl.minimum(min_p, 1.0)))
+            if floor > cut:
+                cut = floor
+            elif cut > _NO_KEY:
+                cut_id = _id_of_tie(key_ptr, width, cut, ties, BLOCK=BLOCK)
+    tl.store(cut_key_ptr + row, cut)
+    tl.store(cut_id_ptr + row, cut_id)
+
+
+@triton.jit
+def _tile_kernel(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    seed_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    cut_key_ptr,
+    cut_id_ptr,
+    best_ptr,
+    health_ptr,
+    logits_stride,
+    vocabulary,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
+    """Best of each tile, packed so that the largest int64 is the largest value, then the lowest id.
+
+    best[row, tile] = key(value) << 32 | (2^31 - 1 - id), or `_NOTHING`.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    position = tl.load(position_ptr + row) + 1
+    masks_stop_ids = position < tl.load(min_len_ptr + slot)
+    temperature = tl.load(temperature_ptr + slot)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits = _logits_tile(
+        logits_ptr + row.to(tl.int64) * logits_stride,
+        ids,
+        vocabulary,
+        masks_stop_ids,
+        stop_ids_ptr + slot * stop_ids,
+        stop_ids,
+    )
+    finite = tl.abs(logits) < float("inf")
+    health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
+
+    value = logits
+    kept = logits > float("-inf")
+    if temperature > 0:
+        value = _scaled_tile(logits, temperature)
+        key = _key(value)
+        cut_key = tl.load(cut_key_ptr + row)
+        kept = kept & ((key > cut_key) | ((key == cut_key) & (ids <= tl.load(cut_id_ptr + row))))
+        value += gumbel_tile(philox_uint32_tile(tl.load(seed_ptr + slot), position, ids))
+    packed = (_key(value).to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + at, tl.max(tl.where(kept, packed, _NOTHING), 0))
+    tl.store(health_ptr + at, tl.max(health, 0))
+
+
+@triton.jit
+def _reduce_kernel(best_ptr, health_ptr, slot_ptr, token_ptr, tiles, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    if tl.load(slot_ptr + row) < 0:
+        return
+    tile = tl.arange(0, BLOCK)
+    inside = tile < tiles
+    best = tl.max(tl.load(best_ptr + row * tiles + tile, mask=inside, other=_NOTHING), 0)
+    health = tl.max(tl.load(health_ptr + row * tiles + tile, mask=inside, other=0), 0)
+    token = (best & _LAST_ID).to(tl.int32) ^ _LAST_ID
+    tl.store(token_ptr + row, tl.where(health == _FINITE, token, -1))

@@ -1,0 +1,653 @@
+"""The per-slot state that advances itself: commands in, lanes out, tokens committed and published.
+
+    apply_commands -> gather_* -> (model, sample) -> commit_* -> publish
+
+These ops are the only ones that write the device-owned state. The host never copies into it: it
+states a slot's epoch, and `apply_commands` starts that slot afresh once. A row that stopped clears
+`running` here, so the next replay, which may be under way before the host has read this one, finds
+its lane padded.
+
+Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
+among them: it sits at position `kv_len` and is the next replay's query.
+
+Letters: S slots, R rows of a bucket, T tokens of a prefill bucket, E stop ids a slot. Lanes with
+slot -1 are padded: nothing is read or written for them, their other fields hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from graphengine.kernels.dispatch import use_triton
+from graphengine.kernels.lanes import check_lanes, check_vector
+
+# What a commit says of a row. STOP and LENGTH come with EMITTED, and may come together.
+EMITTED = 1  # the row has a new token
+STOP = 2  # which is one of the slot's stop ids
+LENGTH = 4  # or fills the sequence up to the slot's max_len
+INVALID = 8  # no token: the row's logits were not finite
+
+_EMITTED = tl.constexpr(EMITTED)
+_STOP = tl.constexpr(STOP)
+_LENGTH = tl.constexpr(LENGTH)
+_INVALID = tl.constexpr(INVALID)
+
+_BLOCK = 128
+
+
+class SlotState(NamedTuple):
+    """The device-owned state, updated in place by this module's ops."""
+
+    next_token: torch.Tensor
+    """int32 [S]: the last token, whose K and V are not in the cache yet."""
+    kv_len: torch.Tensor
+    """int32 [S]: tokens whose K and V are in the cache; the next query's position."""
+    running: torch.Tensor
+    """int32 [S]: 1 while the slot decodes; 0 before its prompt is in and after it stopped."""
+    epoch: torch.Tensor
+    """int32 [S]: the last command that was applied to the slot."""
+    sequence: torch.Tensor
+    """int64 [1]: replays published so far."""
+
+
+class StopTensors(NamedTuple):
+    """When a slot's request ends; host-owned."""
+
+    stop_ids: torch.Tensor
+    """int32 [S, E]: tokens that end it; -1 for none."""
+    max_len: torch.Tensor
+    """int32 [S]: tokens of the whole sequence, prompt included, at which it ends."""
+
+
+class DecodeLanes(NamedTuple):
+    """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined."""
+
+    token: torch.Tensor
+    """int32 [R]"""
+    slot: torch.Tensor
+    """int32 [R]: -1 for a padded lane."""
+    position: torch.Tensor
+    """int32 [R]: absolute position of the token."""
+
+
+class PrefillLanes(NamedTuple):
+    """What one prompt chunk feeds to the model. Padded lanes: slot -1, rest undefined."""
+
+    token: torch.Tensor
+    """int32 [T]"""
+    slot: torch.Tensor
+    """int32 [T]: -1 past the chunk."""
+    position: torch.Tensor
+    """int32 [T]: absolute position of each token."""
+    query_start: torch.Tensor
+    """int32 [2]: (0, live lanes), the one segment of paged_prefill_attention."""
+    last: torch.Tensor
+    """int32 [1]: the chunk's last lane, the one that is sampled; 0 if none is live."""
+
+
+def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
+    """Start afresh, in place, every slot whose epoch differs from the one the host commands.
+
+    Such a slot gets kv_len = running = next_token = 0 and the commanded epoch; so a command works
+    once, however many replays see it.
+
+    Args:
+        state: updated in place.
+        command_epoch_S: int32 [S], host-owned.
+    """
+    slots = check_state(state)
+    check_lanes(slots, command_epoch=command_epoch_S)
+    if not use_triton(state.epoch):
+        apply_commands_reference(state, command_epoch_S)
+        return
+    _apply_commands_kernel[(triton.cdiv(slots, _BLOCK),)](
+        command_epoch_S,
+        state.epoch,
+        state.kv_len,
+        state.running,
+        state.next_token,
+        slots,
+        BLOCK=_BLOCK,
+    )
+
+
+def apply_commands_reference(state: SlotState, command_epoch_S: torch.Tensor) -> None:
+    """Plain twin of `apply_commands`."""
+    pending = command_epoch_S != state.epoch
+    for field in (state.kv_len, state.running, state.next_token):
+        field.masked_fill_(pending, 0)
+    state.epoch.copy_(command_epoch_S)
+
+
+def gather_decode(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLanes:
+    """The query of each row's slot, in new tensors.
+
+    A lane is live where `slot_of_row` names a slot that is running: -1, a number past the last
+    slot, or a slot that stopped make a padded lane. No slot may be named twice.
+
+    Args:
+        state: only read.
+        slot_of_row_R: int32 [R], host-owned.
+    """
+    slots = check_state(state)
+    rows = slot_of_row_R.numel()
+    check_lanes(rows, slot_of_row=slot_of_row_R)
+    if not use_triton(slot_of_row_R):
+        return gather_decode_reference(state, slot_of_row_R)
+    lanes = DecodeLanes(*(torch.empty_like(slot_of_row_R) for _ in DecodeLanes._fields))
+    _gather_decode_kernel[(triton.cdiv(rows, _BLOCK),)](
+        slot_of_row_R,
+        state.running,
+        state.next_token,
+        state.kv_len,
+        *lanes,
+        rows,
+        slots,
+        BLOCK=_BLOCK,
+    )
+    return lanes
+
+
+def gather_decode_reference(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLanes:
+    """Plain twin of `gather_decode`."""
+    slots = state.running.shape[0]
+    named = (slot_of_row_R >= 0) & (slot_of_row_R < slots)
+    slot = slot_of_row_R.where(named, 0).long()
+    live = named & (state.running[slot] != 0)
+    return DecodeLanes(
+        token=state.next_token[slot],
+        slot=slot_of_row_R.where(live, -1),
+        position=state.kv_len[slot],
+    )
+
+
+def gather_prefill(
+    tokens_T: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+) -> PrefillLanes:
+    """The lanes of one slot's prompt chunk, in new tensors.
+
+    Lanes 0 .. count - 1 are live, at positions start .. start + count - 1. None is where the slot
+    is -1 or the count is 0; a count past T is taken for T.
+
+    Args:
+        tokens_T: int32 [T], the chunk, then anything.
+        prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1].
+    """
+    tokens = tokens_T.numel()
+    check_lanes(tokens, prefill_tokens=tokens_T)
+    check_lanes(
+        1,
+        prefill_slot=prefill_slot_1,
+        prefill_start=prefill_start_1,
+        prefill_count=prefill_count_1,
+    )
+    if not use_triton(tokens_T):
+        return gather_prefill_reference(tokens_T, prefill_slot_1, prefill_start_1, prefill_count_1)
+    lanes = PrefillLanes(
+        token=torch.empty_like(tokens_T),
+        slot=torch.empty_like(tokens_T),
+        position=torch.empty_like(tokens_T),
+        query_start=tokens_T.new_empty(2),
+        last=tokens_T.new_empty(1),
+    )
+    _gather_prefill_kernel[(triton.cdiv(tokens, _BLOCK),)](
+        tokens_T,
+        prefill_slot_1,
+        prefill_start_1,
+        prefill_count_1,
+        *lanes,
+        tokens,
+        BLOCK=_BLOCK,
+    )
+    return lanes
+
+
+def gather_prefill_reference(
+    tokens_T: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+) -> PrefillLanes:
+    """Plain twin of `gather_prefill`."""
+    tokens = tokens_T.numel()
+    count = prefill_count_1.clamp(0, tokens).where(prefill_slot_1 >= 0, 0)
+    lane = torch.arange(tokens, dtype=torch.int32, device=tokens_T.device)
+    return PrefillLanes(
+        token=tokens_T.clone(),
+        slot=prefill_slot_1.where(lane < count, -1),
+        position=prefill_start_1 + lane,
+        query_start=torch.cat([torch.zeros_like(count), count]),
+        last=(count - 1).clamp(min=0),
+    )
+
+
+def commit_decode(
+    state: SlotState, token_R: torch.Tensor, slot_R: torch.Tensor, limits: StopTensors
+) -> torch.Tensor:
+    """Take each live row's sampled token into its slot's state, in place.
+
+    The query's K and V are in the cache by now: kv_len grows by one, and the token becomes the
+    next query. It ends the request if it is a stop id or if the sequence with it, kv_len + 1
+    tokens, reaches max_len. A token below 0 says that the row had no valid logits: the row stops
+    with flag INVALID alone, and next_token stays.
+
+    Args:
+        state: next_token, kv_len and running are updated in place.
+        token_R: int32 [R], from `sample`.
+        slot_R: int32 [R], from `gather_decode`.
+        limits: host-owned.
+
+    Returns:
+        flags_R: new int32 [R], EMITTED | STOP | LENGTH or INVALID; 0 for a padded lane.
+    """
+    slots = check_state(state)
+    stop_ids = _check_limits(limits, slots)
+    rows = token_R.numel()
+    check_lanes(rows, token=token_R, slot=slot_R)
+    if not use_triton(token_R):
+        return commit_decode_reference(state, token_R, slot_R, limits)
+    flags_R = torch.empty_like(token_R)
+    _commit_decode_kernel[(triton.cdiv(rows, _BLOCK),)](
+        token_R,
+        slot_R,
+        state.next_token,
+        state.kv_len,
+        state.running,
+        limits.stop_ids,
+        limits.max_len,
+        flags_R,
+        rows,
+        stop_ids,
+        BLOCK=_BLOCK,
+    )
+    return flags_R
+
+
+def commit_decode_reference(
+    state: SlotState, token_R: torch.Tensor, slot_R: torch.Tensor, limits: StopTensors
+) -> torch.Tensor:
+    """Plain twin of `commit_decode`."""
+    live = slot_R >= 0
+    slot = slot_R[live].long()
+    token = token_R[live]
+    state.kv_len[slot] += 1
+    flags_R = torch.zeros_like(token_R)
+    flags_R[live] = _commit_tokens(state, token, slot, limits)
+    return flags_R
+
+
+def commit_prefill(
+    state: SlotState,
+    token_1: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+    prefill_final_1: torch.Tensor,
+    limits: StopTensors,
+) -> torch.Tensor:
+    """Take one slot's prompt chunk into its state, in place: kv_len = start + count.
+
+    After the prompt's final chunk the sampled token is committed under the same rules as in
+    `commit_decode`, and the slot runs unless that token already stopped it. Before, the token means
+    nothing and the flags are 0. A slot of -1 or a count of 0 changes nothing.
+
+    Args:
+        state: next_token, kv_len and running are updated in place.
+        token_1: int32 [1], from `sample`; read after the final chunk alone.
+        prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1], as for `gather_prefill`.
+        prefill_final_1: int32 [1], not 0 for the prompt's last chunk.
+        limits: host-owned.
+
+    Returns:
+        flags_1: new int32 [1], as of `commit_decode`; 0 if nothing was emitted.
+    """
+    slots = check_state(state)
+    stop_ids = _check_limits(limits, slots)
+    chunk = (prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1)
+    check_lanes(
+        1,
+        token=token_1,
+        prefill_slot=prefill_slot_1,
+        prefill_start=prefill_start_1,
+        prefill_count=prefill_count_1,
+        prefill_final=prefill_final_1,
+    )
+    if not use_triton(token_1):
+        return commit_prefill_reference(state, token_1, *chunk, limits)
+    flags_1 = torch.empty_like(token_1)
+    _commit_prefill_kernel[(1,)](
+        token_1,
+        *chunk,
+        state.next_token,
+        state.kv_len,
+        state.running,
+        limits.stop_ids,
+        limits.max_len,
+        flags_1,
+        stop_ids,
+        num_warps=1,
+    )
+    return flags_1
+
+
+def commit_prefill_reference(
+    state: SlotState,
+    token_1: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+    prefill_final_1: torch.Tensor,
+    limits: StopTensors,
+) -> torch.Tensor:
+    """Plain twin of `commit_prefill`."""
+    live = (prefill_slot_1 >= 0) & (prefill_count_1 > 0)
+    slot = prefill_slot_1[live].long()
+    state.kv_len[slot] = (prefill_start_1 + prefill_count_1)[live]
+    flags_1 = torch.zeros_like(token_1)
+    final = live & (prefill_final_1 != 0)
+    slot = prefill_slot_1[final].long()
+    state.running[slot] = 1
+    flags_1[final] = _commit_tokens(state, token_1[final], slot, limits)
+    return flags_1
+
+
+def _commit_tokens(
+    state: SlotState, token: torch.Tensor, slot: torch.Tensor, limits: StopTensors
+) -> torch.Tensor:
+    """Flags of live lanes only, whose kv_len is up to date; updates next_token and running."""
+    valid = token >= 0
+    stop = valid & (token[:, None] == limits.stop_ids[slot]).any(dim=1)
+    length = valid & (state.kv_len[slot] + 1 >= limits.max_len[slot])
+    state.next_token[slot] = token.where(valid, state.next_token[slot])
+    state.running[slot] *= valid & ~stop & ~length
+    flags = torch.where(valid, EMITTED, INVALID) + STOP * stop + LENGTH * length
+    return flags.to(token.dtype)
+
+
+def publish(
+    mailbox_items: torch.Tensor,
+    state: SlotState,
+    token_R: torch.Tensor,
+    flags_R: torch.Tensor,
+    slot_R: torch.Tensor,
+) -> None:
+    """Write this replay's records into the mailbox, then count the replay in `state.sequence`.
+
+    With seq = sequence + 1, entry seq % entries gets two items a lane, for *all* its lanes, each
+    one aligned 64-bit store that carries its own tag, since no order among stores may be trusted:
+
+        items[entry, lane, 0] = (seq & 0xffffffff) << 32 | token
+        items[entry, lane, 1] = (seq & 0xffffffff) << 32 | (epoch[slot] & 0xffffff) << 8 | flags
+
+    Padded lanes and those past R have payload 0; token and flags of a padded lane are not read.
+
+    Args:
+        mailbox_items: int64 [entries, lanes, 2], lanes >= R; the device's memory or pinned host
+            memory. The entry is overwritten: its reader must be done with it.
+        state: epoch is read, sequence updated in place.
+        token_R, flags_R, slot_R: int32 [R]; flags below 256.
+    """
+    check_state(state)
+    rows = slot_R.numel()
+    check_lanes(rows, token=token_R, flags=flags_R, slot=slot_R)
+    shape, dtype = tuple(mailbox_items.shape), mailbox_items.dtype
+    if (
+        len(shape) != 3
+        or shape[2] != 2
+        or dtype != torch.int64
+        or not mailbox_items.is_contiguous()
+    ):
+        raise ValueError(f"mailbox must be a dense int64 [entries, lanes, 2], not {dtype} {shape}")
+    entries, lanes, _ = shape
+    if rows > lanes or entries < 1:
+        raise ValueError(f"{rows} rows do not fit a mailbox of {entries} entries x {lanes} lanes")
+    if not use_triton(state.sequence):
+        publish_reference(mailbox_items, state, token_R, flags_R, slot_R)
+        return
+    _publish_kernel[(1,)](
+        mailbox_items,
+        state.sequence,
+        state.epoch,
+        token_R,
+        flags_R,
+        slot_R,
+        rows,
+        entries,
+        lanes,
+        BLOCK=triton.next_power_of_2(lanes),
+    )
+
+
+def publish_reference(
+    mailbox_items: torch.Tensor,
+    state: SlotState,
+    token_R: torch.Tensor,
+    flags_R: torch.Tensor,
+    slot_R: torch.Tensor,
+) -> None:
+    """Plain twin of `publish`."""
+    entries, lanes = mailbox_items.shape[:2]
+    live = slot_R >= 0
+    epoch = state.epoch[slot_R.where(live, 0).long()]
+    payload = torch.zeros(lanes, 2, dtype=torch.int64)
+    payload[: slot_R.shape[0]] = torch.stack(
+        [token_R.long() & 0xFFFFFFFF, (epoch.long() & 0xFFFFFF) << 8 | flags_R], dim=1
+    ).where(live[:, None], 0)
+    sequence = state.sequence + 1
+    mailbox_items[sequence % entries] = (sequence & 0xFFFFFFFF) << 32 | payload
+    state.sequence.copy_(sequence)
+
+
+def check_state(state: SlotState) -> int:
+    """The number of slots; ValueError unless every field of `state` fits it."""
+    slots = state.next_token.numel()
+    check_lanes(
+        slots,
+        next_token=state.next_token,
+        kv_len=state.kv_len,
+        running=state.running,
+        epoch=state.epoch,
+    )
+    check_vector("sequence", state.sequence, 1, torch.int64)
+    return slots
+
+
+def check_stop_ids(stop_ids_SE: torch.Tensor, slots: int) -> int:
+    """The number of stop ids a slot; ValueError unless `stop_ids_SE` is dense int32 [slots, E]."""
+    shape = tuple(stop_ids_SE.shape)
+    dense = stop_ids_SE.dtype == torch.int32 and stop_ids_SE.is_contiguous()
+    if len(shape) != 2 or shape[0] != slots or not dense:
+        raise ValueError(
+            f"stop_ids must be a dense int32 [{slots}, E], not {stop_ids_SE.dtype} {shape}"
+        )
+    return shape[1]
+
+
+def _check_limits(limits: StopTensors, slots: int) -> int:
+    check_lanes(slots, max_len=limits.max_len)
+    return check_stop_ids(limits.stop_ids, slots)
+
+
+@triton.jit
+def _apply_commands_kernel(
+    command_epoch_ptr,
+    epoch_ptr,
+    kv_len_ptr,
+    running_ptr,
+    next_token_ptr,
+    slots,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < slots
+    command = tl.load(command_epoch_ptr + slot, mask=inside, other=0)
+    pending = command != tl.load(epoch_ptr + slot, mask=inside, other=0)
+    tl.store(kv_len_ptr + slot, 0, mask=pending)
+    tl.store(running_ptr + slot, 0, mask=pending)
+    tl.store(next_token_ptr + slot, 0, mask=pending)
+    tl.store(epoch_ptr + slot, command, mask=pending)
+
+
+@triton.jit
+def _gather_decode_kernel(
+    slot_of_row_ptr,
+    running_ptr,
+    next_token_ptr,
+    kv_len_ptr,
+    token_ptr,
+    slot_ptr,
+    position_ptr,
+    rows,
+    slots,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    slot = tl.load(slot_of_row_ptr + row, mask=inside, other=-1)
+    named = (slot >= 0) & (slot < slots)
+    live = named & (tl.load(running_ptr + slot, mask=named, other=0) != 0)
+    token = tl.load(next_token_ptr + slot, mask=live)
+    position = tl.load(kv_len_ptr + slot, mask=live)
+    tl.store(slot_ptr + row, tl.where(live, slot, -1), mask=inside)
+    tl.store(token_ptr + row, token, mask=live)
+    tl.store(position_ptr + row, position, mask=live)
+
+
+@triton.jit
+def _gather_prefill_kernel(
+    tokens_ptr,
+    prefill_slot_ptr,
+    prefill_start_ptr,
+    prefill_count_ptr,
+    token_ptr,
+    slot_ptr,
+    position_ptr,
+    query_start_ptr,
+    last_ptr,
+    tokens,
+    BLOCK: tl.constexpr,
+):
+    prefill_slot = tl.load(prefill_slot_ptr)
+    start = tl.load(prefill_start_ptr)
+    count = tl.minimum(tl.maximum(tl.load(prefill_count_ptr), 0), tokens)
+    count = tl.where(prefill_slot >= 0, count, 0)
+
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = lane < count
+    tl.store(slot_ptr + lane, tl.where(live, prefill_slot, -1), mask=lane < tokens)
+    tl.store(token_ptr + lane, tl.load(tokens_ptr + lane, mask=live), mask=live)
+    tl.store(position_ptr + lane, start + lane, mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(query_start_ptr, 0)
+        tl.store(query_start_ptr + 1, count)
+        tl.store(last_ptr, tl.maximum(count - 1, 0))
+
+
+@triton.jit
+def _commit_tokens_tile(
+    token, kv_len, slot, live, next_token_ptr, stop_ids_ptr, max_len_ptr, stop_ids
+):
+    """Flags of the lanes, 0 where not live; stores next_token. `kv_len` counts the query."""
+    valid = live & (token >= 0)
+    stop = valid & (token < 0)
+    for i in range(stop_ids):
+        # Without stop ids of its own a slot holds -1, which no valid token equals.
+        stop_id = tl.load(stop_ids_ptr + slot.to(tl.int64) * stop_ids + i, mask=valid, other=-1)
+        stop = stop | (valid & (token == stop_id))
+    length = valid & (kv_len + 1 >= tl.load(max_len_ptr + slot, mask=valid, other=0))
+    tl.store(next_token_ptr + slot, token, mask=valid)
+    emitted = tl.where(stop, _STOP, 0) + tl.where(length, _LENGTH, 0) + _EMITTED
+    return tl.where(valid, emitted, tl.where(live, _INVALID, 0))
+
+
+@triton.jit
+def _commit_decode_kernel(
+    token_ptr,
+    slot_ptr,
+    next_token_ptr,
+    kv_len_ptr,
+    running_ptr,
+    stop_ids_ptr,
+    max_len_ptr,
+    flags_ptr,
+    rows,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    slot = tl.load(slot_ptr + row, mask=inside, other=-1)
+    live = slot >= 0
+    token = tl.load(token_ptr + row, mask=live, other=0)
+    kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0) + 1
+    tl.store(kv_len_ptr + slot, kv_len, mask=live)
+    flags = _commit_tokens_tile(
+        token, kv_len, slot, live, next_token_ptr, stop_ids_ptr, max_len_ptr, stop_ids
+    )
+    tl.store(running_ptr + slot, 0, mask=live & (flags != _EMITTED))
+    tl.store(flags_ptr + row, flags, mask=inside)
+
+
+@triton.jit
+def _commit_prefill_kernel(
+    token_ptr,
+    prefill_slot_ptr,
+    prefill_start_ptr,
+    prefill_count_ptr,
+    prefill_final_ptr,
+    next_token_ptr,
+    kv_len_ptr,
+    running_ptr,
+    stop_ids_ptr,
+    max_len_ptr,
+    flags_ptr,
+    stop_ids,
+):
+    slot = tl.load(prefill_slot_ptr)
+    count = tl.load(prefill_count_ptr)
+    live = (slot >= 0) & (count > 0)
+    kv_len = tl.load(prefill_start_ptr) + count
+    tl.store(kv_len_ptr + slot, kv_len, mask=live)
+    final = live & (tl.load(prefill_final_ptr) != 0)
+    token = tl.load(token_ptr, mask=final, other=0)
+    flags = _commit_tokens_tile(
+        token, kv_len, slot, final, next_token_ptr, stop_ids_ptr, max_len_ptr, stop_ids
+    )
+    tl.store(running_ptr + slot, (flags == _EMITTED).to(tl.int32), mask=final)
+    tl.store(flags_ptr, flags)
+
+
+@triton.jit
+def _publish_kernel(
+    items_ptr,
+    sequence_ptr,
+    epoch_ptr,
+    token_ptr,
+    flags_ptr,
+    slot_ptr,
+    rows,
+    entries,
+    lanes,
+    BLOCK: tl.constexpr,
+):
+    sequence = tl.load(sequence_ptr) + 1
+    lane = tl.arange(0, BLOCK)
+    slot = tl.load(slot_ptr + lane, mask=lane < rows, other=-1)
+    live = slot >= 0
+    token = tl.load(token_ptr + lane, mask=live, other=0).to(tl.int64)
+    flags = tl.load(flags_ptr + lane, mask=live, other=0).to(tl.int64)
+    epoch = tl.load(epoch_ptr + slot, mask=live, other=0).to(tl.int64)
+
+    tag = (sequence & 0xFFFFFFFF) << 32
+    item_ptr = items_ptr + ((sequence % entries) * lanes + lane) * 2
+    tl.store(item_ptr, tag | (token & 0xFFFFFFFF), mask=lane < lanes)
+    tl.store(item_ptr + 1, tag | ((epoch & 0xFFFFFF) << 8) | flags, mask=lane < lanes)
+    # Every warp has read the sequence before one of them overwrites it.
+    tl.debug_barrier()
+    tl.store(sequence_ptr, sequence)

@@ -1,0 +1,338 @@
+"""StaticBuffers: loads against a naive model, checks before changes, staging, addresses."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graphengine.buckets import Field, StaticBuffers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LANES, WIDTH = 4, 3
+
+FIELDS = (
+    Field(name="rows", shape=(LANES,), dtype=torch.int32, pad=-1, meaning="slot of a row"),
+    Field(name="table", shape=(LANES, WIDTH), dtype=torch.int32, meaning="blocks of a slot"),
+    Field(name="top_p", shape=(LANES,), dtype=torch.float32, pad=1, meaning="1 is off"),
+    Field(name="seed", shape=(LANES,), dtype=torch.int64),
+    Field(name="mask", shape=(2, 2, 2), dtype=torch.bool, pad=True),
+    Field(name="count", shape=(1,), dtype=torch.int32),
+    Field(name="length", shape=(LANES,), dtype=torch.int32, owner="device", pad=7),
+    Field(name="state", shape=(2, 5), dtype=torch.bfloat16, owner="device", pad=0.5),
+)
+HOST = {field.name: field for field in FIELDS if field.owner == "host"}
+
+
+def make(device: str = "cpu", staging_blocks: int = 3) -> StaticBuffers:
+    return StaticBuffers(FIELDS, device, staging_blocks)
+
+
+def contents(buffers: StaticBuffers) -> dict[str, Any]:
+    return {field.name: buffers[field.name].cpu().tolist() for field in FIELDS}
+
+
+def padded(field: Field) -> Any:
+    return torch.full(field.shape, field.pad, dtype=field.dtype).tolist()
+
+
+# Values of a field, as a person would write them.
+
+integers32 = st.integers(-(2**31), 2**31 - 1)
+integers64 = st.integers(-(2**63), 2**63 - 1)
+floats32 = st.floats(width=32, allow_nan=False)
+
+
+def lanes_of(item: st.SearchStrategy[Any], lanes: int = LANES) -> st.SearchStrategy[Any]:
+    return st.lists(st.none() | item, max_size=lanes)
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "rows": lanes_of(integers32) | st.lists(integers32, max_size=LANES).map(np.array),
+    "table": lanes_of(st.lists(integers32, max_size=WIDTH))
+    | st.lists(st.lists(integers32, min_size=2, max_size=2), max_size=LANES)
+    | st.integers(0, LANES).map(lambda n: np.arange(n * WIDTH, dtype=np.int64).reshape(n, WIDTH)),
+    "top_p": lanes_of(floats32)
+    | st.lists(floats32, max_size=LANES).map(lambda items: np.array(items, dtype=np.float32)),
+    "seed": lanes_of(integers64),
+    "mask": lanes_of(st.lists(st.lists(st.booleans(), max_size=2), max_size=1), lanes=2),
+    "count": integers32 | st.lists(integers32, max_size=1),
+}
+
+
+def naive(field: Field, value: Any) -> Any:
+    """What a load of `value` leaves in the field, spelled out lane by lane."""
+    if isinstance(value, int):
+        value = [value]
+    expected = padded(field)
+
+    def fill(target: Any, items: Any) -> None:
+        for i, item in enumerate(items):
+            if item is None:
+                continue
+            if isinstance(target[i], list):
+                fill(target[i], item)
+            else:
+                target[i] = item
+
+    fill(expected, value.tolist() if isinstance(value, np.ndarray) else value)
+    return expected
+
+
+def poison(buffers: StaticBuffers) -> None:
+    for name, field in HOST.items():
+        buffers[name].fill_(float("nan") if field.dtype.is_floating_point else 77)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=60, deadline=None)
+@given(loads=st.lists(st.fixed_dictionaries({}, optional=VALUES), max_size=6))
+def test_loads_against_a_naive_model(device: str, loads: list[dict[str, Any]]) -> None:
+    buffers = make(device)
+    model = {field.name: padded(field) for field in FIELDS}
+    assert contents(buffers) == model
+    for sequence, updates in enumerate(loads, start=1):
+        poison(buffers)
+        buffers.load(updates, sequence=sequence)
+        buffers.acknowledge(sequence)
+        model |= {name: naive(HOST[name], value) for name, value in updates.items()}
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert contents(buffers) == model
+    buffers.reset()
+    assert contents(buffers) == {field.name: padded(field) for field in FIELDS}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_access_and_layout(device: str) -> None:
+    buffers = make(device)
+    assert buffers.rows is buffers["rows"]
+    assert buffers["table"].shape == (LANES, WIDTH)
+    for field in FIELDS:
+        tensor = buffers[field.name]
+        assert (tensor.shape, tensor.dtype) == (field.shape, field.dtype)
+        assert tensor.device.type == device
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.is_contiguous()
+    storages = {buffers[name].untyped_storage().data_ptr() for name in HOST}
+    assert len(storages) == 1
+    assert buffers.nbytes == 64 * len(HOST) + buffers["length"].nbytes + buffers["state"].nbytes
+    assert buffers.staging_nbytes == 3 * 64 * len(HOST)
+    with pytest.raises(KeyError, match="no field 'nothing': the fields are rows, table"):
+        buffers["nothing"]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = buffers.nothing
+
+
+def test_a_scalar_fills_a_field_of_one_lane() -> None:
+    buffers = make()
+    buffers.load({"count": 5}, sequence=1)
+    assert buffers["count"].tolist() == [5]
+    buffers.load({"count": np.int64(6)}, sequence=2)
+    assert buffers["count"].tolist() == [6]
+    buffers.load({"count": []}, sequence=3)
+    assert buffers["count"].tolist() == [0]
+
+
+def test_values_are_copied() -> None:
+    buffers = make()
+    rows = np.array([1, 2], dtype=np.int32)
+    buffers.load({"rows": rows}, sequence=1)
+    rows[:] = 9
+    buffers.load({}, sequence=2)
+    assert buffers["rows"].tolist() == [1, 2, -1, -1]
+
+
+def test_nan_and_infinity_are_values_of_a_float_field() -> None:
+    buffers = make()
+    buffers.load({"top_p": [float("nan"), float("inf"), 3]}, sequence=1)
+    assert str(buffers["top_p"].tolist()) == "[nan, inf, 3.0, 1.0]"
+
+
+BAD_LOADS = [
+    ({"rowz": [1]}, "no field 'rowz': the host owns rows, table"),
+    ({"length": [1]}, "field 'length' is device-owned"),
+    ({"rows": [1, 2, 3, 4, 5]}, "field 'rows' has 4 lanes, got 5"),
+    ({"rows": [None] * 5}, "field 'rows' has 4 lanes, got 5"),
+    ({"rows": np.zeros(5, dtype=np.int32)}, "field 'rows' has 4 lanes, got 5"),
+    ({"table": [[1]] * 5}, "field 'table' has 4 lanes, got 5"),
+    ({"table": [[1], [1, 2]] * 3}, "field 'table' has 4 lanes, got 6"),
+    ({"table": [[1, 2, 3, 4]]}, r"field 'table' values of shape \(1, 4\) do not fit in \(4, 3\)"),
+    ({"table": [[1, 2, 3, 4], None]}, r"'table' values of shape \(4,\) do not fit in \(3,\)"),
+    ({"table": [1, 2]}, r"'table' values of shape \(2,\) do not fit in \(4, 3\)"),
+    ({"table": [[[1]], None]}, r"'table' values of shape \(1, 1\) do not fit in \(3,\)"),
+    ({"rows": [[1], [2]]}, r"'rows' values of shape \(2, 1\) do not fit in \(4,\)"),
+    ({"rows": 3}, "field 'rows' takes a list of up to 4 lanes, got 3"),
+    ({"rows": [2**31]}, "field 'rows' takes int32, 2147483648 is outside its range"),
+    ({"rows": [1, -(2**31) - 1]}, "field 'rows' takes int32, -2147483649 is outside"),
+    ({"table": [[1], [2**31, 0]]}, "field 'table' takes int32, 2147483648 is outside"),
+    ({"rows": [2**70]}, "field 'rows'.*1180591620717411303424"),
+    ({"seed": [2**63]}, "field 'seed' takes int64, 9223372036854775808 is outside"),
+    ({"count": 2**40}, "field 'count' takes int32, 1099511627776 is outside"),
+    ({"mask": [[[2]]]}, "field 'mask' takes bool, 2 is outside its range"),
+    ({"top_p": [1e39]}, r"field 'top_p' takes float32, 1e\+39 is outside its range"),
+    ({"rows": [1.5]}, "field 'rows' takes int32, got float64 such as .*1.5"),
+    ({"rows": ["a"]}, "field 'rows' takes int32, got <U1 such as .*'a'"),
+    ({"top_p": "high"}, "field 'top_p' takes a list of up to 4 lanes, got 'high'"),
+    ({"table": [["a"], None]}, "field 'table' takes int32, got <U1"),
+    ({"table": [[[1], [2, 3]], None]}, "field 'table' lane 0 is no array of numbers"),
+]
+
+
+@pytest.mark.parametrize(("updates", "message"), BAD_LOADS)
+def test_a_bad_load_changes_nothing(updates: dict[str, Any], message: str) -> None:
+    buffers = make(staging_blocks=1)
+    buffers.load({"rows": [3, 1], "top_p": [0.5], "seed": [4]}, sequence=1)
+    buffers.acknowledge(1)
+    before = contents(buffers)
+    with pytest.raises(ValueError, match=message):
+        buffers.load({"rows": [0, 0], "count": [9]} | updates, sequence=2)
+    assert contents(buffers) == before
+    # Neither the host's image nor the staging ring was touched.
+    buffers.load({}, sequence=2)
+    assert contents(buffers) == before
+
+
+def test_staging_blocks_wait_for_their_replay() -> None:
+    buffers = make(staging_blocks=2)
+    buffers.load({"count": 1}, sequence=1)
+    buffers.load({"count": 2}, sequence=4)
+    with pytest.raises(RuntimeError, match=r"all 2 staging blocks .* replay 1, .* up to 0"):
+        buffers.load({"count": 3}, sequence=5)
+    assert buffers["count"].tolist() == [2]
+    buffers.acknowledge(3)
+    buffers.load({"count": 3}, sequence=5)
+    with pytest.raises(RuntimeError, match="replay 4, acknowledged are those up to 3"):
+        buffers.load({"count": 4}, sequence=5)
+    buffers.acknowledge(2)  # late news: nothing is taken back
+    buffers.acknowledge(4)
+    buffers.load({"count": 4}, sequence=5)
+    assert buffers["count"].tolist() == [4]
+
+
+def test_a_sequence_that_goes_back() -> None:
+    buffers = make()
+    buffers.load({"count": 1}, sequence=5)
+    with pytest.raises(ValueError, match="sequence=4: the next replay to be launched is 5"):
+        buffers.load({"count": 2}, sequence=4)
+    buffers.acknowledge(8)
+    with pytest.raises(ValueError, match="sequence=8: the next replay to be launched is 9"):
+        buffers.load({"count": 2}, sequence=8)
+    buffers.reset()
+    buffers.load({"count": 3}, sequence=1)
+    assert buffers["count"].tolist() == [3]
+
+
+def test_addresses() -> None:
+    buffers = make()
+    with pytest.raises(RuntimeError, match="not recorded yet"):
+        buffers.check_addresses()
+    buffers.record_addresses()
+    buffers.load({"rows": [1]}, sequence=1)
+    buffers.reset()
+    buffers.check_addresses()
+    buffers.record_addresses()
+    then = buffers.addresses()["length"]
+    moved = torch.zeros(LANES, dtype=torch.int32)
+    buffers["length"].data = moved
+    message = f"'length' moved from {then:#x} to {moved.data_ptr():#x} after capture"
+    with pytest.raises(RuntimeError, match=message):
+        buffers.check_addresses()
+    with pytest.raises(RuntimeError, match=message):
+        buffers.record_addresses()
+
+
+def test_describe() -> None:
+    lines = make().describe().splitlines()
+    assert lines[0].split() == ["field", "owner", "type", "pad", "size", "meaning"]
+    assert lines[1] == "rows    host    int32[4]        -1    16 B  slot of a row"
+    assert lines[-1] == "state   device  bfloat16[2, 5]  0.5   20 B"
+
+
+def test_use_after_close() -> None:
+    buffers = make()
+    buffers.record_addresses()
+    buffers.close()
+    buffers.close()
+    for use in (
+        buffers.check_addresses,
+        buffers.record_addresses,
+        buffers.reset,
+        lambda: buffers["rows"],
+        lambda: buffers.rows,
+        lambda: buffers.load({}, sequence=1),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (Field(name="load", shape=(1,), dtype=torch.int32), "'load' cannot name a field"),
+        (Field(name="nbytes", shape=(1,), dtype=torch.int32), "'nbytes' cannot name a field"),
+        (Field(name="_x", shape=(1,), dtype=torch.int32), "'_x' cannot name a field"),
+        (Field(name="a b", shape=(1,), dtype=torch.int32), "'a b' cannot name a field"),
+        (Field(name="rows", shape=(1,), dtype=torch.int32), "'rows' is in the table 2 times"),
+        (Field(name="x", shape=(), dtype=torch.int32), r"'x': shape \(\) has no lanes"),
+        (Field(name="x", shape=(2, 0), dtype=torch.int32), r"'x': shape \(2, 0\) has no lanes"),
+        (Field(name="x", shape=(1,), dtype=torch.bfloat16), "cannot write torch.bfloat16"),
+        (Field(name="x", shape=(1,), dtype=torch.uint8, pad=-1), "'x' takes uint8, -1 is outside"),
+        (Field(name="x", shape=(1,), dtype=torch.int32, pad=0.5), "'x' takes int32, got float64"),
+        (
+            Field(name="x", shape=(1,), dtype=torch.int32, owner="both"),  # type: ignore[arg-type]
+            "owner='both' is neither host nor device",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be(field: Field, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StaticBuffers([FIELDS[0], field], "cpu")
+
+
+def test_it_takes_a_staging_block() -> None:
+    with pytest.raises(ValueError, match="staging_blocks=0"):
+        make(staging_blocks=0)
+
+
+def test_device_owned_fields_alone() -> None:
+    buffers = StaticBuffers([field for field in FIELDS if field.owner == "device"], "cpu")
+    buffers.load({}, sequence=1)
+    assert buffers["length"].tolist() == [7] * LANES
+
+
+@pytest.mark.gpu
+def test_copies_in_flight_are_not_overwritten() -> None:
+    # The device lags far behind: each snapshot must hold what its own load said.
+    buffers = make("cuda", staging_blocks=8)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    snapshots = [torch.empty(LANES, dtype=torch.int32, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        for i, snapshot in enumerate(snapshots):
+            buffers.load({"rows": [i, i + 1]}, sequence=i + 1)
+            snapshot.copy_(buffers["rows"])
+        assert not stream.query(), "the copies were meant to be waiting"
+        with pytest.raises(RuntimeError, match="all 8 staging blocks are in flight"):
+            buffers.load({"rows": []}, sequence=9)
+    stream.synchronize()
+    assert [s.tolist() for s in snapshots] == [[i, i + 1, -1, -1] for i in range(8)]
+
+
+@pytest.mark.gpu
+def test_a_load_neither_synchronises_nor_allocates() -> None:
+    buffers = make("cuda")
+    buffers.load({"rows": [1]}, sequence=1)
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for sequence in range(2, 50):
+            buffers.acknowledge(sequence - 1)
+            buffers.load({"rows": [1, None, 2], "table": [[1], [2, 3]]}, sequence=sequence)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations

@@ -1,0 +1,169 @@
+"""Checkpoints with random weights, written by transformers, and the oracle that reads them back.
+
+Tests of the engine run on the CPU, and again on a GPU under the mark `gpu`: the fixture `device`
+stands for both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphengine import Engine
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from transformers import (  # noqa: E402  (offline before transformers looks)
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def _llama(**options: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=512, **options))
+
+
+def _qwen3(**options: Any) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=512, **options))
+
+
+# Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
+MODELS = {
+    "llama-biases": lambda: _llama(
+        vocab_size=331, hidden_size=72, intermediate_size=100, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=80, attention_bias=True,
+        mlp_bias=True, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, eos_token_id=7,
+    ),
+    "llama-tied-yarn": lambda: _llama(
+        vocab_size=257, hidden_size=42, intermediate_size=88, num_hidden_layers=3,
+        num_attention_heads=3, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True,
+        rope_parameters=YARN_ROPE, eos_token_id=[3, 9],
+    ),
+    "llama-linear-96": lambda: _llama(
+        vocab_size=301, hidden_size=56, intermediate_size=72, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=96, tie_word_embeddings=False,
+        rope_parameters=LINEAR_ROPE, eos_token_id=5,
+    ),
+    "qwen3-biases": lambda: _qwen3(
+        vocab_size=307, hidden_size=80, intermediate_size=120, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, attention_bias=True,
+        tie_word_embeddings=False, eos_token_id=11,
+    ),
+    "qwen3-tied-128": lambda: _qwen3(
+        vocab_size=263, hidden_size=48, intermediate_size=56, num_hidden_layers=2,
+        num_attention_heads=5, num_key_value_heads=1, head_dim=128, tie_word_embeddings=True,
+        eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A checkpoint directory and transformers' float32 reading of it on the CPU."""
+
+    path: Path
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Float32 `[tokens, V]` for the whole sequence in one pass."""
+        return self.model(torch.tensor([token_ids])).logits[0].float()
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+def write_checkpoint(name: str, path: Path) -> Oracle:
+    """A checkpoint of `MODELS[name]` whose random weights make its logits spread."""
+    torch.manual_seed(len(name))
+    model = MODELS[name]().float()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
+            parameter.add_(torch.randn_like(parameter) * scale)
+    model.save_pretrained(path, max_shard_size="60KB")
+    return Oracle(path)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(name, folder / name) for name in MODELS}
+
+
+@pytest.fixture(params=list(MODELS))
+def oracle(request: pytest.FixtureRequest, checkpoints: dict[str, Oracle]) -> Oracle:
+    return checkpoints[request.param]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class EagerGraph:
+    """Stands in for a captured graph: runs the step eagerly and keeps the logits of live lanes.
+
+    `seen[(slot, position)]` is the last float32 `[V]` row computed for the token at `position`.
+    """
+
+    def __init__(self, engine: Engine, name: str, seen: dict[tuple[int, int], torch.Tensor]):
+        self.engine, self.name, self.seen = engine, name, seen
+        self.close = engine._graphs[name].close
+
+    def replay(self) -> None:
+        program, buffers = self.engine.program, self.engine.buffers
+        kind, size = self.name.split("/")
+        if kind == "decode":
+            slots = buffers["slot_of_row"][: int(size)].tolist()
+            outputs = program.decode(int(size))
+        else:
+            slots = buffers["prefill_slot"].tolist()
+            outputs = program.prefill(int(size))
+        for row, slot in enumerate(slots):
+            if slot >= 0 and int(outputs.flags[row]):
+                position = int(program.state.kv_len[slot]) - 1
+                self.seen[slot, position] = outputs.logits[row].float().cpu().clone()
+
+
+def run_eagerly(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
+    """Replace the engine's graphs by their eager steps; returns the logits they will see."""
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    for name in engine._graphs:
+        engine._graphs[name] = EagerGraph(engine, name, seen)  # type: ignore[assignment]
+    return seen
+
+
+@pytest.fixture
+def eager() -> Callable[[Engine], dict[tuple[int, int], torch.Tensor]]:
+    return run_eagerly

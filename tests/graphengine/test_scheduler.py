@@ -1,0 +1,804 @@
+"""The scheduler: what it plans, and that a device which obeys its plans always has the right KV.
+
+The simulated device knows no request. It sees what `host_updates` makes of each plan, as the real
+one does: slots, block tables, epochs, swap pairs. Its KV entries are (epoch, position), and the
+token at position p is p. A request's `stop_ids` name the position where it stops, which the
+scheduler does not read; so it plans rows that have stopped until their tokens are collected.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from graphengine.fields import host_updates
+from graphengine.request import Phase, Request
+from graphengine.sampling_params import SamplingParams
+from graphengine.scheduler import BlockPool, Plan, Scheduler
+
+Entry = tuple[int, int]
+
+
+def make_request(
+    prompt: int,
+    new: int,
+    *,
+    stop_at: int | None = None,
+    request_id: int = 0,
+    cancelled: list[Request] | None = None,
+) -> Request:
+    """A request of `prompt` tokens and at most `new` more; it stops at position `stop_at`."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=range(prompt),
+        params=SamplingParams(),
+        seed=0,
+        stop_ids=() if stop_at is None else (stop_at,),
+        max_len=prompt + new,
+        submitted=0.0,
+        cancelled=[] if cancelled is None else cancelled,
+    )
+
+
+def make_scheduler(**sizes: int) -> Scheduler:
+    defaults = {"slots": 4, "kv_blocks": 16, "swap_blocks": 16, "block_size": 4, "max_chunk": 8}
+    return Scheduler(**(defaults | sizes))
+
+
+def submit(scheduler: Scheduler, prompt: int, new: int) -> Request:
+    request = make_request(prompt, new)
+    scheduler.submit(request)
+    return request
+
+
+def plan_of(scheduler: Scheduler) -> Plan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def run_until(scheduler: Scheduler, request: Request, phase: Phase, *, limit: int = 99) -> Plan:
+    """Plan steps until one leaves `request` in `phase`; returns that plan."""
+    for _ in range(limit):
+        plan = plan_of(scheduler)
+        if request.phase is phase:
+            return plan
+    raise AssertionError(f"{request!r} is not in {phase} after {limit} plans")
+
+
+def assert_all_free(scheduler: Scheduler) -> None:
+    assert not scheduler.busy
+    assert scheduler.pool.free == scheduler.pool.count
+    assert scheduler.swap.free == scheduler.swap.count
+    assert scheduler.slots == [None] * len(scheduler.slots)
+
+
+# The simulated device.
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Launch:
+    """What one plan puts on the stream: the field updates, then swaps, prefill and decode."""
+
+    updates: dict[str, Any]
+    swapped_out: int
+    swapped_in: int
+    prefill: bool
+    decode: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """A published token; `last` where the device has stopped the request with it."""
+
+    epoch: int
+    position: int
+    last: bool
+
+
+class Device:
+    """Obeys launches in order. Checks that each token attends to its own request's whole past."""
+
+    def __init__(self, *, slots: int, kv_blocks: int, swap_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.cache: list[list[Entry | None]] = [[None] * block_size for _ in range(kv_blocks + 1)]
+        self.swap_area: list[list[Entry | None]] = [[None] * block_size for _ in range(swap_blocks)]
+        self.fields: dict[str, Any] = {}
+        self.kv_len = [0] * slots
+        self.running = [False] * slots
+        self.epoch = [0] * slots
+        self.counters: Counter[str] = Counter()
+
+    def execute(self, launch: Launch) -> list[list[Token | None]]:
+        """Run one launch; a list of tokens for each replay, None for a lane that emitted none."""
+        self.fields |= launch.updates
+        pairs = self.fields.get("swap_pairs", ())
+        _copy_blocks(self.cache, self.swap_area, pairs[: launch.swapped_out])
+        _copy_blocks(self.swap_area, self.cache, pairs[: launch.swapped_in])
+        replays = []
+        if launch.prefill:
+            self._command()
+            replays.append([self._prefill()])
+        if launch.decode:
+            self._command()
+            replays.append([self._decode(slot) for slot in self.fields["slot_of_row"]])
+        return replays
+
+    def _command(self) -> None:
+        """A slot whose epoch is new starts from nothing."""
+        for slot, epoch in enumerate(self.fields["command_epoch"]):
+            if self.epoch[slot] != (epoch or 0):
+                self.epoch[slot] = epoch or 0
+                self.kv_len[slot], self.running[slot] = 0, False
+
+    def _prefill(self) -> Token | None:
+        slot, start, count, final = (
+            self.fields[f"prefill_{name}"][0] for name in ("slot", "start", "count", "final")
+        )
+        tokens = self.fields["prefill_tokens"]
+        assert tokens == tuple(range(start, start + count))
+        assert start == self.kv_len[slot], f"chunk at {start} behind {self.kv_len[slot]} tokens"
+        for position in range(start, start + count):
+            self._append(slot, position)
+        return self._emit(slot) if final else None
+
+    def _decode(self, slot: int) -> Token | None:
+        if not self.running[slot]:
+            self.counters["stopped_rows"] += 1
+            return None
+        self._append(slot, self.kv_len[slot])
+        return self._emit(slot)
+
+    def _append(self, slot: int, position: int) -> None:
+        """Write the KV of `position`, then attend from there to everything before it."""
+        table, epoch = self.fields["block_table"][slot], self.epoch[slot]
+        self.cache[self._block(table, position)][position % self.block_size] = (epoch, position)
+        self.kv_len[slot] = position + 1
+        for past in range(position + 1):
+            found = self.cache[self._block(table, past)][past % self.block_size]
+            assert found == (epoch, past), f"{slot=} {epoch=} reads {found} for position {past}"
+
+    def _block(self, table: Sequence[int], position: int) -> int:
+        block = table[position // self.block_size]
+        assert block != 0, f"position {position} lies in the dummy block"
+        return block
+
+    def _emit(self, slot: int) -> Token:
+        """Sample the token behind the last position; the same stop rules as `commit_decode`."""
+        position = self.kv_len[slot]
+        stopped = position in self.fields["stop_ids"][slot]
+        last = stopped or position + 1 >= self.fields["max_len"][slot]
+        self.running[slot] = not last
+        self.counters["stops"] += stopped
+        return Token(epoch=self.epoch[slot], position=position, last=last)
+
+
+def _copy_blocks(
+    source: list[list[Entry | None]],
+    destination: list[list[Entry | None]],
+    pairs: Sequence[tuple[int, int]],
+) -> None:
+    """All at once, as the kernel does: no order among the pairs."""
+    copies = [(to, list(source[origin])) for origin, to in pairs]
+    for to, block in copies:
+        destination[to] = block
+
+
+# The host's loop around a scheduler and the device.
+
+
+class Simulation:
+    """`Engine.step` without the engine, with every invariant checked at every plan."""
+
+    def __init__(self, *, lookahead: int, **sizes: int) -> None:
+        self.lookahead = lookahead
+        self.scheduler = Scheduler(**sizes)
+        self.max_chunk = sizes.pop("max_chunk")
+        self.device = Device(**sizes)
+        self.requests: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.in_flight: deque[tuple[tuple[tuple[Request, int], ...], ...]] = deque()
+        self.unexecuted: deque[Launch] = deque()
+        self.published: deque[list[list[Token | None]]] = deque()
+        self.picture: dict[str, Any] = {"slot_of_row": []}
+        self.plans = 0
+        self.counters: Counter[str] = Counter()
+
+    def submit(self, prompt: int, new: int, stop_at: int | None = None) -> Request | None:
+        """Queue a request; None where the pool is too small for it."""
+        request = make_request(
+            prompt,
+            new,
+            stop_at=stop_at,
+            request_id=len(self.requests),
+            cancelled=self.cancelled,
+        )
+        if self.scheduler.blocks_for(prompt + new) > self.scheduler.pool.count:
+            with pytest.raises(ValueError, match=f"the pool has {self.scheduler.pool.count}"):
+                self.scheduler.submit(request)
+            return None
+        self.scheduler.submit(request)
+        self.requests.append(request)
+        return request
+
+    def step(self, *, collect: bool = True) -> None:
+        """One engine step; without `collect` it times out, so that nothing new is known."""
+        for request in self.cancelled:
+            self.scheduler.retire(request)
+        self.cancelled.clear()
+        while len(self.in_flight) <= self.lookahead:
+            oldest = self.scheduler.active[0] if self.scheduler.active else None
+            plan = self.scheduler.plan()
+            self.check_ownership()
+            if plan is None:
+                self.check_idle()
+                break
+            self.check_plan(plan, oldest)
+            self.launch(plan)
+        if collect and self.in_flight:
+            self.collect()
+
+    def launch(self, plan: Plan) -> None:
+        updates = copy.deepcopy(host_updates(plan, self.scheduler.slots))
+        self.check_picture(plan, updates)
+        self.plans += 1
+        self.unexecuted.append(
+            Launch(
+                updates=updates,
+                swapped_out=len(plan.swap_out),
+                swapped_in=len(plan.swap_in),
+                prefill=plan.prefill is not None,
+                decode=bool(plan.rows),
+            )
+        )
+        replays = [(plan.prefill.request,)] if plan.prefill is not None else []
+        replays += [plan.rows] if plan.rows else []
+        self.in_flight.append(
+            tuple(tuple((request, request.placed.epoch) for request in rows) for rows in replays)
+        )
+
+    def execute(self) -> None:
+        """Let the device run the oldest launch that it has not run yet."""
+        if self.unexecuted:
+            self.published.append(self.device.execute(self.unexecuted.popleft()))
+
+    def collect(self) -> None:
+        """Read the oldest launch, waiting for the device; tokens of ended requests are dropped."""
+        while not self.published:
+            self.execute()
+        replays = zip(self.in_flight.popleft(), self.published.popleft(), strict=True)
+        for lanes, tokens in replays:
+            for (request, epoch), token in zip(lanes, tokens, strict=True):
+                if token is None:
+                    continue
+                assert token.epoch == epoch
+                if request.finish_reason is not None:
+                    self.counters["discarded_tokens"] += 1
+                    continue
+                request.token_ids.append(token.position)
+                if token.last:
+                    request.finish_reason = "stop"
+                    self.scheduler.retire(request)
+
+    # What must hold.
+
+    def check_ownership(self) -> None:
+        """Every block of pool and swap has one owner, which holds no more than it can need."""
+        scheduler = self.scheduler
+        held = [block for request in scheduler.active for block in request.placed.blocks]
+        assert len(set(held)) == len(held), f"a block is owned twice: {held}"
+        assert all(1 <= block <= scheduler.pool.count for block in held), held
+        assert len(held) + scheduler.pool.free == scheduler.pool.count
+        swapped = [block for request in scheduler.active for block in request.placed.swap_blocks]
+        assert len(set(swapped)) == len(swapped), f"a swap block is owned twice: {swapped}"
+        assert all(0 <= block < scheduler.swap.count for block in swapped), swapped
+        assert len(swapped) + scheduler.swap.free == scheduler.swap.count
+        for request in scheduler.active:
+            placement = request.placed
+            assert scheduler.slots[placement.slot] is request
+            assert placement.sampled <= request.max_new_tokens
+            assert len(placement.blocks) <= scheduler.blocks_for(request.max_len)
+            assert not (placement.blocks and placement.swap_blocks), "both in the pool and swapped"
+            assert request.phase is not Phase.PAUSED or not placement.blocks
+        assert sum(slot is not None for slot in scheduler.slots) == len(scheduler.active)
+
+    def check_idle(self) -> None:
+        """No plan: nobody is left, or the oldest only waits for tokens in flight."""
+        if self.scheduler.busy:
+            assert self.in_flight, f"nothing runs, but {self.scheduler.active} wait"
+            oldest = self.scheduler.active[0]
+            assert oldest.placed.sampled == oldest.max_new_tokens, oldest
+
+    def check_plan(self, plan: Plan, oldest: Request | None) -> None:
+        rows = plan.rows
+        slots = [request.placed.slot for request in rows]
+        assert slots == sorted(set(slots)) and len(slots) <= len(self.scheduler.slots)
+        assert all(request.phase is Phase.DECODE for request in rows)
+        assert not (plan.swap_out and plan.swap_in), "a plan swaps one way"
+        pairs = plan.swap_out or plan.swap_in
+        for side in zip(*pairs, strict=True):
+            assert len(set(side)) == len(side), f"a block is copied twice: {pairs}"
+        assert len(pairs) <= min(self.scheduler.pool.count, self.scheduler.swap.count)
+        if plan.prefill is not None:
+            chunk = plan.prefill
+            assert chunk.request not in rows
+            assert chunk.start % self.max_chunk == 0 and 1 <= chunk.count <= self.max_chunk
+            assert chunk.count == self.max_chunk or chunk.final
+        if oldest is not None:
+            progress = oldest in rows or (plan.prefill and plan.prefill.request is oldest)
+            all_sampled = oldest.placed.sampled == oldest.max_new_tokens
+            assert progress or all_sampled, f"the oldest does not advance: {oldest!r}"
+
+    def check_picture(self, plan: Plan, updates: dict[str, Any]) -> None:
+        """The flagged updates alone leave the fields as a full one would."""
+        everything = dataclasses.replace(
+            plan, rows_changed=True, slots_changed=True, tables_changed=True
+        )
+        full = copy.deepcopy(host_updates(everything, self.scheduler.slots))
+        self.picture |= updates
+        stale = [name for name in full if self.picture.get(name) != full[name]]
+        assert not stale, f"changed without a flag: {stale}"
+
+    @property
+    def plan_bound(self) -> int:
+        """Plans that suffice: in each the oldest advances, or its last tokens are in flight."""
+        return sum(
+            -(-request.prompt_len // self.max_chunk) + request.max_new_tokens + self.lookahead + 1
+            for request in self.requests
+        )
+
+    def drain(self) -> None:
+        """Run to the end; everything finishes in bounded time and gives back what it held."""
+        for _ in range(self.plan_bound + 1):
+            if not (self.scheduler.busy or self.in_flight or self.cancelled):
+                break
+            self.step()
+        assert self.plans <= self.plan_bound
+        assert_all_free(self.scheduler)
+        assert not self.in_flight
+        for request in self.requests:
+            assert request.finished and request.placement is None
+            stop_at = next(iter(request.stop_ids), request.max_len)
+            tokens = list(range(request.prompt_len, min(stop_at + 1, request.max_len)))
+            if request.finish_reason == "cancelled":
+                tokens = tokens[: len(request.token_ids)]
+            assert request.token_ids == tokens
+        counters = self.scheduler.counters
+        assert counters["pauses"] == sum(request.pauses for request in self.requests)
+        assert counters["resumes"] <= counters["pauses"]
+
+
+# Blocks.
+
+
+def test_a_pool_hands_out_each_block_once_and_reuses_the_last_freed_first() -> None:
+    pool = BlockPool(4, first=1)
+    first, second = pool.take(2), pool.take(1)
+    assert (first, second, pool.free) == ([1, 2], [3], 1)
+    pool.give_back(first)
+    assert first == [] and pool.free == 3
+    assert pool.take(3) == [1, 2, 4]
+
+
+def test_a_pool_never_hands_out_more_than_it_has() -> None:
+    with pytest.raises(AssertionError, match="count=3 of 2 free blocks"):
+        BlockPool(2).take(3)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
+    assert make_scheduler(block_size=4).blocks_for(tokens) == blocks
+
+
+# Submitting.
+
+
+def test_a_request_that_no_pool_can_hold_is_refused_with_the_numbers() -> None:
+    scheduler = make_scheduler(kv_blocks=3, block_size=4)
+    with pytest.raises(ValueError) as refused:
+        submit(scheduler, 7, 6)
+    assert str(refused.value) == (
+        "a request of 13 tokens (prompt 7 + 6 new) needs 4 KV blocks of 4 tokens; the pool has 3"
+    )
+    assert not scheduler.busy
+    submit(scheduler, 7, 5)
+    assert scheduler.busy
+
+
+def test_nothing_submitted_plans_nothing() -> None:
+    assert make_scheduler().plan() is None
+
+
+# Prefill and decode.
+
+
+def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_then_decodes() -> None:
+    scheduler = make_scheduler(max_chunk=8)
+    request = submit(scheduler, 19, 3)
+    chunks = []
+    for _ in range(3):
+        plan = plan_of(scheduler)
+        assert plan.prefill is not None and plan.rows == ()
+        chunks.append((plan.prefill.start, plan.prefill.count, plan.prefill.final))
+    assert chunks == [(0, 8, False), (8, 8, False), (16, 3, True)]
+    for _ in range(2):
+        plan = plan_of(scheduler)
+        assert plan.rows == (request,) and plan.prefill is None
+    assert request.placed.sampled == 3
+    assert scheduler.plan() is None, "all its tokens are in flight"
+
+
+def test_a_request_of_one_new_token_needs_no_decode_row() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, 8, 1)
+    plan = plan_of(scheduler)
+    assert plan.prefill is not None and plan.prefill.final
+    assert scheduler.plan() is None
+
+
+def test_one_prompt_is_fed_at_a_time_while_others_decode() -> None:
+    scheduler = make_scheduler(max_chunk=4)
+    first, second = submit(scheduler, 4, 9), submit(scheduler, 8, 9)
+    plans = [plan_of(scheduler) for _ in range(4)]
+    fed = [plan.prefill.request if plan.prefill else None for plan in plans]
+    assert fed == [first, second, second, None]
+    assert [plan.rows for plan in plans] == [(), (first,), (first,), (first, second)]
+
+
+def test_a_row_gets_its_next_block_when_it_enters_it() -> None:
+    scheduler = make_scheduler(block_size=4)
+    request = submit(scheduler, 3, 9)
+    plans = [plan_of(scheduler) for _ in range(8)]
+    changed = [plan.tables_changed for plan in plans]
+    # Positions 3, 4, ... 9 are decoded by plans 1, 2, ... 7: blocks begin at 4 and 8.
+    assert changed == [True, False, True, False, False, False, True, False]
+    assert len(request.placed.blocks) == 3
+
+
+def test_in_steady_state_nothing_changes() -> None:
+    scheduler = make_scheduler(block_size=16, kv_blocks=4)
+    submit(scheduler, 2, 12), submit(scheduler, 2, 12)
+    for _ in range(3):
+        plan_of(scheduler)
+    for _ in range(9):
+        plan = plan_of(scheduler)
+        assert len(plan.rows) == 2
+        assert not (plan.rows_changed or plan.slots_changed or plan.tables_changed)
+        assert host_updates(plan, scheduler.slots) == {}
+
+
+# Slots.
+
+
+def test_first_come_first_served_even_where_a_later_one_would_fit() -> None:
+    scheduler = make_scheduler(kv_blocks=8, block_size=4)
+    running = submit(scheduler, 20, 4)
+    large, small = submit(scheduler, 16, 4), submit(scheduler, 1, 1)
+    plan_of(scheduler)
+    assert [running.phase, large.phase, small.phase] == [
+        Phase.PREFILL,
+        Phase.WAITING,
+        Phase.WAITING,
+    ]
+    scheduler.retire(running)
+    plan_of(scheduler)
+    assert scheduler.active == [large, small]
+
+
+def test_a_freed_slot_is_reused_in_a_new_epoch() -> None:
+    scheduler = make_scheduler(slots=2)
+    first, second, third = (submit(scheduler, 4, 4) for _ in range(3))
+    assert plan_of(scheduler).slots_changed
+    assert third.phase is Phase.WAITING
+    old = first.placed.epoch
+    scheduler.retire(first)
+    plan = plan_of(scheduler)
+    assert plan.slots_changed and plan.tables_changed
+    assert third.placed.slot == 0 and third.placed.epoch > second.placed.epoch > old > 0
+    assert (scheduler.counters["admitted"], scheduler.counters["slot_reuses"]) == (3, 1)
+
+
+def test_rows_are_ordered_by_slot_not_by_age() -> None:
+    scheduler = make_scheduler(slots=2)
+    first, second, third = (submit(scheduler, 4, 9) for _ in range(3))
+    run_until(scheduler, second, Phase.DECODE)
+    scheduler.retire(first)
+    run_until(scheduler, third, Phase.DECODE)
+    plan = plan_of(scheduler)
+    assert scheduler.active == [second, third]
+    assert plan.rows == (third, second) and plan.rows_changed
+
+
+def test_changes_outlive_a_step_without_a_plan() -> None:
+    scheduler = make_scheduler(slots=1)
+    request = submit(scheduler, 4, 4)
+    plan_of(scheduler)
+    scheduler.retire(request)
+    assert scheduler.plan() is None
+    submit(scheduler, 4, 4)
+    plan = plan_of(scheduler)
+    assert plan.slots_changed and plan.tables_changed
+
+
+# A short pool.
+
+
+def short_pool() -> tuple[Scheduler, Request, Request]:
+    """An older request of two blocks and a younger one of two: the pool of four is full."""
+    scheduler = make_scheduler(kv_blocks=4, swap_blocks=3, block_size=4, max_chunk=8)
+    older, younger = submit(scheduler, 5, 11), submit(scheduler, 4, 8)
+    for _ in range(4):
+        plan = plan_of(scheduler)
+    assert plan.rows == (older, younger) and scheduler.pool.free == 0
+    return scheduler, older, younger
+
+
+def short_pool_with_a_pause() -> tuple[Scheduler, Request, Request]:
+    """The older request entered its third block, for which the younger one paused."""
+    scheduler, older, younger = short_pool()
+    run_until(scheduler, younger, Phase.PAUSED, limit=1)
+    return scheduler, older, younger
+
+
+def test_the_youngest_pauses_for_an_older_one() -> None:
+    scheduler, older, younger = short_pool()
+    held = list(younger.placed.blocks)
+    plan = plan_of(scheduler)
+    assert younger.phase is Phase.PAUSED
+    assert plan.rows == (older,) and plan.rows_changed and plan.tables_changed
+    assert [origin for origin, _ in plan.swap_out] == held
+    assert [to for _, to in plan.swap_out] == younger.placed.swap_blocks
+    assert plan.swap_in == () and younger.placed.blocks == []
+    assert (younger.pauses, older.pauses, scheduler.counters["pauses"]) == (1, 0, 1)
+
+
+def test_a_paused_request_resumes_where_it_was_and_runs_at_once() -> None:
+    scheduler, older, younger = short_pool_with_a_pause()
+    saved, sampled = list(younger.placed.swap_blocks), younger.placed.sampled
+    scheduler.retire(older)
+    plan = plan_of(scheduler)
+    assert [origin for origin, _ in plan.swap_in] == saved
+    assert [to for _, to in plan.swap_in] == younger.placed.blocks[: len(saved)]
+    assert plan.rows == (younger,) and plan.swap_out == () and plan.tables_changed
+    assert younger.placed.sampled == sampled + 1 and younger.placed.swap_blocks == []
+    assert scheduler.counters["resumes"] == 1 and scheduler.swap.free == scheduler.swap.count
+
+
+def test_nobody_is_admitted_past_a_paused_request() -> None:
+    scheduler, older, younger = short_pool_with_a_pause()
+    late = submit(scheduler, 1, 1)
+    assert scheduler.pool.free > 0
+    plan_of(scheduler)
+    assert (younger.phase, late.phase) == (Phase.PAUSED, Phase.WAITING)
+    scheduler.retire(older)
+    plan_of(scheduler)
+    assert scheduler.active == [younger, late]
+
+
+def test_only_blocks_with_tokens_are_swapped() -> None:
+    scheduler = make_scheduler(kv_blocks=6, swap_blocks=6, block_size=4, max_chunk=4)
+    older, younger = submit(scheduler, 3, 9), submit(scheduler, 16, 4)
+    assert plan_of(scheduler).prefill is not None
+    plan = plan_of(scheduler)
+    assert plan.prefill is not None and plan.prefill.request is younger
+    held = list(younger.placed.blocks)
+    assert (len(held), younger.placed.prefilled) == (4, 4)
+    scheduler.pool.take(scheduler.pool.free)
+    plan = plan_of(scheduler)
+    assert plan.rows == (older,) and plan.prefill is None
+    assert [origin for origin, _ in plan.swap_out] == held[:1]
+
+
+def test_a_request_paused_within_its_prompt_is_fed_on_after_its_resume() -> None:
+    scheduler = make_scheduler(kv_blocks=6, swap_blocks=6, block_size=4, max_chunk=4)
+    older, younger = submit(scheduler, 3, 9), submit(scheduler, 16, 4)
+    plan_of(scheduler), plan_of(scheduler)
+    scheduler.pool.take(scheduler.pool.free)
+    run_until(scheduler, younger, Phase.PAUSED, limit=1)
+    scheduler.retire(older)
+    plan = plan_of(scheduler)
+    assert len(plan.swap_in) == 1 and len(younger.placed.blocks) == 4
+    assert plan.prefill is not None and (plan.prefill.start, plan.prefill.count) == (4, 4)
+
+
+def test_a_row_with_nobody_younger_stalls_and_keeps_its_blocks() -> None:
+    scheduler = make_scheduler(kv_blocks=5, swap_blocks=3, block_size=4, max_chunk=8)
+    older, younger = submit(scheduler, 7, 9), submit(scheduler, 5, 7)
+    run_until(scheduler, younger, Phase.DECODE)
+    assert plan_of(scheduler).rows == (older, younger)
+    held = list(younger.placed.blocks)
+    plans = [plan_of(scheduler) for _ in range(3)]
+    assert [plan.rows for plan in plans] == [(older, younger), (older, younger), (older,)]
+    assert plans[-1].rows_changed
+    assert younger.phase is Phase.DECODE and younger.placed.blocks == held
+    assert scheduler.counters["pauses"] == 0
+    scheduler.retire(older)
+    assert plan_of(scheduler).rows == (younger,)
+
+
+def test_without_swap_a_request_waits_until_all_fit_at_their_greatest_lengths() -> None:
+    scheduler = make_scheduler(kv_blocks=5, swap_blocks=0, block_size=4)
+    first, second = submit(scheduler, 4, 8), submit(scheduler, 4, 8)
+    third = submit(scheduler, 4, 4)
+    plan_of(scheduler)
+    assert scheduler.active == [first], "3 + 3 blocks exceed the pool of 5"
+    scheduler.retire(first)
+    plan_of(scheduler)
+    assert scheduler.active == [second, third], "3 + 2 blocks fit"
+
+
+def test_swap_must_hold_everyone_but_the_oldest() -> None:
+    for swap_blocks, admitted in ((5, 2), (6, 3)):
+        scheduler = make_scheduler(kv_blocks=7, swap_blocks=swap_blocks, block_size=4)
+        for _ in range(3):
+            submit(scheduler, 4, 8)
+        plan_of(scheduler)
+        assert len(scheduler.active) == admitted
+
+
+# Retiring.
+
+
+def test_a_waiting_request_leaves_the_queue() -> None:
+    scheduler = make_scheduler()
+    request = submit(scheduler, 4, 4)
+    scheduler.retire(request)
+    assert request.finished
+    assert_all_free(scheduler)
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_a_running_request_frees_what_it_holds(phase: Phase) -> None:
+    scheduler = make_scheduler(max_chunk=4)
+    request = submit(scheduler, 8, 4)
+    run_until(scheduler, request, phase)
+    scheduler.retire(request)
+    assert request.finished and request.placement is None
+    assert_all_free(scheduler)
+
+
+def test_a_paused_request_frees_its_swap_blocks() -> None:
+    scheduler, older, younger = short_pool_with_a_pause()
+    scheduler.retire(younger)
+    assert scheduler.swap.free == scheduler.swap.count
+    scheduler.retire(older)
+    assert_all_free(scheduler)
+
+
+# The simulation.
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Submits, cancels and steps in any order, on any small sizes."""
+
+    @initialize(
+        lookahead=st.integers(0, 1),
+        slots=st.integers(1, 4),
+        kv_blocks=st.integers(1, 12),
+        swap_blocks=st.integers(0, 20),
+        block_size=st.integers(1, 4),
+        max_chunk=st.integers(1, 6),
+    )
+    def start(self, **sizes: int) -> None:
+        self.simulation = Simulation(**sizes)
+
+    @rule(prompt=st.integers(1, 12), new=st.integers(1, 16), stop=st.none() | st.integers(0, 8))
+    def submit(self, prompt: int, new: int, stop: int | None) -> None:
+        self.simulation.submit(prompt, new, None if stop is None else prompt + stop)
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.simulation.requests)).cancel()
+
+    @rule()
+    def step(self) -> None:
+        self.simulation.step()
+
+    @rule(count=st.integers(2, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+
+    @rule()
+    def step_that_times_out(self) -> None:
+        self.simulation.step(collect=False)
+
+    @rule()
+    def execute(self) -> None:
+        self.simulation.execute()
+
+    @invariant()
+    def owned_once(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.check_ownership()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.drain()
+
+
+def test_any_order_of_calls_keeps_the_invariants() -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
+    )
+
+
+def random_run(seed: int, *, requests: int, lookahead: int) -> Simulation:
+    """A pool that cannot hold the slots' requests together, beside swap that can."""
+    rng = random.Random(seed)
+    block_size, slots = rng.choice([1, 2, 4, 8]), rng.randint(2, 5)
+    longest = rng.randint(3, 8)  # in blocks
+    simulation = Simulation(
+        lookahead=lookahead,
+        slots=slots,
+        kv_blocks=rng.randint(longest, longest * 3 // 2),
+        swap_blocks=(slots - 1) * longest,
+        block_size=block_size,
+        max_chunk=rng.choice([1, 3, 8, 16]),
+    )
+    left = requests
+    while left:
+        if rng.random() < 0.6:
+            left -= 1
+            length = rng.randint(longest, longest * block_size)
+            prompt = rng.randint(1, length // 3)
+            stop = prompt + rng.randrange(length) if rng.random() < 0.4 else None
+            assert simulation.submit(prompt, length - prompt, stop) is not None
+        if rng.random() < 0.05:
+            rng.choice(simulation.requests or [make_request(1, 1)]).cancel()
+        if rng.random() < 0.3:
+            simulation.execute()
+        simulation.step(collect=rng.random() < 0.9)
+    simulation.drain()
+    return simulation
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_small_pools_pause_and_resume_and_everything_finishes(lookahead: int) -> None:
+    runs = [random_run(seed, requests=20, lookahead=lookahead) for seed in range(60)]
+    scheduler = _total(run.scheduler.counters for run in runs)
+    device = _total(run.device.counters for run in runs)
+    assert scheduler["admitted"] > 1000 and scheduler["slot_reuses"] > 500
+    assert scheduler["pauses"] > 100 and scheduler["resumes"] > 100
+    assert scheduler["stalled_rows"] > 0
+    assert device["stops"] > 100
+    if lookahead:
+        assert device["stopped_rows"] > 0, "no row ran on after its stop token"
+        assert sum(run.counters["discarded_tokens"] for run in runs) > 0
+
+
+def _total(counters: Iterable[Counter[str]]) -> Counter[str]:
+    return sum(counters, Counter())
+
+
+def test_pauses_do_not_change_the_tokens() -> None:
+    """The same requests in a roomy pool and in a tight one."""
+    lengths = [(5, 11), (3, 13), (9, 7), (2, 14), (7, 9)]
+    tokens = []
+    for kv_blocks in (32, 5):
+        simulation = Simulation(
+            lookahead=1, slots=4, kv_blocks=kv_blocks, swap_blocks=12, block_size=4, max_chunk=4
+        )
+        for prompt, new in lengths:
+            simulation.submit(prompt, new)
+        simulation.drain()
+        tokens.append([request.token_ids for request in simulation.requests])
+        assert (simulation.scheduler.counters["pauses"] > 0) == (kv_blocks == 5)
+    assert tokens[0] == tokens[1]

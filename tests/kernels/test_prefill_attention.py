@@ -1,0 +1,313 @@
+"""Prefill attention: against a dense computation, and the contract on padding and on bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.prefill_attention import (
+    paged_prefill_attention,
+    paged_prefill_attention_reference,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+NATIVE = torch.cuda.is_available() and not INTERPRETED
+SENTINEL = -555.0
+HUGE = (2**31 - 1, -(2**31), 10**9, -7)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 8, derandomize=not NATIVE)
+
+Op = tuple[Callable[..., torch.Tensor], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`tokens` queries of `slot` from `position` on; slot -1 is a padded segment."""
+
+    slot: int
+    position: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Slots with `lengths` cached tokens each, every one of which has a query as well."""
+
+    lengths: tuple[int, ...]
+    kv_heads: int = 1
+    group: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [S, longest, Q, D], keys and values [S, longest, G, D]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        slots, longest = len(self.lengths), max(self.lengths)
+        heads = (self.kv_heads * self.group, self.kv_heads, self.kv_heads)
+        q, k, v = (
+            torch.randn(slots, longest, h, self.head_dim, generator=generator) for h in heads
+        )
+        return tuple(t.to(self.dtype).to(device) for t in (q, k, v))  # type: ignore[return-value]
+
+
+def dense_attention(problem: Problem) -> torch.Tensor:
+    """The definition, in float64, for every token of every slot: [S, longest, Q * D]."""
+    q, k, v = (t.double() for t in problem.tensors("cpu"))
+    longest = q.shape[1]
+    hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+    k, v = (t.repeat_interleave(problem.group, dim=2) for t in (k, v))
+    scores = torch.einsum("sthd,skhd->shtk", q, k) * problem.scale
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return torch.einsum("shtk,skhd->sthd", weights, v).flatten(2)
+
+
+def prefill(
+    op: Op,
+    place_cache: Callable[..., Any],
+    problem: Problem,
+    segments: Sequence[Segment],
+    *,
+    tail: int = 0,
+    placement: int = 0,
+    poison: bool = False,
+) -> list[torch.Tensor]:
+    """Each segment's [tokens, Q * D]; asserts that nothing else was written.
+
+    Keys past a slot's last queried token are not in the cache: they are NaN under `poison`.
+    `tail` lanes behind the last segment are in no segment.
+    """
+    function, device = op
+    q_SLQD, keys, values = problem.tensors(device)
+    filled = [0] * len(problem.lengths)
+    for segment in segments:
+        if segment.slot >= 0:
+            end = segment.position + segment.tokens
+            filled[segment.slot] = max(filled[segment.slot], end)
+    cache = place_cache(
+        keys,
+        values,
+        filled,
+        block_size=problem.block_size,
+        placement=placement,
+        poison=poison,
+    )
+    before = cache.all_layers.clone()
+    lanes = sum(segment.tokens for segment in segments) + tail
+    q = torch.full((lanes, *q_SLQD.shape[2:]), torch.nan if poison else 0.0).to(q_SLQD)
+    out = torch.full((lanes, q[0].numel()), SENTINEL).to(q)
+    starts, positions = [0], []
+    for index, segment in enumerate(segments):
+        first = starts[-1]
+        starts.append(first + segment.tokens)
+        padded = segment.slot < 0
+        positions.append(HUGE[index % len(HUGE)] if padded else segment.position)
+        if not padded:
+            last = segment.position + segment.tokens
+            q[first : starts[-1]] = q_SLQD[segment.slot, segment.position : last]
+
+    def on_device(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    result = function(
+        q,
+        cache.kv,
+        cache.block_table_SB,
+        query_start_P1=on_device(starts),
+        slot_P=on_device([segment.slot for segment in segments]),
+        position_P=on_device(positions),
+        scale=problem.scale,
+        out=out,
+    )
+    assert result.data_ptr() == out.data_ptr()
+    integers = {2: torch.int16, 4: torch.int32}[out.element_size()]
+    assert torch.equal(cache.all_layers.view(integers), before.view(integers)), "cache written"
+    assert bool((out[starts[-1] :] == SENTINEL).all()), "a lane in no segment was written"
+    results = [result[a:b] for a, b in pairwise(starts)]
+    for segment, rows in zip(segments, results, strict=True):
+        assert segment.slot >= 0 or bool((rows == SENTINEL).all()), "a padded segment was written"
+    return results
+
+
+@pytest.fixture(scope="module", params=["triton", "reference"])
+def op(request: pytest.FixtureRequest) -> Op:
+    if request.param == "reference":
+        return paged_prefill_attention_reference, "cpu"
+    return paged_prefill_attention, request.getfixturevalue("device")
+
+
+@pytest.fixture(scope="module")
+def op_dtypes(op: Op, request: pytest.FixtureRequest) -> tuple[torch.dtype, ...]:
+    if op[0] is paged_prefill_attention_reference:
+        return (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(request.getfixturevalue("dtypes"))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
+    longest = 700 if NATIVE else 100
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=3))
+    problem = Problem(
+        lengths=tuple(lengths),
+        kv_heads=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7, 16])),
+        head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
+        block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
+        seed=draw(st.integers(0, 999)),
+    )
+    segments = []
+    for slot, length in enumerate(lengths):
+        position = draw(st.integers(0, length - 1))
+        # A segment may be empty, and need not reach the end of what the slot will hold.
+        segments.append(Segment(slot, position, draw(st.integers(0, length - position))))
+    segments.insert(draw(st.integers(0, len(segments))), Segment(-1, 0, draw(st.integers(0, 5))))
+    return problem, segments
+
+
+@SETTINGS
+@given(drawn=problems(), tail=st.integers(1, 9))
+def test_equals_the_definition(
+    op: Op,
+    op_dtypes: tuple[torch.dtype, ...],
+    place_cache: Callable[..., Any],
+    drawn: tuple[Problem, list[Segment]],
+    tail: int,
+) -> None:
+    problem, segments = drawn
+    for dtype in op_dtypes:
+        typed = replace(problem, dtype=dtype)
+        results = prefill(
+            op, place_cache, typed, segments, tail=tail, placement=problem.seed, poison=True
+        )
+        expected = dense_attention(typed)
+        for segment, rows in zip(segments, results, strict=True):
+            if segment.slot >= 0:
+                last = segment.position + segment.tokens
+                wanted = expected[segment.slot, segment.position : last]
+                torch.testing.assert_close(
+                    rows.cpu().double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+                )
+
+
+@pytest.fixture(scope="module")
+def kernel(device: str) -> Op:
+    """The kernel alone: its reference multiplies whole segments and promises no bits."""
+    return paged_prefill_attention, device
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 37])
+@pytest.mark.parametrize("group", [2, 3])
+def test_chunks_have_the_bits_of_the_whole(
+    kernel: Op,
+    dtypes: tuple[torch.dtype, ...],
+    place_cache: Callable[..., Any],
+    chunk: int,
+    group: int,
+) -> None:
+    length = 1500 if NATIVE and chunk > 1 else 75
+    for dtype in dtypes:
+        problem = Problem(lengths=(length,), group=group, dtype=dtype)
+        (whole,) = prefill(kernel, place_cache, problem, [Segment(0, 0, length)])
+        for index, position in enumerate(range(0, length, chunk)):
+            # One-token chunks at a few places are enough.
+            if chunk == 1 and index % 20:
+                continue
+            tokens = min(chunk, length - position)
+            (part,) = prefill(
+                kernel,
+                place_cache,
+                problem,
+                [Segment(0, position, tokens)],
+                placement=index,
+                poison=True,
+            )
+            wanted = whole[position : position + tokens]
+            # In the interpreter `tl.dot` is numpy's matmul, whose bits depend on a row's place.
+            exact = NATIVE or chunk * group % 32 == 0
+            tolerance = 0 if exact else TOLERANCE[dtype]
+            torch.testing.assert_close(part, wanted, rtol=0, atol=tolerance)
+
+
+def test_a_segment_has_the_same_bits_among_others(
+    kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    lengths = (900, 130, 70, 64) if NATIVE else (90, 13, 70, 64)
+    for dtype in dtypes:
+        problem = Problem(lengths=lengths, kv_heads=2, dtype=dtype)
+        segments = [
+            Segment(2, 30, 40),
+            Segment(-1, 0, 7),
+            Segment(0, 5, lengths[0] - 5),
+            Segment(1, 0, 0),
+            Segment(3, 63, 1),
+        ]
+        crowd = prefill(kernel, place_cache, problem, segments, tail=70, placement=5, poison=True)
+        for segment, rows in zip(segments, crowd, strict=True):
+            if segment.slot >= 0 and segment.tokens:
+                (alone,) = prefill(kernel, place_cache, problem, [segment])
+                assert torch.equal(rows, alone), f"{segment=}"
+
+
+def test_every_segment_padded(op: Op, place_cache: Callable[..., Any]) -> None:
+    prefill(op, place_cache, Problem(lengths=(3,)), [Segment(-1, 0, 5)] * 2, tail=3, poison=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+@pytest.mark.parametrize("position", [12, 14, 16, 2**30, -2])
+def test_tokens_outside_the_block_table_are_nan(op: Op, position: int) -> None:
+    """Four tokens around the ends of a table of one block of 16."""
+    function, device = op
+    kv = torch.ones(2, 2, 16, 1, 64, device=device)
+    result = function(
+        torch.ones(4, 2, 64, device=device),
+        kv,
+        torch.ones(1, 1, dtype=torch.int32, device=device),
+        query_start_P1=torch.tensor([0, 4], dtype=torch.int32, device=device),
+        slot_P=torch.zeros(1, dtype=torch.int32, device=device),
+        position_P=torch.tensor([position], dtype=torch.int32, device=device),
+        scale=0.125,
+    )
+    for token in range(4):
+        if 0 <= position + token < 16:
+            torch.testing.assert_close(result[token], torch.ones_like(result[token]))
+        else:
+            assert bool(result[token].isnan().all()), f"{token=}"
+
+
+def valid_arguments() -> dict[str, Any]:
+    return {
+        "q_NQD": torch.zeros(5, 4, 64),
+        "kv": torch.zeros(3, 2, 16, 2, 64),
+        "block_table_SB": torch.zeros(2, 2, dtype=torch.int32),
+        "query_start_P1": torch.tensor([0, 2, 5], dtype=torch.int32),
+        "slot_P": torch.full((2,), -1, dtype=torch.int32),
+        "position_P": torch.zeros(2, dtype=torch.int32),
+        "scale": 0.125,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_NQD": torch.zeros(5, 4, 257)}, "head_dim=257 is outside 1..256"),
+        ({"q_NQD": torch.zeros(5, 5, 64)}, "5 query heads are no multiple of 2"),
+        ({"slot_P": torch.zeros(1, dtype=torch.int32)}, r"position_P must be a dense \[1\]"),
+        ({"query_start_P1": torch.zeros(2, dtype=torch.int32)}, r"query_start_P1 .* \[3\]"),
+        ({"slot_P": torch.zeros(2)}, "slot_P must be int32, not torch.float32"),
+        ({"out": torch.zeros(4, 256)}, r"\[5, 256\], not torch.float32 \[4, 256\]"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paged_prefill_attention(**(valid_arguments() | change))

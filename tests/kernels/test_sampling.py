@@ -1,0 +1,426 @@
+"""Sampling: both twins against a slow sampler in plain Python, and against the exact distribution.
+
+The slow sampler sorts its candidates and adds their masses as Python integers. On the CPU all three
+agree to the token. A GPU's exp and log differ from numpy's by some ulps, so there a token counts as
+right too if its perturbed value is within `TOLERANCE` of the best, or if it is the token of a top-p
+or min-p that differs by `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graphengine.kernels.philox import gumbel, philox_uint32
+from graphengine.kernels.sampling import (
+    MAX_VOCABULARY,
+    SamplingTensors,
+    sample,
+    sample_reference,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+INF, NAN = float("inf"), float("nan")
+HUGE, LOWEST = 2**31 - 1, -(2**31)
+TOLERANCE = 1e-5
+STOP_IDS = 3
+
+Sampler = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """One slot's sampling parameters."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = (-1,) * STOP_IDS
+    min_len: int = 0
+
+
+def tensors(params: Sequence[Params], device: str = "cpu") -> SamplingTensors:
+    """The parameters of slots 0 .. len(params) - 1."""
+    dtypes = {
+        "temperature": torch.float32,
+        "top_k": torch.int32,
+        "top_p": torch.float32,
+        "min_p": torch.float32,
+        "seed": torch.int64,
+        "stop_ids": torch.int32,
+        "min_len": torch.int32,
+    }
+    columns = {name: [asdict(slot)[name] for slot in params] for name in dtypes}
+    return SamplingTensors(
+        **{name: torch.tensor(columns[name], dtype=dtypes[name], device=device) for name in dtypes}
+    )
+
+
+def ints(values: Sequence[int], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def right_tokens(
+    logits: Sequence[float], position: int, params: Params, *, tolerance: float = 0.0
+) -> set[int]:
+    """The slow sampler: the tokens that a row whose query sits at `position` may yield."""
+    variants = [params]
+    if tolerance:
+        factors = (1 - tolerance, 1 + tolerance)
+        variants += [replace(params, top_p=params.top_p * factor) for factor in factors]
+        variants += [replace(params, min_p=params.min_p * factor) for factor in factors]
+    return set().union(*(_right_tokens(logits, position, each, tolerance) for each in variants))
+
+
+def _right_tokens(
+    logits: Sequence[float], position: int, params: Params, tolerance: float
+) -> set[int]:
+    row = [np.float32(value) for value in logits]
+    if position + 1 < params.min_len:
+        row = [np.float32(-INF) if i in params.stop_ids else x for i, x in enumerate(row)]
+    if any(np.isnan(x) for x in row) or not any(np.isfinite(x) for x in row):
+        return {-1}
+    if params.temperature == 0:
+        return {max(range(len(row)), key=lambda i: (row[i], -i))}
+
+    largest_float = np.finfo(np.float32).max
+    with np.errstate(over="ignore"):
+        scaled = [x / np.float32(params.temperature) for x in row]
+    scaled = [min(max(x, -largest_float), largest_float) for x in scaled]
+    order = [i for i in range(len(row)) if row[i] > -INF]
+    order.sort(key=lambda i: (-scaled[i], i))
+    top = scaled[order[0]]
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    top_p = Fraction(float(np.float32(params.top_p)))
+    if top_p < 1:
+        with np.errstate(over="ignore"):
+            mass = [int(np.exp(scaled[i] - top) * np.float32(2**40)) for i in order]
+        share = top_p * sum(mass)
+        order = order[: next(n for n in range(1, len(mass) + 1) if sum(mass[:n]) >= share)]
+    if params.min_p > 0:
+        floor = top + np.log(np.float32(min(params.min_p, 1.0)))
+        order = [i for i in order if scaled[i] >= floor]
+    value = {i: scaled[i] + gumbel(philox_uint32(params.seed, position + 1, [i]))[0] for i in order}
+    best = max(value.values())
+    if not tolerance:
+        return {min(i for i in order if value[i] == best)}
+    slack = tolerance * max(1.0, abs(float(best)))
+    return {i for i in order if float(best) - float(value[i]) <= slack}
+
+
+@dataclass(frozen=True)
+class Twin:
+    sample: Sampler
+    device: str
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.device == "cuda" else 0.0
+
+    def tokens(
+        self,
+        logits: torch.Tensor | Sequence[Sequence[float]],
+        params: Sequence[Params],
+        positions: Sequence[int],
+        slots: Sequence[int] | None = None,
+        poison: int = -7,
+    ) -> list[int]:
+        """The tokens of the rows; `slots` names each row's parameters, by default its own."""
+        logits = torch.as_tensor(logits, dtype=torch.float32).to(self.device)
+        slot = ints(list(range(len(params))) if slots is None else slots, self.device)
+        out = torch.full_like(slot, poison)
+        position = ints(positions, self.device)
+        token = self.sample(logits, slot, position, tensors(params, self.device), out=out)
+        assert token is out
+        return token.tolist()
+
+    def check(
+        self, logits: Sequence[Sequence[float]], params: Sequence[Params], positions: Sequence[int]
+    ) -> None:
+        tokens = self.tokens(logits, params, positions)
+        for token, row, slot, position in zip(tokens, logits, params, positions, strict=True):
+            right = right_tokens(row, position, slot, tolerance=self.tolerance)
+            assert token in right, (token, right, slot, position)
+
+
+@pytest.fixture(scope="module", params=["reference", "kernel"])
+def twin(request: pytest.FixtureRequest) -> Twin:
+    if request.param == "reference":
+        return Twin(sample_reference, "cpu")
+    return Twin(sample, request.getfixturevalue("device"))
+
+
+# Few distinct values, so that ties are everywhere; signed zeros, and what overflows when scaled.
+TIED = st.sampled_from([0.0, -0.0, 1.0, 1.0078125, 2.0, 2.5, -3.0, -INF])
+EXTREME = st.sampled_from([INF, NAN, 3e38, 3.1e38, -3e38, 1e-40, 0.0, 88.0, -INF])
+ORDINARY = st.floats(-12, 12, width=32)
+PARAMS = st.builds(
+    Params,
+    temperature=st.sampled_from([0.0, 1e-3, 0.25, 0.7, 1.0, 3.0, 1e4]),
+    top_k=st.sampled_from([0, 1, 2, 3, 7, 10**6]),
+    top_p=st.sampled_from([1e-9, 0.25, 0.5, 0.9, 0.99, 1.0, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-3, 0.3, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    stop_ids=st.tuples(*[st.sampled_from([-1, 0, 1, 4, HUGE])] * STOP_IDS),
+    min_len=st.integers(0, 4),
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[float]], list[Params], list[int]]:
+    rows = draw(st.integers(1, 3))
+    vocabulary = draw(st.sampled_from([1, 2, 5, 16, 33]))
+    # A row is of one kind: a single NaN in each would leave nothing to sample.
+    kinds = st.sampled_from([TIED, TIED, ORDINARY, TIED | ORDINARY, EXTREME])
+    logits = [
+        draw(st.lists(draw(kinds), min_size=vocabulary, max_size=vocabulary)) for _ in range(rows)
+    ]
+    params = draw(st.lists(PARAMS, min_size=rows, max_size=rows))
+    positions = draw(st.lists(st.sampled_from([0, 1, 2, 3, 2**31 - 2]), min_size=rows))
+    return logits, params, [*positions, *[5] * rows][:rows]
+
+
+@given(batch=batches())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_reference_agrees_with_the_slow_sampler(batch):
+    Twin(sample_reference, "cpu").check(*batch)
+
+
+@given(batch=batches())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_the_kernel_agrees_with_the_slow_sampler(device: str, batch):
+    Twin(sample, device).check(*batch)
+
+
+def vocabularies(device: str) -> list[int]:
+    """One tile, more than one, more than a pass of the cutoff kernel takes; full sizes on a GPU."""
+    return [1000, 1025, 5000] if device == "cpu" else [1000, 1025, 5000, 32_000, 151_936, 2**18]
+
+
+FILTERS = [
+    Params(temperature=0.0),
+    Params(temperature=0.8),
+    Params(top_k=50),
+    Params(top_p=0.9, temperature=1.5),
+    Params(min_p=0.02),
+    Params(top_k=40, top_p=0.8, min_p=0.01, temperature=0.7),
+]
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["float32", "bfloat16 values"])
+def test_large_vocabularies_agree_with_the_reference(device: str, ties: bool):
+    generator = torch.Generator().manual_seed(3)
+    for vocabulary in vocabularies(device):
+        logits = 4 * torch.randn(len(FILTERS), vocabulary, generator=generator)
+        if ties:
+            logits = logits.bfloat16().float()
+        params = [replace(each, seed=vocabulary - 5000 + i) for i, each in enumerate(FILTERS)]
+        positions = list(range(7, 7 + len(params)))
+        tokens = Twin(sample, device).tokens(logits, params, positions)
+        expected = Twin(sample_reference, "cpu").tokens(logits, params, positions)
+        for row, (token, slot) in enumerate(zip(tokens, params, strict=True)):
+            if token != expected[row]:
+                assert device == "cuda", "in the interpreter both use numpy's exp and log"
+                right = right_tokens(
+                    logits[row].tolist(), positions[row], slot, tolerance=TOLERANCE
+                )
+                assert token in right, (vocabulary, slot)
+
+
+def test_a_flat_row_is_cut_by_id(twin: Twin):
+    """All candidates tie, so the filters keep ids 0 .. n - 1 of the 5,000, over several tiles."""
+    params = [Params(top_k=3), Params(top_k=4500), Params(top_p=0.25), Params(top_k=8, top_p=0.5)]
+    kept = [3, 4500, 1250, 4]
+    logits = torch.full((len(params), 5000), 0.125)
+    for position in range(4):
+        positions = [position] * len(params)
+        tokens = twin.tokens(logits, params, positions)
+        for token, size in zip(tokens, kept, strict=True):
+            noise = gumbel(philox_uint32(0, position + 1, np.arange(size)))
+            assert noise[token] >= noise.max() - 2 * twin.tolerance
+
+
+def test_the_first_of_equal_logits_is_greedy(twin: Twin):
+    row = torch.zeros(3000)
+    row[[1500, 1023, 1024, 2999]] = 5.0
+    signed_zeros = torch.full((3000,), -1.0)
+    signed_zeros[700], signed_zeros[1800] = -0.0, 0.0
+    greedy = Params(temperature=0.0)
+    assert twin.tokens(torch.stack([row, signed_zeros]), [greedy] * 2, [0, 0]) == [1023, 700]
+
+
+@pytest.mark.parametrize("params", FILTERS)
+def test_rows_without_valid_logits_yield_no_token(twin: Twin, params: Params):
+    valid = [0.0] * 1100
+    with_nan = [*valid[:1090], NAN, *valid[1091:]]
+    rows = [
+        (with_nan, -1),
+        ([NAN] * 1100, -1),
+        ([-INF] * 1100, -1),
+        ([INF] * 1100, -1),
+        ([INF, -INF] * 550, -1),
+        ([*[-INF] * 1099, -2.0], 1099),
+        ([*valid[:1090], INF, *valid[1091:]], 1090),
+    ]
+    tokens = twin.tokens([row for row, _ in rows], [params] * len(rows), [0] * len(rows))
+    assert tokens == [token for _, token in rows]
+
+
+def test_stop_ids_wait_for_min_len(twin: Twin):
+    """While the sequence before the token, p + 1 tokens, is below min_len, no stop id is drawn."""
+    logits = [0.0, 9.0, 8.0, 7.0]
+    greedy = Params(temperature=0.0, stop_ids=(1, -1, 2), min_len=10)
+    params = [greedy, greedy, replace(greedy, stop_ids=(0, 1, 2)), greedy]
+    assert twin.tokens([logits] * 4, params, [8, 9, 8, 2**31 - 2]) == [3, 1, 3, 1]
+    # The masked ids are no candidates of any filter.
+    drawn = replace(greedy, temperature=1.0, top_k=2, top_p=0.999)
+    tokens = twin.tokens([logits] * 9, [drawn] * 9, list(range(9)))
+    assert set(tokens) <= {0, 3}
+    # A vocabulary of stop ids alone leaves nothing, and a masked NaN does no harm.
+    rows = [[1.0, 2.0, -INF], [NAN, 2.0, 3.0]]
+    params = [replace(greedy, stop_ids=(0, 1, 7)), replace(greedy, stop_ids=(0, 0, HUGE))]
+    assert twin.tokens(rows, params, [0, 0]) == [-1, 2]
+
+
+def test_a_token_depends_on_nothing_but_its_row(device: str):
+    """Other rows, padded rows full of poison, the number of rows, and strides change no bit."""
+    generator = torch.Generator().manual_seed(5)
+    vocabulary = 1100
+    logits = (3 * torch.randn(len(FILTERS), vocabulary, generator=generator)).bfloat16().float()
+    params = [replace(each, seed=17 * i - 40) for i, each in enumerate(FILTERS)]
+    twin = Twin(sample, device)
+    alone = [
+        twin.tokens(logits[i : i + 1], params, [100 + i], slots=[i])[0] for i in range(len(params))
+    ]
+    rows = 10
+    order = torch.randperm(rows, generator=generator)[: len(params)].tolist()
+    # A row stride of its own, as of a slice of a wider buffer.
+    wide = torch.full((rows, vocabulary + 36), NAN)
+    slots, positions = [-1, LOWEST] * (rows // 2), [HUGE, LOWEST] * (rows // 2)
+    for slot, row in enumerate(order):
+        wide[row, :vocabulary] = logits[slot]
+        slots[row], positions[row] = slot, 100 + slot
+    tokens = twin.tokens(wide.to(device)[:, :vocabulary], params, positions, slots, poison=-77)
+    assert [tokens[row] for row in order] == alone
+    assert all(token == -77 for row, token in enumerate(tokens) if row not in order)
+
+
+# Distributions, through the reference with fixed seeds: each is one fixed number, not a gamble.
+
+DRAWS = 4000
+LOGITS = np.array([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.0, -2.0, 0.25, -INF, 0.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (Params(temperature=1.0), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]),
+        (Params(temperature=0.5), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]),
+        (Params(temperature=2.5), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]),
+        (Params(top_k=3), [0, 1, 2]),
+        (Params(top_k=6, temperature=1.5), [0, 1, 2, 3, 7, 9]),
+        # Masses over e^2: 1, 3 x 0.368, 0.223, 0.174, ... of 2.93 in all.
+        (Params(top_p=0.5), [0, 1, 2]),
+        (Params(top_p=0.78), [0, 1, 2, 3, 7]),
+        # Of the first five, 0.8 is reached by four.
+        (Params(top_k=5, top_p=0.8), [0, 1, 2, 7]),
+        (Params(min_p=0.2), [0, 1, 2, 3, 7]),
+        (Params(top_p=0.9, min_p=0.3), [0, 1, 2, 7]),
+    ],
+)
+def test_draws_follow_the_exact_distribution(params: Params, kept: list[int]):
+    logits = torch.from_numpy(LOGITS).expand(DRAWS, -1)
+    slot, position = torch.zeros(DRAWS, dtype=torch.int32), torch.arange(DRAWS, dtype=torch.int32)
+    tokens = sample_reference(logits, slot, position, tensors([replace(params, seed=2027)]))
+    counts = np.bincount(tokens.numpy(), minlength=LOGITS.size)
+    assert counts.sum() == counts[kept].sum(), "nothing outside the kept set is ever drawn"
+
+    weight = np.exp(LOGITS[kept].astype(float) / params.temperature)
+    expected = DRAWS * weight / weight.sum()
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
+    freedom = len(kept) - 1
+    # 3.1 standard deviations, by Wilson and Hilferty: one case in a thousand exceeds it.
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.1 * np.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < limit, (chi_square, limit)
+
+
+def test_seeds_and_positions_give_independent_draws():
+    """Pairs of consecutive positions, and of neighbouring seeds, fill their table evenly."""
+    logits = torch.zeros(DRAWS, 4)
+    slot, position = torch.zeros(DRAWS, dtype=torch.int32), torch.arange(DRAWS, dtype=torch.int32)
+    first, second = (
+        sample_reference(logits, slot, position, tensors([Params(seed=seed)])).numpy()
+        for seed in (-1, 0)
+    )
+    for left, right in ((first, second), (first[:-1], first[1:])):
+        counts = np.bincount(4 * left + right, minlength=16)
+        expected = left.size / 16
+        assert ((counts - expected) ** 2 / expected).sum() < 37.7, "chi-square, 15 degrees, 1e-3"
+
+
+def _wrong_arguments() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"logits_RV": torch.zeros(2, 8, dtype=torch.float16)}, "float16"
+    yield {"logits_RV": torch.zeros(8, 2).t()}, "strides"
+    yield {"logits_RV": torch.zeros(8)}, r"\(8,\)"
+    yield {"logits_RV": torch.zeros(2, 0)}, "vocabulary of 0"
+    yield {"logits_RV": torch.zeros(1).expand(2, MAX_VOCABULARY + 1)}, "strides"
+    yield {"logits_RV": torch.zeros(MAX_VOCABULARY + 1).expand(2, -1)}, "4194305"
+    yield {"slot_R": ints([0])}, r"slot must be a dense \[2\]"
+    yield {"position_R": torch.zeros(2, dtype=torch.int64)}, "int64"
+    yield {"out": torch.zeros(2, dtype=torch.int64)}, "out must be int32"
+    for name, field in tensors([Params()] * 3)._asdict().items():
+        wrong = tensors([Params()] * 3)._replace(**{name: field.to(torch.int16)})
+        yield {"params": wrong}, f"{name} must be"
+    short = tensors([Params()] * 3)._replace(seed=torch.zeros(2, dtype=torch.int64))
+    yield {"params": short}, r"seed must be a dense torch.int64 \[3\]"
+
+
+@pytest.mark.parametrize(("wrong", "message"), list(_wrong_arguments()))
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str):
+    arguments: dict[str, Any] = {
+        "logits_RV": torch.zeros(2, 8),
+        "slot_R": ints([0, 1]),
+        "position_R": ints([0, 0]),
+        "params": tensors([Params()] * 3),
+    }
+    with pytest.raises(ValueError, match=message):
+        sample(**{**arguments, **wrong})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
+def test_a_captured_graph_follows_the_parameters():
+    """Nothing of a row is frozen at capture: slots, positions and parameters are read at replay."""
+    twin, device = Twin(sample, "cuda"), "cuda"
+    logits = 4 * torch.randn(3, 32_000, generator=torch.Generator().manual_seed(8))
+    on_device = logits.to(device)
+    slot, position = ints([-1, -1, -1], device), ints([0, 0, 0], device)
+    static = tensors([Params()] * len(FILTERS), device)
+    out = torch.full_like(slot, -7)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sample(on_device, slot, position, static, out=out)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        sample(on_device, slot, position, static, out=out)
+    graph.replay()
+    assert out.tolist() == [-7, -7, -7]
+    for tensor, value in zip(static, tensors(FILTERS), strict=True):
+        tensor.copy_(value)
+    for slots in ([0, 1, 2], [5, 4, 3], [3, -1, 1]):
+        slot.copy_(ints(slots))
+        position.copy_(ints([10, 20, 30]))
+        out.fill_(-7)
+        graph.replay()
+        expected = twin.tokens(logits, FILTERS, [10, 20, 30], slots)
+        assert out.tolist() == expected
