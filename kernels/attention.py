@@ -17,6 +17,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
 from graphengine.kernels.paged import (

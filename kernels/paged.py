@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
 from graphengine.kernels.lanes import check_int32
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)

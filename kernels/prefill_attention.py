@@ -17,6 +17,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+
 from graphengine.kernels.attention import attend_tile, check_query, key_tile, padded_dim
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes

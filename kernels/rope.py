@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 import triton
 import triton.language as tl
+
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, live_lanes
 from graphengine.kernels.paged import (

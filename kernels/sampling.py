@@ -33,11 +33,12 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
+
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
 from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
 from graphengine.kernels.state import check_stop_ids
-from numpy.typing import NDArray
 
 MAX_VOCABULARY = 1 << 22
 
@@ -106,7 +107,7 @@ def sample(
     if not use_triton(logits_RV):
         return sample_reference(logits_RV, slot_R, position_R, params, out=token_R)
 
-    block = min(_CUTOFF_BLOCK, triton.next_power_of_2(vocabulary))
+    block = min(_CUTOFF_BLOCK, triton.next_power_of_2(max(vocabulary, _CUTOFF_WARPS * 32)))
     width = triton.cdiv(vocabulary, block) * block
     key_RW = slot_R.new_empty(rows, width)
     cut_key_R, cut_id_R = torch.empty_like(slot_R), torch.empty_like(slot_R)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
 

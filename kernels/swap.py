@@ -10,6 +10,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32
 

@@ -43,8 +43,8 @@ class Settings:
     limit: float = 550.0
     batch: int = 64
     anchors: int = 256
-    muon_rate: float = 0.005
-    adam_rate: float = 0.003
+    muon_rate: float = 0.007
+    adam_rate: float = 0.004
     weight_decay: float = 0.1
     dropout: float = 0.05
     seed: int = 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from graphengine.kernels.dispatch import INTERPRETED
 
 _HERE = Path(__file__).parent
@@ -63,15 +64,11 @@ CANARY = 777.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedCache:
-    """One layer's paged cache, and the tensor whose other layers must never change."""
+    """The paged cache of layer 1, and the tensor of three layers that it is a view of."""
 
     kv: torch.Tensor
     block_table_SB: torch.Tensor
     all_layers: torch.Tensor
-
-    def assert_other_layers_intact(self) -> None:
-        others = self.all_layers[:, [0, 2]]
-        assert bool((others == CANARY).all()), "a kernel wrote outside its layer"
 
 
 def place_cache(

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from graphengine.kernels.attention import (
     SPLIT_TOKENS,
     paged_attention,
@@ -17,14 +20,12 @@ from graphengine.kernels.attention import (
 )
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.rope import RopeConfig, rope_append, rope_tables
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SENTINEL = -555.0
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
-SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 8, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 6, derandomize=not NATIVE)
 
 Op = tuple[Callable[..., torch.Tensor], str]
 
@@ -115,14 +116,10 @@ def attend(
     assert result.data_ptr() == out.data_ptr()
     padded = torch.tensor(lanes) < 0
     assert bool((out[padded.to(device)] == SENTINEL).all()), "a padded lane was written"
-    assert same_bits(cache.all_layers, before), "attention wrote to the cache"
+    # As bytes, so that a NaN equals itself.
+    unchanged = torch.equal(cache.all_layers.view(torch.uint8), before.view(torch.uint8))
+    assert unchanged, "attention wrote to the cache"
     return result
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality that NaN satisfies."""
-    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 
 @pytest.fixture(scope="module", params=["triton", "reference"])

@@ -7,6 +7,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
 from graphengine.kernels.philox import (
     gumbel,
     gumbel_tile,
@@ -14,8 +17,6 @@ from graphengine.kernels.philox import (
     philox_uint32,
     philox_uint32_tile,
 )
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 BLOCK = 64
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SENTINEL = -555.0
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 8, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 6, derandomize=not NATIVE)
 
 Op = tuple[Callable[..., torch.Tensor], str]
 
@@ -57,9 +58,12 @@ class Problem:
         slots, longest = len(self.lengths), max(self.lengths)
         heads = (self.kv_heads * self.group, self.kv_heads, self.kv_heads)
         q, k, v = (
-            torch.randn(slots, longest, h, self.head_dim, generator=generator) for h in heads
+            torch.randn(slots, longest, h, self.head_dim, generator=generator)
+            .to(self.dtype)
+            .to(device)
+            for h in heads
         )
-        return tuple(t.to(self.dtype).to(device) for t in (q, k, v))  # type: ignore[return-value]
+        return q, k, v
 
 
 def dense_attention(problem: Problem) -> torch.Tensor:
@@ -131,8 +135,9 @@ def prefill(
         out=out,
     )
     assert result.data_ptr() == out.data_ptr()
-    integers = {2: torch.int16, 4: torch.int32}[out.element_size()]
-    assert torch.equal(cache.all_layers.view(integers), before.view(integers)), "cache written"
+    # As bytes, so that a NaN equals itself.
+    unchanged = torch.equal(cache.all_layers.view(torch.uint8), before.view(torch.uint8))
+    assert unchanged, "attention wrote to the cache"
     assert bool((out[starts[-1] :] == SENTINEL).all()), "a lane in no segment was written"
     results = [result[a:b] for a, b in pairwise(starts)]
     for segment, rows in zip(segments, results, strict=True):

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from graphengine.kernels.philox import gumbel, philox_uint32
 from graphengine.kernels.sampling import (
     MAX_VOCABULARY,
@@ -23,8 +26,6 @@ from graphengine.kernels.sampling import (
     sample,
     sample_reference,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 INF, NAN = float("inf"), float("nan")
 HUGE, LOWEST = 2**31 - 1, -(2**31)
@@ -159,8 +160,9 @@ def twin(request: pytest.FixtureRequest) -> Twin:
     return Twin(sample, request.getfixturevalue("device"))
 
 
-# Few distinct values, so that ties are everywhere; signed zeros, and what overflows when scaled.
+# Few distinct values, so that ties are everywhere, and signed zeros.
 TIED = st.sampled_from([0.0, -0.0, 1.0, 1.0078125, 2.0, 2.5, -3.0, -INF])
+# What overflows when it is scaled.
 EXTREME = st.sampled_from([INF, NAN, 3e38, 3.1e38, -3e38, 1e-40, 0.0, 88.0, -INF])
 ORDINARY = st.floats(-12, 12, width=32)
 PARAMS = st.builds(
@@ -234,6 +236,21 @@ def test_large_vocabularies_agree_with_the_reference(device: str, ties: bool):
                     logits[row].tolist(), positions[row], slot, tolerance=TOLERANCE
                 )
                 assert token in right, (vocabulary, slot)
+
+
+@pytest.mark.parametrize("by", ["top_k", "top_p"])
+def test_cuts_at_the_edges_of_the_radix_select(twin: Twin, by: str):
+    """Every cut through ties of values whose keys end, in base 4, in 0, 1 or 2 and then in 3s."""
+    row = [-4.0, -2.0, -6.0, -3.0, -2.0, -6.0, -4.0, -3.0, -6.0, -4.0, -3.0, -2.0]
+    # Hot enough that all that is kept is drawn about as often; a power of two keeps the digits.
+    hot = Params(temperature=2.0**12)
+    cuts = range(1, len(row) + 1)
+    params = [
+        replace(hot, top_k=cut) if by == "top_k" else replace(hot, top_p=(cut - 0.5) / len(row))
+        for cut in cuts
+    ]
+    for position in range(3):
+        twin.check([row] * len(row), params, [position] * len(row))
 
 
 def test_a_flat_row_is_cut_by_id(twin: Twin):

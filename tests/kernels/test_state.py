@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from graphengine.kernels import state as state_ops
 from graphengine.kernels.state import (
     EMITTED,
@@ -17,8 +20,6 @@ from graphengine.kernels.state import (
     SlotState,
     StopTensors,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 # More rows than one program of a kernel serves.

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from graphengine.kernels.dispatch import INTERPRETED
-from graphengine.kernels.swap import _copy_kernel, copy_blocks, copy_blocks_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.swap import _copy_kernel, copy_blocks, copy_blocks_reference
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 12, derandomize=not NATIVE)

@@ -1,0 +1,317 @@
+"""What users pass in: SamplingParams, EngineConfig, and the handle they get back.
+
+Defaults are vLLM's; every check names the field and the value that it refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+from graphengine.config import DTYPES, EngineConfig, EngineOptions
+from graphengine.request import Event, Phase, Request, Timings
+from graphengine.sampling_params import SamplingParams
+
+# As in vllm/sampling_params.py; its stop_token_ids are None where ours are ().
+VLLM_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": (),
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+}
+
+
+def make_request(cancelled: list[Request]) -> Request:
+    return Request(
+        request_id=7,
+        prompt_token_ids=[3, 1, 4],
+        params=SamplingParams(),
+        seed=99,
+        stop_ids=(2,),
+        max_len=19,
+        submitted=1.5,
+        cancelled=cancelled,
+    )
+
+
+# SamplingParams.
+
+
+def test_sampling_defaults_are_vllms() -> None:
+    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.5}, "temperature=-0.5 must be finite and at least 0"),
+        ({"temperature": math.nan}, "temperature=nan must be finite and at least 0"),
+        ({"temperature": math.inf}, "temperature=inf must be finite and at least 0"),
+        ({"top_k": -2}, "top_k=-2 must be positive, or 0 or -1 for all tokens"),
+        ({"top_p": 0.0}, "top_p=0.0 must be in (0, 1]"),
+        ({"top_p": 1.25}, "top_p=1.25 must be in (0, 1]"),
+        ({"top_p": math.nan}, "top_p=nan must be in (0, 1]"),
+        ({"min_p": -0.25}, "min_p=-0.25 must be in [0, 1]"),
+        ({"min_p": 1.5}, "min_p=1.5 must be in [0, 1]"),
+        ({"min_p": math.nan}, "min_p=nan must be in [0, 1]"),
+        ({"seed": -1}, "seed=-1 must be in [0, 2**63)"),
+        ({"seed": 2**63}, "seed=9223372036854775808 must be in [0, 2**63)"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or None"),
+        ({"min_tokens": -3}, "min_tokens=-3 must not be negative"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 exceeds max_tokens=4"),
+        ({"min_tokens": 17}, "min_tokens=17 exceeds max_tokens=16"),
+        ({"stop": ""}, "stop='' holds an empty string"),
+        ({"stop": ["a", ""]}, "stop=['a', ''] holds an empty string"),
+    ],
+)
+def test_sampling_errors_name_the_field_and_its_value(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(**options)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"top_k": -1},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+        {"seed": 0},
+        {"seed": 2**63 - 1},
+        {"max_tokens": 1},
+        {"max_tokens": None, "min_tokens": 1000},
+        {"min_tokens": 16},
+        {"stop": []},
+        {"stop": "\n"},
+    ],
+)
+def test_the_ends_of_the_sampling_ranges_are_allowed(options: dict[str, Any]) -> None:
+    params = SamplingParams(**options)
+    assert dataclasses.asdict(params) == VLLM_DEFAULTS | options
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings"), [(None, ()), ("ab", ("ab",)), (["a", "bc"], ("a", "bc")), ((), ())]
+)
+def test_stop_strings_are_always_a_tuple(stop: Any, strings: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=stop).stop_strings == strings
+
+
+@pytest.mark.parametrize("made", [SamplingParams(), EngineConfig(device="cpu")])
+def test_parameters_are_frozen_and_keyword_only(made: Any) -> None:
+    first = dataclasses.fields(made)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, first, getattr(made, first))
+    with pytest.raises(TypeError, match="positional"):
+        type(made)(getattr(made, first))
+    with pytest.raises(TypeError, match="unknown"):
+        type(made)(unknown=1)
+    assert not hasattr(made, "__dict__")
+
+
+# EngineConfig.
+
+
+def test_engine_defaults() -> None:
+    config = EngineConfig(device="cpu")
+    assert dataclasses.asdict(config) == {
+        "device": "cpu",
+        "dtype": None,
+        "max_batch": 8,
+        "max_seq_len": None,
+        "buckets": None,
+        "prefill_buckets": (16, 64, 256, 1024),
+        "block_size": 16,
+        "kv_blocks": None,
+        "swap_blocks": None,
+        "lookahead": 1,
+        "memory_fraction": 0.9,
+        "max_stop_ids": 16,
+        "seed": 0,
+        "wait": "spin",
+        "wait_limit_s": 30.0,
+    }
+    assert config.torch_dtype is None
+    assert EngineConfig().device == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "mps"}, "device='mps': only 'cpu' and 'cuda' devices are supported"),
+        ({"dtype": "float8"}, "dtype=float8: must be one of float32, bfloat16, float16"),
+        (
+            {"dtype": torch.float64},
+            "dtype=torch.float64: must be one of float32, bfloat16, float16",
+        ),
+        ({"max_batch": 0}, "max_batch=0 must be at least 1"),
+        ({"max_seq_len": 1}, "max_seq_len=1 must be at least 2"),
+        ({"block_size": 4}, "block_size=4 must be a power of two from 8 to 128"),
+        ({"block_size": 24}, "block_size=24 must be a power of two from 8 to 128"),
+        ({"block_size": 256}, "block_size=256 must be a power of two from 8 to 128"),
+        ({"prefill_buckets": ()}, "prefill_buckets=() must be positive sizes"),
+        ({"prefill_buckets": (16, 0)}, "prefill_buckets=(16, 0) must be positive sizes"),
+        ({"lookahead": 2}, "lookahead=2 must be 0 or 1"),
+        ({"lookahead": -1}, "lookahead=-1 must be 0 or 1"),
+        ({"memory_fraction": 0.0}, "memory_fraction=0.0 must be in (0, 1]"),
+        ({"memory_fraction": 1.1}, "memory_fraction=1.1 must be in (0, 1]"),
+        ({"memory_fraction": math.nan}, "memory_fraction=nan must be in (0, 1]"),
+        ({"max_stop_ids": 0}, "max_stop_ids=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be in [0, 2**63)"),
+        ({"seed": 2**63}, "seed=9223372036854775808 must be in [0, 2**63)"),
+        ({"wait": "sleep"}, "wait='sleep' must be 'spin', 'yield' or 'block'"),
+        ({"wait_limit_s": 0.0}, "wait_limit_s=0.0 must be positive and finite"),
+        ({"wait_limit_s": math.inf}, "wait_limit_s=inf must be positive and finite"),
+        ({"wait_limit_s": math.nan}, "wait_limit_s=nan must be positive and finite"),
+        ({"kv_blocks": -1}, "kv_blocks=-1 must not be negative"),
+        ({"swap_blocks": -2}, "swap_blocks=-2 must not be negative"),
+    ],
+)
+def test_engine_errors_name_the_field_and_its_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        EngineConfig(**({"device": "cpu"} | options))
+    assert str(refused.value) == message
+
+
+def test_a_cuda_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError) as refused:
+        EngineConfig(device="cuda:1")
+    assert str(refused.value) == "device='cuda:1', but torch finds no CUDA device"
+
+
+def test_a_cuda_device_that_is_there_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert EngineConfig(device="cuda:1").device == "cuda:1"
+
+
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_a_dtype_may_be_named(name: str) -> None:
+    named, given = EngineConfig(device="cpu", dtype=name), getattr(torch, name)
+    assert named.torch_dtype is given
+    assert EngineConfig(device="cpu", dtype=given).torch_dtype is given
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_every_power_of_two_is_a_block_size(block_size: int) -> None:
+    assert EngineConfig(device="cpu", block_size=block_size).block_size == block_size
+
+
+def test_engine_options_are_the_fields_of_the_config() -> None:
+    """`from_pretrained(**options)` is typed by the one and reads the other."""
+    assert get_type_hints(EngineOptions) == get_type_hints(EngineConfig)
+    assert list(get_type_hints(EngineOptions)) == [
+        field.name for field in dataclasses.fields(EngineConfig)
+    ]
+    assert not EngineOptions.__required_keys__
+
+
+@pytest.mark.parametrize("documented", [SamplingParams, EngineConfig])
+def test_every_field_is_documented(documented: Any) -> None:
+    lines = (documented.__doc__ or "").splitlines()
+    described = [line.split()[0] for line in lines if line.startswith("    ") and line[4:5] != " "]
+    fields = [field.name for field in dataclasses.fields(documented)]
+    assert [name for name in described if name in fields] == fields
+
+
+# The handle.
+
+
+def test_a_new_request_waits_and_has_no_result() -> None:
+    request = make_request([])
+    assert request.phase is Phase.WAITING and not request.finished
+    assert request.prompt_token_ids == (3, 1, 4)
+    assert (request.prompt_len, request.max_len, request.max_new_tokens) == (3, 19, 16)
+    assert request.token_ids == [] and request.text == "" and request.pauses == 0
+    with pytest.raises(ValueError) as refused:
+        request.result()
+    assert str(refused.value) == "request 7 is not finished: it is in waiting"
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE, Phase.PAUSED])
+def test_a_running_request_has_no_result(phase: Phase) -> None:
+    request = make_request([])
+    request.phase = phase
+    with pytest.raises(ValueError) as refused:
+        request.result()
+    assert str(refused.value) == f"request 7 is not finished: it is in {phase.value}"
+
+
+def test_a_cancelled_request_has_no_result_before_the_engine_has_ended_it() -> None:
+    cancelled: list[Request] = []
+    request = make_request(cancelled)
+    request.cancel()
+    assert cancelled == [request] and request.finish_reason == "cancelled"
+    assert not request.finished
+    with pytest.raises(ValueError, match="request 7 is not finished"):
+        request.result()
+    request.phase = Phase.FINISHED
+    assert request.result().finish_reason == "cancelled"
+
+
+def test_cancelling_twice_counts_once() -> None:
+    cancelled: list[Request] = []
+    request = make_request(cancelled)
+    request.cancel()
+    request.cancel()
+    assert cancelled == [request]
+
+
+def test_cancelling_a_finished_request_changes_nothing() -> None:
+    cancelled: list[Request] = []
+    request = make_request(cancelled)
+    request.phase, request.finish_reason = Phase.FINISHED, "stop"
+    request.cancel()
+    assert cancelled == [] and request.finish_reason == "stop"
+
+
+def test_a_result_keeps_what_the_request_had() -> None:
+    request = make_request([])
+    request.token_ids += [5, 9]
+    request.text = "hi"
+    request.phase, request.finish_reason = Phase.FINISHED, "length"
+    result = request.result()
+    request.token_ids.append(1)
+    assert (result.request_id, result.seed, result.finish_reason) == (7, 99, "length")
+    assert result.prompt_token_ids == (3, 1, 4)
+    assert (result.token_ids, result.text) == ((5, 9), "hi")
+    assert result.timings is request.timings
+
+
+def test_a_request_prints_what_helps() -> None:
+    assert repr(make_request([])) == (
+        "Request(id=7, phase=waiting, prompt=3, tokens=0, finish_reason=None)"
+    )
+
+
+def test_a_request_without_a_slot_has_no_placement() -> None:
+    with pytest.raises(AssertionError, match="holds no slot"):
+        make_request([]).placed  # noqa: B018  (the property raises)
+
+
+def test_timings() -> None:
+    timings = Timings(submitted=1.0)
+    assert timings.time_to_first_token is None and timings.inter_token == []
+    timings.tokens += [3.0, 3.5, 4.25]
+    assert timings.time_to_first_token == 2.0
+    assert timings.inter_token == [0.5, 0.75]
+
+
+def test_an_event_is_frozen() -> None:
+    event = Event(request=make_request([]), token_ids=(1,), text="a", finish_reason=None, time=2.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        event.text = "b"  # type: ignore[misc]
