@@ -18,6 +18,7 @@ from functools import partial
 from typing import NoReturn
 
 import torch
+
 from graphengine.buckets.nodes import count_nodes, driver, driver_call
 from graphengine.buckets.static import StaticBuffers
 

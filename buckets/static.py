@@ -21,8 +21,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from graphengine.buckets.budget import format_bytes
 from numpy.typing import NDArray
+
+from graphengine.buckets.budget import format_bytes
 
 Owner = Literal["host", "device"]
 

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -54,7 +54,7 @@ def chat(options: argparse.Namespace) -> None:
     """A conversation through the checkpoint's chat template; one line of input is one turn."""
     with _engine(options) as engine:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
-            raise ValueError(f"{options.checkpoint} has no chat template; use `graphengine generate`")
+            raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
         messages: list[dict[str, str]] = []
         if options.system:
             messages.append({"role": "system", "content": options.system})
@@ -96,9 +96,7 @@ def info(options: argparse.Namespace) -> None:
     print(f"\n{memory.budget.table()}")
 
 
-def _stream(
-    engine: Engine, prompt: Any, params: SamplingParams, *, quiet: bool
-) -> Result:
+def _stream(engine: Engine, prompt: Any, params: SamplingParams, *, quiet: bool) -> Result:
     """Run one request, writing its text as it comes."""
     request = None
     for event in engine.stream(prompt, params):
@@ -178,8 +176,10 @@ def _read_line(quiet: bool) -> str | None:
 def _engine_options(options: argparse.Namespace) -> EngineOptions:
     """The engine options that were given; the others keep `EngineConfig`'s defaults."""
     names = {field.name for field in fields(EngineConfig)}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    return EngineOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
+    given = {
+        name: value for name, value in vars(options).items() if name in names and value is not None
+    }
+    return cast(EngineOptions, given)
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
@@ -223,8 +223,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=int, help="slots, and the largest bucket")
     parser.add_argument("--max-seq-len", type=int, help="prompt plus new tokens of a request")
     parser.add_argument("--block-size", type=int, help="tokens of a KV block")
-    parser.add_argument("--lookahead", type=int, help="replays in flight ahead of the host, 0 or 1")
-    parser.add_argument("--memory-fraction", type=float, help="share of the free memory to plan with")
+    parser.add_argument("--lookahead", type=int, help="replays ahead of the host, 0 or 1")
+    parser.add_argument("--memory-fraction", type=float, help="share of the free memory to use")
     parser.add_argument("--wait", choices=("spin", "yield", "block"), help="how the host waits")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--verbose", action="store_true", help="log budget and captures")

@@ -8,9 +8,15 @@ from typing import Literal, TypedDict
 
 import torch
 
+from graphengine.kernels import MAX_LANES
+from graphengine.sampling_params import is_int
+
 WaitMode = Literal["spin", "yield", "block"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_OPTIONAL = ("max_seq_len", "kv_blocks", "swap_blocks")
+_INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_OPTIONAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +25,7 @@ class EngineConfig:
 
     device                 "cuda", "cuda:1" or "cpu"
     dtype                  of weights and KV; None: the checkpoint's on a GPU, float32 on a CPU
-    max_batch              slots, and the largest bucket
+    max_batch              slots, and the largest bucket; at most 64
     max_seq_len            prompt plus generated tokens of one request; None: the model's limit, at
                            most 4,096
     buckets                row buckets to capture; None: 1, 2, 4, 8, then steps of 8
@@ -53,21 +59,29 @@ class EngineConfig:
     wait_limit_s: float = 30.0
 
     def __post_init__(self) -> None:
-        device_type = torch.device(self.device).type
+        device_type = str(self.device).partition(":")[0]
         if device_type not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r}: only 'cpu' and 'cuda' devices are supported")
+            raise ValueError(f"device={self.device!r}: must be 'cpu', 'cuda' or 'cuda:N'")
         if device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={self.device!r}, but torch finds no CUDA device")
         if self.dtype is not None and self.torch_dtype not in DTYPES.values():
             raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
-        if self.max_batch < 1:
-            raise ValueError(f"max_batch={self.max_batch} must be at least 1")
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if not is_int(value) and (value is not None or name not in _OPTIONAL):
+                raise ValueError(f"{name}={value!r} must be an integer")
+        for name in ("buckets", "prefill_buckets"):
+            sizes = getattr(self, name) or ()
+            if not all(is_int(size) and size > 0 for size in sizes):
+                raise ValueError(f"{name}={sizes} must be positive integers")
+        if not 1 <= self.max_batch <= MAX_LANES:
+            raise ValueError(f"max_batch={self.max_batch} must be in [1, {MAX_LANES}]")
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ValueError(f"max_seq_len={self.max_seq_len} must be at least 2")
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ValueError(f"block_size={self.block_size} must be a power of two from 8 to 128")
-        if not self.prefill_buckets or min(self.prefill_buckets) < 1:
-            raise ValueError(f"prefill_buckets={self.prefill_buckets} must be positive sizes")
+        if not self.prefill_buckets:
+            raise ValueError("prefill_buckets must name at least one size")
         if self.lookahead not in (0, 1):
             raise ValueError(f"lookahead={self.lookahead} must be 0 or 1")
         if not 0.0 < self.memory_fraction <= 1.0:
@@ -81,9 +95,8 @@ class EngineConfig:
         if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
             raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
         for name in ("kv_blocks", "swap_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

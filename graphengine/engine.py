@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.report import EngineReport
-from graphengine.request import Event, FinishReason, Request, Result
+from graphengine.request import Event, FinishReason, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, Scheduler
 from graphengine.step import StepProgram
@@ -80,6 +80,8 @@ class Engine:
         self._launched = 0
         self._requests_made = 0
         self._cancelled: list[Request] = []
+        # Events of a step that raised what a callback had raised.
+        self._unreturned: list[Event] = []
         self._seeds = random.Random(config.seed)
         self._busy_in: str | None = None
         self._closed = False
@@ -97,7 +99,7 @@ class Engine:
     ) -> Self:
         """Load a checkpoint, allocate everything, capture every bucket.
 
-        path      a directory (`config.json`, safetensors, `tokenizer.json`) or a Hugging Face hub id
+        path      a directory (`config.json`, safetensors, `tokenizer.json`), or a Hugging Face id
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   the fields of `EngineConfig`
         """
@@ -141,7 +143,7 @@ class Engine:
         self.program = StepProgram(
             model, self.buffers, self.cache, self.mailbox, max_seq_len=memory.max_seq_len
         )
-        self._cuda_stream = torch.cuda.Stream(memory.device) if on_gpu else None
+        self._cuda_stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
         if on_gpu:
             torch.cuda.synchronize(memory.device)
 
@@ -158,7 +160,9 @@ class Engine:
         ]
         with self._on_stream():
             self.buffers.reset()
+            # Compiles the copies; the pairs are padded, so nothing moves.
             self._copy_blocks(self.cache, self.swap_area, min(1, memory.swap_blocks))
+            self._copy_blocks(self.swap_area, self.cache, min(1, memory.swap_blocks))
             self._graphs = capture_all(
                 dict(prefill + decode),
                 device=memory.device,
@@ -202,21 +206,20 @@ class Engine:
         """
         with self._exclusive("step()"):
             events = self._end_cancelled()
-            while len(self._in_flight) <= self.config.lookahead:
-                plan = self.scheduler.plan()
-                if plan is None:
-                    break
-                with self._on_stream(), self._breaks_on_error():
+            with self._on_stream(), self._breaks_on(BaseException):
+                while len(self._in_flight) <= self.config.lookahead:
+                    plan = self.scheduler.plan()
+                    if plan is None:
+                        break
                     self._load(plan)
                     self._in_flight.append(self._replay(plan))
             events += self._collect(timeout)
-            self._call_back(events)
-            return events
+            return self._call_back(events)
 
     @property
     def busy(self) -> bool:
         """Whether a request is unfinished or a replay is in flight."""
-        return self.scheduler.busy or bool(self._in_flight or self._cancelled)
+        return self.scheduler.busy or bool(self._in_flight or self._cancelled or self._unreturned)
 
     def generate(
         self,
@@ -252,16 +255,18 @@ class Engine:
         results = [request.result() for request in made]
         return results if batch else results[0]
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Submit a request now and yield its events; closing the iterator early cancels it."""
         events: deque[Event] = deque()
         request = self.submit(prompt, params, on_event=events.append)
-        return self._stream_events(request, events)
+        stream = self._stream_events(request, events)
+        # To its first yield, so that closing an untouched iterator cancels the request too.
+        next(stream)
+        return cast(Iterator[Event], stream)
 
-    def _stream_events(self, request: Request, events: deque[Event]) -> Iterator[Event]:
+    def _stream_events(self, request: Request, events: deque[Event]) -> Iterator[Event | None]:
         try:
+            yield None
             while events or not request.finished:
                 if not events:
                     self.step()
@@ -352,20 +357,21 @@ class Engine:
             if record is None:
                 return []
             records.append(record)
-        self._in_flight.popleft()
-        self.buffers.acknowledge(replays[-1].sequence)
         now = time.perf_counter()
-        events = [
-            self._read(request, epoch, token, state, now)
-            for replay, record in zip(replays, records, strict=True)
-            for request, epoch, (token, state) in zip(
-                replay.requests, replay.epochs, record.tolist(), strict=True
-            )
-        ]
+        with self._breaks_on(BaseException):
+            self._in_flight.popleft()
+            self.buffers.acknowledge(replays[-1].sequence)
+            events = [
+                self._read(request, epoch, token, state, now)
+                for replay, record in zip(replays, records, strict=True)
+                for request, epoch, (token, state) in zip(
+                    replay.requests, replay.epochs, record.tolist(), strict=True
+                )
+            ]
         return [event for event in events if event is not None]
 
     def _wait(self, replay: _Replay, timeout: float | None) -> Any:
-        with self._breaks_on_error():
+        with self._breaks_on(Exception):
             return self.mailbox.wait(
                 replay.sequence,
                 len(replay.requests),
@@ -378,7 +384,7 @@ class Engine:
     def _read(
         self, request: Request, epoch: int, token: int, state: int, now: float
     ) -> Event | None:
-        """One lane of a mailbox entry: deliver its token, unless the request has ended meanwhile."""
+        """One lane of a mailbox entry: deliver its token, unless the request has ended."""
         flags = state & 0xFF
         if not flags & (EMITTED | INVALID):
             return None
@@ -423,35 +429,38 @@ class Engine:
         cancelled, self._cancelled[:] = list(self._cancelled), []
         return [self._finish(request, "cancelled", (), "", now) for request in cancelled]
 
-    def _call_back(self, events: list[Event]) -> None:
-        """Run the callbacks of all events; the first exception goes on once all have run."""
+    def _call_back(self, events: list[Event]) -> list[Event]:
+        """Run the callbacks of all events, and return these with those left from an earlier step.
+
+        The first exception goes on once all have run; the events then come with the next step.
+        """
         failure: BaseException | None = None
         for event in events:
             if event.request.callback is not None:
                 try:
                     event.request.callback(event)
-                except Exception as error:
+                except BaseException as error:
                     failure = failure or error
+        events, self._unreturned = self._unreturned + events, []
         if failure is not None:
+            self._unreturned = events
             raise failure
+        return events
 
     # Checks at the door.
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str) or _is_chat(prompt):
+        if _is_chat(prompt) or isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
             else:
-                prompt = self.tokenizer.apply_chat_template(prompt)
-        vocab_size, max_seq_len = self.model.config.vocab_size, self.memory.max_seq_len
-        ids = tuple(prompt)
+                prompt = self.tokenizer.apply_chat_template(cast(Sequence[Message], prompt))
+        max_seq_len = self.memory.max_seq_len
+        ids = tuple(self._token_id(token) for token in prompt)
         if not ids:
             raise ValueError("the prompt is empty: it holds no token")
-        for token in ids:
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab_size}")
         if len(ids) >= max_seq_len:
             raise ValueError(
                 f"prompt of {len(ids)} tokens leaves no room for a new one in "
@@ -459,18 +468,23 @@ class Engine:
             )
         return ids
 
+    def _token_id(self, token: object) -> int:
+        vocab_size = self.model.config.vocab_size
+        index = token.__index__() if hasattr(token, "__index__") else -1
+        if not 0 <= index < vocab_size:
+            raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab_size}")
+        return int(index)
+
     def _new_request(
         self,
         ids: tuple[int, ...],
         params: SamplingParams,
         callback: Callable[[Event], None] | None,
     ) -> Request:
-        vocab_size, limit = self.model.config.vocab_size, self.config.max_stop_ids
-        for token in params.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"stop token id {token} is outside the vocabulary of {vocab_size}")
+        limit = self.config.max_stop_ids
         eos = () if params.ignore_eos else self.eos_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        stop_ids = (*eos, *(self._token_id(token) for token in params.stop_token_ids))
+        stop_ids = tuple(dict.fromkeys(stop_ids))
         if len(stop_ids) > limit:
             raise ValueError(
                 f"{len(stop_ids)} end-of-sequence and stop token ids exceed max_stop_ids={limit}"
@@ -510,11 +524,14 @@ class Engine:
             self._busy_in = None
 
     @contextmanager
-    def _breaks_on_error(self) -> Iterator[None]:
-        """After a failed launch or wait the device's state is unknown: the engine only closes."""
+    def _breaks_on(self, kind: type[BaseException]) -> Iterator[None]:
+        """Past such an exception nobody knows what host and device agree on: only close is left.
+
+        An interrupt breaks a launch and a delivery, but not a wait, which can be repeated.
+        """
         try:
             yield
-        except Exception as error:
+        except kind as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
 

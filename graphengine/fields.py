@@ -1,7 +1,7 @@
 """The static fields of an engine: one table of what a replay can see, and how a plan fills it.
 
-Letters: S slots, B blocks of a slot's table, T tokens of the largest prefill bucket, E stop ids of a
-slot, P pairs of a swap.
+Letters: S slots, B blocks of a slot's table, T tokens of the largest prefill bucket, E stop ids of
+a slot, P pairs of a swap.
 """
 
 from __future__ import annotations
@@ -89,6 +89,6 @@ def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:
         "min_p": [request and request.params.min_p for request in slots],
         "seed": [request and request.seed for request in slots],
         "stop_ids": [request and request.stop_ids for request in slots],
-        "min_len": [request and request.prompt_len + request.params.min_tokens for request in slots],
+        "min_len": [request and request.min_len for request in slots],
         "max_len": [request and request.max_len for request in slots],
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from graphengine.buckets import BucketLadder, MemoryBudget, Where
 from graphengine.config import EngineConfig
+from graphengine.fields import field_table
+from graphengine.kernels import paged_attention_workspace_bytes
 from graphengine.models.dense import DenseConfig, allocate_weights
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
@@ -61,36 +64,31 @@ def plan_memory(
     prefill_sizes = {min(size, max_seq_len) for size in config.prefill_buckets}
     prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
     table_blocks = -(-max_seq_len // config.block_size)
-    block_bytes = (
-        model.num_layers * 2 * config.block_size * model.kv_size * torch.empty((), dtype=dtype).itemsize
-    )
+    block_elements = math.prod(model.kv_block_shape(config.block_size))
+    block_bytes = model.num_layers * block_elements * dtype.itemsize
 
     where: Where = "device" if device.type == "cuda" else "host"
     budget = MemoryBudget()
     budget.add("weights", allocate_weights(model, device="meta", dtype=dtype).nbytes, where)
-    budget.add("workspace (estimate)", _workspace(model, ladder, prefill_ladder, dtype), where)
+    budget.add("state and tables", _state_bytes(model, config, table_blocks, max_seq_len), where)
+    workspace = _workspace_bytes(model, ladder, prefill_ladder, dtype, max_seq_len)
+    budget.add("workspace (estimate)", workspace, where)
     budget.add("graphs (estimate)", _graph_bytes(model, ladder, prefill_ladder, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
-    left = available - budget.total(where)
     kv_blocks = config.kv_blocks
     if kv_blocks is None:
-        fitting = min(config.max_batch * table_blocks, left // block_bytes - 1)
-        kv_blocks = max(fitting, table_blocks)
-    budget.add(
-        f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)",
-        (kv_blocks + 1) * block_bytes,
-        where,
-    )
+        fitting = (available - budget.total(where)) // block_bytes - 1
+        kv_blocks = max(table_blocks, min(config.max_batch * table_blocks, fitting))
+    kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
+    budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
     budget.check(available, where)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
-        short = kv_blocks < config.max_batch * table_blocks
-        swap_blocks = (config.max_batch - 1) * table_blocks if short else 0
-        if device.type == "cuda":
-            host = int(available_bytes(torch.device("cpu")) * config.memory_fraction / 2)
-            swap_blocks = min(swap_blocks, host // block_bytes)
+        swap_blocks = _swap_blocks(config, kv_blocks, table_blocks, block_bytes)
     swap_where: Where = "pinned" if device.type == "cuda" else "host"
     budget.add(f"swap ({swap_blocks} blocks)", swap_blocks * block_bytes, swap_where)
+    host_bytes = available_bytes(torch.device("cpu"))
+    budget.check(int(host_bytes * config.memory_fraction), swap_where)
     return MemoryPlan(
         device=device,
         dtype=dtype,
@@ -116,17 +114,46 @@ def _max_seq_len(model: DenseConfig, config: EngineConfig) -> int:
     return config.max_seq_len
 
 
-def _workspace(
-    model: DenseConfig, ladder: BucketLadder, prefill: BucketLadder, dtype: torch.dtype
+def _swap_blocks(config: EngineConfig, kv_blocks: int, table_blocks: int, block_bytes: int) -> int:
+    """What a short pool can need, every request but the oldest paused, within half the host."""
+    if kv_blocks >= config.max_batch * table_blocks:
+        return 0
+    host_bytes = int(available_bytes(torch.device("cpu")) * config.memory_fraction / 2)
+    return min((config.max_batch - 1) * table_blocks, host_bytes // block_bytes)
+
+
+def _state_bytes(
+    model: DenseConfig, config: EngineConfig, table_blocks: int, max_seq_len: int
 ) -> int:
-    """Intermediates of the largest prefill bucket or the largest decode bucket, whichever is more."""
-    itemsize = torch.empty((), dtype=dtype).itemsize
-    qkv = model.q_size + 2 * model.kv_size
-    lane = 4 * model.hidden_size + itemsize * (
-        2 * model.hidden_size + qkv + 2 * model.q_size + 3 * model.ffn_size
+    """Static buffers of the longest possible swap, and the RoPE tables."""
+    fields = field_table(
+        slots=config.max_batch,
+        table_blocks=table_blocks,
+        prefill_tokens=max(config.prefill_buckets),
+        stop_ids=config.max_stop_ids,
+        swap_pairs=config.max_batch * table_blocks,
     )
-    rows = ladder.sizes[-1]
-    return max(prefill.sizes[-1] * lane, rows * lane) + rows * model.vocab_size * 4
+    return sum(field.nbytes for field in fields) + max_seq_len * model.head_dim * 4
+
+
+def _workspace_bytes(
+    model: DenseConfig,
+    ladder: BucketLadder,
+    prefill: BucketLadder,
+    dtype: torch.dtype,
+    max_seq_len: int,
+) -> int:
+    """Intermediates of the largest bucket: a layer's activations, attention partials, logits."""
+    rows, lanes = ladder.sizes[-1], max(ladder.sizes[-1], prefill.sizes[-1])
+    activations = dtype.itemsize * (
+        2 * model.hidden_size + 3 * model.q_size + 2 * model.kv_size + 3 * model.ffn_size
+    )
+    partials = paged_attention_workspace_bytes(
+        rows, heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
+    )
+    # Float32 logits, and the sampler's keys of the same size.
+    sampling = 2 * 4 * rows * model.vocab_size
+    return lanes * (4 * model.hidden_size + activations) + partials + sampling
 
 
 def _graph_bytes(

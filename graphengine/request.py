@@ -171,11 +171,16 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def min_len(self) -> int:
+        """Tokens of the sequence, prompt included, before which no stop id may come."""
+        return self.prompt_len + self.params.min_tokens
+
+    @property
     def max_new_tokens(self) -> int:
         return self.max_len - self.prompt_len
 
     def cancel(self) -> None:
-        """End the request. The next `step()` frees its slot and reports `finish_reason="cancelled"`.
+        """End the request: the next `step()` frees its slot and reports it as "cancelled".
 
         Tokens in flight are discarded and counted. A finished request is left as it is.
         """

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234e38
+
+_INTEGERS = {"top_k": False, "min_tokens": False, "seed": True, "max_tokens": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +39,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        for name, optional in _INTEGERS.items():
+            value = getattr(self, name)
+            if not (is_int(value) or (optional and value is None)):
+                raise ValueError(f"{name}={value!r} must be an integer")
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
+        if not isinstance(self.stop, str | Sequence | None):
+            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings")
+        if not 0 <= self.temperature <= FLOAT32_MAX:
             raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
-        if self.top_k < -1:
+        if not -1 <= self.top_k <= INT32_MAX:
             raise ValueError(f"top_k={self.top_k} must be positive, or 0 or -1 for all tokens")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
@@ -47,15 +60,24 @@ class SamplingParams:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1, or None")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens={self.min_tokens} must not be negative")
+        if not 0 <= self.min_tokens <= INT32_MAX // 2:
+            raise ValueError(f"min_tokens={self.min_tokens} must be in [0, {INT32_MAX // 2}]")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
-        if any(not stop for stop in self.stop_strings):
-            raise ValueError(f"stop={self.stop!r} holds an empty string")
+        for stop in self.stop_strings:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(f"stop={self.stop!r} must be strings that are not empty")
+        for token in self.stop_token_ids:
+            if not is_int(token):
+                raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is an int proper: True and 1.0 are not."""
+    return isinstance(value, int) and not isinstance(value, bool)

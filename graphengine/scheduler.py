@@ -1,8 +1,8 @@
 """Which requests run in the next step, and where their KV lives. Pure Python: no tensor, no device.
 
 The scheduler sees only what the host knows. Replays in flight may have stopped a row that it still
-plans; such a row is a no-op on the device. Everything it decides takes effect in stream order behind
-the replays already launched, so blocks and slots may be given away the moment they are freed.
+plans; such a row is a no-op on the device. Everything it decides takes effect in stream order,
+behind the replays already launched, so blocks and slots may be given away once they are freed.
 
 Pauses always succeed: a request is admitted only while either every admitted request fits the pool
 at its greatest length, or every one but the oldest fits the swap area. The oldest is never paused
@@ -18,7 +18,7 @@ from graphengine.request import Phase, Placement, Request
 
 
 class BlockPool:
-    """Free list of KV blocks `first .. first + count - 1`. Freed blocks are reused last in, first out."""
+    """Free list of KV blocks `first .. first + count - 1`; the last one freed is reused first."""
 
     def __init__(self, count: int, *, first: int = 0) -> None:
         self.count = count
@@ -107,14 +107,18 @@ class Scheduler:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def _greatest_need(self, request: Request) -> int:
+        """Blocks of the request at its greatest length; the last token's KV is never written."""
+        return self.blocks_for(request.max_len - 1)
+
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool to itself."""
-        need = self.blocks_for(request.max_len)
+        need = self._greatest_need(request)
         if need > self.pool.count:
             raise ValueError(
                 f"a request of {request.max_len} tokens (prompt {request.prompt_len} + "
-                f"{request.max_new_tokens} new) needs {need} KV blocks of {self.block_size} tokens; "
-                f"the pool has {self.pool.count}"
+                f"{request.max_new_tokens} new) needs {need} KV blocks of {self.block_size} "
+                f"tokens; the pool has {self.pool.count}"
             )
         self.waiting.append(request)
 
@@ -248,7 +252,7 @@ class Scheduler:
             self._changes.slots = self._changes.tables = True
 
     def _can_always_pause(self, newcomer: Request) -> bool:
-        needs = [self.blocks_for(request.max_len) for request in [*self.active, newcomer]]
+        needs = [self._greatest_need(request) for request in [*self.active, newcomer]]
         return sum(needs) <= self.pool.count or sum(needs[1:]) <= self.swap.count
 
     def _next_chunk(self) -> PrefillChunk | None:
@@ -268,7 +272,7 @@ class Scheduler:
 
 
 def _kv_len(request: Request) -> int:
-    """Tokens whose KV is written once everything launched has run: the last sampled one's is not."""
+    """Tokens whose KV is written once all that was launched has run; the last sampled has none."""
     placement = request.placed
     return placement.prefilled + max(placement.sampled - 1, 0)
 

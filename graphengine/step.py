@@ -60,15 +60,8 @@ class StepProgram:
         self.cache = cache
         self.mailbox = mailbox
         self.max_seq_len = max_seq_len
-        self.state = SlotState(
-            *(buffers[name] for name in ("next_token", "kv_len", "running", "epoch", "sequence"))
-        )
-        self.sampling = SamplingTensors(
-            *(
-                buffers[name]
-                for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "min_len")
-            )
-        )
+        self.state = SlotState(*(buffers[name] for name in SlotState._fields))
+        self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
 
     def decode(self, rows: int) -> StepOutputs:
@@ -115,4 +108,3 @@ class StepProgram:
         flags = commit_prefill(self.state, sampled, slot, start, count, final, self.stopping)
         publish(self.mailbox.tensor, self.state, sampled, flags, slot)
         return StepOutputs(logits, sampled, flags)
-

@@ -1,15 +1,19 @@
 """Triton kernels, each with a plain PyTorch reference beside it.
 
-One convention holds for all of them. A launch has N lanes, decode rows or tokens of a prefill chunk;
-the device tensor `slot_N` says which request each belongs to, -1 for a padded lane. Of a padded lane
-nothing is read and for it nothing is written, and no lane's bits depend on another lane, on its own
-index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
+One convention holds for all of them. A launch has N lanes, decode rows or tokens of a prefill
+chunk; the device tensor `slot_N` says which request each belongs to, -1 for a padded lane. Of a
+padded lane nothing is read and for it nothing is written, and no lane's bits depend on another
+lane, on its own index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
 """
 
 from graphengine.kernels.activation import swiglu, swiglu_reference
-from graphengine.kernels.attention import paged_attention, paged_attention_reference
+from graphengine.kernels.attention import (
+    paged_attention,
+    paged_attention_reference,
+    paged_attention_workspace_bytes,
+)
 from graphengine.kernels.embedding import embed, embed_reference
-from graphengine.kernels.linear import linear, linear_reference
+from graphengine.kernels.linear import MAX_LANES, linear, linear_reference
 from graphengine.kernels.norm import rms_norm, rms_norm_reference
 from graphengine.kernels.philox import philox_uint32
 from graphengine.kernels.prefill_attention import (
@@ -40,6 +44,7 @@ __all__ = [
     "EMITTED",
     "INVALID",
     "LENGTH",
+    "MAX_LANES",
     "STOP",
     "DecodeLanes",
     "PrefillLanes",
@@ -60,6 +65,7 @@ __all__ = [
     "linear_reference",
     "paged_attention",
     "paged_attention_reference",
+    "paged_attention_workspace_bytes",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "philox_uint32",

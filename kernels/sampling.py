@@ -21,7 +21,8 @@ What is sampled, for a live row whose query sits at position p and whose token w
 Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
 2^22 ids cannot overflow it.
 
-Letters: R rows, S slots, V vocabulary, E stop ids a slot; tile tensors in kernels are [BLOCK].
+Letters: R rows, S slots, V vocabulary, E stop ids a slot, W vocabulary padded to whole blocks,
+C tiles of the vocabulary.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ def sample(
 ) -> torch.Tensor:
     """The next token of each live row; the module's docstring says which.
 
+    Three kernels on the current stream, without a host sync, capturable. Their scratch is an int32
+    for each logit and 12 bytes for every 1,024 of them.
+
     Args:
         logits_RV: float32 [R, V] with dense rows, any stride between them; only read.
         slot_R: int32 [R], -1 for a padded row, whose token is left as it is.
@@ -132,8 +136,8 @@ def sample(
         num_warps=_CUTOFF_WARPS,
     )
     tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
-    best_RN = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
-    health_RN = slot_R.new_empty(rows, tiles)
+    best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
+    health_RC = slot_R.new_empty(rows, tiles)
     _tile_kernel[(rows, tiles)](
         logits_RV,
         slot_R,
@@ -144,15 +148,15 @@ def sample(
         params.min_len,
         cut_key_R,
         cut_id_R,
-        best_RN,
-        health_RN,
+        best_RC,
+        health_RC,
         logits_RV.stride(0),
         vocabulary,
         stop_ids,
         BLOCK=_TILE_BLOCK,
     )
     _reduce_kernel[(rows,)](
-        best_RN, health_RN, slot_R, token_R, tiles, BLOCK=triton.next_power_of_2(tiles)
+        best_RC, health_RC, slot_R, token_R, tiles, BLOCK=triton.next_power_of_2(tiles)
     )
     return token_R
 
@@ -435,8 +439,7 @@ def _cutoff_kernel(
             ties = tl.full((), 0, tl.int64)
             if by_count:
                 cut, above = _select(key_ptr, width, top_k, largest, BY_MASS=False, BLOCK=BLOCK)
-                # With fewer candidates than k the cut falls among those that are none.
-                cut = tl.maximum(cut, _NO_KEY)
+                # With fewer candidates than k, `cut` is `_NO_KEY`: all of them are above it.
                 ties = top_k - above
             if by_mass:
                 mass = _mass_above(key_ptr, width, cut, largest, BLOCK=BLOCK)

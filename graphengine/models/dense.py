@@ -52,7 +52,7 @@ class DenseConfig:
 
     @property
     def attention_scale(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         """Shape of one layer's KV block: `[2, block_size, G, D]`."""
@@ -91,7 +91,7 @@ class LayerWeights:
             ("bias", self.qkv_bias, self.gate_up_bias),
         ):
             if fused_qkv is not None:
-                for name, part in zip("qkv", fused_qkv.split(qkv_sizes), strict=True):
+                for name, part in zip("qkv", torch.split(fused_qkv, qkv_sizes), strict=True):
                     names[f"{attention}{name}_proj.{kind}"] = part
             if fused_gate_up is not None:
                 gate, up = fused_gate_up.chunk(2)
@@ -107,7 +107,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseWeights:
-    """All weights on one device in the model dtype; `lm_head` is `embedding` where they are tied."""
+    """All weights, on one device, in the model dtype; where they are tied lm_head is embedding."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -128,11 +128,8 @@ class DenseWeights:
 
     @property
     def nbytes(self) -> int:
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in self.tensors()
-        }
-        return sum(storages.values())
+        """Bytes of all weights; a tied embedding counts once."""
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor, tied ones twice."""
@@ -261,16 +258,14 @@ class DenseModel:
                 eps=config.norm_eps,
             )
             attended = phase.attend(q, kv)
-            phase.linear(
-                attended, layer.output, slot, bias=layer.output_bias, residual=x, out=x
-            )
+            phase.linear(attended, layer.output, slot, bias=layer.output_bias, residual=x, out=x)
             h = rms_norm(x, layer.ffn_norm, slot, eps=config.norm_eps, out_dtype=self.dtype)
             gated = phase.linear(h, layer.gate_up, slot, bias=layer.gate_up_bias, swiglu=True)
             phase.linear(gated, layer.down, slot, bias=layer.down_bias, residual=x, out=x)
         return x
 
     def logits(self, x_NH: Tensor, slot_R: Tensor, *, row_of_lane: Tensor | None = None) -> Tensor:
-        """Final norm and lm_head: float32 `[R, V]`. Row i reads lane `row_of_lane[i]` (default i)."""
+        """Final norm and lm_head: float32 `[R, V]`. Row i reads lane `row_of_lane[i]`, else i."""
         h = rms_norm(
             x_NH,
             self.weights.final_norm,
@@ -305,4 +300,3 @@ def wide_linear(
         return y
     assert out is residual, "wide_linear adds to the residual in place"
     return residual.add_(y)
-

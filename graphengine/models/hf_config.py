@@ -57,7 +57,7 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 def rope(config: HfConfig, *, max_positions: int) -> RopeConfig:
     """RoPE settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = settings.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta: Any = settings.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in _ROPE_KINDS:
         raise ValueError(f"config.json has rope type {kind!r}: supported: {', '.join(_ROPE_KINDS)}")

@@ -6,8 +6,11 @@ stands for both.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import random
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +18,26 @@ from typing import Any
 
 import pytest
 import torch
-from graphengine import Engine
+
+from graphengine import Engine, Result
+from graphengine.demo import checkpoint_path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from transformers import (  # noqa: E402  (offline before transformers looks)
+from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+)
+
+TOLERANCE = 1e-4
+"""Of float32 logits, relative to the largest of a token."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 
 LLAMA3_ROPE = {
@@ -99,6 +112,36 @@ class Oracle:
         """Float32 `[tokens, V]` for the whole sequence in one pass."""
         return self.model(torch.tensor([token_ids])).logits[0].float()
 
+    def prompts(self, lengths: tuple[int, ...]) -> list[list[int]]:
+        """A random prompt of each length."""
+        vocab = self.model.config.vocab_size
+        generator = random.Random(len(lengths))
+        return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
+
+    def assert_greedy(self, result: Result, tolerance: float = TOLERANCE) -> None:
+        """Each token is the oracle's best, but where its two best are within `tolerance`."""
+        sequence = [*result.prompt_token_ids, *result.token_ids]
+        logits = self.logits(sequence)[len(result.prompt_token_ids) - 1 : -1]
+        for index, (token, row) in enumerate(zip(result.token_ids, logits, strict=True)):
+            best = row.topk(2).values
+            near_tie = best[0] - best[1] <= tolerance * row.abs().max()
+            assert token == int(row.argmax()) or near_tie, (
+                f"token {index}: {token}, the oracle takes {int(row.argmax())}, {best.tolist()}"
+            )
+
+    def assert_logits(
+        self,
+        result: Result,
+        seen: Mapping[tuple[int, int], torch.Tensor],
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        """What `run_eagerly` saw while this request ran alone: at least a row for each token."""
+        expected = self.logits([*result.prompt_token_ids, *result.token_ids])
+        assert len(seen) >= len(result.token_ids)
+        for (_, position), logits in seen.items():
+            error = (logits - expected[position]).abs().max() / expected[position].abs().max()
+            assert error <= tolerance, f"{position=} after {len(result.prompt_token_ids)}: {error=}"
+
     def __hash__(self) -> int:
         return hash(self.path)
 
@@ -124,6 +167,38 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
 @pytest.fixture(params=list(MODELS))
 def oracle(request: pytest.FixtureRequest, checkpoints: dict[str, Oracle]) -> Oracle:
     return checkpoints[request.param]
+
+
+@pytest.fixture(scope="session")
+def demo_oracle() -> Oracle:
+    return Oracle(checkpoint_path())
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Path]:
+    """`edited(source, config={"hidden_act": "gelu"})`: a checkpoint like `source` but for that.
+
+    Its JSON files are copies that may be given other values; all other files are links.
+    """
+
+    def edit(source: Path, **changes: dict[str, Any]) -> Path:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for file in source.iterdir():
+            (folder / file.name).symlink_to(file)
+        for stem, values in changes.items():
+            file = folder / f"{stem}.json"
+            content = json.loads(file.read_text()) | values
+            file.unlink()
+            file.write_text(json.dumps(content))
+        return folder
+
+    return edit
+
+
+@pytest.fixture
+def chat_checkpoint(edited: Callable[..., Path]) -> Path:
+    """The demo model with a chat template, which it was not trained for."""
+    return edited(checkpoint_path(), tokenizer_config={"chat_template": CHAT_TEMPLATE})
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path
 
@@ -33,7 +34,8 @@ BLOCK_SIZE = 8
 def random_params(dice: random.Random) -> SamplingParams:
     max_tokens = dice.randrange(1, 60)
     if dice.random() < 0.5:
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=dice.random() < 0.5)
+        ignore_eos = dice.random() < 0.5
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
     return SamplingParams(
         temperature=1.0,
         top_k=dice.choice([0, 0, 1, 20]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any, get_type_hints
 
 import pytest
@@ -35,7 +36,7 @@ def make_request(cancelled: list[Request]) -> Request:
     return Request(
         request_id=7,
         prompt_token_ids=[3, 1, 4],
-        params=SamplingParams(),
+        params=SamplingParams(min_tokens=5),
         seed=99,
         stop_ids=(2,),
         max_len=19,
@@ -57,21 +58,33 @@ def test_sampling_defaults_are_vllms() -> None:
         ({"temperature": -0.5}, "temperature=-0.5 must be finite and at least 0"),
         ({"temperature": math.nan}, "temperature=nan must be finite and at least 0"),
         ({"temperature": math.inf}, "temperature=inf must be finite and at least 0"),
+        ({"temperature": 1e39}, "temperature=1e+39 must be finite and at least 0"),
         ({"top_k": -2}, "top_k=-2 must be positive, or 0 or -1 for all tokens"),
+        ({"top_k": 2**31}, "top_k=2147483648 must be positive, or 0 or -1 for all tokens"),
+        ({"top_k": 1.5}, "top_k=1.5 must be an integer"),
         ({"top_p": 0.0}, "top_p=0.0 must be in (0, 1]"),
         ({"top_p": 1.25}, "top_p=1.25 must be in (0, 1]"),
         ({"top_p": math.nan}, "top_p=nan must be in (0, 1]"),
         ({"min_p": -0.25}, "min_p=-0.25 must be in [0, 1]"),
         ({"min_p": 1.5}, "min_p=1.5 must be in [0, 1]"),
         ({"min_p": math.nan}, "min_p=nan must be in [0, 1]"),
+        ({"seed": "7"}, "seed='7' must be an integer"),
+        ({"seed": True}, "seed=True must be an integer"),
         ({"seed": -1}, "seed=-1 must be in [0, 2**63)"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be in [0, 2**63)"),
+        ({"max_tokens": 8.0}, "max_tokens=8.0 must be an integer"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or None"),
-        ({"min_tokens": -3}, "min_tokens=-3 must not be negative"),
+        ({"min_tokens": -3}, "min_tokens=-3 must be in [0, 1073741823]"),
+        (
+            {"min_tokens": 2**30, "max_tokens": None},
+            "min_tokens=1073741824 must be in [0, 1073741823]",
+        ),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 exceeds max_tokens=4"),
         ({"min_tokens": 17}, "min_tokens=17 exceeds max_tokens=16"),
-        ({"stop": ""}, "stop='' holds an empty string"),
-        ({"stop": ["a", ""]}, "stop=['a', ''] holds an empty string"),
+        ({"stop": ""}, "stop='' must be strings that are not empty"),
+        ({"stop": ["a", ""]}, "stop=['a', ''] must be strings that are not empty"),
+        ({"stop": [13]}, "stop=[13] must be strings that are not empty"),
+        ({"stop_token_ids": [2, 3.0]}, "stop_token_ids holds 3.0, which is not an integer"),
     ],
 )
 def test_sampling_errors_name_the_field_and_its_value(
@@ -88,12 +101,14 @@ def test_sampling_errors_name_the_field_and_its_value(
         {"temperature": 0},
         {"top_k": -1},
         {"top_k": 1},
+        {"top_k": 2**31 - 1},
         {"top_p": 1e-9},
         {"min_p": 1.0},
         {"seed": 0},
         {"seed": 2**63 - 1},
         {"max_tokens": 1},
-        {"max_tokens": None, "min_tokens": 1000},
+        {"max_tokens": None, "min_tokens": 2**30 - 1},
+        {"stop_token_ids": [0, 2]},
         {"min_tokens": 16},
         {"stop": []},
         {"stop": "\n"},
@@ -152,19 +167,20 @@ def test_engine_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "mps"}, "device='mps': only 'cpu' and 'cuda' devices are supported"),
+        ({"device": "mps"}, "device='mps': must be 'cpu', 'cuda' or 'cuda:N'"),
         ({"dtype": "float8"}, "dtype=float8: must be one of float32, bfloat16, float16"),
         (
             {"dtype": torch.float64},
             "dtype=torch.float64: must be one of float32, bfloat16, float16",
         ),
-        ({"max_batch": 0}, "max_batch=0 must be at least 1"),
+        ({"max_batch": 0}, "max_batch=0 must be in [1, 64]"),
+        ({"max_batch": 65}, "max_batch=65 must be in [1, 64]"),
         ({"max_seq_len": 1}, "max_seq_len=1 must be at least 2"),
         ({"block_size": 4}, "block_size=4 must be a power of two from 8 to 128"),
         ({"block_size": 24}, "block_size=24 must be a power of two from 8 to 128"),
         ({"block_size": 256}, "block_size=256 must be a power of two from 8 to 128"),
-        ({"prefill_buckets": ()}, "prefill_buckets=() must be positive sizes"),
-        ({"prefill_buckets": (16, 0)}, "prefill_buckets=(16, 0) must be positive sizes"),
+        ({"prefill_buckets": ()}, "prefill_buckets must name at least one size"),
+        ({"prefill_buckets": (16, 0)}, "prefill_buckets=(16, 0) must be positive integers"),
         ({"lookahead": 2}, "lookahead=2 must be 0 or 1"),
         ({"lookahead": -1}, "lookahead=-1 must be 0 or 1"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.0 must be in (0, 1]"),
@@ -222,10 +238,8 @@ def test_engine_options_are_the_fields_of_the_config() -> None:
 
 @pytest.mark.parametrize("documented", [SamplingParams, EngineConfig])
 def test_every_field_is_documented(documented: Any) -> None:
-    lines = (documented.__doc__ or "").splitlines()
-    described = [line.split()[0] for line in lines if line.startswith("    ") and line[4:5] != " "]
-    fields = [field.name for field in dataclasses.fields(documented)]
-    assert [name for name in described if name in fields] == fields
+    described = re.findall(r"^ {4}(\w+) {2,}\S", documented.__doc__, flags=re.MULTILINE)
+    assert described == [field.name for field in dataclasses.fields(documented)]
 
 
 # The handle.
@@ -236,6 +250,7 @@ def test_a_new_request_waits_and_has_no_result() -> None:
     assert request.phase is Phase.WAITING and not request.finished
     assert request.prompt_token_ids == (3, 1, 4)
     assert (request.prompt_len, request.max_len, request.max_new_tokens) == (3, 19, 16)
+    assert request.min_len == 8
     assert request.token_ids == [] and request.text == "" and request.pauses == 0
     with pytest.raises(ValueError) as refused:
         request.result()

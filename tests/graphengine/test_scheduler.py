@@ -230,7 +230,7 @@ class Simulation:
             request_id=len(self.requests),
             cancelled=self.cancelled,
         )
-        if self.scheduler.blocks_for(prompt + new) > self.scheduler.pool.count:
+        if self.scheduler.blocks_for(prompt + new - 1) > self.scheduler.pool.count:
             with pytest.raises(ValueError, match=f"the pool has {self.scheduler.pool.count}"):
                 self.scheduler.submit(request)
             return None
@@ -314,7 +314,7 @@ class Simulation:
             placement = request.placed
             assert scheduler.slots[placement.slot] is request
             assert placement.sampled <= request.max_new_tokens
-            assert len(placement.blocks) <= scheduler.blocks_for(request.max_len)
+            assert len(placement.blocks) <= scheduler.blocks_for(request.max_len - 1)
             assert not (placement.blocks and placement.swap_blocks), "both in the pool and swapped"
             assert request.phase is not Phase.PAUSED or not placement.blocks
         assert sum(slot is not None for slot in scheduler.slots) == len(scheduler.active)
@@ -413,12 +413,12 @@ def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
 def test_a_request_that_no_pool_can_hold_is_refused_with_the_numbers() -> None:
     scheduler = make_scheduler(kv_blocks=3, block_size=4)
     with pytest.raises(ValueError) as refused:
-        submit(scheduler, 7, 6)
+        submit(scheduler, 7, 7)
     assert str(refused.value) == (
-        "a request of 13 tokens (prompt 7 + 6 new) needs 4 KV blocks of 4 tokens; the pool has 3"
+        "a request of 14 tokens (prompt 7 + 7 new) needs 4 KV blocks of 4 tokens; the pool has 3"
     )
     assert not scheduler.busy
-    submit(scheduler, 7, 5)
+    submit(scheduler, 7, 6)
     assert scheduler.busy
 
 

@@ -27,6 +27,9 @@ from graphengine.kernels.sampling import (
     sample_reference,
 )
 
+# Triton's interpreter scales huge logits with numpy, which warns of what is clamped next.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
 INF, NAN = float("inf"), float("nan")
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 TOLERANCE = 1e-5
@@ -162,14 +165,15 @@ def twin(request: pytest.FixtureRequest) -> Twin:
 
 # Few distinct values, so that ties are everywhere, and signed zeros.
 TIED = st.sampled_from([0.0, -0.0, 1.0, 1.0078125, 2.0, 2.5, -3.0, -INF])
-# What overflows when it is scaled.
-EXTREME = st.sampled_from([INF, NAN, 3e38, 3.1e38, -3e38, 1e-40, 0.0, 88.0, -INF])
+# What overflows or vanishes when it is scaled, and what is no number at all.
+EXTREME = st.sampled_from([3e38, 3.1e38, 3e38, -3e38, 1e-40, 0.0, 88.0, -INF])
+BROKEN = st.sampled_from([INF, NAN, 1.0, -INF])
 ORDINARY = st.floats(-12, 12, width=32)
 PARAMS = st.builds(
     Params,
     temperature=st.sampled_from([0.0, 1e-3, 0.25, 0.7, 1.0, 3.0, 1e4]),
     top_k=st.sampled_from([0, 1, 2, 3, 7, 10**6]),
-    top_p=st.sampled_from([1e-9, 0.25, 0.5, 0.9, 0.99, 1.0, 1.0]),
+    top_p=st.sampled_from([0.0, 1e-9, 0.25, 0.5, 0.9, 0.99, 1.0, 1.0]),
     min_p=st.sampled_from([0.0, 0.0, 1e-3, 0.3, 1.0]),
     seed=st.integers(-(2**63), 2**63 - 1),
     stop_ids=st.tuples(*[st.sampled_from([-1, 0, 1, 4, HUGE])] * STOP_IDS),
@@ -182,7 +186,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[float]], list[Params], list[int]
     rows = draw(st.integers(1, 3))
     vocabulary = draw(st.sampled_from([1, 2, 5, 16, 33]))
     # A row is of one kind: a single NaN in each would leave nothing to sample.
-    kinds = st.sampled_from([TIED, TIED, ORDINARY, TIED | ORDINARY, EXTREME])
+    kinds = st.sampled_from([TIED, TIED, ORDINARY, TIED | ORDINARY, EXTREME, BROKEN])
     logits = [
         draw(st.lists(draw(kinds), min_size=vocabulary, max_size=vocabulary)) for _ in range(rows)
     ]
@@ -255,7 +259,12 @@ def test_cuts_at_the_edges_of_the_radix_select(twin: Twin, by: str):
 
 def test_a_flat_row_is_cut_by_id(twin: Twin):
     """All candidates tie, so the filters keep ids 0 .. n - 1 of the 5,000, over several tiles."""
-    params = [Params(top_k=3), Params(top_k=4500), Params(top_p=0.25), Params(top_k=8, top_p=0.5)]
+    params = [
+        Params(top_k=3, min_p=1.0),
+        Params(top_k=4500),
+        Params(top_p=0.25),
+        Params(top_k=8, top_p=0.5),
+    ]
     kept = [3, 4500, 1250, 4]
     logits = torch.full((len(params), 5000), 0.125)
     for position in range(4):
@@ -290,6 +299,20 @@ def test_rows_without_valid_logits_yield_no_token(twin: Twin, params: Params):
     ]
     tokens = twin.tokens([row for row, _ in rows], [params] * len(rows), [0] * len(rows))
     assert tokens == [token for _, token in rows]
+
+
+def test_logits_that_overflow_when_scaled_tie_at_the_largest_float(twin: Twin):
+    rows = [[0.0, 3e38, -3e38, 3.1e38, -INF], [-3e38, -INF, -3.1e38, -3e38, -3e38]]
+    params = [
+        Params(temperature=1e-3, top_k=2),
+        Params(temperature=1e-3, top_k=9),
+        Params(temperature=1e-3, top_p=0.4),
+        Params(temperature=1e-3, top_p=0.75),
+        Params(temperature=1e-3, min_p=0.5),
+    ]
+    for row, token in zip(rows, (1, 0), strict=True):
+        twin.check([row] * len(params), params, [4] * len(params))
+        assert twin.tokens([row] * len(params), params, [4] * len(params)) == [token] * len(params)
 
 
 def test_stop_ids_wait_for_min_len(twin: Twin):

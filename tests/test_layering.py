@@ -1,0 +1,273 @@
+"""The folders may only import downwards, by the table in the design; each rule is tested on sources
+that break it.
+
+The rules read source text, imports inside functions and under TYPE_CHECKING included, so nothing
+has to be importable, and what an optional branch would do on another machine counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The package that each folder is.
+PACKAGES = {
+    "kernels": "graphengine.kernels",
+    "buckets": "graphengine.buckets",
+    "graphengine": "graphengine",
+    "profiles": "graphengine.profiles",
+}
+THIRD_PARTY = {"torch", "triton", "numpy"}
+LIBRARIES = THIRD_PARTY | {
+    "cuda",
+    "huggingface_hub",
+    "jinja2",
+    "nvtx",
+    "safetensors",
+    "tokenizers",
+}
+# What each folder may import beside the standard library: these modules and all below them.
+ALLOWED = {
+    "kernels": THIRD_PARTY | {"graphengine.kernels"},
+    "buckets": {"torch", "numpy", "cuda", "graphengine.kernels", "graphengine.buckets"},
+    "graphengine": LIBRARIES - {"cuda"} | {"graphengine"},
+    "profiles": LIBRARIES | {"graphengine"},
+}
+FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
+
+# Packages on disk that must never be imported by their folder's name.
+TOP_LEVEL = {"kernels", "buckets", "profiles"}
+# Code that runs what it reads.
+UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "shelve",
+    "marshal",
+}
+UNSAFE_CALLS = {"torch.load", "torch.save", "torch.serialization", "torch.jit.load", "torch.hub"}
+
+
+def package_files() -> list[Path]:
+    files = [path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > len(PACKAGES)
+    return files
+
+
+def module_name(path: Path) -> str:
+    """The import name of a file of the repository; `__init__` is kept as the last part."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([PACKAGES.get(folder, folder), *rest])
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that `source`, the file of `module`, imports.
+
+    `from a import b` gives `a.b`, which is below `a` whether b is a module or not. Relative imports
+    are resolved; `import_module` and `__import__` count where their argument is a literal.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                base = module.split(".")[: -node.level] + base
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            function, name = node.func, node.args[0]
+            called = function.attr if isinstance(function, ast.Attribute) else None
+            called = function.id if isinstance(function, ast.Name) else called
+            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
+                yield node.lineno, str(name.value)
+
+
+def within(name: str, modules: set[str]) -> bool:
+    """Whether `name` is one of `modules` or lies below one."""
+    return any(name == module or name.startswith(module + ".") for module in modules)
+
+
+def layering_violations(source: str, folder: str, module: str) -> list[str]:
+    """Imports of `source`, a file in `folder`, that point up or out of the design's table."""
+    found = []
+    for line, name in imports(source, module):
+        standard = name.split(".")[0] in sys.stdlib_module_names
+        allowed = standard or within(name, ALLOWED[folder])
+        if not allowed or within(name, FORBIDDEN.get(folder, set())):
+            found.append(f"line {line}: {folder}/ must not import {name}")
+    return found
+
+
+def top_level_violations(source: str, module: str) -> list[str]:
+    """Imports of a folder of this repository by the name that it has on disk."""
+    return [
+        f"line {line}: imports top-level {name}"
+        for line, name in imports(source, module)
+        if within(name, TOP_LEVEL)
+    ]
+
+
+def unsafe_violations(source: str, module: str) -> list[str]:
+    """Uses of pickle, by itself or through torch and numpy."""
+    tree = ast.parse(source)
+    aliases = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    found = [
+        f"line {line}: imports {name}"
+        for line, name in imports(source, module)
+        if within(name, UNSAFE_MODULES | UNSAFE_CALLS)
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            name = ".".join([aliases.get(first, first), *rest])
+            if name in UNSAFE_CALLS:
+                found.append(f"line {node.lineno}: uses {name}")
+        elif isinstance(node, ast.keyword) and ast.unparse(node) == "allow_pickle=True":
+            found.append(f"line {node.lineno}: allows numpy to unpickle")
+    return found
+
+
+def describe(path: Path, violations: list[str]) -> list[str]:
+    return [f"{path.relative_to(ROOT)}: {violation}" for violation in violations]
+
+
+def test_the_folders_import_downwards() -> None:
+    violations = []
+    for path in package_files():
+        folder = path.relative_to(ROOT).parts[0]
+        found = layering_violations(path.read_text(), folder, module_name(path))
+        violations += describe(path, found)
+    assert not violations, "\n".join(violations)
+
+
+def test_nothing_imports_a_folder_as_a_top_level_package() -> None:
+    violations = []
+    for path in [*package_files(), *sorted((ROOT / "tests").rglob("*.py"))]:
+        found = top_level_violations(path.read_text(), module_name(path))
+        violations += describe(path, found)
+    assert not violations, "\n".join(violations)
+
+
+def test_transformers_is_imported_by_tests_alone() -> None:
+    users = {
+        str(path.relative_to(ROOT))
+        for path in package_files()
+        for _, name in imports(path.read_text(), module_name(path))
+        if within(name, {"transformers"})
+    }
+    assert not users
+
+
+def test_package_code_unpickles_nothing() -> None:
+    violations = []
+    for path in package_files():
+        violations += describe(path, unsafe_violations(path.read_text(), module_name(path)))
+    assert not violations, "\n".join(violations)
+
+
+# The rules catch what they are for.
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "name"),
+    [
+        ("kernels", "import graphengine.buckets", "graphengine.buckets"),
+        ("kernels", "from graphengine import buckets", "graphengine.buckets"),
+        ("kernels", "from graphengine import Engine", "graphengine.Engine"),
+        ("kernels", "import graphengine", "graphengine"),
+        ("kernels", "from ..buckets import Field", "graphengine.buckets.Field"),
+        ("kernels", "from .. import engine", "graphengine.engine"),
+        ("kernels", "def f():\n    import graphengine.engine", "graphengine.engine"),
+        ("kernels", "import cuda.bindings", "cuda.bindings"),
+        ("kernels", "import safetensors", "safetensors"),
+        ("kernels", "import torchvision", "torchvision"),
+        ("buckets", "from graphengine.request import Request", "graphengine.request.Request"),
+        ("buckets", "import triton", "triton"),
+        ("buckets", "import nvtx", "nvtx"),
+        ("graphengine", "from graphengine import profiles", "graphengine.profiles"),
+        ("graphengine", "from graphengine.profiles import x", "graphengine.profiles.x"),
+        ("graphengine", "from . import profiles", "graphengine.profiles"),
+        (
+            "graphengine",
+            "from importlib import import_module\nimport_module('graphengine.profiles')",
+            "graphengine.profiles",
+        ),
+        ("graphengine", "import transformers", "transformers"),
+        (
+            "graphengine",
+            "if TYPE_CHECKING:\n    from transformers import PreTrainedModel",
+            "transformers.PreTrainedModel",
+        ),
+        ("profiles", "import transformers.models", "transformers.models"),
+        ("profiles", "import kernels", "kernels"),
+    ],
+)
+def test_a_planted_import_is_found(folder: str, source: str, name: str) -> None:
+    found = layering_violations(source, folder, f"{PACKAGES[folder]}.planted")
+    line = source.count("\n") + 1
+    assert found == [f"line {line}: {folder}/ must not import {name}"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("kernels", "import os.path, torch, triton.language as tl\nfrom numpy import typing"),
+        ("kernels", "from graphengine.kernels.dispatch import use_triton\nfrom . import norm"),
+        ("buckets", "from graphengine.kernels import linear\nfrom cuda.bindings import runtime"),
+        ("buckets", "from graphengine import kernels"),
+        ("graphengine", "import nvtx, jinja2.sandbox, tokenizers\nfrom safetensors import torch"),
+        ("graphengine", "from graphengine.buckets import Field\nfrom huggingface_hub import x"),
+        ("profiles", "from graphengine.engine import Engine\nimport torch, sqlite3"),
+    ],
+)
+def test_what_the_table_allows_is_allowed(folder: str, source: str) -> None:
+    assert layering_violations(source, folder, f"{PACKAGES[folder]}.planted") == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import kernels", "from kernels.norm import rms_norm", "import buckets.static as s"]
+)
+def test_a_planted_top_level_import_is_found(source: str) -> None:
+    assert len(top_level_violations(source, "graphengine.planted")) == 1
+
+
+def test_a_module_of_the_package_is_not_a_top_level_one() -> None:
+    source = "from graphengine import kernels\nfrom .kernels import norm\nimport kernelspec"
+    assert top_level_violations(source, "graphengine.planted") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch as t\nt.save({}, 'x')",
+        "from torch import load",
+        "import torch.serialization",
+        "import torch\nwith torch.serialization.safe_globals([]): pass",
+        "read = __import__('pickle').loads",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_planted_unpickling_is_found(source: str) -> None:
+    assert unsafe_violations(source, "graphengine.planted")
+
+
+def test_safe_loading_is_not_unpickling() -> None:
+    source = "import json, torch\njson.load(f)\nself.load(x)\nnp.load(f, allow_pickle=False)"
+    assert unsafe_violations(source, "graphengine.planted") == []

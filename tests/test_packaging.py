@@ -1,0 +1,220 @@
+"""What is installed: the package list, and a wheel that works without the checkout.
+
+An editable install forgives everything that these tests look for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+# Import name -> folder, the most specific one last.
+FOLDERS = {name: ROOT / folder for name, folder in SETUPTOOLS["package-dir"].items()}
+
+
+def package_folders() -> dict[str, Path]:
+    """Import name -> folder, of every folder on disk that holds a Python file."""
+    found = {}
+    for name, folder in FOLDERS.items():
+        for file in folder.rglob("*.py"):
+            below = file.parent.relative_to(folder).parts
+            found[".".join([name, *below])] = file.parent
+    return found
+
+
+def wheel_path(file: Path) -> str:
+    """Where a file of the checkout lies in the wheel."""
+    package = next(name for name, folder in package_folders().items() if folder == file.parent)
+    return f"{package.replace('.', '/')}/{file.name}"
+
+
+def checkout_files() -> list[str]:
+    """The files that git knows or would add, relative to the root; not those that it ignores."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return [name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+# The list.
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    listed = SETUPTOOLS["packages"]
+    assert sorted(listed) == sorted(package_folders())
+    assert len(set(listed)) == len(listed)
+
+
+def test_every_package_has_an_init() -> None:
+    missing = [
+        name for name, path in package_folders().items() if not (path / "__init__.py").exists()
+    ]
+    assert not missing
+
+
+def test_no_folder_with_python_is_left_out() -> None:
+    """A folder at the top is a package, or tests, or no place for code."""
+    python = [Path(name) for name in checkout_files() if name.endswith(".py")]
+    tops = {path.parts[0] for path in python if len(path.parts) > 1}
+    assert tops - {"tests"} == {folder.name for folder in FOLDERS.values()}
+
+
+def test_tests_are_no_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+# The wheel.
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the checkout stays clean and ignored files stay out."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in checkout_files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    options = ["--no-index", "--disable-pip-version-check", "--wheel-dir", str(folder)]
+    built = subprocess.run([*command, *options, str(source)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The wheel's files, unpacked as an installer would."""
+    folder = wheel.parent / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def run_installed(installed: Path, code: str) -> dict[str, object]:
+    """Run `code` with the unpacked wheel and the dependencies alone; it prints JSON.
+
+    It runs in the checkout, which `-P` keeps off the path; `-S` leaves out the hooks of editable
+    installs.
+    """
+    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(installed), *libraries])
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.endswith(".py")}
+    on_disk = {
+        wheel_path(file) for folder in package_folders().values() for file in folder.glob("*.py")
+    }
+    assert names == on_disk
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+        description = archive.read(metadata).decode()
+        licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE"))
+    assert "graphengine/py.typed" in names
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert "License-Expression: Apache-2.0" in description
+    assert "graphengine = graphengine.cli:main" in entry_points
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"graphengine", metadata.split("/")[0]}
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_demo(wheel: Path) -> None:
+    """The checkpoint byte for byte, and the texts beside the code that belong to it."""
+    demo = ROOT / "graphengine" / "demo"
+    files = [
+        file
+        for file in demo.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".py"
+    ]
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        for file in files:
+            name = file.relative_to(ROOT).as_posix()
+            assert name in names, f"{name} is not in the wheel"
+            assert archive.read(name) == file.read_bytes(), name
+
+
+@pytest.mark.slow
+def test_the_wheel_imports_outside_of_the_checkout(installed: Path) -> None:
+    found = run_installed(
+        installed,
+        """
+        import importlib, json, sys
+        import graphengine
+        parts = ["kernels", "buckets", "profiles"]
+        names = ["graphengine"] + [f"graphengine.{part}" for part in parts]
+        files = {name: importlib.import_module(name).__file__ for name in names}
+        print(json.dumps({"files": files, "tops": [part for part in parts if part in sys.modules]}))
+        """,
+    )
+    assert found["tops"] == []
+    assert found["files"] == {
+        name: str(installed / name.replace(".", "/") / "__init__.py")
+        for name in (
+            "graphengine",
+            "graphengine.kernels",
+            "graphengine.buckets",
+            "graphengine.profiles",
+        )
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+def test_transformers_does_not_find_our_kernels(installed: Path) -> None:
+    """Hugging Face has a package `kernels`, which transformers imports where it finds one."""
+    found = run_installed(
+        installed,
+        """
+        import importlib.util, json, sys
+        import graphengine, transformers
+        import transformers.integrations.hub_kernels
+        spec = importlib.util.find_spec("kernels")
+        print(json.dumps({
+            "kernels": spec and spec.origin,
+            "ours": [name for name in ("buckets", "profiles") if name in sys.modules],
+        }))
+        """,
+    )
+    assert found["ours"] == []
+    assert not str(found["kernels"]).startswith((str(ROOT), str(installed)))
