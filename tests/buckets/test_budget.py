@@ -1,6 +1,7 @@
 """MemoryBudget: sums by place, the check, the table."""
 
 import pytest
+
 from graphengine.buckets import MemoryBudget, OutOfBudget, format_bytes
 
 GIB = 2**30

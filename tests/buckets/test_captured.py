@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from graphengine.buckets import CapturedGraph, Field, StaticBuffers, capture_all, count_nodes
 from graphengine.buckets import captured as captured_module
 from graphengine.buckets.nodes import driver

@@ -1,9 +1,10 @@
 """BucketLadder: its default sizes, its checks, and pick against a linear search."""
 
 import pytest
-from graphengine.buckets import BucketLadder
 from hypothesis import given
 from hypothesis import strategies as st
+
+from graphengine.buckets import BucketLadder
 
 
 @pytest.mark.parametrize(

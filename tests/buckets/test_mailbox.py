@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+
 from graphengine.buckets import Mailbox, MailboxBroken
 
 WRAP = 2**32

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graphengine.buckets import Field, StaticBuffers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from graphengine.buckets import Field, StaticBuffers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LANES, WIDTH = 4, 3
