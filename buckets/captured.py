@@ -286,20 +286,40 @@ def _record(
 ) -> None:
     """Capture `step` into `graph`; `stream` is current. Whatever fails, no capture is left open."""
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # thread_local: other threads of the host program may use CUDA meanwhile.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+    with _blas_workspaces_in_pool():
+        # thread_local: other threads of the host program may use CUDA meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        try:
+            with _no_garbage_collection():
+                step()
+            _require_valid_capture(stream)
+        except BaseException:
+            _abandon(graph, stream, device, pool)
+            raise
+        try:
+            graph.capture_end()
+        except BaseException:
+            _give_up(graph, device, pool)
+            raise
+
+
+@contextlib.contextmanager
+def _blas_workspaces_in_pool() -> Iterator[None]:
+    """Have torch take the workspace that a captured product uses from the graph's pool.
+
+    torch keeps a workspace for each stream, for good: the one of the warm-up would stay behind when
+    the graph is closed, and be pulled from under it where somebody clears them. Others allocate
+    theirs again when they next need one.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        yield
+        return
+    clear()
     try:
-        with _no_garbage_collection():
-            step()
-        _require_valid_capture(stream)
-    except BaseException:
-        _abandon(graph, stream, device, pool)
-        raise
-    try:
-        graph.capture_end()
-    except BaseException:
-        _give_up(graph, device, pool)
-        raise
+        yield
+    finally:
+        clear()
 
 
 def _require_valid_capture(stream: torch.cuda.Stream) -> None:

@@ -21,11 +21,12 @@ class Size:
     tokens: int
     occurrences: int
     max_batch: int
+    kv_blocks: int
 
 
 SIZES = {
-    "cpu": Size(tokens=1500, occurrences=8, max_batch=5),
-    "cuda": Size(tokens=10_000, occurrences=50, max_batch=12),
+    "cpu": Size(tokens=1500, occurrences=8, max_batch=5, kv_blocks=32),
+    "cuda": Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),
 }
 MAX_SEQ_LEN = 128
 BLOCK_SIZE = 8
@@ -99,7 +100,7 @@ def test_each_request_gets_the_tokens_it_gets_alone(
 ) -> None:
     size = SIZES[device]
     path = checkpoints["qwen3-biases"].path if device == "cpu" else checkpoint_path()
-    pool = {"kv_blocks": 2 * MAX_SEQ_LEN // BLOCK_SIZE, "swap_blocks": 400}
+    pool = {"kv_blocks": size.kv_blocks, "swap_blocks": 400}
     with open_engine(path, device, size, lookahead=lookahead, **pool) as engine:
         requests = churn(engine, size, random.Random(lookahead))
         counters = engine.counters

@@ -1,0 +1,380 @@
+"""The command line, in process and once as users start it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine import Engine, SamplingParams
+from graphengine.checkpoint import Checkpoint
+from graphengine.cli import main
+from graphengine.demo import checkpoint_path
+from graphengine.text import Tokenizer
+
+PROMPT = "def fib(n):"
+SMALL = ("--max-batch", "2", "--max-seq-len", "96")
+GENERATED_KEYS = {
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "new_tokens",
+    "finish_reason",
+    "seed",
+    "ttft_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "replays",
+    "device",
+}
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`cli("info", "--json")` -> (exit status, stdout, stderr); a small engine on the CPU."""
+
+    def call(command: str, *arguments: str, device: str = "cpu") -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main([command, "--device", device, *SMALL, *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def greedy_text(prompt: Any, path: Path | None = None, max_tokens: int = 12) -> str:
+    """What an engine of the same options makes of `prompt`."""
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "max_seq_len": 96}
+    with Engine.from_pretrained(path or checkpoint_path(), **options) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        text: str = engine.generate(prompt, params).text
+        return text
+
+
+def prompt_len() -> int:
+    return len(Tokenizer.from_directory(checkpoint_path()).encode(PROMPT))
+
+
+def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def assert_error(outcome: tuple[int, str, str], pattern: str) -> None:
+    status, out, err = outcome
+    assert status == 2 and out == ""
+    assert err.startswith("graphengine: error: ") and err.endswith("\n")
+    assert re.search(pattern, err), err
+    assert "Traceback" not in err
+
+
+# generate
+
+
+def test_generate_streams_text_and_sums_up(cli: Cli) -> None:
+    status, out, err = cli("generate", "--prompt", PROMPT, "--max-tokens", "12", "--seed", "7")
+    assert status == 0 and err == ""
+    text = greedy_text(PROMPT)
+    assert out.startswith(text + "\n\n")
+    summary = out.removeprefix(text)
+    assert f"{prompt_len()} prompt + 12 new tokens on cpu, finished by length, seed 7" in summary
+    latencies = r"time to first token [\d.]+ ms, inter-token p50 [\d.]+ ms, p99 [\d.]+ ms"
+    assert re.search(latencies, summary)
+    assert re.search(r"buckets: prefill/16 x1, decode/1 x\d+", summary)
+
+
+class Pieces(io.StringIO):
+    """A terminal that remembers what it showed at each flush."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str] = []
+
+    def flush(self) -> None:
+        self.shown.append(self.getvalue())
+
+
+def test_generate_shows_text_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Pieces()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    arguments = ["--prompt", PROMPT, "--max-tokens", "12", "--device", "cpu", *SMALL]
+    assert main(["generate", *arguments]) == 0
+    text = greedy_text(PROMPT)
+    partial = {shown for shown in terminal.shown if shown and text.startswith(shown)}
+    assert len(partial) > 5
+
+
+def test_generate_prints_json(cli: Cli, device: str) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "9", "--json", "--dtype", "float32")
+    status, out, err = cli("generate", *arguments, device=device)
+    assert status == 0 and err == ""
+    (line,) = out.splitlines()
+    document = json.loads(line, parse_constant=pytest.fail)
+    assert document.keys() == GENERATED_KEYS
+    assert document["new_tokens"] == len(document["token_ids"]) == 9
+    assert document["prompt_tokens"] == prompt_len()
+    assert document["finish_reason"] == "length"
+    assert document["device"].startswith(device)
+    assert document["ttft_ms"] > 0 and 0 <= document["itl_p50_ms"] <= document["itl_p99_ms"]
+    assert document["replays"].keys() == {"prefill/16", "decode/1"}
+    assert document["replays"]["prefill/16"] == 1 and document["replays"]["decode/1"] >= 8
+    if device == "cpu":
+        assert document["text"] == greedy_text(PROMPT, max_tokens=9)
+
+
+def test_a_single_token_has_no_gaps(cli: Cli) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "1")
+    status, out, _ = cli("generate", *arguments, "--json")
+    document = json.loads(out)
+    assert status == 0 and document["new_tokens"] == 1
+    assert document["itl_p50_ms"] is None and document["itl_p99_ms"] is None
+    status, out, _ = cli("generate", *arguments)
+    assert status == 0 and "time to first token" in out
+    assert "None" not in out and "nan" not in out
+
+
+def test_generate_reads_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# two lines\n" + PROMPT
+    say(monkeypatch, text)
+    status, out, _ = cli("generate", "--prompt", "-", "--max-tokens", "12", "--json")
+    assert status == 0
+    assert json.loads(out)["text"] == greedy_text(text)
+
+
+def test_sampling_options_reach_the_engine(cli: Cli) -> None:
+    def run(*arguments: str) -> dict[str, Any]:
+        arguments = ("--prompt", PROMPT, "--max-tokens", "20", "--json", *arguments)
+        status, out, _ = cli("generate", *arguments)
+        assert status == 0
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    greedy = run()
+    hot = run("--temperature", "1.5", "--seed", "3")
+    assert hot["seed"] == 3 and hot["token_ids"] != greedy["token_ids"]
+    assert run("--temperature", "1.5", "--seed", "3")["token_ids"] == hot["token_ids"]
+    again = ("--temperature", "1.5", "--seed", str(run("--temperature", "1.5")["seed"]))
+    assert run(*again)["token_ids"] == run("--temperature", "1.5")["token_ids"]
+    assert run("--temperature", "1.5", "--top-k", "1")["token_ids"] == greedy["token_ids"]
+    assert run("--temperature", "1.5", "--top-p", "1e-6")["token_ids"] == greedy["token_ids"]
+    assert run("--temperature", "1.5", "--min-p", "1")["token_ids"] == greedy["token_ids"]
+    stop = greedy["text"][5:8]
+    stopped = run("--stop", "never in the text", "--stop", stop)
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == greedy["text"][: greedy["text"].find(stop)]
+    assert run("--min-tokens", "20", "--ignore-eos")["new_tokens"] == 20
+
+
+def test_engine_options_reach_the_engine(cli: Cli) -> None:
+    options = ("--block-size", "8", "--lookahead", "0", "--wait", "block", "--dtype", "float32")
+    status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "5", "--json", *options)
+    assert status == 0
+    # Without lookahead no replay runs for nothing.
+    assert json.loads(out)["replays"] == {"prefill/16": 1, "decode/1": 4}
+
+
+# chat
+
+
+def test_chat_needs_a_template(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, "hello\n")
+    assert_error(cli("chat"), "demo has no chat template")
+
+
+def test_chat_needs_a_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
+    path = str(checkpoints["qwen3-biases"].path)
+    assert_error(cli("chat", "--checkpoint", path), "has no chat template")
+
+
+@pytest.mark.parametrize("system", [None, "You write Python."])
+def test_chat_remembers_what_was_said(
+    cli: Cli, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, system: str | None
+) -> None:
+    say(monkeypatch, "a function\nanother one\n")
+    options = ("--checkpoint", str(chat_checkpoint), "--max-tokens", "12")
+    options += () if system is None else ("--system", system)
+    status, out, _ = cli("chat", *options, "--json")
+    assert status == 0
+    first, second = (json.loads(line) for line in out.splitlines())
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": "a function"})
+    assert first["text"] == greedy_text(messages, chat_checkpoint)
+    messages.append({"role": "assistant", "content": first["text"]})
+    messages.append({"role": "user", "content": "another one"})
+    assert second["text"] == greedy_text(messages, chat_checkpoint)
+    assert second["prompt_tokens"] > first["prompt_tokens"] + first["new_tokens"]
+
+    say(monkeypatch, "a function\nanother one\n")
+    status, out, _ = cli("chat", *options)
+    assert status == 0
+    assert first["text"] in out and second["text"] in out
+    assert out.count("> ") >= 2
+
+
+def test_each_turn_reports_its_own_buckets(
+    cli: Cli, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, "one\ntwo\nthree\n")
+    options = ("--checkpoint", str(chat_checkpoint), "--max-tokens", "6", "--json")
+    status, out, _ = cli("chat", *options)
+    assert status == 0
+    for line in out.splitlines():
+        replays = json.loads(line)["replays"]
+        assert 5 <= replays["decode/1"] <= 7, "five after the prefill, one or two ahead of the end"
+
+
+def test_a_chat_that_outgrows_the_engine_says_so(
+    cli: Cli, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, "word " * 200 + "\n")
+    status, _, err = cli("chat", "--checkpoint", str(chat_checkpoint))
+    assert status == 2
+    assert re.search(r"graphengine: error: .*\d+ tokens .*max_seq_len=96", err)
+
+
+# info
+
+
+@pytest.fixture
+def nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        pytest.fail("`info` only plans")
+
+    monkeypatch.setattr(Engine, "__init__", forbidden)
+    monkeypatch.setattr(Engine, "from_pretrained", forbidden)
+    monkeypatch.setattr(Checkpoint, "load", forbidden)
+    monkeypatch.setattr("graphengine.engine.capture_all", forbidden)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_shows_what_would_be_captured(cli: Cli) -> None:
+    status, out, err = cli("info", "--max-batch", "12")
+    assert status == 0 and err == ""
+    for name, value in {
+        "architecture": "Qwen3ForCausalLM",
+        "layers": "7",
+        "vocabulary": "4096",
+        "device": "cpu",
+        "dtype": "float32",
+        "max batch": "12",
+        "max seq len": "96",
+        "decode buckets": "1, 2, 4, 8, 12",
+        "prefill buckets": "16, 64, 96",
+        "graphs": "8",
+    }.items():
+        assert re.search(rf"^{name} +{value}$", out, re.MULTILINE), (name, out)
+    for part in ("weights", "KV cache", "swap", "total"):
+        assert part in out
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_prints_json(cli: Cli) -> None:
+    status, out, err = cli("info", "--json", "--dtype", "bfloat16")
+    assert status == 0 and err == ""
+    document = json.loads(out)
+    assert document["architecture"] == "Qwen3ForCausalLM"
+    assert document["decode_buckets"] == [1, 2] and document["prefill_buckets"] == [16, 64, 96]
+    assert document["graphs"] == 5 and document["dtype"] == "bfloat16"
+    assert all(line.keys() == {"name", "bytes", "where"} for line in document["budget"])
+    tensors = Checkpoint.open(checkpoint_path()).tensors.items()
+    weights = sum(info.nbytes for name, info in tensors if not name.startswith("mtp."))
+    (line,) = (line for line in document["budget"] if line["name"] == "weights")
+    assert line["bytes"] == weights and line["where"] == "host"
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
+    path = str(checkpoints["llama-biases"].path)
+    status, out, _ = cli("info", "--checkpoint", path, "--json")
+    assert status == 0 and json.loads(out)["architecture"] == "LlamaForCausalLM"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--checkpoint", "/absent/checkpoint"), "/absent/checkpoint"),
+        (("--checkpoint", "graphengine/no-such-model"), "graphengine/no-such-model.*hub"),
+        (("--max-seq-len", "2049"), "max_seq_len=2049 .*2048"),
+        (("--max-batch", "0"), "max_batch=0"),
+        (("--block-size", "12"), "block_size=12"),
+        (("--lookahead", "2"), "lookahead=2"),
+        (("--dtype", "int3"), "dtype=int3"),
+        (("--memory-fraction", "1e-9"), "(?s)available.*KV cache.*total"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_errors_are_one_message(
+    cli: Cli, command: str, arguments: tuple[str, ...], pattern: str
+) -> None:
+    prompt = ("--prompt", PROMPT) if command == "generate" else ()
+    assert_error(cli(command, *prompt, *arguments), pattern)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt", "x = 1\n" * 60), r"max_seq_len=96"),
+        (("--prompt", PROMPT, "--temperature", "nan"), "temperature=nan"),
+        (("--prompt", PROMPT, "--temperature", "-1"), "temperature=-1"),
+        (("--prompt", PROMPT, "--top-p", "0"), r"top_p=0.0 .*\(0, 1\]"),
+        (("--prompt", PROMPT, "--max-tokens", "0"), "max_tokens=0"),
+        (("--prompt", PROMPT, "--stop", ""), "stop="),
+        (("--prompt", PROMPT, "--seed", "-1"), "seed=-1"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_errors(
+    cli: Cli, arguments: tuple[str, ...], pattern: str
+) -> None:
+    assert_error(cli("generate", *arguments), pattern)
+    assert_error(cli("generate", *arguments, "--json"), pattern)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nothing"], ["generate"], ["generate", "--prompt", "a", "--top-k", "x"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: graphengine" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    status, _, err = cli("generate", "--prompt", PROMPT)
+    assert status == 130 and "Traceback" not in err
+
+
+# As users start it.
+
+
+def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+    """From any folder, without a checkout in the way; JSON alone on stdout, the log on stderr."""
+    command = [sys.executable, "-P", "-m", "graphengine", "generate", "--device", "cpu", *SMALL]
+    command += ["--prompt", PROMPT, "--max-tokens", "12", "--json", "--verbose"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document.keys() == GENERATED_KEYS
+    assert document["text"] == greedy_text(PROMPT)
+    assert "KV cache" in done.stderr and "decode/2" in done.stderr
