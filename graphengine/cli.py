@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, cast
@@ -42,8 +43,7 @@ def generate(options: argparse.Namespace) -> None:
     """Complete one prompt; the text streams to the terminal."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _engine(options) as engine:
-        result = _stream(engine, prompt, _sampling(options), quiet=options.json)
-        summary = _summary(engine, result)
+        result, summary = _run(engine, prompt, options)
     if options.json:
         print(json.dumps({"text": result.text, "token_ids": result.token_ids, **summary}))
     else:
@@ -60,9 +60,8 @@ def chat(options: argparse.Namespace) -> None:
             messages.append({"role": "system", "content": options.system})
         while (line := _read_line(options.json)) is not None:
             messages.append({"role": "user", "content": line})
-            result = _stream(engine, messages, _sampling(options), quiet=options.json)
+            result, summary = _run(engine, messages, options)
             messages.append({"role": "assistant", "content": result.text})
-            summary = _summary(engine, result)
             if options.json:
                 print(json.dumps({"text": result.text, **summary}), flush=True)
 
@@ -96,26 +95,27 @@ def info(options: argparse.Namespace) -> None:
     print(f"\n{memory.budget.table()}")
 
 
-def _stream(engine: Engine, prompt: Any, params: SamplingParams, *, quiet: bool) -> Result:
-    """Run one request, writing its text as it comes."""
-    request = None
-    for event in engine.stream(prompt, params):
+def _run(engine: Engine, prompt: Any, options: argparse.Namespace) -> tuple[Result, dict[str, Any]]:
+    """Run one request, writing its text as it comes unless JSON is asked for."""
+    before, request = Counter(engine.counters), None
+    for event in engine.stream(prompt, _sampling(options)):
         request = event.request
-        if not quiet:
+        if not options.json:
             print(event.text, end="", flush=True)
-    if not quiet:
+    if not options.json:
         print(flush=True)
     assert request is not None, "a stream ends with an event"
-    return request.result()
+    result = request.result()
+    return result, _summary(engine, result, engine.counters - before)
 
 
-def _summary(engine: Engine, result: Result) -> dict[str, Any]:
+def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str, Any]:
     """Latencies in milliseconds, and the buckets that served the request."""
     first, gaps = result.timings.time_to_first_token, result.timings.inter_token
-    p50, p99 = np.percentile(gaps, [50, 99]) if gaps else (float("nan"), float("nan"))
+    p50, p99 = np.percentile(gaps, [50, 99]).tolist() if gaps else (None, None)
     replays = {
         name.removeprefix("replays/"): count
-        for name, count in engine.counters.items()
+        for name, count in counters.items()
         if name.startswith("replays/")
     }
     return {
@@ -123,21 +123,28 @@ def _summary(engine: Engine, result: Result) -> dict[str, Any]:
         "new_tokens": len(result.token_ids),
         "finish_reason": result.finish_reason,
         "seed": result.seed,
-        "ttft_ms": None if first is None else round(first * 1e3, 3),
-        "itl_p50_ms": round(float(p50) * 1e3, 3) if gaps else None,
-        "itl_p99_ms": round(float(p99) * 1e3, 3) if gaps else None,
+        "ttft_ms": _milliseconds(first),
+        "itl_p50_ms": _milliseconds(p50),
+        "itl_p99_ms": _milliseconds(p99),
         "replays": replays,
         "device": str(engine.memory.device),
     }
 
 
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
 def _print_summary(summary: dict[str, Any]) -> None:
     buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
+    latencies = [f"time to first token {summary['ttft_ms']} ms"]
+    if summary["itl_p50_ms"] is not None:
+        latencies.append(f"inter-token p50 {summary['itl_p50_ms']} ms")
+        latencies.append(f"p99 {summary['itl_p99_ms']} ms")
     print(
         f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
         f"{summary['device']}, finished by {summary['finish_reason']}, seed {summary['seed']}\n"
-        f"time to first token {summary['ttft_ms']} ms, inter-token p50 {summary['itl_p50_ms']} ms, "
-        f"p99 {summary['itl_p99_ms']} ms\n"
+        f"{', '.join(latencies)}\n"
         f"buckets: {buckets}"
     )
 

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +52,8 @@ class Engine:
 
     In process and single-threaded: call every method from one thread. Use `from_pretrained` to make
     one, `close()` or a `with` block to free everything it holds. ValueError for what the caller
-    did; RuntimeError once the device or a replay has failed, after which the engine only closes.
+    did. A failing launch or wait raises its own error (RuntimeError; TimeoutError for a replay that
+    never published); from then on every call is a RuntimeError and the engine only closes.
     """
 
     def __init__(
@@ -237,9 +238,10 @@ class Engine:
             params = [params or SamplingParams()] * len(prompt_list)
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
+        ids = [self._prompt_ids(prompt) for prompt in prompt_list]
         made = [
-            self._new_request(self._prompt_ids(prompt), param, None)
-            for prompt, param in zip(prompt_list, params, strict=True)
+            self._new_request(prompt_ids, param, None)
+            for prompt_ids, param in zip(ids, params, strict=True)
         ]
         queued: list[Request] = []
         try:
@@ -457,6 +459,8 @@ class Engine:
                 prompt = self.tokenizer.encode(prompt)
             else:
                 prompt = self.tokenizer.apply_chat_template(cast(Sequence[Message], prompt))
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+            raise ValueError(f"a prompt is text, token ids or chat messages, not {prompt!r}")
         max_seq_len = self.memory.max_seq_len
         ids = tuple(self._token_id(token) for token in prompt)
         if not ids:

@@ -37,10 +37,9 @@ def require_value(config: HfConfig, key: str, supported: tuple[Any, ...]) -> Non
         raise ValueError(f"config.json has {key}={value!r}: supported: {listed}")
 
 
-def head_dim(config: HfConfig, num_heads: int) -> int:
-    """The configured head size, or hidden_size / heads; one that the attention kernels serve."""
-    hidden = positive_int(config, "hidden_size")
-    value = positive_int(config, "head_dim", hidden // num_heads)
+def head_dim(config: HfConfig, default: int) -> int:
+    """The configured head size, or the family's default; one that the attention kernels serve."""
+    value = positive_int(config, "head_dim", default)
     if value not in _HEAD_DIMS:
         raise ValueError(f"config.json gives head_dim={value}: supported: {_HEAD_DIMS}")
     return value

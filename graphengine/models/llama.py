@@ -9,10 +9,18 @@ from graphengine.models.hf_config import HfConfig
 
 def read_config(config: HfConfig) -> DenseConfig:
     """`DenseConfig` of a `LlamaForCausalLM` checkpoint."""
-    return read_dense_config(config, qk_norm=False, mlp_bias=hf_config.flag(config, "mlp_bias"))
+    hidden_size = hf_config.positive_int(config, "hidden_size")
+    return read_dense_config(
+        config,
+        qk_norm=False,
+        mlp_bias=hf_config.flag(config, "mlp_bias"),
+        default_head_dim=hidden_size // hf_config.positive_int(config, "num_attention_heads"),
+    )
 
 
-def read_dense_config(config: HfConfig, *, qk_norm: bool, mlp_bias: bool) -> DenseConfig:
+def read_dense_config(
+    config: HfConfig, *, qk_norm: bool, mlp_bias: bool, default_head_dim: int
+) -> DenseConfig:
     """The fields that every dense family of Llama's lineage spells alike."""
     hf_config.require_value(config, "hidden_act", ("silu", "swish"))
     num_heads = hf_config.positive_int(config, "num_attention_heads")
@@ -27,7 +35,7 @@ def read_dense_config(config: HfConfig, *, qk_norm: bool, mlp_bias: bool) -> Den
         num_layers=hf_config.positive_int(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=hf_config.head_dim(config, num_heads),
+        head_dim=hf_config.head_dim(config, default_head_dim),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_positions=max_positions,
         rope=hf_config.rope(config, max_positions=max_positions),

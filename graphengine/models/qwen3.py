@@ -11,4 +11,4 @@ from graphengine.models.llama import read_dense_config
 def read_config(config: HfConfig) -> DenseConfig:
     """`DenseConfig` of a `Qwen3ForCausalLM` checkpoint."""
     hf_config.require_value(config, "use_sliding_window", (False, None))
-    return read_dense_config(config, qk_norm=True, mlp_bias=False)
+    return read_dense_config(config, qk_norm=True, mlp_bias=False, default_head_dim=128)

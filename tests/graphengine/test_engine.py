@@ -1367,3 +1367,10 @@ def test_loading_holds_one_shard_at_a_time(tmp_path: Path, device: str) -> None:
     weights = sum(sizes) if device == "cpu" else 0
     assert sum(sizes) > 190 * mebibyte and max(sizes) < 20 * mebibyte
     assert peak - before - weights < max(sizes) + 64 * mebibyte
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"def", {"role": "user"}, ["a", 5]])
+def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="a prompt is text, token ids or chat messages, not"):
+        engine.generate(prompt, greedy())
+    assert_idle(engine)
