@@ -38,7 +38,7 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
-	$(BIN)/pip install --quiet --constraint constraints.txt numpy nvtx safetensors tokenizers \
+	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers \
 		jinja2 huggingface_hub transformers pytest hypothesis ruff mypy
 	touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import sys
@@ -26,6 +27,9 @@ from graphengine.sampling_params import SamplingParams
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 after an error the user can mend."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that lacks a character shows another one; the text goes on.
+        sys.stdout.reconfigure(errors="replace")
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:

@@ -71,9 +71,16 @@ class EngineConfig:
             if not is_int(value) and (value is not None or name not in _OPTIONAL):
                 raise ValueError(f"{name}={value!r} must be an integer")
         for name in ("buckets", "prefill_buckets"):
-            sizes = getattr(self, name) or ()
-            if not all(is_int(size) and size > 0 for size in sizes):
+            sizes = getattr(self, name)
+            if sizes is None and name == "buckets":
+                continue
+            if not isinstance(sizes, list | tuple) or not all(
+                is_int(size) and size > 0 for size in sizes
+            ):
                 raise ValueError(f"{name}={sizes} must be positive integers")
+        for name in ("memory_fraction", "wait_limit_s"):
+            if not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
         if not 1 <= self.max_batch <= MAX_LANES:
             raise ValueError(f"max_batch={self.max_batch} must be in [1, {MAX_LANES}]")
         if self.max_seq_len is not None and self.max_seq_len < 2:
@@ -94,9 +101,10 @@ class EngineConfig:
             raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
         if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
             raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
-        for name in ("kv_blocks", "swap_blocks"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.kv_blocks is not None and self.kv_blocks < 1:
+            raise ValueError(f"kv_blocks={self.kv_blocks} must be at least 1")
+        if self.swap_blocks is not None and self.swap_blocks < 0:
+            raise ValueError(f"swap_blocks={self.swap_blocks} must not be negative")
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,9 @@ class Engine:
     In process and single-threaded: call every method from one thread. Use `from_pretrained` to make
     one, `close()` or a `with` block to free everything it holds. ValueError for what the caller
     did. A failing launch or wait raises its own error (RuntimeError; TimeoutError for a replay that
-    never published); from then on every call is a RuntimeError and the engine only closes.
+    never published); from then on every call is a RuntimeError and the engine only closes. So does
+    an interrupt (Ctrl-C) inside a launch, which on a CPU is where the time goes: nobody can tell
+    how far the step had come. One inside a wait does no harm.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class Engine:
         self._launched = 0
         self._requests_made = 0
         self._cancelled: list[Request] = []
-        # Events of a step that raised what a callback had raised.
+        # Events whose callbacks have not run, and events that no `step()` has returned: a wait or
+        # a callback that raises, or a `generate` in between, delays them but loses none.
+        self._undelivered: list[Event] = []
         self._unreturned: list[Event] = []
         self._seeds = random.Random(config.seed)
         self._busy_in: str | None = None
@@ -130,6 +135,7 @@ class Engine:
             swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
         )
         self.buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
+        log.debug("static buffers\n%s", self.buffers.describe())
         self.mailbox = Mailbox(
             entries=2 * (config.lookahead + 2), lanes=config.max_batch, device=memory.device
         )
@@ -193,7 +199,9 @@ class Engine:
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served.
         """
         self._check_open()
-        params = params or SamplingParams()
+        if on_event is not None and not callable(on_event):
+            raise ValueError(f"on_event={on_event!r} cannot be called")
+        params = SamplingParams() if params is None else params
         ids = self._prompt_ids(prompt)
         request = self._new_request(ids, params, on_event)
         self.scheduler.submit(request)
@@ -202,11 +210,16 @@ class Engine:
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
 
-        timeout  seconds to wait for that replay; None: until it is done; 0: never blocks. An empty
-                 list where it was not done in time, or where it only fed a part of a prompt.
+        timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
+                 An empty list where it was not done in time, or only fed a part of a prompt.
+
+        What an event callback raises goes on to the caller once every callback has run; the events
+        come with the next step.
         """
+        if timeout is not None and (not isinstance(timeout, int | float) or timeout != timeout):
+            raise ValueError(f"timeout={timeout!r} must be seconds, or None")
         with self._exclusive("step()"):
-            events = self._end_cancelled()
+            self._end_cancelled()
             with self._on_stream(), self._breaks_on(BaseException):
                 while len(self._in_flight) <= self.config.lookahead:
                     plan = self.scheduler.plan()
@@ -214,28 +227,31 @@ class Engine:
                         break
                     self._load(plan)
                     self._in_flight.append(self._replay(plan))
-            events += self._collect(timeout)
-            return self._call_back(events)
+            self._collect(timeout)
+            return self._deliver()
 
     @property
     def busy(self) -> bool:
-        """Whether a request is unfinished or a replay is in flight."""
-        return self.scheduler.busy or bool(self._in_flight or self._cancelled or self._unreturned)
+        """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
+        left = (self._in_flight, self._cancelled, self._undelivered, self._unreturned)
+        return self.scheduler.busy or any(left)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Any:
-        """Run one prompt, or a list of them as a batch, to the end; other requests go on meanwhile.
+        """Run one prompt, or a list of them as a batch, to the end.
 
-        Returns a `Result`, or a list of them in the order of the prompts.
+        Returns a `Result`, or a list of them in the order of the prompts. Other requests go on
+        meanwhile; the next `step()` returns their events. What one of their callbacks raises ends
+        this call, too, and cancels its requests.
         """
         self._check_open()
         batch = _is_batch(prompts)
         prompt_list: Sequence[Any] = prompts if batch else [prompts]
         if not isinstance(params, Sequence):
-            params = [params or SamplingParams()] * len(prompt_list)
+            params = [SamplingParams() if params is None else params] * len(prompt_list)
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
         ids = [self._prompt_ids(prompt) for prompt in prompt_list]
@@ -249,7 +265,7 @@ class Engine:
                 self.scheduler.submit(request)
                 queued.append(request)
             while not all(request.finished for request in made):
-                self.step()
+                self._step_for(queued)
         except BaseException:
             for request in queued:
                 request.cancel()
@@ -266,12 +282,17 @@ class Engine:
         next(stream)
         return cast(Iterator[Event], stream)
 
+    def _step_for(self, requests: Sequence[Request]) -> None:
+        """A step whose caller wants the events of `requests`; those of others are kept."""
+        events = self.step()
+        self._unreturned = [event for event in events if event.request not in requests]
+
     def _stream_events(self, request: Request, events: deque[Event]) -> Iterator[Event | None]:
         try:
             yield None
             while events or not request.finished:
                 if not events:
-                    self.step()
+                    self._step_for([request])
                 while events:
                     yield events.popleft()
         finally:
@@ -297,8 +318,8 @@ class Engine:
         self._closed = True
         for graph in self._graphs.values():
             graph.close()
-        self._in_flight.clear()
-        self._cancelled.clear()
+        for left in (self._in_flight, self._cancelled, self._undelivered, self._unreturned):
+            left.clear()
         self.buffers.close()
         del self.program, self.model, self.cache, self.swap_area, self.mailbox
 
@@ -346,10 +367,10 @@ class Engine:
         if count:
             copy_blocks(source, destination, self.buffers["swap_pairs"], count)
 
-    def _collect(self, timeout: float | None) -> list[Event]:
-        """Events of the oldest launch, or none if it is not done within `timeout` seconds."""
+    def _collect(self, timeout: float | None) -> None:
+        """Read the oldest launch, unless it is not done within `timeout` seconds."""
         if not self._in_flight:
-            return []
+            return
         replays = self._in_flight[0]
         deadline = None if timeout is None else time.perf_counter() + timeout
         records = []
@@ -357,7 +378,7 @@ class Engine:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())
             record = self._wait(replay, left)
             if record is None:
-                return []
+                return
             records.append(record)
         now = time.perf_counter()
         with self._breaks_on(BaseException):
@@ -370,7 +391,7 @@ class Engine:
                     replay.requests, replay.epochs, record.tolist(), strict=True
                 )
             ]
-        return [event for event in events if event is not None]
+            self._undelivered += [event for event in events if event is not None]
 
     def _wait(self, replay: _Replay, timeout: float | None) -> Any:
         with self._breaks_on(Exception):
@@ -426,27 +447,26 @@ class Engine:
             request=request, token_ids=token_ids, text=text + tail, finish_reason=reason, time=now
         )
 
-    def _end_cancelled(self) -> list[Event]:
+    def _end_cancelled(self) -> None:
         now = time.perf_counter()
-        cancelled, self._cancelled[:] = list(self._cancelled), []
-        return [self._finish(request, "cancelled", (), "", now) for request in cancelled]
+        while self._cancelled:
+            request = self._cancelled.pop(0)
+            self._undelivered.append(self._finish(request, "cancelled", (), "", now))
 
-    def _call_back(self, events: list[Event]) -> list[Event]:
-        """Run the callbacks of all events, and return these with those left from an earlier step.
-
-        The first exception goes on once all have run; the events then come with the next step.
-        """
+    def _deliver(self) -> list[Event]:
+        """Run the callbacks of new events; return these behind those left from earlier steps."""
         failure: BaseException | None = None
-        for event in events:
+        while self._undelivered:
+            event = self._undelivered.pop(0)
+            self._unreturned.append(event)
             if event.request.callback is not None:
                 try:
                     event.request.callback(event)
                 except BaseException as error:
                     failure = failure or error
-        events, self._unreturned = self._unreturned + events, []
         if failure is not None:
-            self._unreturned = events
             raise failure
+        events, self._unreturned = self._unreturned, []
         return events
 
     # Checks at the door.
@@ -474,10 +494,13 @@ class Engine:
 
     def _token_id(self, token: object) -> int:
         vocab_size = self.model.config.vocab_size
-        index = token.__index__() if hasattr(token, "__index__") else -1
+        index = -1
+        if hasattr(token, "__index__") and not isinstance(token, bool):
+            with suppress(TypeError):  # an array of several
+                index = operator.index(token)
         if not 0 <= index < vocab_size:
             raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab_size}")
-        return int(index)
+        return index
 
     def _new_request(
         self,
@@ -485,6 +508,8 @@ class Engine:
         params: SamplingParams,
         callback: Callable[[Event], None] | None,
     ) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {params!r}")
         limit = self.config.max_stop_ids
         eos = () if params.ignore_eos else self.eos_ids
         stop_ids = (*eos, *(self._token_id(token) for token in params.stop_token_ids))
@@ -551,6 +576,10 @@ def _is_batch(prompts: object) -> bool:
     """Whether `prompts` is a list of prompts, rather than one: text, token ids or chat messages."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         return False
-    return isinstance(prompts[0], str) or (
-        isinstance(prompts[0], Sequence) and not _is_chat(prompts)
+    first = prompts[0]
+    # A tensor of no dimension is a token id that only claims to be iterable.
+    return (
+        isinstance(first, Iterable)
+        and not isinstance(first, Mapping)
+        and getattr(first, "ndim", 1) > 0
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
+# Below it the quotients leave float32's range, and tokens tie that do not.
+MIN_TEMPERATURE = 1e-6
 
 _INTEGERS = {"top_k": False, "min_tokens": False, "seed": True, "max_tokens": True}
 
@@ -15,7 +18,7 @@ _INTEGERS = {"top_k": False, "min_tokens": False, "seed": True, "max_tokens": Tr
 class SamplingParams:
     """Sampling and stopping of one request; checked when it is made.
 
-    temperature     0 is greedy; otherwise logits are divided by it
+    temperature     0 is greedy; otherwise logits are divided by it, and it is at least 1e-6
     top_k           keep the k most probable tokens; 0 or -1 keeps all
     top_p           keep the shortest prefix of the tokens, by probability, that reaches top_p
     min_p           keep tokens at least min_p times as probable as the most probable one
@@ -44,12 +47,19 @@ class SamplingParams:
             if not (is_int(value) or (optional and value is None)):
                 raise ValueError(f"{name}={value!r} must be an integer")
         for name in ("temperature", "top_p", "min_p"):
-            if not isinstance(getattr(self, name), int | float):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
-        if not isinstance(self.stop, str | Sequence | None):
-            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings")
-        if not 0 <= self.temperature <= FLOAT32_MAX:
-            raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise ValueError(f"{name}={value!r} must be a number")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        self._freeze("stop_token_ids", "a list of token ids")
+        if not isinstance(self.stop, str | None):
+            self._freeze("stop", "a string or a list of strings")
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= FLOAT32_MAX):
+            raise ValueError(
+                f"temperature={self.temperature} must be 0, or finite and at least "
+                f"{MIN_TEMPERATURE}"
+            )
         if not -1 <= self.top_k <= INT32_MAX:
             raise ValueError(f"top_k={self.top_k} must be positive, or 0 or -1 for all tokens")
         if not 0.0 < self.top_p <= 1.0:
@@ -71,6 +81,13 @@ class SamplingParams:
             if not is_int(token):
                 raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
 
+    def _freeze(self, name: str, meaning: str) -> None:
+        """Keep a tuple of the field's items: the caller may change the list later."""
+        value = getattr(self, name)
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise ValueError(f"{name}={value!r} must be {meaning}")
+        object.__setattr__(self, name, tuple(value))
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -79,5 +96,5 @@ class SamplingParams:
 
 
 def is_int(value: object) -> bool:
-    """Whether `value` is an int proper: True and 1.0 are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether `value` is an integer, numpy's included; True and 1.0 are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

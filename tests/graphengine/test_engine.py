@@ -838,10 +838,10 @@ def test_a_step_does_not_wait_beyond_its_timeout() -> None:
         engine._graphs.update(late)  # type: ignore[arg-type]
         request = engine.submit(PROMPT, greedy(2))
         prefill = late["prefill/8"]
-        for timeout in (0, 0, 0.05, -1, NAN):
+        for timeout in (0, 0, 0.05, -1):
             started = time.perf_counter()
             assert engine.step(timeout=timeout) == []
-            assert time.perf_counter() - started < max(timeout, 0) + 0.5 or timeout != timeout
+            assert time.perf_counter() - started < max(timeout, 0) + 0.5
             assert prefill.pending == 1, "one replay is in flight, and no other is launched"
         assert engine.busy
         # A request that is cancelled meanwhile need not wait for its replay.
@@ -1374,3 +1374,37 @@ def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
     with pytest.raises(ValueError, match="a prompt is text, token ids or chat messages, not"):
         engine.generate(prompt, greedy())
     assert_idle(engine)
+
+
+def test_events_of_others_wait_for_the_next_step(engine: Engine) -> None:
+    expected = engine.generate(PROMPT, greedy(4)).token_ids
+    request = engine.submit(PROMPT, greedy(4))
+    engine.generate(OTHER, greedy(20))
+    assert request.finished and engine.busy
+    events = engine.step()
+    assert tokens_of(events_of(request, events)) == expected
+    assert events[-1].finish_reason is not None and not engine.busy
+
+
+def test_a_cancellation_outlives_an_interrupted_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, other = engine.submit(PROMPT, greedy()), engine.submit(OTHER, greedy())
+    engine.step()
+    request.cancel()
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.mailbox, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert [event.finish_reason for event in events_of(request, run(engine))] == ["cancelled"]
+    assert other.finished
+
+
+@pytest.mark.parametrize("timeout", [NAN, "x"])
+def test_a_timeout_that_is_no_time_is_refused(engine: Engine, timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timeout="):
+        engine.step(timeout)

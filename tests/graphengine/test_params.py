@@ -55,10 +55,10 @@ def test_sampling_defaults_are_vllms() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.5}, "temperature=-0.5 must be finite and at least 0"),
-        ({"temperature": math.nan}, "temperature=nan must be finite and at least 0"),
-        ({"temperature": math.inf}, "temperature=inf must be finite and at least 0"),
-        ({"temperature": 1e39}, "temperature=1e+39 must be finite and at least 0"),
+        ({"temperature": -0.5}, "temperature=-0.5 must be 0, or finite and at least 1e-06"),
+        ({"temperature": math.nan}, "temperature=nan must be 0, or finite and at least 1e-06"),
+        ({"temperature": math.inf}, "temperature=inf must be 0, or finite and at least 1e-06"),
+        ({"temperature": 1e39}, "temperature=1e+39 must be 0, or finite and at least 1e-06"),
         ({"top_k": -2}, "top_k=-2 must be positive, or 0 or -1 for all tokens"),
         ({"top_k": 2**31}, "top_k=2147483648 must be positive, or 0 or -1 for all tokens"),
         ({"top_k": 1.5}, "top_k=1.5 must be an integer"),
@@ -82,8 +82,8 @@ def test_sampling_defaults_are_vllms() -> None:
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 exceeds max_tokens=4"),
         ({"min_tokens": 17}, "min_tokens=17 exceeds max_tokens=16"),
         ({"stop": ""}, "stop='' must be strings that are not empty"),
-        ({"stop": ["a", ""]}, "stop=['a', ''] must be strings that are not empty"),
-        ({"stop": [13]}, "stop=[13] must be strings that are not empty"),
+        ({"stop": ["a", ""]}, "stop=('a', '') must be strings that are not empty"),
+        ({"stop": [13]}, "stop=(13,) must be strings that are not empty"),
         ({"stop_token_ids": [2, 3.0]}, "stop_token_ids holds 3.0, which is not an integer"),
     ],
 )
@@ -108,9 +108,9 @@ def test_sampling_errors_name_the_field_and_its_value(
         {"seed": 2**63 - 1},
         {"max_tokens": 1},
         {"max_tokens": None, "min_tokens": 2**30 - 1},
-        {"stop_token_ids": [0, 2]},
+        {"stop_token_ids": (0, 2)},
         {"min_tokens": 16},
-        {"stop": []},
+        {"stop": ()},
         {"stop": "\n"},
     ],
 )
@@ -193,7 +193,7 @@ def test_engine_defaults() -> None:
         ({"wait_limit_s": 0.0}, "wait_limit_s=0.0 must be positive and finite"),
         ({"wait_limit_s": math.inf}, "wait_limit_s=inf must be positive and finite"),
         ({"wait_limit_s": math.nan}, "wait_limit_s=nan must be positive and finite"),
-        ({"kv_blocks": -1}, "kv_blocks=-1 must not be negative"),
+        ({"kv_blocks": -1}, "kv_blocks=-1 must be at least 1"),
         ({"swap_blocks": -2}, "swap_blocks=-2 must not be negative"),
     ],
 )
