@@ -28,6 +28,7 @@ SIZES = {
     "cpu": Size(tokens=1500, occurrences=8, max_batch=5, kv_blocks=32),
     "cuda": Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),
 }
+COUNTED = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
 MAX_SEQ_LEN = 128
 BLOCK_SIZE = 8
 
@@ -68,9 +69,8 @@ def churn(engine: Engine, size: Size, dice: random.Random) -> list[Request]:
 
     def enough() -> bool:
         counters = engine.counters
-        names = ("pauses", "finished/cancelled", "slot_reuses")
         return counters["tokens"] >= size.tokens and all(
-            counters[name] >= size.occurrences for name in names
+            counters[name] >= size.occurrences for name in COUNTED
         )
 
     while not enough() and engine.counters["tokens"] < 20 * size.tokens:
@@ -105,7 +105,7 @@ def test_each_request_gets_the_tokens_it_gets_alone(
         requests = churn(engine, size, random.Random(lookahead))
         counters = engine.counters
         assert counters["tokens"] >= size.tokens
-        for name in ("pauses", "resumes", "finished/cancelled", "slot_reuses"):
+        for name in COUNTED:
             assert counters[name] >= size.occurrences, f"{name}: {counters[name]}"
         for rows in engine.memory.ladder.sizes:
             assert counters[f"replays/decode/{rows}"] > 0, f"bucket {rows} was never used"
