@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graphengine.config import DTYPES
+
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Sequence[Tensor]]
 
@@ -32,7 +34,6 @@ _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES_BY_CONFIG_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 # safetensors itself refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
@@ -178,8 +179,8 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype that `config.json` names, else that of the first tensor."""
     for config in (checkpoint.config, _text_config(checkpoint)):
         named = config.get("dtype") or config.get("torch_dtype")
-        if isinstance(named, str) and named in _DTYPES_BY_CONFIG_NAME:
-            return _DTYPES_BY_CONFIG_NAME[named]
+        if isinstance(named, str) and named in DTYPES:
+            return DTYPES[named]
     return next(iter(checkpoint.tensors.values())).dtype
 
 
