@@ -12,8 +12,9 @@ host in one way only; the *mailbox* is how the host hears back, without a synchr
     payloads = mailbox.wait(n, len(tokens))
     buffers.acknowledge(n)                              # its staging block may be reused
 
-On CUDA the graphs' stream must be the current one throughout. On a CPU device the same classes call
-the step instead of replaying it. Nothing here knows what a step computes.
+On CUDA `load` copies on the current stream, which must be the graphs'; a replay goes to its graph's
+stream whichever is current. On a CPU device the same classes call the step instead of replaying it.
+Nothing here knows what a step computes.
 """
 
 from graphengine.buckets.budget import BudgetLine, MemoryBudget, OutOfBudget, Where, format_bytes
@@ -23,6 +24,13 @@ from graphengine.buckets.captured import (
     PoolHandle,
     Step,
     capture_all,
+)
+from graphengine.buckets.introspect import (
+    GraphEdge,
+    GraphNode,
+    GraphStructure,
+    inspect_graph,
+    programmatic_edges,
 )
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
@@ -35,6 +43,9 @@ __all__ = [
     "CaptureReport",
     "CapturedGraph",
     "Field",
+    "GraphEdge",
+    "GraphNode",
+    "GraphStructure",
     "Mailbox",
     "MailboxBroken",
     "MemoryBudget",
@@ -47,4 +58,6 @@ __all__ = [
     "capture_all",
     "count_nodes",
     "format_bytes",
+    "inspect_graph",
+    "programmatic_edges",
 ]

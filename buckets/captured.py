@@ -9,18 +9,24 @@ replay two of them at the same time. What must outlive a replay belongs in stati
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from graphengine.buckets.nodes import count_nodes, driver, driver_call
 from graphengine.buckets.static import StaticBuffers
+
+CHECK_EVERY = 64
+"""Replays of a graph between two looks at the addresses of its buffers."""
 
 Step = Callable[[], object]
 PoolHandle = tuple[int, int]
@@ -61,22 +67,23 @@ class CapturedGraph:
     """One bucket: `step` captured under `name` on `stream`, its memory taken from `pool`.
 
     `stream` is a CUDA stream other than the default one, by default a new one; `pool` by default
-    is the graph's own. `buffers`, where given, are the static buffers that `step` uses: a replay
-    after one of them has moved raises. `step` is kept until `close()`, so that all it refers to
-    lives as long as the graph. Errors of the step come as RuntimeError with the bucket's name and
-    the step's exception as its cause.
+    is the graph's own. `buffers`, where given, are the static buffers that `step` uses: replays
+    after one of them has moved raise, the 64th at the latest. `step` is kept until `close()`, so
+    that all it refers to lives as long as the graph. Errors of the step come as RuntimeError with
+    the bucket's name and the step's exception as its cause.
     """
 
     __slots__ = (
         "_buffers",
-        "_device_index",
+        "_draws",
         "_graph",
         "_launch",
+        "_replays",
         "_report",
         "_step",
-        "_stream_handle",
         "_warm_up_ms",
         "device",
+        "is_direct",
         "name",
         "pool",
         "stream",
@@ -104,16 +111,15 @@ class CapturedGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._report: CaptureReport | None = None
         self._warm_up_ms: float | None = None
-        self._stream_handle: int | None = None
-        self._device_index = -1
+        self._draws = False
+        self._replays = 0
+        self.is_direct = False
         self._launch: Step = partial(_refuse, RuntimeError, f"bucket {name!r} is not captured yet")
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self.stream = _new_stream(self.device) if stream is None else stream
-            self._stream_handle = self.stream.cuda_stream
-            self._device_index = self.device.index
-            if self._stream_handle == torch.cuda.default_stream(self.device).cuda_stream:
+            if self.stream.cuda_stream == torch.cuda.default_stream(self.device).cuda_stream:
                 raise ValueError(f"bucket {name!r}: the default stream cannot be captured")
 
     @property
@@ -138,8 +144,10 @@ class CapturedGraph:
         started = time.perf_counter()
         try:
             with self._on_stream():
+                drawn = _random_numbers_drawn(self.device)
                 for _ in range(self.warmups):
                     step()
+                self._draws = self.warmups == 0 or _random_numbers_drawn(self.device) != drawn
                 if self.stream is not None:
                     self.stream.synchronize()
         except Exception as cause:
@@ -175,7 +183,12 @@ class CapturedGraph:
                     kinds = count_nodes(graph)
             except Exception as cause:
                 raise RuntimeError(f"capture of bucket {self.name!r} failed: {cause}") from cause
-            launch = graph.replay
+            # torch's replay also tells the graph how far its random numbers have come.
+            library = None if self._draws else _runtime()
+            self.is_direct = library is not None
+            launch = partial(_launch_by_torch, graph, self.stream)
+            if library is not None:
+                launch = _direct_launch(library, graph, self.stream, otherwise=launch)
         milliseconds = (time.perf_counter() - started) * 1e3
         after = _memory(self.device)
         self._launch = launch
@@ -191,20 +204,18 @@ class CapturedGraph:
         return self._report
 
     def replay(self) -> None:
-        """Launch the graph, asynchronously, on its stream, which must be the current one.
+        """Launch the graph, asynchronously, on its stream, whichever is the current one.
 
-        On a CPU device: call the step. ValueError after `close()`; RuntimeError before `capture()`,
-        on another stream, and when a static buffer has moved since.
+        One call into CUDA (`is_direct`), unless the step draws torch's random numbers, was captured
+        without a warm-up that could show it, or torch's runtime library was not found: then it is
+        torch's replay, inside a change of the current stream.
+
+        On a CPU device: call the step. ValueError after `close()`; RuntimeError before `capture()`
+        and when a static buffer has moved since, which the first and every 64th replay look at.
         """
-        if self._stream_handle is not None:
-            current = torch._C._cuda_getCurrentRawStream(self._device_index)
-            if current != self._stream_handle:
-                raise RuntimeError(
-                    f"bucket {self.name!r} replays on stream {self._stream_handle:#x} only, the "
-                    f"current one is {current:#x}"
-                )
-        if self._buffers is not None:
+        if self._replays % CHECK_EVERY == 0 and self._buffers is not None:
             self._buffers.check_addresses()
+        self._replays += 1
         self._launch()
 
     def close(self) -> None:
@@ -391,6 +402,55 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     if driver is not None:
         driver_call("cuGraphUpload", graph.raw_cuda_graph_exec(), stream.cuda_stream)
         stream.synchronize()
+
+
+@functools.cache
+def _runtime() -> Any:
+    """The CUDA runtime library that torch has loaded; None where there is no such file.
+
+    The runtime's launch and not the driver's, because it is the one that torch's profiler shows.
+    Its "last error" is cleared behind a failure, so that torch never finds it.
+    """
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD)
+        library.cudaGraphLaunch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        library.cudaGraphLaunch.restype = ctypes.c_int
+        return library
+    except (OSError, AttributeError):
+        return None
+
+
+def _direct_launch(
+    library: Any, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *, otherwise: Step
+) -> Step:
+    """A launch of `graph` on `stream` that neither looks at nor changes what is current.
+
+    What the runtime refuses (a thread of another device, an earlier error) goes `otherwise`, so
+    that torch does it or says in its own words what is wrong.
+    """
+    launch = library.cudaGraphLaunch
+    graph_handle = ctypes.c_void_p(int(graph.raw_cuda_graph_exec()))
+    stream_handle = ctypes.c_void_p(stream.cuda_stream)
+
+    def replay() -> None:
+        if launch(graph_handle, stream_handle):
+            library.cudaGetLastError()
+            otherwise()
+
+    return replay
+
+
+def _launch_by_torch(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        graph.replay()
+
+
+def _random_numbers_drawn(device: torch.device) -> int:
+    """How far torch's generator of the device has come; 0 on a CPU, where it does not matter."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.default_generators[device.index].get_offset())
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -7,8 +7,9 @@ The driver interface is used throughout, never the runtime's: a failing driver c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,3 +50,64 @@ def driver_call(name: str, *arguments: object) -> tuple[Any, ...]:
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{name} failed: {status.name}")
     return tuple(results)
+
+
+class RawEdge(NamedTuple):
+    """An edge as the driver has it: handles of two nodes, its type and ports as numbers."""
+
+    source: int
+    target: int
+    type: int
+    from_port: int
+    to_port: int
+
+
+def read_edges(graph: int) -> list[RawEdge]:
+    """All edges of the graph with the CUgraph handle `graph`, in the driver's order.
+
+    RuntimeError when the driver refuses. Calls it past cuda-bindings' own function, whose edge data
+    lie in freed memory before 13.3 and 12.9.7 (cuda-python #1804).
+    """
+    # As of CUDA 12.3 the function that goes by this name fills in edge data.
+    address, _ = driver_call("cuGetProcAddress", b"cuGraphGetEdges", 12030, 0)
+    if not int(address):
+        raise RuntimeError("the driver has no cuGraphGetEdges of CUDA 12.3")
+    get_edges = _GetEdges(int(address))
+    count = ctypes.c_size_t()
+    _require_success("cuGraphGetEdges", get_edges(graph, None, None, None, ctypes.byref(count)))
+    if not count.value:
+        return []
+    sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
+    data = (_EdgeData * count.value)()
+    status = get_edges(graph, sources, targets, data, ctypes.byref(count))
+    _require_success("cuGraphGetEdges", status)
+    return [
+        RawEdge(source, target, edge.type, edge.from_port, edge.to_port)
+        for source, target, edge in zip(sources, targets, data, strict=True)
+    ]
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+_GetEdges = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(_EdgeData),
+    ctypes.POINTER(ctypes.c_size_t),
+)
+
+
+def _require_success(name: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{name} failed with CUresult {status}")

@@ -1,4 +1,4 @@
-"""`graphengine`: generate text, chat, or see what an engine would hold."""
+"""`graphengine`: generate text, chat, see what an engine would hold, measure, tune."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -22,11 +23,25 @@ from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
 from graphengine.request import Result
 from graphengine.sampling_params import SamplingParams
+from graphengine.step import Sampler
+
+COMMANDS_ABOVE = {
+    "bench": "Measure a shape or a checkpoint.",
+    "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
+}
+"""Commands whose code lies above this folder, and what `--help` says of them.
+
+Command `x` is the module `x` of `FOLDER_ABOVE`, with `add_arguments(parser)` and `x(options)`. This
+is the one place here that names anything above, and only as text: the module is imported when its
+command is run and at no other time, so that nothing in this folder depends on it.
+"""
+FOLDER_ABOVE = "graphengine.profiles"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 2 after an error the user can mend."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(arguments[0] if arguments else None).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a character shows another one; the text goes on.
         sys.stdout.reconfigure(errors="replace")
@@ -87,7 +102,8 @@ def info(options: argparse.Namespace) -> None:
         "max_seq_len": memory.max_seq_len,
         "decode_buckets": memory.ladder.sizes,
         "prefill_buckets": memory.prefill_ladder.sizes,
-        "graphs": len(memory.ladder.sizes) + len(memory.prefill_ladder.sizes),
+        "graphs": len(get_args(Sampler)) * len(memory.ladder.sizes)
+        + len(memory.prefill_ladder.sizes),
     }
     if options.json:
         budget = [asdict(line) for line in memory.budget.lines]
@@ -207,7 +223,8 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(asked: str | None) -> argparse.ArgumentParser:
+    """All commands; of those above only the one that is `asked` for has its options."""
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (generate, chat, info):
@@ -222,6 +239,12 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--system", help="system message")
         if command is not info:
             _add_sampling_options(sub)
+    for name, description in COMMANDS_ABOVE.items():
+        sub = commands.add_parser(name, help=description, description=description)
+        if name == asked:
+            module: Any = import_module(f"{FOLDER_ABOVE}.{name}")
+            sub.set_defaults(command=getattr(module, name), verbose=False)
+            module.add_arguments(sub)
     return parser
 
 

@@ -8,14 +8,14 @@ from typing import Literal, TypedDict
 
 import torch
 
-from graphengine.kernels import MAX_LANES
+from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, row_family
 from graphengine.sampling_params import is_int
 
 WaitMode = Literal["spin", "yield", "block"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_OPTIONAL = ("max_seq_len", "kv_blocks", "swap_blocks")
+_OPTIONAL = ("max_seq_len", "max_prefill_tokens_per_step", "kv_blocks", "swap_blocks")
 _INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_OPTIONAL)
 
 
@@ -30,6 +30,9 @@ class EngineConfig:
                            most 4,096
     buckets                row buckets to capture; None: 1, 2, 4, 8, then steps of 8
     prefill_buckets        token buckets; a prompt is cut at multiples of the largest
+    max_prefill_tokens_per_step
+                           prompt tokens that one step may feed: the largest token bucket is cut
+                           to it, so that a long prompt lengthens others' gaps by less; None: no cut
     block_size             tokens of one KV block, a power of two from 8 to 128
     kv_blocks              blocks of the pool, the dummy block 0 not counted; None: enough for every
                            slot at max_seq_len, or what memory_fraction leaves
@@ -37,6 +40,9 @@ class EngineConfig:
     lookahead              replays launched before the oldest one is collected, 0 or 1
     memory_fraction        share of the device's free memory that the engine may plan with
     max_stop_ids           EOS and stop token ids that one request may have
+    pdl                    programmatic dependent launch between the decode kernels of a GPU
+    row_family             "fma" (1 or 2 rows) or "dot": the decode kernels' arithmetic, part of the
+                           numerics; None: "fma" up to max_batch 2, else "dot"
     seed                   of the generator that seeds requests which bring no seed of their own
     wait                   how the host waits for the mailbox
     wait_limit_s           seconds after which a replay that published nothing breaks the engine
@@ -47,13 +53,16 @@ class EngineConfig:
     max_batch: int = 8
     max_seq_len: int | None = None
     buckets: tuple[int, ...] | None = None
-    prefill_buckets: tuple[int, ...] = (16, 64, 256, 1024)
+    prefill_buckets: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)
+    max_prefill_tokens_per_step: int | None = None
     block_size: int = 16
     kv_blocks: int | None = None
     swap_blocks: int | None = None
     lookahead: int = 1
     memory_fraction: float = 0.9
     max_stop_ids: int = 16
+    pdl: bool = True
+    row_family: RowFamily | None = None
     seed: int = 0
     wait: WaitMode = "spin"
     wait_limit_s: float = 30.0
@@ -89,6 +98,10 @@ class EngineConfig:
             raise ValueError(f"block_size={self.block_size} must be a power of two from 8 to 128")
         if not self.prefill_buckets:
             raise ValueError("prefill_buckets must name at least one size")
+        if self.max_prefill_tokens_per_step is not None and self.max_prefill_tokens_per_step < 1:
+            raise ValueError(
+                f"max_prefill_tokens_per_step={self.max_prefill_tokens_per_step} must be at least 1"
+            )
         if self.lookahead not in (0, 1):
             raise ValueError(f"lookahead={self.lookahead} must be 0 or 1")
         if not 0.0 < self.memory_fraction <= 1.0:
@@ -101,10 +114,23 @@ class EngineConfig:
             raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
         if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
             raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
+        if not isinstance(self.pdl, bool):
+            raise ValueError(f"pdl={self.pdl!r} must be True or False")
+        if self.row_family not in (None, "fma", "dot"):
+            raise ValueError(f"row_family={self.row_family!r} must be 'fma', 'dot' or None")
+        if self.row_family == "fma" and self.max_batch > FMA_LANES:
+            raise ValueError(
+                f"row_family='fma' serves up to {FMA_LANES} rows, not max_batch={self.max_batch}"
+            )
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise ValueError(f"kv_blocks={self.kv_blocks} must be at least 1")
         if self.swap_blocks is not None and self.swap_blocks < 0:
             raise ValueError(f"swap_blocks={self.swap_blocks} must not be negative")
+
+    @property
+    def family(self) -> RowFamily:
+        """The row family of the engine: the one asked for, or what `max_batch` calls for."""
+        return self.row_family or row_family(self.max_batch)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -121,12 +147,15 @@ class EngineOptions(TypedDict, total=False):
     max_seq_len: int | None
     buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...]
+    max_prefill_tokens_per_step: int | None
     block_size: int
     kv_blocks: int | None
     swap_blocks: int | None
     lookahead: int
     memory_fraction: float
     max_stop_ids: int
+    pdl: bool
+    row_family: RowFamily | None
     seed: int
     wait: WaitMode
     wait_limit_s: float

@@ -8,29 +8,38 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, NamedTuple, Self, Unpack, cast, get_args
 
 import torch
 
 from graphengine.buckets import Mailbox, StaticBuffers, capture_all
+from graphengine.buckets.mailbox import Payloads
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.fields import field_table, host_updates
-from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP, copy_blocks
-from graphengine.memory import MemoryPlan, plan_memory
+from graphengine.kernels import (
+    EMITTED,
+    INVALID,
+    LENGTH,
+    STOP,
+    RowFamily,
+    attention_split,
+    copy_blocks,
+)
+from graphengine.memory import MemoryPlan, arrival_counters, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.report import EngineReport
 from graphengine.request import Event, FinishReason, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, Scheduler
-from graphengine.step import StepProgram
+from graphengine.step import Sampler, StepProgram
 from graphengine.text import TextStream, Tokenizer
+from graphengine.tuning import choose_plans, numerics_id
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +48,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Replay:
+class _Replay(NamedTuple):
     """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`."""
 
     sequence: int
@@ -127,12 +135,17 @@ class Engine:
         config, memory = self.config, self.memory
         on_gpu = memory.device.type == "cuda"
         self.model = model
+        plans, self.plan_sources = choose_plans(
+            model.config, memory.dtype, config.family, memory.device
+        )
+        self.plans = plans
         fields = field_table(
             slots=config.max_batch,
             table_blocks=memory.table_blocks,
             prefill_tokens=memory.prefill_ladder.sizes[-1],
             stop_ids=config.max_stop_ids,
             swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
+            arrivals=arrival_counters(model.config, plans, memory.ladder.sizes[-1]),
         )
         self.buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
         log.debug("static buffers\n%s", self.buffers.describe())
@@ -148,7 +161,12 @@ class Engine:
             (layers, memory.swap_blocks, *block), dtype=memory.dtype, pin_memory=on_gpu
         )
         self.program = StepProgram(
-            model, self.buffers, self.cache, self.mailbox, max_seq_len=memory.max_seq_len
+            model,
+            self.buffers,
+            self.cache,
+            self.mailbox,
+            plans=plans,
+            pdl=config.pdl and on_gpu,
         )
         self._cuda_stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
         if on_gpu:
@@ -162,8 +180,10 @@ class Engine:
             for tokens in reversed(memory.prefill_ladder.sizes)
         ]
         decode = [
-            (f"decode/{rows}", partial(program.decode, rows))
+            (f"decode/{rows}/{sampler}", partial(program.decode, rows, sampler))
             for rows in reversed(memory.ladder.sizes)
+            # The full one holds logits: the fast one then finds its memory taken already.
+            for sampler in reversed(get_args(Sampler))
         ]
         with self._on_stream():
             self.buffers.reset()
@@ -218,17 +238,23 @@ class Engine:
         """
         if timeout is not None and (not isinstance(timeout, int | float) or timeout != timeout):
             raise ValueError(f"timeout={timeout!r} must be seconds, or None")
-        with self._exclusive("step()"):
+        self._enter("step()")
+        try:
             self._end_cancelled()
-            with self._on_stream(), self._breaks_on(BaseException):
+            try:
                 while len(self._in_flight) <= self.config.lookahead:
                     plan = self.scheduler.plan()
                     if plan is None:
                         break
                     self._load(plan)
                     self._in_flight.append(self._replay(plan))
+            except BaseException as error:
+                self._break(error)
+                raise
             self._collect(timeout)
             return self._deliver()
+        finally:
+            self._busy_in = None
 
     @property
     def busy(self) -> bool:
@@ -298,10 +324,36 @@ class Engine:
         finally:
             request.cancel()
 
+    @property
+    def row_family(self) -> RowFamily:
+        """The arithmetic of the decode kernels, in every bucket: "fma" or "dot"."""
+        return self.plans.family
+
+    @property
+    def numerics_id(self) -> str:
+        """12 hexadecimal digits: engines of one model on one kind of GPU with equal ids give the
+        same bits.
+        """
+        return numerics_id(
+            self.plans,
+            dtype=self.memory.dtype,
+            extra={
+                "attention_split": attention_split(self.row_family, self.model.config.head_dim),
+                "block_size": self.memory.block_size,
+                "prefill_buckets": ",".join(map(str, self.memory.prefill_ladder.sizes)),
+            },
+        )
+
     def report(self) -> EngineReport:
-        """Budget, ladder, captures and counters; print it."""
+        """Budget, kernels, ladder, captures and counters; print it."""
+        asked = self.config.row_family is not None
+        why = "asked for" if asked else f"for max_batch {self.config.max_batch}"
         return EngineReport(
             memory=self.memory,
+            kernels=(
+                f"row family {self.row_family} ({why}), plans {self.plan_sources}, "
+                f"PDL {'on' if self.program.launch.pdl else 'off'}, numerics {self.numerics_id}"
+            ),
             captures=tuple(graph.report for graph in self._graphs.values()),
             counters=dict(self.counters),
         )
@@ -340,28 +392,36 @@ class Engine:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
         updates = host_updates(plan, self.scheduler.slots)
         if updates:
-            self.buffers.load(updates, sequence=self._launched + 1)
+            with self._on_stream():
+                self.buffers.load(updates, sequence=self._launched + 1)
             self.counters["loads"] += 1
 
     def _replay(self, plan: Plan) -> tuple[_Replay, ...]:
-        """Queue the plan's swaps and replays on the stream."""
-        self._copy_blocks(self.cache, self.swap_area, len(plan.swap_out))
-        self._copy_blocks(self.swap_area, self.cache, len(plan.swap_in))
+        """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
+        if plan.swap_out or plan.swap_in:
+            with self._on_stream():
+                self._copy_blocks(self.cache, self.swap_area, len(plan.swap_out))
+                self._copy_blocks(self.swap_area, self.cache, len(plan.swap_in))
         replays = []
         if plan.prefill is not None:
             tokens = self.memory.prefill_ladder.pick(plan.prefill.count)
-            replays.append(self._launch(f"prefill/{tokens}", (plan.prefill.request,)))
+            request = plan.prefill.request
+            epochs = (request.placed.epoch,)
+            replays.append(self._launch(f"prefill/{tokens}", (request,), epochs))
         if plan.rows:
             rows = self.memory.ladder.pick(len(plan.rows))
-            replays.append(self._launch(f"decode/{rows}", plan.rows))
+            sampler: Sampler = "full" if plan.filtered else "fast"
+            bucket = f"decode/{rows}/{sampler}"
+            replays.append(self._launch(bucket, plan.rows, plan.epochs))
         return tuple(replays)
 
-    def _launch(self, bucket: str, requests: tuple[Request, ...]) -> _Replay:
+    def _launch(
+        self, bucket: str, requests: tuple[Request, ...], epochs: tuple[int, ...]
+    ) -> _Replay:
         self._graphs[bucket].replay()
         self._launched += 1
         self.counters[f"replays/{bucket}"] += 1
-        epochs = tuple(request.placed.epoch for request in requests)
-        return _Replay(sequence=self._launched, requests=requests, epochs=epochs)
+        return _Replay(self._launched, requests, epochs)
 
     def _copy_blocks(self, source: torch.Tensor, destination: torch.Tensor, count: int) -> None:
         if count:
@@ -381,20 +441,23 @@ class Engine:
                 return
             records.append(record)
         now = time.perf_counter()
-        with self._breaks_on(BaseException):
+        try:
             self._in_flight.popleft()
             self.buffers.acknowledge(replays[-1].sequence)
-            events = [
-                self._read(request, epoch, token, state, now)
-                for replay, record in zip(replays, records, strict=True)
-                for request, epoch, (token, state) in zip(
-                    replay.requests, replay.epochs, record.tolist(), strict=True
-                )
-            ]
-            self._undelivered += [event for event in events if event is not None]
+            events: list[Event] = []
+            for replay, record in zip(replays, records, strict=True):
+                lanes = zip(replay.requests, replay.epochs, record, strict=True)
+                for request, epoch, (token, state) in lanes:
+                    event = self._read(request, epoch, token, state, now)
+                    if event is not None:
+                        events.append(event)
+            self._undelivered += events
+        except BaseException as error:
+            self._break(error)
+            raise
 
-    def _wait(self, replay: _Replay, timeout: float | None) -> Any:
-        with self._breaks_on(Exception):
+    def _wait(self, replay: _Replay, timeout: float | None) -> Payloads | None:
+        try:
             return self.mailbox.wait(
                 replay.sequence,
                 len(replay.requests),
@@ -403,6 +466,9 @@ class Engine:
                 stream=self._cuda_stream,
                 limit=self.config.wait_limit_s,
             )
+        except Exception as error:  # an interrupt does no harm: the wait can be repeated
+            self._break(error)
+            raise
 
     def _read(
         self, request: Request, epoch: int, token: int, state: int, now: float
@@ -420,13 +486,15 @@ class Engine:
         request.token_ids.append(token)
         request.timings.tokens.append(now)
         self.counters["tokens"] += 1
-        text, stopped = request.stream.push(token) if request.stream is not None else ("", False)
-        request.text += text
+        text, stopped = "", False
+        if request.stream is not None:
+            text, stopped = request.stream.push(token)
+            request.text += text
         if stopped or flags & STOP:
             return self._finish(request, "stop", (token,), text, now)
         if flags & LENGTH:
             return self._finish(request, "length", (token,), text, now)
-        return Event(request=request, token_ids=(token,), text=text, finish_reason=None, time=now)
+        return Event(request, (token,), text, None, now)
 
     def _finish(
         self,
@@ -443,15 +511,13 @@ class Engine:
         request.timings.finished = now
         self.scheduler.retire(request)
         self.counters[f"finished/{reason}"] += 1
-        return Event(
-            request=request, token_ids=token_ids, text=text + tail, finish_reason=reason, time=now
-        )
+        return Event(request, token_ids, text + tail, reason, now)
 
     def _end_cancelled(self) -> None:
-        now = time.perf_counter()
         while self._cancelled:
             request = self._cancelled.pop(0)
-            self._undelivered.append(self._finish(request, "cancelled", (), "", now))
+            event = self._finish(request, "cancelled", (), "", time.perf_counter())
+            self._undelivered.append(event)
 
     def _deliver(self) -> list[Event]:
         """Run the callbacks of new events; return these behind those left from earlier steps."""
@@ -541,28 +607,19 @@ class Engine:
         if self._broken is not None:
             raise RuntimeError(f"the engine is broken, close it: {self._broken}")
 
-    @contextmanager
-    def _exclusive(self, call: str) -> Iterator[None]:
+    def _enter(self, call: str) -> None:
+        """Refuse a call that would run inside another; whoever enters clears `_busy_in`."""
         self._check_open()
         if self._busy_in is not None:
             raise ValueError(f"{call} called from inside {self._busy_in}, by an event callback")
         self._busy_in = call
-        try:
-            yield
-        finally:
-            self._busy_in = None
 
-    @contextmanager
-    def _breaks_on(self, kind: type[BaseException]) -> Iterator[None]:
+    def _break(self, error: BaseException) -> None:
         """Past such an exception nobody knows what host and device agree on: only close is left.
 
         An interrupt breaks a launch and a delivery, but not a wait, which can be repeated.
         """
-        try:
-            yield
-        except kind as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+        self._broken = f"{type(error).__name__}: {error}"
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._cuda_stream is None else torch.cuda.stream(self._cuda_stream)

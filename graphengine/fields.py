@@ -17,7 +17,13 @@ from graphengine.scheduler import Plan
 
 
 def field_table(
-    *, slots: int, table_blocks: int, prefill_tokens: int, stop_ids: int, swap_pairs: int
+    *,
+    slots: int,
+    table_blocks: int,
+    prefill_tokens: int,
+    stop_ids: int,
+    swap_pairs: int,
+    arrivals: int,
 ) -> list[Field]:
     """Every tensor a replay can see, the weights and the KV cache aside."""
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
@@ -51,6 +57,7 @@ def field_table(
         device("kv_len", S, dtype=int32, meaning="tokens whose K and V are committed"),
         device("running", S, dtype=int32, meaning="1: the slot decodes"),
         device("epoch", S, dtype=int32, meaning="stay that the slot's state belongs to"),
+        device("arrivals", arrivals, dtype=int32, meaning="programs done; 0 between kernels"),
         device("sequence", 1, dtype=int64, meaning="replays that have published"),
     ]
 

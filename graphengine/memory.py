@@ -10,12 +10,18 @@ import torch
 from graphengine.buckets import BucketLadder, MemoryBudget, Where
 from graphengine.config import EngineConfig
 from graphengine.fields import field_table
-from graphengine.kernels import paged_attention_workspace_bytes
-from graphengine.models.dense import DenseConfig, allocate_weights
+from graphengine.kernels import (
+    arrivals_needed,
+    decode_attention_arrivals,
+    decode_attention_workspace_bytes,
+)
+from graphengine.models.dense import DecodePlans, DenseConfig, allocate_weights, decode_shapes
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
-_KERNELS_PER_LAYER = 14
+_KERNELS_PER_LAYER = 12
+# Each decode bucket is captured with two samplers.
+_SAMPLERS = 2
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
@@ -61,7 +67,8 @@ def plan_memory(
     dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
     max_seq_len = _max_seq_len(model, config)
     ladder = BucketLadder(config.max_batch, config.buckets)
-    prefill_sizes = {min(size, max_seq_len) for size in config.prefill_buckets}
+    longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
+    prefill_sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
     prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
     table_blocks = -(-max_seq_len // config.block_size)
     block_elements = math.prod(model.kv_block_shape(config.block_size))
@@ -132,6 +139,7 @@ def _state_bytes(
         prefill_tokens=max(config.prefill_buckets),
         stop_ids=config.max_stop_ids,
         swap_pairs=config.max_batch * table_blocks,
+        arrivals=1,
     )
     return sum(field.nbytes for field in fields) + max_seq_len * model.head_dim * 4
 
@@ -148,12 +156,23 @@ def _workspace_bytes(
     activations = dtype.itemsize * (
         2 * model.hidden_size + 3 * model.q_size + 2 * model.kv_size + 3 * model.ffn_size
     )
-    partials = paged_attention_workspace_bytes(
-        rows, heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
+    partials = decode_attention_workspace_bytes(
+        rows, num_heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
     )
     # Float32 logits, and the sampler's keys of the same size.
     sampling = 2 * 4 * rows * model.vocab_size
     return lanes * (4 * model.hidden_size + activations) + partials + sampling
+
+
+def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:
+    """Counters that the kernels of a decode step share: what the neediest of them uses."""
+    linears = [
+        arrivals_needed(getattr(plans, name), M) for name, (_, M, _) in decode_shapes(model).items()
+    ]
+    attention = decode_attention_arrivals(
+        lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
+    )
+    return max(1, attention, *linears)
 
 
 def _graph_bytes(
@@ -161,5 +180,6 @@ def _graph_bytes(
 ) -> int:
     if device.type == "cpu":
         return 0
-    nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * (len(ladder.sizes) + len(prefill.sizes))
+    graphs = _SAMPLERS * len(ladder.sizes) + len(prefill.sizes)
+    nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * graphs
     return nodes * _GRAPH_NODE_BYTES + _CUBLAS_WORKSPACE_BYTES

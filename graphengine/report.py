@@ -11,9 +11,10 @@ from graphengine.memory import MemoryPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReport:
-    """Budget, ladder, captures and counters of an engine; `str()` is the table."""
+    """Budget, kernels, ladder, captures and counters of an engine; `str()` is the table."""
 
     memory: MemoryPlan
+    kernels: str
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
 
@@ -22,17 +23,18 @@ class EngineReport:
         lines = [
             f"device {memory.device}, {str(memory.dtype).removeprefix('torch.')}, "
             f"max_seq_len {memory.max_seq_len}",
+            self.kernels,
             f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
             f"prefill buckets {', '.join(map(str, memory.prefill_ladder.sizes))}",
             "",
             memory.budget.table(),
             "",
-            f"{'graph':<16}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
+            f"{'graph':<18}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
         ]
         for capture in self.captures:
             nodes = "-" if capture.nodes is None else str(capture.nodes)
             lines.append(
-                f"{capture.name:<16}{nodes:>8}{capture.capture_ms:>12.1f}"
+                f"{capture.name:<18}{nodes:>8}{capture.capture_ms:>12.1f}"
                 f"{capture.bytes / 2**20:>10.2f}"
             )
         if self.counters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from graphengine.sampling_params import SamplingParams
 
@@ -25,9 +25,8 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """What one step brought one request.
+class Event(NamedTuple):
+    """What one step brought one request. (A tuple, because a step makes one for every row.)
 
     token_ids      new tokens, in order; empty where only the state changed
     text           text that became final with them; it may lag behind the tokens
@@ -106,10 +105,12 @@ class Request:
         "finish_reason",
         "id",
         "max_len",
+        "max_new_tokens",
         "params",
         "pauses",
         "phase",
         "placement",
+        "prompt_len",
         "prompt_token_ids",
         "seed",
         "stop_ids",
@@ -138,7 +139,9 @@ class Request:
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
+        self.prompt_len = len(self.prompt_token_ids)
         self.max_len = max_len
+        self.max_new_tokens = max_len - self.prompt_len
         self.stream = stream
         self.callback = callback
         self.phase = Phase.WAITING
@@ -167,17 +170,9 @@ class Request:
         return self.placement
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
     def min_len(self) -> int:
         """Tokens of the sequence, prompt included, before which no stop id may come."""
         return self.prompt_len + self.params.min_tokens
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.max_len - self.prompt_len
 
     def cancel(self) -> None:
         """End the request: the next `step()` frees its slot and reports it as "cancelled".

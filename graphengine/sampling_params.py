@@ -89,6 +89,11 @@ class SamplingParams:
         object.__setattr__(self, name, tuple(value))
 
     @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p can leave a token out; greedy ignores them."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()

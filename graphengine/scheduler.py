@@ -12,7 +12,7 @@ and its greatest length fits the pool, so it finishes, and so does everyone afte
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphengine.request import Phase, Placement, Request
 
@@ -54,17 +54,34 @@ class PrefillChunk:
 class Plan:
     """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
 
-    `rows[i]` runs in decode row i. A plan swaps out or in, never both. The flags say which
-    host-owned fields differ from those of the plan before.
+    `rows[i]` runs in decode row i, in its stay `epochs[i]`; `filtered` says whether one of them may
+    not sample from the whole vocabulary. A plan swaps out or in, never both. The other flags say
+    which host-owned fields differ from those of the plan before. In steady state, where nothing
+    differs, plans are one and the same object.
     """
 
     rows: tuple[Request, ...]
+    epochs: tuple[int, ...]
+    filtered: bool
     prefill: PrefillChunk | None
     swap_out: tuple[tuple[int, int], ...]
     swap_in: tuple[tuple[int, int], ...]
     rows_changed: bool
     slots_changed: bool
     tables_changed: bool
+
+
+_NOTHING = Plan(
+    rows=(),
+    epochs=(),
+    filtered=False,
+    prefill=None,
+    swap_out=(),
+    swap_in=(),
+    rows_changed=False,
+    slots_changed=False,
+    tables_changed=False,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +113,9 @@ class Scheduler:
         self.slots: list[Request | None] = [None] * slots
         self.counters: Counter[str] = Counter()
         self._changes = _Changes()
-        self._last_rows: tuple[Request, ...] = ()
+        # The plan before; the next `_repeats` calls return it again, unless requests come or go.
+        self._last = _NOTHING
+        self._repeats = 0
         self._epoch = 0
         self._slots_used: set[int] = set()
 
@@ -121,9 +140,11 @@ class Scheduler:
                 f"tokens; the pool has {self.pool.count}"
             )
         self.waiting.append(request)
+        self._repeats = 0
 
     def retire(self, request: Request) -> None:
         """Take a request out, wherever it stands, and free what it holds."""
+        self._repeats = 0
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         placement = request.placement
@@ -137,7 +158,15 @@ class Scheduler:
         request.phase = Phase.FINISHED
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can be launched before something is collected."""
+        """The next step, or None when nothing can be launched before something is collected.
+
+        Where the plan before said for how long it holds, this only counts: no request is looked at.
+        """
+        if self._repeats:
+            self._repeats -= 1
+            for request in self._last.rows:
+                request.placement.sampled += 1  # type: ignore[union-attr]
+            return self._last
         rows = self._grow_or_pause()
         if not self._changes.swap_out:
             rows += self._resume()
@@ -151,17 +180,48 @@ class Scheduler:
             self._advance_prefill(prefill)
         rows.sort(key=lambda request: request.placed.slot)
         changes, self._changes = self._changes, _Changes()
+        same = tuple(rows) == self._last.rows
         plan = Plan(
             rows=tuple(rows),
+            # A request has one stay: these can have changed only with the rows.
+            epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
+            filtered=self._last.filtered if same else any(row.params.filtered for row in rows),
             prefill=prefill,
             swap_out=tuple(changes.swap_out),
             swap_in=tuple(changes.swap_in),
-            rows_changed=tuple(rows) != self._last_rows,
+            rows_changed=not same,
             slots_changed=changes.slots,
             tables_changed=changes.tables,
         )
-        self._last_rows = plan.rows
+        self._last = plan
+        self._repeats = self._holds_for(plan)
+        if self._repeats:
+            self._last = replace(
+                plan, rows_changed=False, slots_changed=False, tables_changed=False
+            )
         return plan
+
+    def _holds_for(self, plan: Plan) -> int:
+        """How many plans after this one have its rows and change nothing, if nobody comes or goes.
+
+        None have where a request is fed, paused or stalled: what becomes of it is for the next plan
+        to find out. Nobody who waits can be admitted meanwhile, as nothing is freed.
+        """
+        if plan.prefill is not None or plan.swap_out or plan.swap_in:
+            return 0
+        steps = min(
+            min(self._room(request), request.max_new_tokens - request.placed.sampled)
+            for request in plan.rows
+        )
+        if steps and len(plan.rows) < len(self.active):
+            others = set(self.active).difference(plan.rows)
+            if any(other.phase is not Phase.DECODE or _can_sample(other) for other in others):
+                return 0
+        return steps
+
+    def _room(self, request: Request) -> int:
+        """Positions behind those written for which the request has blocks."""
+        return len(request.placed.blocks) * self.block_size - _kv_len(request)
 
     def _grow_or_pause(self) -> list[Request]:
         """Rows that decode, oldest first, each with a block for its next position.
@@ -173,7 +233,7 @@ class Scheduler:
         for request in self.active:
             if request.phase is not Phase.DECODE or not _can_sample(request):
                 continue
-            if self._reserve(request, _kv_len(request) + 1):
+            if self._room(request) > 0 or self._reserve(request, _kv_len(request) + 1):
                 rows.append(request)
             else:
                 self.counters["stalled_rows"] += 1
@@ -274,7 +334,7 @@ class Scheduler:
 def _kv_len(request: Request) -> int:
     """Tokens whose KV is written once all that was launched has run; the last sampled has none."""
     placement = request.placed
-    return placement.prefilled + max(placement.sampled - 1, 0)
+    return placement.prefilled + (placement.sampled - 1 if placement.sampled else 0)
 
 
 def _can_sample(request: Request) -> bool:

@@ -8,20 +8,53 @@ lane, on its own index or on N. On a GPU the Triton kernel runs, elsewhere its `
 
 from graphengine.kernels.activation import swiglu, swiglu_reference
 from graphengine.kernels.attention import (
-    paged_attention,
-    paged_attention_reference,
-    paged_attention_workspace_bytes,
+    decode_attention,
+    decode_attention_arrivals,
+    decode_attention_reference,
+    decode_attention_workspace_bytes,
 )
+from graphengine.kernels.begin import begin_decode, begin_decode_reference
 from graphengine.kernels.embedding import embed, embed_reference
-from graphengine.kernels.linear import MAX_LANES, linear, linear_reference
-from graphengine.kernels.norm import rms_norm, rms_norm_reference
+from graphengine.kernels.finish import finish_decode, finish_decode_reference
+from graphengine.kernels.linear import (
+    MAX_LANES,
+    arrivals_needed,
+    linear,
+    linear_reference,
+    linear_residual,
+    linear_residual_reference,
+    linear_sample,
+    residual_groups,
+)
+from graphengine.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from graphengine.kernels.philox import philox_uint32
+from graphengine.kernels.plans import (
+    FMA_LANES,
+    LinearKind,
+    LinearPlan,
+    RowFamily,
+    attention_split,
+    heuristic_plan,
+    row_family,
+)
 from graphengine.kernels.prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.residual import Residual, new_residual
 from graphengine.kernels.rope import RopeConfig, rope_append, rope_append_reference, rope_tables
-from graphengine.kernels.sampling import SamplingTensors, sample, sample_reference
+from graphengine.kernels.sampling import (
+    SamplingTensors,
+    sample,
+    sample_reference,
+    sample_tiles,
+    sample_tiles_reference,
+)
 from graphengine.kernels.state import (
     EMITTED,
     INVALID,
@@ -32,9 +65,7 @@ from graphengine.kernels.state import (
     SlotState,
     StopTensors,
     apply_commands,
-    commit_decode,
     commit_prefill,
-    gather_decode,
     gather_prefill,
     publish,
 )
@@ -42,41 +73,62 @@ from graphengine.kernels.swap import copy_blocks, copy_blocks_reference
 
 __all__ = [
     "EMITTED",
+    "FMA_LANES",
     "INVALID",
     "LENGTH",
     "MAX_LANES",
     "STOP",
     "DecodeLanes",
+    "LinearKind",
+    "LinearPlan",
     "PrefillLanes",
+    "Residual",
     "RopeConfig",
+    "RowFamily",
     "SamplingTensors",
     "SlotState",
     "StopTensors",
+    "add_rms_norm",
+    "add_rms_norm_reference",
     "apply_commands",
-    "commit_decode",
+    "arrivals_needed",
+    "attention_split",
+    "begin_decode",
+    "begin_decode_reference",
     "commit_prefill",
     "copy_blocks",
     "copy_blocks_reference",
+    "decode_attention",
+    "decode_attention_arrivals",
+    "decode_attention_reference",
+    "decode_attention_workspace_bytes",
     "embed",
     "embed_reference",
-    "gather_decode",
+    "finish_decode",
+    "finish_decode_reference",
     "gather_prefill",
+    "heuristic_plan",
     "linear",
     "linear_reference",
-    "paged_attention",
-    "paged_attention_reference",
-    "paged_attention_workspace_bytes",
+    "linear_residual",
+    "linear_residual_reference",
+    "linear_sample",
+    "new_residual",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "philox_uint32",
     "publish",
+    "residual_groups",
     "rms_norm",
     "rms_norm_reference",
     "rope_append",
     "rope_append_reference",
     "rope_tables",
+    "row_family",
     "sample",
     "sample_reference",
+    "sample_tiles",
+    "sample_tiles_reference",
     "swiglu",
     "swiglu_reference",
 ]

@@ -1,13 +1,19 @@
-"""Decode attention over the paged cache: one query token a lane, keys split among programs.
+"""Decode attention over the paged cache: one token a lane, from its QKV product to its heads' sums.
 
-FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits of SPLIT_TOKENS,
-each program attends one split for the query heads of one kv head (GQA) and leaves a partial result,
-and a second kernel combines the partials. Splits have a fixed length counted from position 0 and
-tiles a size fixed by dtype and head_dim, so that the order of summation of a lane is a function of
-its own position alone.
+One kernel rotates the token's query and key, appends key and value to the cache, and attends.
+FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
+programs attend splits for the query heads of one kv head (GQA) and leave partial results, and the
+last program to arrive combines them. Splits have a fixed length counted from position 0 and tiles a
+size fixed by dtype and head_dim, so that the order of summation of a lane is a function of its own
+position alone.
+
+The token's own key and value are appended, but not read back: the token is a partial of its own,
+taken from the QKV product, rounded as the cache holds it. So keys and values of older tokens can be
+loaded before that product is known, which is what hides their latency (`pdl.py`).
 
 Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q query heads, G kv heads,
-D head_dim, C splits. `paged.py` has the cache's layout.
+D head_dim, C splits, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the cache's
+layout.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.lanes import check_lanes
+from graphengine.kernels.lanes import check_int32, check_lanes
 from graphengine.kernels.paged import (
     cache_offsets,
     check_cache,
@@ -27,121 +33,191 @@ from graphengine.kernels.paged import (
     gather_cache,
     token_capacity,
 )
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.rope import (
+    check_norm_weights,
+    check_rope,
+    rope_append_reference,
+    scale_head,
+)
 
-SPLIT_TOKENS = 256
+SPLIT_TOKENS = 64
 MAX_HEAD_DIM = 256
 
 # `tl.dot` wants 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
 _GROUP_ROWS = 16
-_COMBINE_TILE = 16
+# Keys that the programs of a launch attend at once: a tile for each SM of an H200, or two short
+# ones. A lane of more splits has its programs loop; no bit depends on it.
+_MAX_KEYS = 132 * 128
+# Float32 elements of partials that the combining program loads at a time, and splits at most.
+_COMBINE_ELEMENTS = 8192
+_COMBINE_SPLITS = 8
+_LOOP_STAGES = 3
 
 
-def paged_attention(
-    q_NQD: torch.Tensor,
+def decode_attention(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     kv: torch.Tensor,
     block_table_SB: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
+    arrivals: torch.Tensor,
     *,
+    num_heads: int,
+    num_kv_heads: int,
     scale: float,
     max_seq_len: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    split_tokens: int = SPLIT_TOKENS,
+    pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend keys 0..position of each lane's slot; the token at `position` was appended before.
+    """Append one token a lane to the cache and attend keys 0..position of the lane's slot.
 
     Args:
-        q_NQD: [N, Q, D], heads dense, any stride on lanes. Q is a multiple of the cache's G.
-        kv: one layer's cache, in q's dtype. block_table_SB: int32.
-        slot_N: int32, -1 = padded lane. position_N: int32, position of the lane's query.
+        qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
+        cos, sin: float32 [P, D/2] from `rope_tables`.
+        kv: one layer's cache, in qkv's dtype. Written in place: one key and value a live lane.
+        block_table_SB: int32. slot_N: int32, -1 = padded lane; live lanes name different slots.
+        position_N: int32, where the lane's token belongs.
+        arrivals: int32, dense, at least `decode_attention_arrivals` of zeros; zeros again behind
+            the kernel. Kernels that do not run at the same time may share it.
         scale: factor on the scores, 1/sqrt(D) as a rule.
         max_seq_len: positions stay below it. It sets the grid and the workspace
-            (`paged_attention_workspace_bytes`), never the result.
-        out: [N, Q * D] in q's dtype; may not share memory with q or kv.
+            (`decode_attention_workspace_bytes`), never the result.
+        q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
+            before the rotation, rounded where Qwen3's reference rounds.
+        split_tokens: keys of a split, 64 or 128: part of the numerics. Short ones suit few lanes.
+        pdl: launch as a programmatic dependent. Slots and positions must then have been written two
+            launches earlier or before, the cache's older entries too.
+        out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
 
     Returns:
-        [N, Q * D] in q's dtype; softmax and sums in float32. A padded lane reads and writes
-        nothing. A live lane whose position is negative, max_seq_len or more, or past its block
-        table is NaN.
+        [N, Q * D] in qkv's dtype. Rotation in float32, rounded once; softmax and sums in float32.
+        Of a padded lane nothing counts, for it nothing is written. A live lane whose position is
+        negative, max_seq_len or more, past the tables or past its block table is NaN and appends
+        nothing.
     """
-    lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB)
+    head_dim = _check_arguments(
+        qkv_NX,
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_seq_len=max_seq_len,
+    )
+    check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
+    if split_tokens not in (64, 128):
+        raise ValueError(f"split_tokens={split_tokens} must be 64 or 128")
+    lanes = qkv_NX.shape[0]
     check_lanes(lanes, slot_N=slot_N, position_N=position_N)
-    if max_seq_len < 1:
-        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1")
-    out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
-    if not use_triton(q_NQD):
-        return paged_attention_reference(
-            q_NQD,
+    _check_arrivals(arrivals, lanes, num_heads, num_kv_heads)
+    out = checked_output(out, (lanes, num_heads * head_dim), like=qkv_NX)
+    if not use_triton(qkv_NX):
+        return decode_attention_reference(
+            qkv_NX,
+            cos,
+            sin,
             kv,
             block_table_SB,
             slot_N,
             position_N,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             scale=scale,
             max_seq_len=max_seq_len,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
             out=out,
         )
-    block_size, kv_heads = kv.shape[2:4]
-    splits = _split_count(max_seq_len)
-    position_limit = min(max_seq_len, token_capacity(kv, block_table_SB))
-    head_tiles = triton.cdiv(heads // kv_heads, _GROUP_ROWS)
-    dim_padded = padded_dim(head_dim)
-    # Uninitialised: the combine kernel reads only what the programs of the lane's own splits wrote.
-    acc_NQCD = q_NQD.new_empty(lanes, heads, splits, head_dim, dtype=torch.float32)
-    max_NQC = q_NQD.new_empty(lanes, heads, splits, dtype=torch.float32)
+    splits = -(-max_seq_len // split_tokens)
+    tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
+    programs = min(splits, max(1, _MAX_KEYS // (split_tokens * lanes * tiles)))
+    # Uninitialised: the combining program reads only what the programs of its own lane wrote.
+    acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
+    max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
     sum_NQC = torch.empty_like(max_NQC)
-    _split_kernel[(lanes, kv_heads * head_tiles, splits)](
-        q_NQD,
+    _decode_attention_kernel[(lanes, tiles, programs)](
+        qkv_NX,
+        cos,
+        sin,
         kv,
         block_table_SB,
         slot_N,
         position_N,
+        q_norm_weight,
+        k_norm_weight,
+        arrivals,
         acc_NQCD,
         max_NQC,
         sum_NQC,
+        out,
         scale * math.log2(math.e),
-        q_NQD.stride(0),
+        eps,
+        qkv_NX.stride(0),
         kv.stride(0),
         block_table_SB.stride(0),
         splits,
-        position_limit,
-        Q=heads,
-        G=kv_heads,
+        _position_limit(cos, kv, block_table_SB, max_seq_len),
+        Q=num_heads,
+        G=num_kv_heads,
         D=head_dim,
-        DIM_PADDED=dim_padded,
-        BLOCK_SIZE=block_size,
-        GROUP_ROWS=_GROUP_ROWS,
-        SPLIT=SPLIT_TOKENS,
-        TILE=key_tile(q_NQD.dtype, dim_padded),
-        num_warps=4,
-        num_stages=2,
-    )
-    _combine_kernel[(lanes, heads)](
-        acc_NQCD,
-        max_NQC,
-        sum_NQC,
-        slot_N,
-        position_N,
-        out,
-        splits,
-        position_limit,
-        Q=heads,
-        D=head_dim,
-        DIM_PADDED=dim_padded,
-        SPLIT=SPLIT_TOKENS,
-        TILE=_COMBINE_TILE,
-        num_warps=4,
+        BLOCK_SIZE=kv.shape[2],
+        NORMED=q_norm_weight is not None,
+        **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
+        **launch_options(pdl),
     )
     return out
 
 
-def paged_attention_workspace_bytes(
-    lanes: int, *, heads: int, head_dim: int, max_seq_len: int
+def decode_attention_arrivals(lanes: int, *, num_heads: int, num_kv_heads: int) -> int:
+    """Int32 counters that `decode_attention` of `lanes` needs."""
+    return lanes * num_kv_heads * _head_tiles(num_heads, num_kv_heads)
+
+
+def decode_attention_workspace_bytes(
+    lanes: int, *, num_heads: int, head_dim: int, max_seq_len: int, split_tokens: int = SPLIT_TOKENS
 ) -> int:
-    """Bytes of float32 workspace that one `paged_attention` call allocates (for the budget)."""
-    return lanes * heads * _split_count(max_seq_len) * (head_dim + 2) * 4
+    """Bytes of float32 workspace that one `decode_attention` call allocates (for the budget)."""
+    partials = -(-max_seq_len // split_tokens) + 1
+    return lanes * num_heads * partials * (head_dim + 2) * 4
 
 
-def _split_count(max_seq_len: int) -> int:
-    return -(-max_seq_len // SPLIT_TOKENS)
+def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
+    return -(-(num_heads // num_kv_heads) // _GROUP_ROWS)
+
+
+def _position_limit(
+    cos: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, max_seq_len: int
+) -> int:
+    return min(max_seq_len, cos.shape[0], token_capacity(kv, block_table_SB))
+
+
+def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
+    """What fixes the order of summation, from dtype, shape of a head and length of a split alone.
+
+    A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
+    on plain FMA units.
+    """
+    dim_padded = padded_dim(head_dim)
+    combine_rows = min(_GROUP_ROWS, triton.next_power_of_2(group))
+    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * dim_padded))
+    return {
+        "DIM_PADDED": dim_padded,
+        "GROUP_ROWS": _GROUP_ROWS,
+        "SPLIT": split,
+        "LOOP_STAGES": _LOOP_STAGES if dim_padded <= 64 and split > 64 else 1,
+        "COMBINE_ROWS": combine_rows,
+        "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
+        "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
+    }
 
 
 def padded_dim(head_dim: int) -> int:
@@ -149,23 +225,25 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def key_tile(dtype: torch.dtype, dim_padded: int) -> int:
-    """Keys of one tile: as many as leave two stages of keys and values in shared memory."""
-    return 64 if dim_padded * dtype.itemsize <= 512 else 32
-
-
 @triton.jit(do_not_specialize=["splits", "position_limit"])
-def _split_kernel(
-    q_ptr,
+def _decode_attention_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
     kv_ptr,
     block_table_ptr,
     slot_ptr,
     position_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    arrivals_ptr,
     acc_ptr,
     max_ptr,
     sum_ptr,
+    out_ptr,
     scale_log2,
-    q_stride,
+    eps,
+    qkv_stride,
     kv_block_stride,
     table_stride,
     splits,
@@ -175,192 +253,380 @@ def _split_kernel(
     D: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program a lane, kv head (GROUP_ROWS of its query heads) and split: unnormalised partials.
+    """Programs (lane, kv head x GROUP_ROWS of its query heads, p): splits p, p + programs, ...
 
-    Per head: the largest score (in log2 units), the sum of weights and the weighted sum of values.
+    Program 0 has the lane's own token as well.
     """
     lane = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
-    slot = tl.load(slot_ptr + lane)
-    if slot < 0:
-        return
-    position = tl.load(position_ptr + lane)
-    # A negative position ends here too.
-    if (split * SPLIT > position) | (position >= position_limit):
-        return
-
+    first_split = tl.program_id(2)
+    programs = tl.num_programs(2)
     GROUP: tl.constexpr = Q // G
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_ROWS - 1) // GROUP_ROWS
     kv_head = tl.program_id(1) // HEAD_TILES
-    row = (tl.program_id(1) % HEAD_TILES) * GROUP_ROWS + tl.arange(0, GROUP_ROWS)
-    row_mask = row < GROUP
-    head = kv_head * GROUP + row
+    first_row = (tl.program_id(1) % HEAD_TILES) * GROUP_ROWS
+
+    # Loaded together: one after the other would cost another trip to L2.
+    slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
+    position = tl.load(position_ptr + lane, cache_modifier=".cg")
+    live = slot >= 0
+    inside = live & (position >= 0) & (position < position_limit)
+    position = tl.where(inside, position, 0)
+    used = (position + SPLIT - 1) // SPLIT
+
+    # What no launch since the last but one writes: older keys and values, tables, norm weights.
+    table_row_ptr = block_table_ptr + tl.maximum(slot, 0).to(tl.int64) * table_stride
+    key_ptr = kv_ptr + kv_head * D
     dim = tl.arange(0, DIM_PADDED)
     dim_mask = dim < D
-    head_mask = row_mask[:, None] & dim_mask[None, :]
-    q = tl.load(
-        q_ptr + lane * q_stride + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0
+    token = first_split * SPLIT + tl.arange(0, SPLIT)
+    keys, values = _load_older(
+        key_ptr, table_row_ptr, token, position, kv_block_stride, dim, BLOCK_SIZE, G, D
     )
+    HALF: tl.constexpr = D // 2
+    is_lower = dim < HALF
+    partner = tl.where(is_lower, dim + HALF, dim - HALF)
+    angle = position.to(tl.int64) * HALF + tl.where(is_lower, dim, dim - HALF)
+    angle_mask = dim_mask & inside
+    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0)
+    sin = tl.where(is_lower, -sin, sin)
+    own_entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
 
-    running_max = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-    running_sum = tl.zeros([GROUP_ROWS], tl.float32)
-    acc = tl.zeros([GROUP_ROWS, DIM_PADDED], tl.float32)
-    table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
-    end = tl.minimum((split + 1) * SPLIT, position + 1)
-    for start in range(split * SPLIT, end, TILE):
-        token = start + tl.arange(0, TILE)
-        token_mask = token < end
-        entry = cache_offsets(table_row_ptr, token, token_mask, kv_block_stride, BLOCK_SIZE, G * D)
-        running_max, running_sum, acc = attend_tile(
+    wait_for_inputs(PDL)
+
+    row = first_row + tl.arange(0, GROUP_ROWS)
+    head = lane * Q + kv_head * GROUP + row
+    head_mask = (row < GROUP)[:, None] & dim_mask[None, :]
+    if not inside:
+        failed = live & (first_split == 0)
+        tl.store(out_ptr + head[:, None] * D + dim[None, :], float("nan"), mask=head_mask & failed)
+        return
+    if first_split >= tl.maximum(used, 1):
+        return
+
+    qkv_row_ptr = qkv_ptr + lane * qkv_stride
+    q = _rotated(
+        qkv_row_ptr + (kv_head * GROUP + row)[:, None] * D,
+        head_mask,
+        dim,
+        partner,
+        cos,
+        sin,
+        q_norm_ptr,
+        eps,
+        D,
+        NORMED,
+    )
+    # Partial 0 of a head is the token itself, partial i + 1 is split i.
+    partial = head * (splits + 1)
+    if first_split == 0:
+        own_row = tl.zeros([1], tl.int32)
+        own_key_ptrs = qkv_row_ptr + (Q + kv_head) * D + own_row[:, None]
+        own_key = _rotated(
+            own_key_ptrs, dim_mask[None, :], dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED
+        )
+        own_value = tl.load(own_key_ptrs + G * D + dim[None, :], mask=dim_mask[None, :], other=0.0)
+        append_ptrs = key_ptr + own_entry + own_row[:, None] + dim[None, :]
+        append_mask = dim_mask[None, :] & (first_row == 0)
+        tl.store(append_ptrs, own_key, mask=append_mask)
+        tl.store(append_ptrs + BLOCK_SIZE * G * D, own_value, mask=append_mask)
+        score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale_log2
+        tl.store(max_ptr + partial, score, mask=row < GROUP)
+        tl.store(sum_ptr + partial, 1.0, mask=row < GROUP)
+        own_acc = tl.broadcast_to(own_value.to(tl.float32), [GROUP_ROWS, DIM_PADDED])
+        tl.store(acc_ptr + partial[:, None] * D + dim[None, :], own_acc, mask=head_mask)
+
+    if first_split < used:
+        _attend_split(
             q,
-            kv_ptr + (entry + kv_head * D)[:, None] + dim[None, :],
-            token_mask[:, None] & dim_mask[None, :],
-            token_mask[None, :],
+            keys,
+            values,
+            token < position,
             scale_log2,
-            running_max,
-            running_sum,
-            acc,
-            BLOCK_SIZE * G * D,
+            acc_ptr,
+            max_ptr,
+            sum_ptr,
+            partial + 1 + first_split,
+            row < GROUP,
+            dim,
+            D,
+        )
+    for split in tl.range(first_split + programs, used, programs, num_stages=LOOP_STAGES):
+        token = split * SPLIT + tl.arange(0, SPLIT)
+        keys, values = _load_older(
+            key_ptr, table_row_ptr, token, position, kv_block_stride, dim, BLOCK_SIZE, G, D
+        )
+        _attend_split(
+            q,
+            keys,
+            values,
+            token < position,
+            scale_log2,
+            acc_ptr,
+            max_ptr,
+            sum_ptr,
+            partial + 1 + split,
+            row < GROUP,
+            dim,
+            D,
         )
 
-    partial = (lane * Q + head) * splits + split
-    tl.store(max_ptr + partial, running_max, mask=row_mask)
-    tl.store(sum_ptr + partial, running_sum, mask=row_mask)
-    tl.store(acc_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
+    # The barrier puts the stores of the whole program before the one thread's release.
+    tl.debug_barrier()
+    last = True
+    shares = tl.minimum(used, programs)
+    if shares > 1:
+        arrival_ptr = arrivals_ptr + lane * (G * HEAD_TILES) + tl.program_id(1)
+        last = tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == shares - 1
+        if last:
+            tl.store(arrival_ptr, 0)
+    if last:
+        _combine_splits(
+            acc_ptr,
+            max_ptr,
+            sum_ptr,
+            out_ptr,
+            lane * Q + kv_head * GROUP + first_row,
+            GROUP - first_row,
+            used + 1,
+            splits + 1,
+            D,
+            DIM_PADDED,
+            COMBINE_ROWS,
+            COMBINE_SPLITS,
+        )
 
 
 @triton.jit
-def attend_tile(
-    q,
-    key_ptrs,
-    load_mask,
-    score_mask,
-    scale_log2,
-    running_max,
-    running_sum,
-    acc,
-    VALUE_OFFSET: tl.constexpr,
+def _load_older(
+    key_ptr,
+    table_row_ptr,
+    token,
+    position,
+    kv_block_stride,
+    dim,
+    BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """One step of the online softmax (FlashAttention-2, Dao 2023) over a tile of keys and values.
-
-    q [rows, D'] against keys at `key_ptrs` [keys, D'] and values VALUE_OFFSET elements behind them;
-    what `load_mask` leaves out counts as 0, scores that `score_mask` leaves out as -inf. The tile
-    must show every row at least one key, in this tile or an earlier one. A row that sees no key of
-    this tile keeps its bits.
-    """
-    k = tl.load(key_ptrs, mask=load_mask, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    scores = tl.where(score_mask, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_max[:, None])
-    rescale = tl.exp2(running_max - new_max)
-    v = tl.load(key_ptrs + VALUE_OFFSET, mask=load_mask, other=0.0)
-    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return new_max, running_sum * rescale + tl.sum(weights, axis=1), acc
+    """Keys and values [tokens, D'] of the tokens before `position`; 0 for the others."""
+    older = token < position
+    entry = cache_offsets(table_row_ptr, token, older, kv_block_stride, BLOCK_SIZE, G * D)
+    key_ptrs = key_ptr + entry[:, None] + dim[None, :]
+    mask = older[:, None] & (dim < D)[None, :]
+    # Values first: the keys' way into the product begins at once, and would hold these loads up.
+    value_ptrs = key_ptrs + BLOCK_SIZE * G * D
+    values = tl.load(value_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    keys = tl.load(key_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    return keys, values
 
 
-@triton.jit(do_not_specialize=["splits", "position_limit"])
-def _combine_kernel(
+@triton.jit
+def _attend_split(
+    q,
+    keys,
+    values,
+    older,
+    scale_log2,
     acc_ptr,
     max_ptr,
     sum_ptr,
-    slot_ptr,
-    position_ptr,
+    partial,
+    row_mask,
+    dim,
+    D: tl.constexpr,
+):
+    """Store the partial of one split: largest score (log2 units), sum of weights, sum of values.
+
+    At least one of its tokens is `older` than the query.
+    """
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+    scores = tl.where(older[None, :], scores, float("-inf"))
+    largest = tl.max(scores, axis=1)
+    weights = tl.exp2(scores - largest[:, None])
+    acc = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    tl.store(max_ptr + partial, largest, mask=row_mask)
+    tl.store(sum_ptr + partial, tl.sum(weights, axis=1), mask=row_mask)
+    mask = row_mask[:, None] & (dim < D)[None, :]
+    tl.store(acc_ptr + partial[:, None] * D + dim[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _rotated(
+    head_ptrs,
+    mask,
+    dim,
+    partner,
+    cos,
+    signed_sin,
+    weight_ptr,
+    eps,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Heads [rows, D'] at `head_ptrs` [rows, 1], normed if NORMED and rotated, in their own dtype.
+
+    The other half of each pair is loaded a second time, which spares shuffling registers. Rounded
+    where `rope_append` rounds.
+    """
+    x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
+    other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    other = other.to(tl.float32)
+    if NORMED:
+        weight = tl.load(weight_ptr + dim, mask=dim < D, other=0.0)
+        partner_weight = tl.load(weight_ptr + partner, mask=dim < D, other=0.0)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)
+        x = scale_head(x, scale[:, None], weight[None, :], dtype)
+        other = scale_head(other, scale[:, None], partner_weight[None, :], dtype)
+    return (x * cos[None, :] + other * signed_sin[None, :]).to(dtype)
+
+
+@triton.jit
+def _combine_splits(
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
     out_ptr,
+    first_head,
+    rows,
+    used,
     splits,
-    position_limit,
-    Q: tl.constexpr,
     D: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """One program a lane and head: weigh the partials of its splits by their largest scores.
+    """Weigh the partials of `used` splits by their largest scores, in order of split.
 
-    A lane with one split passes through exactly: weight 1, and only zeros are added.
+    AT_ONCE splits share a maximum: no load of theirs waits for another.
     """
-    lane = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    slot = tl.load(slot_ptr + lane)
-    if slot < 0:
-        return
-    position = tl.load(position_ptr + lane)
-    # No split was attended outside the limits: 0 / 0 below is the NaN that the contract promises.
-    inside = (position >= 0) & (position < position_limit)
-    used = tl.where(inside, position // SPLIT + 1, 0)
-
+    row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PADDED)
-    dim_mask = dim < D
-    running_max = float("-inf")
-    running_sum = 0.0
-    acc = tl.zeros([DIM_PADDED], tl.float32)
-    for start in range(0, used, TILE):
-        split = start + tl.arange(0, TILE)
-        split_mask = split < used
-        partial = (lane * Q + head) * splits + split
-        split_max = tl.load(max_ptr + partial, mask=split_mask, other=float("-inf"))
-        split_sum = tl.load(sum_ptr + partial, mask=split_mask, other=0.0)
-        split_acc = tl.load(
-            acc_ptr + partial[:, None] * D + dim[None, :],
-            mask=split_mask[:, None] & dim_mask[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(running_max, tl.max(split_max, axis=0))
-        weight = tl.exp2(split_max - new_max)
+    mask = (row < rows)[:, None] & (dim < D)[None, :]
+    # Rows of padding compute what the last row computes, and are not stored.
+    partial = (first_head + tl.minimum(row, rows - 1)) * splits
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for start in range(0, used, AT_ONCE):
+        new_max = running_max
+        for i in tl.static_range(AT_ONCE):
+            new_max = tl.maximum(new_max, _load_maximum(max_ptr, partial, start + i, used))
         rescale = tl.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weight * split_sum, axis=0)
-        acc = acc * rescale + tl.sum(weight[:, None] * split_acc, axis=0)
+        running_sum *= rescale
+        acc *= rescale[:, None]
+        for i in tl.static_range(AT_ONCE):
+            split = start + i
+            weight = tl.exp2(_load_maximum(max_ptr, partial, split, used) - new_max)
+            split_sum = tl.load(
+                sum_ptr + partial + split, mask=split < used, other=0.0, cache_modifier=".cg"
+            )
+            split_acc = tl.load(
+                acc_ptr + (partial + split)[:, None] * D + dim[None, :],
+                mask=mask & (split < used),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            running_sum += weight * split_sum
+            acc += weight[:, None] * split_acc
         running_max = new_max
-    tl.store(out_ptr + (lane * Q + head) * D + dim, acc / running_sum, mask=dim_mask)
+    out_ptrs = out_ptr + (first_head + row)[:, None] * D + dim[None, :]
+    tl.store(out_ptrs, acc / running_sum[:, None], mask=mask)
 
 
-def paged_attention_reference(
-    q_NQD: torch.Tensor,
+@triton.jit
+def _load_maximum(max_ptr, partial, split, used):
+    return tl.load(
+        max_ptr + partial + split, mask=split < used, other=float("-inf"), cache_modifier=".cg"
+    )
+
+
+def decode_attention_reference(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     kv: torch.Tensor,
     block_table_SB: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
     *,
+    num_heads: int,
+    num_kv_heads: int,
     scale: float,
     max_seq_len: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others."""
-    lanes, heads, head_dim = q_NQD.shape
-    out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
-    position_limit = min(max_seq_len, token_capacity(kv, block_table_SB))
+    """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others."""
+    head_dim = kv.shape[4]
+    out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
+    limit = _position_limit(cos, kv, block_table_SB, max_seq_len)
     slots, positions = slot_N.tolist(), position_N.tolist()
     for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot < 0:
             continue
-        if not 0 <= position < position_limit:
+        if not 0 <= position < limit:
             out[lane] = math.nan
             continue
+        q_1QD = rope_append_reference(
+            qkv_NX[lane : lane + 1],
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N[lane : lane + 1],
+            position_N[lane : lane + 1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
+        )
         keys, values = gather_cache(kv, block_table_SB, slot, position + 1)
-        # One query token: [G, group, D] x [G, D, keys].
-        q = q_NQD[lane].float().view(keys.shape[1], -1, head_dim)
+        # [G, group, D] x [G, D, keys].
+        q = q_1QD.float().view(num_kv_heads, -1, head_dim)
         weights = torch.softmax(q @ keys.permute(1, 2, 0) * scale, dim=-1)
         out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
     return out
 
 
-def check_query(
-    q_NQD: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor
-) -> tuple[int, int, int]:
-    """Raise ValueError unless the queries fit the cache; return (N, Q, D)."""
-    if q_NQD.dim() != 3:
-        raise ValueError(f"q must be [N, Q, D], not {tuple(q_NQD.shape)}")
-    lanes, heads, head_dim = q_NQD.shape
-    if q_NQD.stride()[1:] != (head_dim, 1):
-        raise ValueError(f"q must have dense heads, not strides {q_NQD.stride()}")
+def _check_arguments(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+) -> int:
+    """Raise ValueError unless tables and cache fit the QKV product; return head_dim."""
+    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
-    if kv.dtype != q_NQD.dtype:
-        raise ValueError(f"kv is {kv.dtype}, q {q_NQD.dtype}")
-    kv_heads = kv.shape[3] if kv.dim() == 5 else 1
-    check_cache(kv, block_table_SB, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    return lanes, heads, head_dim
+    check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
+    if max_seq_len < 1:
+        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1")
+    return head_dim
+
+
+def _check_arrivals(arrivals: torch.Tensor, lanes: int, num_heads: int, num_kv_heads: int) -> None:
+    needed = decode_attention_arrivals(lanes, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    check_int32(arrivals=arrivals)
+    if arrivals.dim() != 1 or arrivals.shape[0] < needed or not arrivals.is_contiguous():
+        raise ValueError(
+            f"arrivals must be a dense vector of at least {needed}, not {tuple(arrivals.shape)}"
+        )

@@ -105,7 +105,11 @@ def gumbel(word: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 @triton.jit
 def philox_uint32_tile(seed, position, token_id):
-    """Triton twin of `philox_uint32`: int64 scalar, int32 scalar, int32 [N] -> uint32 [N]."""
+    """Triton twin of `philox_uint32`: int64, int32, int32 -> uint32, of shapes that broadcast.
+
+    A word is computed in no wider a shape than its operands have: with seeds and positions [L, 1]
+    and ids [1, B], the first rounds are mostly done for L + B elements rather than L * B.
+    """
     bits = seed.to(tl.uint64, bitcast=True)
     k0 = bits.to(tl.uint32)
     k1 = (bits >> 32).to(tl.uint32)
@@ -127,7 +131,7 @@ def philox_uint32_tile(seed, position, token_id):
 
 @triton.jit
 def gumbel_tile(word):
-    """Triton twin of `gumbel`: uint32 [N] -> float32 [N]; a GPU's log may differ by some ulps."""
+    """Triton twin of `gumbel`: uint32 -> float32; a GPU's log may differ by some ulps."""
     uniform = (word.to(tl.float32) + 0.5) * _WORD_TO_UNIFORM
     uniform = tl.minimum(uniform, _LARGEST_UNIFORM)
     exponential = tl.where(

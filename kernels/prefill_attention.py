@@ -13,20 +13,58 @@ Q query heads, G kv heads, D head_dim. `paged.py` has the cache's layout.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.attention import attend_tile, check_query, key_tile, padded_dim
+from graphengine.kernels.attention import MAX_HEAD_DIM, padded_dim
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
 from graphengine.kernels.paged import (
     cache_offsets,
+    check_cache,
     checked_output,
     gather_cache,
     token_capacity,
 )
+
+
+class PrefillTiles(NamedTuple):
+    """How the work of a dtype and padded head_dim is cut. Only `keys` is seen in the bits.
+
+    16-bit rows of 64 and more compile to wgmma on sm_90, whose rows know nothing of each other, so
+    that `rows` (with `warps`) and `few_rows` (with 4 warps) agree bit for bit.
+    """
+
+    rows: int
+    """Rows (tokens x heads) of a tile, as long as that makes MANY_PROGRAMS programs."""
+    few_rows: int
+    """Rows of a tile of a shorter chunk."""
+    keys: int
+    warps: int
+    stages: int
+    """Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles: 5 load two ahead."""
+    paired: bool = False
+    """Registers and shared memory let two programs share a multiprocessor."""
+
+
+# 16-bit types by padded head_dim; a smaller one is as 64. Rows of 128 halve what programs read of
+# the keys: with 64 that alone would be most of the kernel's time.
+TILES_16_BIT = {
+    64: PrefillTiles(128, 64, keys=64, warps=4, stages=5, paired=True),
+    128: PrefillTiles(128, 64, keys=64, warps=8, stages=5),
+    256: PrefillTiles(128, 64, keys=32, warps=8, stages=5),
+}
+# float32 runs on plain FMA units and spills beyond 32 rows.
+TILES_32_BIT = {
+    64: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
+    128: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
+    256: PrefillTiles(32, 32, keys=32, warps=4, stages=3),
+}
+# About the multiprocessors of a large GPU.
+MANY_PROGRAMS = 128
 
 
 def paged_prefill_attention(
@@ -49,8 +87,8 @@ def paged_prefill_attention(
         q_NQD: [N, Q, D], heads dense, any stride on lanes. Q is a multiple of the cache's G.
         kv: one layer's cache, in q's dtype. block_table_SB: int32.
         query_start_P1: int32 [P + 1], each at most N. slot_P: int32 [P], -1 = padded segment, whose
-            other numbers are not read. position_P: int32 [P]. All on the device.
-        scale: factor on the scores, 1/sqrt(D) as a rule.
+            other numbers do not count. position_P: int32 [P]. All on the device.
+        scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
 
     Returns:
@@ -58,6 +96,8 @@ def paged_prefill_attention(
         Tokens past their block table are NaN.
     """
     lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB)
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be above 0")
     segments = slot_P.shape[0]
     check_lanes(segments, slot_P=slot_P, position_P=position_P)
     check_lanes(segments + 1, query_start_P1=query_start_P1)
@@ -73,10 +113,11 @@ def paged_prefill_attention(
             scale=scale,
             out=out,
         )
-    block_size, kv_heads = kv.shape[2:4]
-    dim_padded = padded_dim(head_dim)
-    rows = _query_rows(q_NQD.dtype)
-    _prefill_kernel[(triton.cdiv(lanes * (heads // kv_heads), rows), segments, kv_heads)](
+    kv_heads = kv.shape[3]
+    group_rows = lanes * (heads // kv_heads)
+    tiles, rows, warps = _pick_tiles(q_NQD.dtype, head_dim, group_rows, segments * kv_heads)
+    grid = (kv_heads, triton.cdiv(group_rows, rows), segments)
+    _prefill_kernel[grid](
         q_NQD,
         kv,
         block_table_SB,
@@ -92,19 +133,26 @@ def paged_prefill_attention(
         Q=heads,
         G=kv_heads,
         D=head_dim,
-        DIM_PADDED=dim_padded,
-        BLOCK_SIZE=block_size,
+        DIM_PADDED=padded_dim(head_dim),
+        BLOCK_SIZE=kv.shape[2],
         ROWS=rows,
-        TILE=key_tile(q_NQD.dtype, dim_padded),
-        num_warps=4,
-        num_stages=2,
+        TILE=tiles.keys,
+        STAGES=tiles.stages,
+        PAIRED=tiles.paired and math.prod(grid) <= 2 * MANY_PROGRAMS,
+        num_warps=warps,
     )
     return out
 
 
-def _query_rows(dtype: torch.dtype) -> int:
-    """Rows (tokens x heads) of a tile. float32 runs on plain FMA units and spills beyond 32."""
-    return 32 if dtype == torch.float32 else 64
+def _pick_tiles(
+    dtype: torch.dtype, head_dim: int, group_rows: int, groups: int
+) -> tuple[PrefillTiles, int, int]:
+    """Tiles, rows and warps for `groups` (kv heads of segments) of `group_rows` rows."""
+    by_dim = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
+    tiles = by_dim[max(64, padded_dim(head_dim))]
+    if triton.cdiv(group_rows, tiles.rows) * groups >= MANY_PROGRAMS:
+        return tiles, tiles.rows, tiles.warps
+    return tiles, tiles.few_rows, 4
 
 
 @triton.jit(do_not_specialize=["position_limit"])
@@ -128,30 +176,39 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
-    """One program a tile of (token, head of the group) rows, segment and kv head."""
-    segment = tl.program_id(1)
-    kv_head = tl.program_id(2)
+    """One program a kv head, tile of (token, head of the group) rows, and segment.
+
+    The last tiles of a segment have most keys and start first. PAIRED: all run at the same time,
+    the second half beside the first, and the shortest beside the longest.
+    """
+    kv_head = tl.program_id(0)
+    turn = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    tile = tiles - 1 - turn
+    if PAIRED:
+        half = (tiles + 1) // 2
+        tile = tl.where(turn < half, tile, turn - half)
+    first_row = tile * ROWS
+    segment = tl.program_id(2)
+    # Loaded together: one after the other would cost more trips to L2.
     slot = tl.load(slot_ptr + segment)
-    if slot < 0:
-        return
+    first_position = tl.load(position_ptr + segment)
     first_lane = tl.load(query_start_ptr + segment)
     tokens = tl.load(query_start_ptr + segment + 1) - first_lane
     GROUP: tl.constexpr = Q // G
-    first_row = tl.program_id(0) * ROWS
-    if first_row >= tokens * GROUP:
+    if (slot < 0) | (first_row >= tokens * GROUP):
         return
-    first_position = tl.load(position_ptr + segment)
 
     row = first_row + tl.arange(0, ROWS)
     row_token = row // GROUP
-    row_mask = row_token < tokens
     row_position = first_position + row_token
     head = kv_head * GROUP + row % GROUP
     lane = (first_lane + row_token).to(tl.int64)
     dim = tl.arange(0, DIM_PADDED)
-    dim_mask = dim < D
-    mask = row_mask[:, None] & dim_mask[None, :]
+    mask = (row_token < tokens)[:, None] & (dim < D)[None, :]
     q = tl.load(q_ptr + (lane * q_stride + head * D)[:, None] + dim[None, :], mask=mask, other=0.0)
 
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -161,23 +218,31 @@ def _prefill_kernel(
     # Keys behind the last token of this tile are of no use to any of its rows.
     last_token = tl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
     end = tl.minimum(first_position + last_token + 1, position_limit)
-    for start in range(0, end, TILE):
+    # Keys before this are seen by all rows.
+    common_end = tl.minimum(first_position + first_row // GROUP + 1, end)
+    key_ptr = kv_ptr + kv_head * D
+    for start in tl.range(0, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         token_mask = token < end
         entry = cache_offsets(table_row_ptr, token, token_mask, kv_block_stride, BLOCK_SIZE, G * D)
-        running_max, running_sum, acc = attend_tile(
-            q,
-            kv_ptr + (entry + kv_head * D)[:, None] + dim[None, :],
-            token_mask[:, None] & dim_mask[None, :],
-            token_mask[None, :] & (token[None, :] <= row_position[:, None]),
-            scale_log2,
-            running_max,
-            running_sum,
-            acc,
-            BLOCK_SIZE * G * D,
-        )
+        key_ptrs = key_ptr + entry[:, None] + dim[None, :]
+        load_mask = token_mask[:, None] & (dim < D)[None, :]
+        keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if start + TILE > common_end:
+            seen = token_mask[None, :] & (token[None, :] <= row_position[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        # The maximum stays in the scores' own units: scaled and subtracted in one operation.
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        weights = tl.exp2(tl.fma(scores, scale_log2, -(new_max * scale_log2)[:, None]))
+        rescale = tl.exp2((running_max - new_max) * scale_log2)
+        values = tl.load(key_ptrs + BLOCK_SIZE * G * D, mask=load_mask, other=0.0)
+        acc *= rescale[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        running_max = new_max
 
-    result = acc / running_sum[:, None]
+    result = acc * (1.0 / running_sum)[:, None]
     inside = (row_position >= 0) & (row_position < position_limit)
     result = tl.where(inside[:, None], result, float("nan"))
     target = out_ptr + (lane * (Q * D) + head * D)[:, None] + dim[None, :]
@@ -236,3 +301,21 @@ def _segment_reference(
     result = (torch.softmax(scores, dim=-1) @ values).transpose(0, 1)
     outside = (position_T < 0) | (position_T >= capacity)
     return result.masked_fill(outside[:, None, None], math.nan).reshape(tokens, heads * head_dim)
+
+
+def check_query(
+    q_NQD: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor
+) -> tuple[int, int, int]:
+    """Raise ValueError unless the queries fit the cache; return (N, Q, D)."""
+    if q_NQD.dim() != 3:
+        raise ValueError(f"q must be [N, Q, D], not {tuple(q_NQD.shape)}")
+    lanes, heads, head_dim = q_NQD.shape
+    if q_NQD.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"q must have dense heads, not strides {q_NQD.stride()}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
+    if kv.dtype != q_NQD.dtype:
+        raise ValueError(f"kv is {kv.dtype}, q {q_NQD.dtype}")
+    kv_heads = kv.shape[3] if kv.dim() == 5 else 1
+    check_cache(kv, block_table_SB, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    return lanes, heads, head_dim

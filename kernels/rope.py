@@ -25,6 +25,9 @@ from graphengine.kernels.paged import (
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
+# Pairs of a program: 16 bytes of each half for every thread of 4 warps, where values have 16 bits.
+_BLOCK_PAIRS = 1024
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
@@ -182,9 +185,9 @@ def rope_append(
         float32, rounded once. A padded lane reads and writes nothing. A live lane past the tables
         or past its block table appends nothing and its queries are NaN.
     """
-    head_dim = _check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
+    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
     check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
-    _check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
+    check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
     lanes = qkv_NX.shape[0]
     check_lanes(lanes, slot_N=slot_N, position_N=position_N)
     out = checked_output(out, (lanes, num_heads, head_dim), like=qkv_NX)
@@ -204,7 +207,10 @@ def rope_append(
             eps=eps,
             out=out,
         )
-    _rope_append_kernel[(lanes, num_heads + 2 * num_kv_heads)](
+    all_heads = num_heads + 2 * num_kv_heads
+    half_padded = triton.next_power_of_2(head_dim // 2)
+    block_heads = max(1, min(triton.next_power_of_2(all_heads), _BLOCK_PAIRS // half_padded))
+    _rope_append_kernel[(lanes, triton.cdiv(all_heads, block_heads))](
         qkv_NX,
         cos,
         sin,
@@ -223,10 +229,11 @@ def rope_append(
         Q=num_heads,
         G=num_kv_heads,
         D=head_dim,
-        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+        HALF_PADDED=half_padded,
+        BLOCK_HEADS=block_heads,
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
-        num_warps=1,
+        num_warps=4,
     )
     return out
 
@@ -252,62 +259,76 @@ def _rope_append_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """One program a lane and head; heads count through queries, then keys, then values."""
+    """One program a lane and BLOCK_HEADS heads, counted through queries, then keys, then values."""
     lane = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    # Loaded together: one after the other would cost another trip to L2.
     slot = tl.load(slot_ptr + lane)
+    position = tl.load(position_ptr + lane)
     if slot < 0:
         return
-    position = tl.load(position_ptr + lane)
     inside = (position >= 0) & (position < position_limit)
 
     HALF: tl.constexpr = D // 2
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pair = tl.arange(0, HALF_PADDED)
     pair_mask = pair < HALF
-    source = qkv_ptr + lane * qkv_stride + head * D + pair
-    lower = tl.load(source, mask=pair_mask, other=0.0).to(tl.float32)
-    upper = tl.load(source + HALF, mask=pair_mask, other=0.0).to(tl.float32)
+    mask = (head < Q + 2 * G)[:, None] & pair_mask[None, :]
+    source = qkv_ptr + lane * qkv_stride + head[:, None] * D + pair[None, :]
+    lower = tl.load(source, mask=mask, other=0.0)
+    upper = tl.load(source + HALF, mask=mask, other=0.0)
+    # A position without an angle gives NaN queries: an error that shows, not a read beyond.
+    angle = position.to(tl.int64) * HALF + pair
+    cos = tl.load(cos_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
+    sin = tl.load(sin_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
+    table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
+    entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
 
-    if head < Q + G:
-        if NORMED:
-            weight_ptr = q_norm_ptr if head < Q else k_norm_ptr
-            dtype = qkv_ptr.dtype.element_ty
-            mean_square = (tl.sum(lower * lower) + tl.sum(upper * upper)) / D
-            scale = 1.0 / tl.sqrt_rn(mean_square + eps)
-            lower = _norm_half(lower, scale, weight_ptr + pair, pair_mask, dtype)
-            upper = _norm_half(upper, scale, weight_ptr + HALF + pair, pair_mask, dtype)
-        # A position without an angle gives NaN queries: an error that shows, not a read beyond.
-        angle = position.to(tl.int64) * HALF + pair
-        cos = tl.load(cos_ptr + angle, mask=pair_mask & inside, other=float("nan"))
-        sin = tl.load(sin_ptr + angle, mask=pair_mask & inside, other=float("nan"))
-        rotated = lower * cos - upper * sin
-        upper = upper * cos + lower * sin
-        lower = rotated
+    dtype = qkv_ptr.dtype.element_ty
+    x = lower.to(tl.float32)
+    y = upper.to(tl.float32)
+    if NORMED:
+        mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / D
+        scale = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
+        lower_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair, HALF)
+        upper_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair + HALF, D)
+        x = scale_head(x, scale, lower_weight, dtype)
+        y = scale_head(y, scale, upper_weight, dtype)
+    # Values pass as they are.
+    is_value = (head >= Q + G)[:, None]
+    lower = tl.where(is_value, lower, (x * cos - y * sin).to(dtype))
+    upper = tl.where(is_value, upper, (y * cos + x * sin).to(dtype))
 
-    if head < Q:
-        target = out_ptr + (lane * Q + head) * D + pair
-        tl.store(target, lower, mask=pair_mask)
-        tl.store(target + HALF, upper, mask=pair_mask)
-    else:
-        table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
-        entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
-        # Keys of all heads come first, values BLOCK_SIZE tokens behind them.
-        is_value = (head - Q) // G
-        kv_head = (head - Q) % G
-        target = kv_ptr + entry + is_value * (BLOCK_SIZE * G * D) + kv_head * D + pair
-        tl.store(target, lower, mask=pair_mask & inside)
-        tl.store(target + HALF, upper, mask=pair_mask & inside)
+    is_query = (head < Q)[:, None]
+    target = out_ptr + lane * (Q * D) + head[:, None] * D + pair[None, :]
+    tl.store(target, lower, mask=mask & is_query)
+    tl.store(target + HALF, upper, mask=mask & is_query)
+    # Keys of all heads come first, values BLOCK_SIZE tokens behind them.
+    kv_head = (head - Q)[:, None]
+    offset = tl.where(is_value, (kv_head - G) * D + BLOCK_SIZE * G * D, kv_head * D)
+    target = kv_ptr + entry + offset + pair[None, :]
+    append_mask = mask & inside & (head >= Q)[:, None]
+    tl.store(target, lower, mask=append_mask)
+    tl.store(target + HALF, upper, mask=append_mask)
 
 
 @triton.jit
-def _norm_half(x, scale, weight_ptrs, mask, dtype: tl.constexpr):
-    """Half a head times its norm scale and weight, rounded to `dtype` after each, as float32."""
+def _norm_weight(q_norm_ptr, k_norm_ptr, is_query, column, END: tl.constexpr):
+    """Norm weights [heads, columns] of query and key heads."""
+    mask = column < END
+    q_weight = tl.load(q_norm_ptr + column, mask=mask, other=0.0)
+    k_weight = tl.load(k_norm_ptr + column, mask=mask, other=0.0)
+    return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
+
+
+@triton.jit
+def scale_head(x, scale, weight, dtype: tl.constexpr):
+    """Float32 `x` times norm scale and weight, rounded to `dtype` after each, as float32."""
     normed = (x * scale).to(dtype).to(tl.float32)
-    weight = tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
-    return (normed * weight).to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 def rope_append_reference(
@@ -364,7 +385,7 @@ def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
 
 
-def _check_rope(
+def check_rope(
     qkv_NX: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -395,7 +416,7 @@ def _check_rope(
     return head_dim
 
 
-def _check_norm_weights(
+def check_norm_weights(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     qkv_NX: torch.Tensor,

@@ -4,6 +4,9 @@
     tile     (row, vocab tile)   best of the tile: value and id
     reduce   one program a row   best of the tiles -> token
 
+Without filters the first is not needed, and the second may be a part of the kernel that computes
+the logits: `best_of_tile` is the arithmetic of both. Decode leaves the third to `finish_decode`.
+
 A row's token is a function of its logits, its slot's parameters and its position: not of its lane,
 the bucket or the neighbours. Everything that sums does so in integers and every tie goes to the
 lower id, so neither the order of summation nor the tiling can be seen either.
@@ -28,6 +31,7 @@ C tiles of the vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +42,7 @@ from numpy.typing import NDArray
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
 from graphengine.kernels.state import check_stop_ids
 
@@ -60,6 +65,7 @@ _NAN = tl.constexpr(2)
 _CUTOFF_BLOCK = 4096
 _CUTOFF_WARPS = 32
 _TILE_BLOCK = 1024
+_MAX_REDUCE_BLOCK = 4096
 
 
 class SamplingTensors(NamedTuple):
@@ -91,26 +97,59 @@ def sample(
 ) -> torch.Tensor:
     """The next token of each live row; the module's docstring says which.
 
-    Three kernels on the current stream, without a host sync, capturable. Their scratch is an int32
+    `sample_tiles` and a third kernel.
+
+    Args:
+        out: int32 [R] to write to, instead of a new tensor.
+        The others as of `sample_tiles`.
+
+    Returns:
+        token_R: int32 [R]; -1 for a row with a NaN or without a finite logit. That of a padded row
+        is left as it is.
+    """
+    _check(logits_RV, slot_R, position_R, params)
+    token_R = torch.empty_like(slot_R) if out is None else out
+    check_lanes(slot_R.numel(), out=token_R)
+    if not use_triton(logits_RV):
+        return sample_reference(logits_RV, slot_R, position_R, params, out=token_R)
+    best_RC, health_RC = sample_tiles(logits_RV, slot_R, position_R, params)
+    rows, tiles = best_RC.shape
+    block = min(triton.next_power_of_2(tiles), _MAX_REDUCE_BLOCK)
+    _reduce_kernel[(rows,)](best_RC, health_RC, slot_R, token_R, tiles, BLOCK=block)
+    return token_R
+
+
+def sample_tiles(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best candidate of each tile of 1,024 logits, and whether they are valid.
+
+    Two kernels on the current stream, without a host sync, capturable. Their scratch is an int32
     for each logit and 12 bytes for every 1,024 of them.
 
     Args:
         logits_RV: float32 [R, V] with dense rows, any stride between them; only read.
-        slot_R: int32 [R], -1 for a padded row, whose token is left as it is.
+        slot_R: int32 [R], -1 for a padded row.
         position_R: int32 [R], the query's position; the token's is one more.
-        params: indexed by slot.
-        out: int32 [R] to write to, instead of a new tensor.
+        params: indexed by slot; host-owned.
+        pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_R` and
+            `position_R` must be older than the launch before.
 
     Returns:
-        token_R: int32 [R]; -1 for a row with a NaN or without a finite logit.
+        best_RC: new int64 [R, C]; the row's largest says which token it is.
+        health_RC: new int32 [R, C]. `token_of_tiles` reads both; padded rows are not written.
     """
     stop_ids = _check(logits_RV, slot_R, position_R, params)
     rows, vocabulary = logits_RV.shape
-    token_R = torch.empty_like(slot_R) if out is None else out
-    check_lanes(rows, out=token_R)
     if not use_triton(logits_RV):
-        return sample_reference(logits_RV, slot_R, position_R, params, out=token_R)
+        return sample_tiles_reference(logits_RV, slot_R, position_R, params)
 
+    options = launch_options(pdl)
     block = min(_CUTOFF_BLOCK, triton.next_power_of_2(max(vocabulary, _CUTOFF_WARPS * 32)))
     width = triton.cdiv(vocabulary, block) * block
     key_RW = slot_R.new_empty(rows, width)
@@ -134,6 +173,7 @@ def sample(
         stop_ids,
         BLOCK=block,
         num_warps=_CUTOFF_WARPS,
+        **options,
     )
     tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
     best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
@@ -154,11 +194,14 @@ def sample(
         vocabulary,
         stop_ids,
         BLOCK=_TILE_BLOCK,
+        **options,
     )
-    _reduce_kernel[(rows,)](
-        best_RC, health_RC, slot_R, token_R, tiles, BLOCK=triton.next_power_of_2(tiles)
-    )
-    return token_R
+    return best_RC, health_RC
+
+
+def needs_full_sampler(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether a filter can leave a token out: greedy sampling ignores them all."""
+    return temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
 
 
 def sample_reference(
@@ -171,17 +214,61 @@ def sample_reference(
 ) -> torch.Tensor:
     """Plain twin of `sample`, in numpy: one row after the other, whole rows at a time."""
     token_R = torch.empty_like(slot_R) if out is None else out
+    for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R, params):
+        valid = health_V.max() == _FINITE.value
+        # Of equals argmax takes the first, which is the lowest id.
+        token_R[row] = int(ids[np.argmax(value)]) if valid else -1
+    return token_R
+
+
+def sample_tiles_reference(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    tile: int = _TILE_BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain twin of `sample_tiles`, for tiles of any width."""
+    rows, vocabulary = logits_RV.shape
+    starts = np.arange(0, vocabulary, tile)
+    shape, device = (rows, starts.size), logits_RV.device
+    best_RC = torch.empty(shape, dtype=torch.int64, device=device)
+    health_RC = torch.empty(shape, dtype=torch.int32, device=device)
+    for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R, params):
+        packed_V = np.full(vocabulary, _NOTHING.value, np.int64)
+        packed_V[ids] = _packed(value, ids)
+        best_RC[row] = torch.from_numpy(np.maximum.reduceat(packed_V, starts))
+        health_RC[row] = torch.from_numpy(np.maximum.reduceat(health_V, starts))
+    return best_RC, health_RC
+
+
+def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> torch.Tensor:
+    """Plain twin of `token_of_tiles`, for all rows: new int32 [R]."""
+    token_R = (best_RC.amax(dim=1) & _LAST_ID.value) ^ _LAST_ID.value
+    return token_R.where(health_RC.amax(dim=1) == _FINITE.value, -1).to(torch.int32)
+
+
+Candidates = tuple[int, NDArray[np.int32], NDArray[np.intp], NDArray[np.float32]]
+
+
+def _rows(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+) -> Iterator[Candidates]:
+    """Of each live row: its number, the health of its logits, and the ids that are kept with the
+    values of which the largest is sampled."""
     logits, positions = logits_RV.numpy(force=True), position_R.tolist()
     by_slot: list[NDArray[Any]] = [tensor.numpy(force=True) for tensor in params]
     for row, slot in enumerate(slot_R.tolist()):
         if slot >= 0:
-            token_R[row] = _sample_row(
-                logits[row], positions[row] + 1, *(tensor[slot] for tensor in by_slot)
-            )
-    return token_R
+            fields = (tensor[slot] for tensor in by_slot)
+            yield row, *_candidates(logits[row], positions[row] + 1, *fields)
 
 
-def _sample_row(
+def _candidates(
     logits_V: NDArray[np.float32],
     position: int,
     temperature: np.float32,
@@ -191,27 +278,31 @@ def _sample_row(
     seed: np.int64,
     stop_ids_E: NDArray[np.int32],
     min_len: np.int32,
-) -> int:
-    """The token to sit at `position`."""
+) -> tuple[NDArray[np.int32], NDArray[np.intp], NDArray[np.float32]]:
+    """Health, kept ids and values of a row whose token will sit at `position`."""
     if position < min_len:
         logits_V = logits_V.copy()
         logits_V[stop_ids_E[(stop_ids_E >= 0) & (stop_ids_E < logits_V.size)]] = -np.inf
-    # To argmax a NaN is the largest of all, and the first of equals wins.
-    best = int(np.argmax(logits_V))
-    if not np.isfinite(logits_V[best]) and (
-        np.isnan(logits_V[best]) or not np.isfinite(logits_V).any()
-    ):
-        return -1
-    if not temperature > 0:
-        return best
+    health_V = np.where(np.isnan(logits_V), _NAN.value, _NOTHING_FINITE.value).astype(np.int32)
+    health_V[np.isfinite(logits_V)] = _FINITE.value
 
     ids = np.flatnonzero(logits_V > -np.inf)
-    with np.errstate(over="ignore"):
-        scaled = np.clip(logits_V[ids] / temperature, -_LARGEST.value, _LARGEST.value)
-    if 0 < top_k < ids.size or top_p < 1 or min_p > 0:
-        kept = _kept(scaled, int(top_k), float(top_p), min_p)
-        ids, scaled = ids[kept], scaled[kept]
-    return int(ids[np.argmax(scaled + gumbel(philox_uint32(seed, position, ids)))])
+    value: NDArray[np.float32] = logits_V[ids]
+    if temperature > 0 and ids.size:
+        with np.errstate(over="ignore"):
+            value = np.clip(value / temperature, -_LARGEST.value, _LARGEST.value)
+        if 0 < top_k < ids.size or top_p < 1 or min_p > 0:
+            kept = _kept(value, int(top_k), float(top_p), min_p)
+            ids, value = ids[kept], value[kept]
+        value = value + gumbel(philox_uint32(seed, position, ids))
+    return health_V, ids, value
+
+
+def _packed(value: NDArray[np.float32], ids: NDArray[np.intp]) -> NDArray[np.int64]:
+    """The order of `_pack_tile`."""
+    bits = (value + np.float32(0)).view(np.int32).astype(np.int64)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return key << 32 | (ids ^ _LAST_ID.value)
 
 
 def _kept(
@@ -243,6 +334,20 @@ def _mass(scaled: NDArray[np.float32], largest: np.float32) -> NDArray[np.int64]
     with np.errstate(over="ignore"):
         mass: NDArray[np.float32] = np.exp(scaled - largest) * np.float32(_MASS_SCALE.value)
     return mass.astype(np.int64)
+
+
+def check_tiles(best_RC: torch.Tensor, health_RC: torch.Tensor, rows: int) -> int:
+    """The number of tiles; ValueError unless both are dense [rows, C] and of their dtypes."""
+    shape = tuple(best_RC.shape)
+    if len(shape) != 2 or shape[0] != rows or shape[1] < 1:
+        raise ValueError(f"best must be [{rows}, C], not {shape}")
+    for name, tensor, dtype in (("best", best_RC, torch.int64), ("health", health_RC, torch.int32)):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be a dense {dtype} {list(shape)}, "
+                f"not {tensor.dtype} {list(tensor.shape)}"
+            )
+    return shape[1]
 
 
 def _check(
@@ -290,12 +395,11 @@ def _mass_tile(key, largest):
 
 
 @triton.jit
-def _logits_tile(row_ptr, ids, vocabulary, masks_stop_ids, stop_ids_ptr, stop_ids):
-    """Logits of `ids`: -inf past the vocabulary and, if `masks_stop_ids`, at the stop ids."""
-    logits = tl.load(row_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
-    if masks_stop_ids:
-        for i in range(stop_ids):
-            logits = tl.where(ids == tl.load(stop_ids_ptr + i), float("-inf"), logits)
+def _mask_stop_ids(logits, ids, waits, stop_ids_ptr, stop_ids):
+    """-inf at the stop ids of the rows that wait for their min_len; broadcasts as its operands."""
+    for i in range(stop_ids):
+        stop_id = tl.load(stop_ids_ptr + i, mask=waits, other=-1)
+        logits = tl.where(ids == stop_id, float("-inf"), logits)
     return logits
 
 
@@ -308,11 +412,104 @@ def _scaled_tile(logits, temperature):
 
 
 @triton.jit
-def _select(key_ptr, width, target, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _any(flags):
+    """Whether one of the [L, 1] flags is set; a scalar."""
+    return tl.max(tl.max(flags.to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def _pack_tile(value, ids):
+    """int64 whose largest is the largest value, then the lowest id:
+    key(value) << 32 | (2^31 - 1 - id)."""
+    return (_key(value).to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def best_of_tile(
+    logits,
+    ids,
+    slot,
+    position,
+    live,
+    vocabulary,
+    temperature_ptr,
+    seed_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    stop_ids,
+    cut_key=None,
+    cut_id=None,
+):
+    """The best candidate of each lane's tile of logits; its bits do not depend on the tiling.
+
+    Args:
+        logits: float32 [L, B]; anything in lanes that are not live and past the vocabulary.
+        ids: int32 [1, B], the vocabulary ids; `vocabulary` or more is past it.
+        slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is sampled.
+        live: int1 [L, 1]; of the other lanes' parameters none is read.
+        temperature_ptr, seed_ptr, stop_ids_ptr, min_len_ptr: of `SamplingTensors`.
+        stop_ids: E.
+        cut_key, cut_id: int32 [L, 1], what the cutoff kernel found; None without filters.
+
+    Returns:
+        best int64 [L], `_NOTHING` if there is no candidate, and health int32 [L]; both mean nothing
+        in lanes that are not live.
+    """
+    slot = slot.to(tl.int64)
+    logits = tl.where(ids < vocabulary, logits, float("-inf"))
+    waits = live & (position < tl.load(min_len_ptr + slot, mask=live, other=0))
+    if _any(waits):
+        logits = _mask_stop_ids(logits, ids, waits, stop_ids_ptr + slot * stop_ids, stop_ids)
+    finite = tl.abs(logits) < float("inf")
+    health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
+
+    value = logits
+    kept = logits > float("-inf")
+    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
+    draws = temperature > 0
+    if _any(draws):
+        scaled = _scaled_tile(logits, tl.where(draws, temperature, 1.0))
+        if cut_key is not None:
+            key = _key(scaled)
+            passes = (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
+            kept = kept & (passes | (temperature <= 0))
+        seed = tl.load(seed_ptr + slot, mask=live, other=0)
+        noise = gumbel_tile(philox_uint32_tile(seed, position, ids))
+        value = tl.where(draws, scaled + noise, logits)
+    best = tl.max(tl.where(kept, _pack_tile(value, ids), _NOTHING), 1)
+    return best, tl.max(health, 1)
+
+
+@triton.jit
+def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
+    """The token of a row, -1 without valid logits; means nothing if it is not live."""
+    best = tl.full([BLOCK], _NOTHING, tl.int64)
+    health = tl.full([BLOCK], _NOTHING_FINITE, tl.int32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        inside = live & (tile < tiles)
+        at = row * tiles + tile
+        best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=_NOTHING))
+        health = tl.maximum(health, tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE))
+    token = (tl.max(best, 0) & _LAST_ID).to(tl.int32) ^ _LAST_ID
+    return tl.where(tl.max(health, 0) == _FINITE, token, -1)
+
+
+@triton.jit
+def _select(
+    key_ptr,
+    width,
+    target,
+    largest,
+    BY_MASS: tl.constexpr,
+    PASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The largest key t whose tally, of the keys >= t, reaches `target`; and the tally of keys > t.
 
     The tally counts keys or adds up their masses. Radix select, two bits of the key a pass: each
-    pass tallies above three thresholds at once. Keys of the row: key_ptr[0 .. width).
+    pass tallies above three thresholds at once. After 16 passes t is exact; after fewer its last
+    bits are 0, so that it is a lower bound. Keys of the row: key_ptr[0 .. width).
     """
     # In 64 bits, so that no threshold wraps. From the lowest int32 upwards.
     cut = tl.full((), -(2**31), tl.int64)
@@ -322,7 +519,7 @@ def _select(key_ptr, width, target, largest, BY_MASS: tl.constexpr, BLOCK: tl.co
         nothing = tl.zeros([BLOCK], tl.int64)
     else:
         nothing = tl.zeros([BLOCK], tl.int32)
-    for _ in range(16):
+    for _ in range(PASSES):
         threshold_1 = (cut + step).to(tl.int32)
         threshold_2 = (cut + 2 * step).to(tl.int32)
         threshold_3 = (cut + 3 * step).to(tl.int32)
@@ -366,16 +563,86 @@ def _mass_above(key_ptr, width, cut, largest, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _id_of_tie(key_ptr, width, cut, ties, BLOCK: tl.constexpr):
+def _row_keys(
+    logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr
+):
+    """Keys of the ids start .. start + BLOCK - 1; `_NO_KEY` where there is no candidate."""
+    ids = start + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
+    if waits:
+        logits = _mask_stop_ids(logits, ids, True, stop_ids_ptr, stop_ids)
+    return _key(_scaled_tile(logits, temperature))
+
+
+@triton.jit
+def _gather_keys(
+    logits_ptr,
+    key_ptr,
+    floor,
+    largest,
+    weighs,
+    width,
+    vocabulary,
+    temperature,
+    waits,
+    stop_ids_ptr,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
+    """Write the keys >= floor, in any order, to key_ptr[0 .. first result).
+
+    The second result is the mass of the whole row, if `weighs`.
+
+    Of the row, [width / BLOCK, BLOCK], each column moves its keys to its front: every thread keeps
+    count of its own columns. What a column lacks is filled with `_NO_KEY`.
+    """
+    column = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
+    # Threads may still be reading the scratch for what went before.
+    tl.debug_barrier()
+    for start in range(0, width, BLOCK):
+        key = _row_keys(
+            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
+        )
+        if weighs:
+            mass += _mass_tile(key, largest)
+        taken = key >= floor
+        tl.store(key_ptr + count * BLOCK + column, key, mask=taken)
+        count += taken.to(tl.int32)
+    depth = tl.max(count, 0)
+    for level in range(depth):
+        tl.store(key_ptr + level * BLOCK + column, _NO_KEY, mask=count <= level)
+    # The passes over the keys read what other threads of this program stored.
+    tl.debug_barrier()
+    return depth * BLOCK, tl.sum(mass, 0)
+
+
+@triton.jit
+def _id_of_tie(
+    logits_ptr,
+    width,
+    cut,
+    ties,
+    vocabulary,
+    temperature,
+    waits,
+    stop_ids_ptr,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
     """The `ties`-th lowest id among those with key == cut; -1 if there are fewer."""
     tie_id = tl.full((), -1, tl.int32)
     seen = tl.full((), 0, tl.int32)
     for start in range(0, width, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        tied = (tl.load(key_ptr + ids) == cut).to(tl.int32)
+        key = _row_keys(
+            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
+        )
+        tied = (key == cut).to(tl.int32)
         count = tl.sum(tied, 0)
         if (seen < ties) & (seen + count >= ties):
             rank = seen + tl.cumsum(tied, 0)
+            ids = start + tl.arange(0, BLOCK)
             tie_id = tl.max(tl.where((tied != 0) & (rank <= ties), ids, -1), 0)
         seen += count
     return tie_id
@@ -400,62 +667,119 @@ def _cutoff_kernel(
     width,
     stop_ids,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Kept are the candidates with key > cut_key, or key == cut_key and id <= cut_id.
 
-    `key_ptr` is scratch, [R, width]: the row's keys, `_NO_KEY` where there is no candidate.
+    `key_ptr` is scratch, [R, width].
     """
     row = tl.program_id(0)
-    slot = tl.load(slot_ptr + row).to(tl.int64)
+    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int64)
+    live = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
+    top_k = tl.load(top_k_ptr + slot, mask=live, other=0)
+    top_p = tl.load(top_p_ptr + slot, mask=live, other=1.0)
+    min_p = tl.load(min_p_ptr + slot, mask=live, other=0.0)
+    wait_for_inputs(PDL)
     if slot < 0:
         return
-    temperature = tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
-    top_p = tl.load(top_p_ptr + slot)
-    min_p = tl.load(min_p_ptr + slot)
+
     by_count = (top_k > 0) & (top_k < vocabulary)
     by_mass = top_p < 1.0
     cut = tl.full((), _NO_KEY, tl.int32)
     cut_id = tl.full((), _LAST_ID, tl.int32)
     if (temperature > 0) & (by_count | by_mass | (min_p > 0)):
-        masks_stop_ids = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
+        waits = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
         logits_ptr += row.to(tl.int64) * logits_stride
         stop_ids_ptr += slot * stop_ids
         key_ptr += row.to(tl.int64) * width
-        largest_key = tl.full((), _NO_KEY, tl.int32)
+        column_key = tl.full([BLOCK], _NO_KEY, tl.int32)
         for start in range(0, width, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            logits = _logits_tile(
-                logits_ptr, ids, vocabulary, masks_stop_ids, stop_ids_ptr, stop_ids
+            key = _row_keys(
+                logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
             )
-            key = _key(_scaled_tile(logits, temperature))
-            tl.store(key_ptr + ids, key)
-            largest_key = tl.maximum(largest_key, tl.max(key, 0))
-        # The passes below read what other threads of this program stored.
-        tl.debug_barrier()
+            column_key = tl.maximum(column_key, key)
+        largest_key = tl.max(column_key, 0)
 
         if largest_key > _NO_KEY:
             largest = _value(largest_key)
             ties = tl.full((), 0, tl.int64)
-            if by_count:
-                cut, above = _select(key_ptr, width, top_k, largest, BY_MASS=False, BLOCK=BLOCK)
-                # With fewer candidates than k, `cut` is `_NO_KEY`: all of them are above it.
-                ties = top_k - above
-            if by_mass:
-                mass = _mass_above(key_ptr, width, cut, largest, BLOCK=BLOCK)
-                mass += ties * _mass_tile(cut, largest)
-                target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-                target = tl.maximum(target, 1)
-                # Reached within the first k, so the other candidates do not matter.
-                cut, above = _select(key_ptr, width, target, largest, BY_MASS=True, BLOCK=BLOCK)
-                ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
+            if by_count | by_mass:
+                # Where so many columns of the row hold a key >= floor, so many keys are. The few
+                # that the cut lies among are worth gathering: it takes many passes over them.
+                floor = tl.full((), -(2**31), tl.int32)
+                wanted = tl.where(by_count, top_k, BLOCK // 4)
+                if (wanted <= BLOCK // 2) & (width > 2 * BLOCK):
+                    tl.store(key_ptr + tl.arange(0, BLOCK), column_key)
+                    tl.debug_barrier()
+                    floor, _ = _select(
+                        key_ptr, BLOCK, wanted, largest, BY_MASS=False, PASSES=8, BLOCK=BLOCK
+                    )
+                used, mass = _gather_keys(
+                    logits_ptr,
+                    key_ptr,
+                    floor,
+                    largest,
+                    by_count == 0,
+                    width,
+                    vocabulary,
+                    temperature,
+                    waits,
+                    stop_ids_ptr,
+                    stop_ids,
+                    BLOCK,
+                )
+                if by_count:
+                    cut, above = _select(
+                        key_ptr, used, top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
+                    )
+                    # With fewer candidates than k, `cut` is `_NO_KEY`: all of them are above it.
+                    ties = top_k - above
+                if by_mass:
+                    gathered = _mass_above(key_ptr, used, cut, largest, BLOCK=BLOCK)
+                    if by_count:
+                        mass = gathered + ties * _mass_tile(cut, largest)
+                    target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+                    target = tl.maximum(target, 1)
+                    if (by_count == 0) & (gathered < target):
+                        # What was gathered does not reach so far: the whole row is needed.
+                        used, _ = _gather_keys(
+                            logits_ptr,
+                            key_ptr,
+                            _NO_KEY,
+                            largest,
+                            False,
+                            width,
+                            vocabulary,
+                            temperature,
+                            waits,
+                            stop_ids_ptr,
+                            stop_ids,
+                            BLOCK,
+                        )
+                    # Reached within the first k, so the other candidates do not matter.
+                    cut, above = _select(
+                        key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK
+                    )
+                    ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
             floor = tl.full((), _NO_KEY, tl.int32)
             if min_p > 0:
                 floor = _key(largest + tl.log(tl.minimum(min_p, 1.0)))
             if floor > cut:
                 cut = floor
             elif cut > _NO_KEY:
-                cut_id = _id_of_tie(key_ptr, width, cut, ties, BLOCK=BLOCK)
+                cut_id = _id_of_tie(
+                    logits_ptr,
+                    width,
+                    cut,
+                    ties,
+                    vocabulary,
+                    temperature,
+                    waits,
+                    stop_ids_ptr,
+                    stop_ids,
+                    BLOCK,
+                )
     tl.store(cut_key_ptr + row, cut)
     tl.store(cut_id_ptr + row, cut_id)
 
@@ -477,52 +801,43 @@ def _tile_kernel(
     vocabulary,
     stop_ids,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Best of each tile, packed so that the largest int64 is the largest value, then the lowest id.
+    """`best_of_tile` of one row, [1, BLOCK]. Only the cut is as new as the launch before."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    slot = tl.load(slot_ptr + row, cache_modifier=".cg")[:, None]
+    live = slot >= 0
+    ids = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    source = logits_ptr + row[:, None].to(tl.int64) * logits_stride + ids
+    mask = live & (ids < vocabulary)
+    logits = tl.load(source, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    position = tl.load(position_ptr + row[:, None], mask=live, other=0, cache_modifier=".cg") + 1
+    wait_for_inputs(PDL)
 
-    best[row, tile] = key(value) << 32 | (2^31 - 1 - id), or `_NOTHING`.
-    """
-    row = tl.program_id(0)
-    slot = tl.load(slot_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    position = tl.load(position_ptr + row) + 1
-    masks_stop_ids = position < tl.load(min_len_ptr + slot)
-    temperature = tl.load(temperature_ptr + slot)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logits = _logits_tile(
-        logits_ptr + row.to(tl.int64) * logits_stride,
+    best, health = best_of_tile(
+        logits,
         ids,
+        slot,
+        position,
+        live,
         vocabulary,
-        masks_stop_ids,
-        stop_ids_ptr + slot * stop_ids,
+        temperature_ptr,
+        seed_ptr,
+        stop_ids_ptr,
+        min_len_ptr,
         stop_ids,
+        tl.load(cut_key_ptr + row[:, None], mask=live, other=0),
+        tl.load(cut_id_ptr + row[:, None], mask=live, other=0),
     )
-    finite = tl.abs(logits) < float("inf")
-    health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
-
-    value = logits
-    kept = logits > float("-inf")
-    if temperature > 0:
-        value = _scaled_tile(logits, temperature)
-        key = _key(value)
-        cut_key = tl.load(cut_key_ptr + row)
-        kept = kept & ((key > cut_key) | ((key == cut_key) & (ids <= tl.load(cut_id_ptr + row))))
-        value += gumbel_tile(philox_uint32_tile(tl.load(seed_ptr + slot), position, ids))
-    packed = (_key(value).to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + at, tl.max(tl.where(kept, packed, _NOTHING), 0))
-    tl.store(health_ptr + at, tl.max(health, 0))
+    stored = tl.max(live.to(tl.int32), 1) != 0
+    tl.store(best_ptr + at, best, mask=stored)
+    tl.store(health_ptr + at, health, mask=stored)
 
 
 @triton.jit
 def _reduce_kernel(best_ptr, health_ptr, slot_ptr, token_ptr, tiles, BLOCK: tl.constexpr):
     row = tl.program_id(0)
-    if tl.load(slot_ptr + row) < 0:
-        return
-    tile = tl.arange(0, BLOCK)
-    inside = tile < tiles
-    best = tl.max(tl.load(best_ptr + row * tiles + tile, mask=inside, other=_NOTHING), 0)
-    health = tl.max(tl.load(health_ptr + row * tiles + tile, mask=inside, other=0), 0)
-    token = (best & _LAST_ID).to(tl.int32) ^ _LAST_ID
-    tl.store(token_ptr + row, tl.where(health == _FINITE, token, -1))
+    live = tl.load(slot_ptr + row) >= 0
+    token = token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK)
+    tl.store(token_ptr + row, token, mask=live)

@@ -1,11 +1,13 @@
 """The per-slot state that advances itself: commands in, lanes out, tokens committed and published.
 
-    apply_commands -> gather_* -> (model, sample) -> commit_* -> publish
+    prefill   apply_commands -> gather_prefill -> (model, sample) -> commit_prefill -> publish
+    decode    begin_decode   -> (model, sample) -> finish_decode
 
-These ops are the only ones that write the device-owned state. The host never copies into it: it
-states a slot's epoch, and `apply_commands` starts that slot afresh once. A row that stopped clears
-`running` here, so the next replay, which may be under way before the host has read this one, finds
-its lane padded.
+The decode ops are one kernel each and have modules of their own, `begin` and `finish`; the rules
+that both phases share are here. These ops are the only ones that write the device-owned state. The
+host never copies into it: it states a slot's epoch, and the slot is started afresh once. A row that
+stopped clears its slot's `running`, so the next replay, which may be under way before the host has
+read this one, finds its lane padded.
 
 Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
 among them: it sits at position `kv_len` and is the next replay's query.
@@ -123,48 +125,6 @@ def apply_commands_reference(state: SlotState, command_epoch_S: torch.Tensor) ->
     state.epoch.copy_(command_epoch_S)
 
 
-def gather_decode(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLanes:
-    """The query of each row's slot, in new tensors.
-
-    A lane is live where `slot_of_row` names a slot that is running: -1, a number past the last
-    slot, or a slot that stopped make a padded lane. No slot may be named twice.
-
-    Args:
-        state: only read.
-        slot_of_row_R: int32 [R], host-owned.
-    """
-    slots = check_state(state)
-    rows = slot_of_row_R.numel()
-    check_lanes(rows, slot_of_row=slot_of_row_R)
-    if not use_triton(slot_of_row_R):
-        return gather_decode_reference(state, slot_of_row_R)
-    lanes = DecodeLanes(*(torch.empty_like(slot_of_row_R) for _ in DecodeLanes._fields))
-    _gather_decode_kernel[(triton.cdiv(rows, _BLOCK),)](
-        slot_of_row_R,
-        state.running,
-        state.next_token,
-        state.kv_len,
-        *lanes,
-        rows,
-        slots,
-        BLOCK=_BLOCK,
-    )
-    return lanes
-
-
-def gather_decode_reference(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLanes:
-    """Plain twin of `gather_decode`."""
-    slots = state.running.shape[0]
-    named = (slot_of_row_R >= 0) & (slot_of_row_R < slots)
-    slot = slot_of_row_R.where(named, 0).long()
-    live = named & (state.running[slot] != 0)
-    return DecodeLanes(
-        token=state.next_token[slot],
-        slot=slot_of_row_R.where(live, -1),
-        position=state.kv_len[slot],
-    )
-
-
 def gather_prefill(
     tokens_T: torch.Tensor,
     prefill_slot_1: torch.Tensor,
@@ -228,61 +188,6 @@ def gather_prefill_reference(
     )
 
 
-def commit_decode(
-    state: SlotState, token_R: torch.Tensor, slot_R: torch.Tensor, limits: StopTensors
-) -> torch.Tensor:
-    """Take each live row's sampled token into its slot's state, in place.
-
-    The query's K and V are in the cache by now: kv_len grows by one, and the token becomes the
-    next query. It ends the request if it is a stop id or if the sequence with it, kv_len + 1
-    tokens, reaches max_len. A token below 0 says that the row had no valid logits: the row stops
-    with flag INVALID alone, and next_token stays.
-
-    Args:
-        state: next_token, kv_len and running are updated in place.
-        token_R: int32 [R], from `sample`.
-        slot_R: int32 [R], from `gather_decode`.
-        limits: host-owned.
-
-    Returns:
-        flags_R: new int32 [R], EMITTED | STOP | LENGTH or INVALID; 0 for a padded lane.
-    """
-    slots = check_state(state)
-    stop_ids = _check_limits(limits, slots)
-    rows = token_R.numel()
-    check_lanes(rows, token=token_R, slot=slot_R)
-    if not use_triton(token_R):
-        return commit_decode_reference(state, token_R, slot_R, limits)
-    flags_R = torch.empty_like(token_R)
-    _commit_decode_kernel[(triton.cdiv(rows, _BLOCK),)](
-        token_R,
-        slot_R,
-        state.next_token,
-        state.kv_len,
-        state.running,
-        limits.stop_ids,
-        limits.max_len,
-        flags_R,
-        rows,
-        stop_ids,
-        BLOCK=_BLOCK,
-    )
-    return flags_R
-
-
-def commit_decode_reference(
-    state: SlotState, token_R: torch.Tensor, slot_R: torch.Tensor, limits: StopTensors
-) -> torch.Tensor:
-    """Plain twin of `commit_decode`."""
-    live = slot_R >= 0
-    slot = slot_R[live].long()
-    token = token_R[live]
-    state.kv_len[slot] += 1
-    flags_R = torch.zeros_like(token_R)
-    flags_R[live] = _commit_tokens(state, token, slot, limits)
-    return flags_R
-
-
 def commit_prefill(
     state: SlotState,
     token_1: torch.Tensor,
@@ -294,9 +199,9 @@ def commit_prefill(
 ) -> torch.Tensor:
     """Take one slot's prompt chunk into its state, in place: kv_len = start + count.
 
-    After the prompt's final chunk the sampled token is committed under the same rules as in
-    `commit_decode`, and the slot runs unless that token already stopped it. Before, the token means
-    nothing and the flags are 0. A slot of -1 or a count of 0 changes nothing.
+    After the prompt's final chunk the sampled token becomes the slot's next query, under the same
+    rules as in `finish_decode`, and the slot runs unless that token already stopped it. Before, the
+    token means nothing and the flags are 0. A slot of -1 or a count of 0 changes nothing.
 
     Args:
         state: next_token, kv_len and running are updated in place.
@@ -306,10 +211,10 @@ def commit_prefill(
         limits: host-owned.
 
     Returns:
-        flags_1: new int32 [1], as of `commit_decode`; 0 if nothing was emitted.
+        flags_1: new int32 [1], as of `finish_decode`; 0 if nothing was emitted.
     """
     slots = check_state(state)
-    stop_ids = _check_limits(limits, slots)
+    stop_ids = check_limits(limits, slots)
     chunk = (prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1)
     check_lanes(
         1,
@@ -332,6 +237,7 @@ def commit_prefill(
         limits.max_len,
         flags_1,
         stop_ids,
+        BLOCK_E=stop_ids_block(stop_ids),
         num_warps=1,
     )
     return flags_1
@@ -354,14 +260,19 @@ def commit_prefill_reference(
     final = live & (prefill_final_1 != 0)
     slot = prefill_slot_1[final].long()
     state.running[slot] = 1
-    flags_1[final] = _commit_tokens(state, token_1[final], slot, limits)
+    flags_1[final] = commit_tokens_reference(state, token_1[final], slot, limits)
     return flags_1
 
 
-def _commit_tokens(
+def commit_tokens_reference(
     state: SlotState, token: torch.Tensor, slot: torch.Tensor, limits: StopTensors
 ) -> torch.Tensor:
-    """Flags of live lanes only, whose kv_len is up to date; updates next_token and running."""
+    """Flags of live lanes only, whose kv_len counts the query; updates next_token and running.
+
+    A token ends the request if it is a stop id or if the sequence with it, kv_len + 1 tokens,
+    reaches max_len. One below 0 says that the row had no valid logits: the slot stops with the flag
+    INVALID alone, and next_token stays.
+    """
     valid = token >= 0
     stop = valid & (token[:, None] == limits.stop_ids[slot]).any(dim=1)
     length = valid & (state.kv_len[slot] + 1 >= limits.max_len[slot])
@@ -397,17 +308,7 @@ def publish(
     check_state(state)
     rows = slot_R.numel()
     check_lanes(rows, token=token_R, flags=flags_R, slot=slot_R)
-    shape, dtype = tuple(mailbox_items.shape), mailbox_items.dtype
-    if (
-        len(shape) != 3
-        or shape[2] != 2
-        or dtype != torch.int64
-        or not mailbox_items.is_contiguous()
-    ):
-        raise ValueError(f"mailbox must be a dense int64 [entries, lanes, 2], not {dtype} {shape}")
-    entries, lanes, _ = shape
-    if rows > lanes or entries < 1:
-        raise ValueError(f"{rows} rows do not fit a mailbox of {entries} entries x {lanes} lanes")
+    entries, lanes = check_mailbox(mailbox_items, rows)
     if not use_triton(state.sequence):
         publish_reference(mailbox_items, state, token_R, flags_R, slot_R)
         return
@@ -470,9 +371,27 @@ def check_stop_ids(stop_ids_SE: torch.Tensor, slots: int) -> int:
     return shape[1]
 
 
-def _check_limits(limits: StopTensors, slots: int) -> int:
+def check_limits(limits: StopTensors, slots: int) -> int:
+    """The number of stop ids a slot; ValueError unless `limits` are those of `slots` slots."""
     check_lanes(slots, max_len=limits.max_len)
     return check_stop_ids(limits.stop_ids, slots)
+
+
+def check_mailbox(mailbox_items: torch.Tensor, rows: int) -> tuple[int, int]:
+    """(entries, lanes) of the mailbox; ValueError unless it is one that `rows` rows fit."""
+    shape, dtype = tuple(mailbox_items.shape), mailbox_items.dtype
+    dense = dtype == torch.int64 and mailbox_items.is_contiguous()
+    if len(shape) != 3 or shape[2] != 2 or not dense:
+        raise ValueError(f"mailbox must be a dense int64 [entries, lanes, 2], not {dtype} {shape}")
+    entries, lanes, _ = shape
+    if rows > lanes or entries < 1:
+        raise ValueError(f"{rows} rows do not fit a mailbox of {entries} entries x {lanes} lanes")
+    return entries, lanes
+
+
+def stop_ids_block(stop_ids: int) -> int:
+    """The tile that holds a slot's stop ids in a kernel, which may have none."""
+    return triton.next_power_of_2(max(stop_ids, 1))
 
 
 @triton.jit
@@ -489,35 +408,19 @@ def _apply_commands_kernel(
     inside = slot < slots
     command = tl.load(command_epoch_ptr + slot, mask=inside, other=0)
     pending = command != tl.load(epoch_ptr + slot, mask=inside, other=0)
+    start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
+
+
+@triton.jit
+def start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr):
+    """What a command does to the slots where it is pending.
+
+    Every thread that decides by the state must have read it by now.
+    """
     tl.store(kv_len_ptr + slot, 0, mask=pending)
     tl.store(running_ptr + slot, 0, mask=pending)
     tl.store(next_token_ptr + slot, 0, mask=pending)
     tl.store(epoch_ptr + slot, command, mask=pending)
-
-
-@triton.jit
-def _gather_decode_kernel(
-    slot_of_row_ptr,
-    running_ptr,
-    next_token_ptr,
-    kv_len_ptr,
-    token_ptr,
-    slot_ptr,
-    position_ptr,
-    rows,
-    slots,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    slot = tl.load(slot_of_row_ptr + row, mask=inside, other=-1)
-    named = (slot >= 0) & (slot < slots)
-    live = named & (tl.load(running_ptr + slot, mask=named, other=0) != 0)
-    token = tl.load(next_token_ptr + slot, mask=live)
-    position = tl.load(kv_len_ptr + slot, mask=live)
-    tl.store(slot_ptr + row, tl.where(live, slot, -1), mask=inside)
-    tl.store(token_ptr + row, token, mask=live)
-    tl.store(position_ptr + row, position, mask=live)
 
 
 @triton.jit
@@ -551,48 +454,26 @@ def _gather_prefill_kernel(
 
 
 @triton.jit
-def _commit_tokens_tile(
-    token, kv_len, slot, live, next_token_ptr, stop_ids_ptr, max_len_ptr, stop_ids
-):
-    """Flags of the lanes, 0 where not live; stores next_token. `kv_len` counts the query."""
+def commit_flags(token, kv_len, live, stop_ids_E, max_len):
+    """Flags of one row, 0 if it is not live; `kv_len` counts the query.
+
+    `stop_ids_E` and `max_len` are the slot's limits, as `load_limits` has them.
+    """
     valid = live & (token >= 0)
-    stop = valid & (token < 0)
-    for i in range(stop_ids):
-        # Without stop ids of its own a slot holds -1, which no valid token equals.
-        stop_id = tl.load(stop_ids_ptr + slot.to(tl.int64) * stop_ids + i, mask=valid, other=-1)
-        stop = stop | (valid & (token == stop_id))
-    length = valid & (kv_len + 1 >= tl.load(max_len_ptr + slot, mask=valid, other=0))
-    tl.store(next_token_ptr + slot, token, mask=valid)
+    # Where a slot has no stop id there is -1, which no valid token equals.
+    stop = valid & (tl.max((stop_ids_E == token).to(tl.int32), 0) != 0)
+    length = valid & (kv_len + 1 >= max_len)
     emitted = tl.where(stop, _STOP, 0) + tl.where(length, _LENGTH, 0) + _EMITTED
     return tl.where(valid, emitted, tl.where(live, _INVALID, 0))
 
 
 @triton.jit
-def _commit_decode_kernel(
-    token_ptr,
-    slot_ptr,
-    next_token_ptr,
-    kv_len_ptr,
-    running_ptr,
-    stop_ids_ptr,
-    max_len_ptr,
-    flags_ptr,
-    rows,
-    stop_ids,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    slot = tl.load(slot_ptr + row, mask=inside, other=-1)
-    live = slot >= 0
-    token = tl.load(token_ptr + row, mask=live, other=0)
-    kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0) + 1
-    tl.store(kv_len_ptr + slot, kv_len, mask=live)
-    flags = _commit_tokens_tile(
-        token, kv_len, slot, live, next_token_ptr, stop_ids_ptr, max_len_ptr, stop_ids
-    )
-    tl.store(running_ptr + slot, 0, mask=live & (flags != _EMITTED))
-    tl.store(flags_ptr + row, flags, mask=inside)
+def load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E: tl.constexpr):
+    """The slot's stop ids, -1 for none, and its max_len; nothing is read if it is not live."""
+    e = tl.arange(0, BLOCK_E)
+    stop_ids_ptr += slot.to(tl.int64) * stop_ids
+    stop_ids_E = tl.load(stop_ids_ptr + e, mask=live & (e < stop_ids), other=-1)
+    return stop_ids_E, tl.load(max_len_ptr + slot, mask=live, other=0)
 
 
 @triton.jit
@@ -609,6 +490,7 @@ def _commit_prefill_kernel(
     max_len_ptr,
     flags_ptr,
     stop_ids,
+    BLOCK_E: tl.constexpr,
 ):
     slot = tl.load(prefill_slot_ptr)
     count = tl.load(prefill_count_ptr)
@@ -617,11 +499,20 @@ def _commit_prefill_kernel(
     tl.store(kv_len_ptr + slot, kv_len, mask=live)
     final = live & (tl.load(prefill_final_ptr) != 0)
     token = tl.load(token_ptr, mask=final, other=0)
-    flags = _commit_tokens_tile(
-        token, kv_len, slot, final, next_token_ptr, stop_ids_ptr, max_len_ptr, stop_ids
-    )
+    stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, final, stop_ids, BLOCK_E)
+    flags = commit_flags(token, kv_len, final, stop_ids_E, max_len)
+    tl.store(next_token_ptr + slot, token, mask=(flags & _EMITTED) != 0)
     tl.store(running_ptr + slot, (flags == _EMITTED).to(tl.int32), mask=final)
     tl.store(flags_ptr, flags)
+
+
+@triton.jit
+def store_items(entry_ptr, lane, tag, token, epoch, flags, mask):
+    """The lane's two items of a mailbox entry, by one aligned 64-bit store each."""
+    item_ptr = entry_ptr + lane * 2
+    payload = ((epoch.to(tl.int64) & 0xFFFFFF) << 8) | flags.to(tl.int64)
+    tl.store(item_ptr, tag | (token.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+    tl.store(item_ptr + 1, tag | payload, mask=mask)
 
 
 @triton.jit
@@ -641,14 +532,13 @@ def _publish_kernel(
     lane = tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + lane, mask=lane < rows, other=-1)
     live = slot >= 0
-    token = tl.load(token_ptr + lane, mask=live, other=0).to(tl.int64)
-    flags = tl.load(flags_ptr + lane, mask=live, other=0).to(tl.int64)
-    epoch = tl.load(epoch_ptr + slot, mask=live, other=0).to(tl.int64)
+    token = tl.load(token_ptr + lane, mask=live, other=0)
+    flags = tl.load(flags_ptr + lane, mask=live, other=0)
+    epoch = tl.load(epoch_ptr + slot, mask=live, other=0)
 
     tag = (sequence & 0xFFFFFFFF) << 32
-    item_ptr = items_ptr + ((sequence % entries) * lanes + lane) * 2
-    tl.store(item_ptr, tag | (token & 0xFFFFFFFF), mask=lane < lanes)
-    tl.store(item_ptr + 1, tag | ((epoch & 0xFFFFFF) << 8) | flags, mask=lane < lanes)
+    entry_ptr = items_ptr + (sequence % entries) * lanes * 2
+    store_items(entry_ptr, lane, tag, token, epoch, flags, lane < lanes)
     # Every warp has read the sequence before one of them overwrites it.
     tl.debug_barrier()
     tl.store(sequence_ptr, sequence)

@@ -148,6 +148,7 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
         description = archive.read(metadata).decode()
         licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE"))
     assert "graphengine/py.typed" in names
+    assert "graphengine/tuned/nvidia-h200.json" in names
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert "License-Expression: Apache-2.0" in description
     assert "graphengine = graphengine.cli:main" in entry_points

@@ -1,8 +1,9 @@
 """A dense decoder: grouped-query attention with RoPE, RMSNorm before each block, SwiGLU.
 
 Llama 3 and Qwen3 are this program with other settings; their files map a checkpoint's config onto
-`DenseConfig`. Decode rows and prefill tokens run through the same `forward`: a lane is one token of
-one request, and a `Phase` says which linear and which attention serve the lanes.
+`DenseConfig`. `decode` runs a few rows through five fused kernels a layer; `prefill` runs the
+tokens of a chunk through the BLAS, whose bits depend on the number of lanes, which for a chunk
+follows from the prompt alone.
 
 Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, F ffn width, V vocabulary.
 """
@@ -11,13 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from graphengine.kernels import RopeConfig, embed, linear, rms_norm, rope_append, rope_tables
-from graphengine.kernels import swiglu as apply_swiglu
+from graphengine.kernels import (
+    DecodeLanes,
+    LinearKind,
+    LinearPlan,
+    PrefillLanes,
+    Residual,
+    RopeConfig,
+    RowFamily,
+    add_rms_norm,
+    attention_split,
+    decode_attention,
+    embed,
+    heuristic_plan,
+    linear,
+    linear_residual,
+    rms_norm,
+    rope_append,
+    rope_tables,
+    swiglu,
+)
 
 Destinations = dict[str, Tensor]
 
@@ -179,40 +199,64 @@ def allocate_weights(config: DenseConfig, *, device: str, dtype: torch.dtype) ->
     )
 
 
-class Lanes(NamedTuple):
-    """The tokens of one launch; int32 `[N]` each. A lane with slot -1 is padding."""
+class DecodePlans(NamedTuple):
+    """How each linear of the decode step is cut; one set serves every bucket."""
 
-    token: Tensor
-    slot: Tensor
-    position: Tensor
+    qkv: LinearPlan
+    output: LinearPlan
+    gate_up: LinearPlan
+    down: LinearPlan
+    lm_head: LinearPlan
 
-
-class Linear(Protocol):
-    """`kernels.linear`, or a stand-in with its signature."""
-
-    def __call__(
-        self,
-        x_NK: Tensor,
-        weight_MK: Tensor,
-        slot_N: Tensor,
-        /,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        swiglu: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor: ...
+    @property
+    def family(self) -> RowFamily:
+        return self.qkv.family
 
 
-class Phase(NamedTuple):
-    """What differs between decode and prefill.
+def decode_shapes(config: DenseConfig) -> dict[str, tuple[LinearKind, int, int]]:
+    """Kind, rows and columns of the weight behind each field of `DecodePlans`."""
+    hidden, ffn = config.hidden_size, config.ffn_size
+    return {
+        "qkv": ("store", config.q_size + 2 * config.kv_size, hidden),
+        "output": ("residual", hidden, config.q_size),
+        "gate_up": ("swiglu", 2 * ffn, hidden),
+        "down": ("residual", hidden, ffn),
+        "lm_head": ("sample", config.vocab_size, hidden),
+    }
 
-    `attend(q_NQD, kv)` returns `[N, Q*D]` attention over one layer's cache
-    `kv = [blocks, 2, block_size, G, D]`, which already holds the lanes' own keys and values.
+
+def heuristic_plans(config: DenseConfig, dtype: torch.dtype, family: RowFamily) -> DecodePlans:
+    """Plans for a model that no tuning table knows."""
+    plans = {
+        name: heuristic_plan(kind, M, K, dtype, family)
+        for name, (kind, M, K) in decode_shapes(config).items()
+    }
+    return DecodePlans(**plans)
+
+
+class DecodeLaunch(NamedTuple):
+    """What the decode kernels of one engine share besides the model.
+
+    `arrivals` is int32 and zero between kernels; `pdl` says how they are launched.
     """
 
-    linear: Linear
-    attend: Callable[[Tensor, Tensor], Tensor]
+    plans: DecodePlans
+    arrivals: Tensor
+    pdl: bool
+
+
+Attend = Callable[[Tensor, Tensor], Tensor]
+"""`attend(q_NQD, kv)`: `[N, Q*D]` attention of a chunk over one layer's cache
+`kv = [blocks, 2, block_size, G, D]`, which already holds the lanes' own keys and values."""
+
+
+class PrefillEnd(NamedTuple):
+    """What `DenseModel.prefill` leaves of a chunk's T lanes for the one that is sampled."""
+
+    x: Tensor
+    """The float32 residual stream `[T, H]` in front of the last layer's output product."""
+    attended: Tensor
+    """The last layer's attention `[T, Q*D]`."""
 
 
 class DenseModel:
@@ -221,6 +265,7 @@ class DenseModel:
     def __init__(self, config: DenseConfig, weights: DenseWeights, *, max_seq_len: int) -> None:
         self.config = config
         self.weights = weights
+        self.max_seq_len = max_seq_len
         self.cos, self.sin = rope_tables(
             config.rope,
             head_dim=config.head_dim,
@@ -232,19 +277,105 @@ class DenseModel:
     def dtype(self) -> torch.dtype:
         return self.weights.embedding.dtype
 
-    def forward(self, lanes: Lanes, cache: Tensor, block_table: Tensor, phase: Phase) -> Tensor:
-        """Residual stream after the last layer: float32 `[N, H]`, before the final norm.
+    def decode(
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        cache: Tensor,
+        block_table: Tensor,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """The residual stream of `row`'s tokens behind the last layer, scaled for the final norm.
 
-        `cache` is `[L, blocks, 2, block_size, G, D]`; each live lane's keys and values are written
-        at its position through `block_table` `[S, B]`.
+        `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
+        place. `cache` is `[L, blocks, 2, block_size, G, D]`; each live row's keys and values are
+        written at its position through `block_table` `[S, B]`.
         """
-        config, slot = self.config, lanes.slot
-        x = embed(lanes.token, self.weights.embedding, slot)
-        for layer, kv in zip(self.weights.layers, cache.unbind(0), strict=True):
-            h = rms_norm(x, layer.input_norm, slot, eps=config.norm_eps, out_dtype=self.dtype)
-            qkv = phase.linear(h, layer.qkv, slot, bias=layer.qkv_bias)
-            q = rope_append(
+        config, weights, plans = self.config, self.weights, launch.plans
+        eps, slot = config.norm_eps, row.slot
+        shared: Any = {"arrivals": launch.arrivals, "pdl": launch.pdl}
+        for index, (layer, kv) in enumerate(zip(weights.layers, cache.unbind(0), strict=True)):
+            qkv = linear(
+                residual.scaled,
+                layer.qkv,
+                slot,
+                squares_TN=residual.squares,
+                eps=eps,
+                bias=layer.qkv_bias,
+                plan=plans.qkv,
+                **shared,
+            )
+            attended = decode_attention(
                 qkv,
+                self.cos,
+                self.sin,
+                kv,
+                block_table,
+                slot,
+                row.position,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                scale=config.attention_scale,
+                max_seq_len=self.max_seq_len,
+                q_norm_weight=layer.q_norm,
+                k_norm_weight=layer.k_norm,
+                eps=eps,
+                split_tokens=attention_split(plans.family, config.head_dim),
+                **shared,
+            )
+            residual = linear_residual(
+                attended,
+                layer.output,
+                slot,
+                residual,
+                layer.ffn_norm,
+                bias=layer.output_bias,
+                plan=plans.output,
+                **shared,
+            )
+            gated = linear(
+                residual.scaled,
+                layer.gate_up,
+                slot,
+                squares_TN=residual.squares,
+                eps=eps,
+                bias=layer.gate_up_bias,
+                swiglu=True,
+                plan=plans.gate_up,
+                **shared,
+            )
+            residual = linear_residual(
+                gated,
+                layer.down,
+                slot,
+                residual,
+                self.norm_behind(index),
+                bias=layer.down_bias,
+                plan=plans.down,
+                **shared,
+            )
+        return residual
+
+    def norm_behind(self, layer: int) -> Tensor:
+        """Weight of the norm that reads the residual stream behind a layer; -1: the embedding."""
+        layers = self.weights.layers
+        following = layer + 1
+        return layers[following].input_norm if following < len(layers) else self.weights.final_norm
+
+    def prefill(
+        self, lanes: PrefillLanes, cache: Tensor, block_table: Tensor, attend: Attend
+    ) -> PrefillEnd:
+        """A prompt chunk through all layers, up to and with the attention of the last one.
+
+        As in `decode` the cache receives the keys and values of the live lanes. What the last layer
+        does behind its attention matters to the sampled token alone: `prefill_logits` does it.
+        """
+        config, weights, slot = self.config, self.weights, lanes.slot
+        x = embed(lanes.token, weights.embedding, slot)
+        h = rms_norm(x, self.norm_behind(-1), slot, eps=config.norm_eps, out_dtype=self.dtype)
+        for index, (layer, kv) in enumerate(zip(weights.layers, cache.unbind(0), strict=True)):
+            q = rope_append(
+                functional.linear(h, layer.qkv, layer.qkv_bias),
                 self.cos,
                 self.sin,
                 kv,
@@ -257,46 +388,23 @@ class DenseModel:
                 k_norm_weight=layer.k_norm,
                 eps=config.norm_eps,
             )
-            attended = phase.attend(q, kv)
-            phase.linear(attended, layer.output, slot, bias=layer.output_bias, residual=x, out=x)
-            h = rms_norm(x, layer.ffn_norm, slot, eps=config.norm_eps, out_dtype=self.dtype)
-            gated = phase.linear(h, layer.gate_up, slot, bias=layer.gate_up_bias, swiglu=True)
-            phase.linear(gated, layer.down, slot, bias=layer.down_bias, residual=x, out=x)
-        return x
+            attended = attend(q, kv)
+            if index + 1 < len(weights.layers):
+                h = self._behind_attention(index, x, attended, slot)
+        return PrefillEnd(x, attended)
 
-    def logits(self, x_NH: Tensor, slot_R: Tensor, *, row_of_lane: Tensor | None = None) -> Tensor:
-        """Final norm and lm_head: float32 `[R, V]`. Row i reads lane `row_of_lane[i]`, else i."""
-        h = rms_norm(
-            x_NH,
-            self.weights.final_norm,
-            slot_R,
-            eps=self.config.norm_eps,
-            out_dtype=self.dtype,
-            row_of_lane=row_of_lane,
-        )
-        return linear(h, self.weights.lm_head, slot_R, out_dtype=torch.float32)
+    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor, row_of_lane_1: Tensor) -> Tensor:
+        """Float32 `[1, V]` of the chunk's row that `row_of_lane_1` names."""
+        x_1H, attended_1A = (rows.index_select(0, row_of_lane_1) for rows in end)
+        h = self._behind_attention(len(self.weights.layers) - 1, x_1H, attended_1A, slot_1)
+        return linear(h, self.weights.lm_head, slot_1, out_dtype=torch.float32)
 
-
-def wide_linear(
-    x_NK: Tensor,
-    weight_MK: Tensor,
-    slot_N: Tensor,
-    /,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`kernels.linear` for the many lanes of a prefill chunk, through the BLAS.
-
-    Its bits depend on the number of lanes, which for a chunk follows from the prompt alone. Padded
-    lanes hold garbage that touches no other lane. `residual` is updated in place.
-    """
-    y = torch.nn.functional.linear(x_NK, weight_MK, bias)
-    if swiglu:
-        return apply_swiglu(y, slot_N)
-    if residual is None:
-        return y
-    assert out is residual, "wide_linear adds to the residual in place"
-    return residual.add_(y)
+    def _behind_attention(self, index: int, x: Tensor, attended: Tensor, slot: Tensor) -> Tensor:
+        """The rest of a layer for `x`, which is updated in place, and the norm behind it."""
+        layer = self.weights.layers[index]
+        norm: Any = {"eps": self.config.norm_eps, "out_dtype": self.dtype}
+        output = functional.linear(attended, layer.output, layer.output_bias)
+        h = add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
+        gated = swiglu(functional.linear(h, layer.gate_up, layer.gate_up_bias), slot)
+        down = functional.linear(gated, layer.down, layer.down_bias)
+        return add_rms_norm(x, down, self.norm_behind(index), slot, **norm)

@@ -4,6 +4,7 @@ The failures matter most: whatever a step does wrong while it is captured, the p
 and the pool must work afterwards.
 """
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable
@@ -112,8 +113,10 @@ def test_a_moved_buffer_is_named(device: str) -> None:
     with on(graph):
         graph.replay()
         program.buffers["total"].data = torch.zeros(LANES, device=device)
+        # Looking at every address at every replay would be a tenth of the host's time.
         with pytest.raises(RuntimeError, match="static buffer 'total' moved from 0x"):
-            graph.replay()
+            for _ in range(captured_module.CHECK_EVERY):
+                graph.replay()
     graph.close()
 
 
@@ -223,6 +226,49 @@ def test_a_failed_capture_is_ended_by_the_driver_then_by_torch(
     monkeypatch.setattr("graphengine.buckets.nodes.driver", Driver)
     captured_module._abandon(Graph(), Stream(), torch.device("cuda", 0), (0, 1))  # type: ignore[arg-type]
     assert calls == ["driver ends 5", "driver begins 5, mode 1", "torch ends"]
+
+
+class Library:
+    """Stands in for the CUDA runtime; `status` is what its launch returns."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[object] = []
+
+    def cudaGraphLaunch(self, graph: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
+        self.calls.append((graph.value, stream.value))
+        return self.status
+
+    def cudaGetLastError(self) -> int:
+        self.calls.append("cleared")
+        return self.status
+
+
+class RawGraph:
+    def raw_cuda_graph_exec(self) -> int:
+        return 2**48 + 8
+
+
+class RawStream:
+    cuda_stream = 2**47
+
+
+@pytest.mark.parametrize("status", [0, 400])
+def test_a_direct_launch_is_one_call_and_a_refused_one_goes_to_torch(status: int) -> None:
+    library = Library(status)
+    launch = captured_module._direct_launch(
+        library,
+        RawGraph(),  # type: ignore[arg-type]
+        RawStream(),  # type: ignore[arg-type]
+        otherwise=lambda: library.calls.append("torch"),
+    )
+    launch()
+    assert library.calls == [(2**48 + 8, 2**47), *(["cleared", "torch"] if status else [])]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA runtime")
+def test_without_a_cuda_runtime_there_is_no_library() -> None:
+    assert captured_module._runtime() is None
 
 
 # From here on: a GPU.
@@ -431,12 +477,44 @@ def test_replays_allocate_and_synchronise_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_replay_belongs_to_the_stream_of_the_capture() -> None:
+@pytest.mark.parametrize("library", ["found", "missing", "refusing"])
+def test_replays_go_to_the_stream_of_the_capture_whichever_is_current(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library != "found":
+        stand_in = Library(400) if library == "refusing" else None
+        monkeypatch.setattr(captured_module, "_runtime", lambda: stand_in)
     program = Program("cuda")
-    graph = CapturedGraph(program, name="decode/8", device="cuda")
+    graph = CapturedGraph(program, name="decode/8", device="cuda", buffers=program.buffers)
     graph.capture()
-    with pytest.raises(RuntimeError, match="bucket 'decode/8' replays on stream 0x"):
+    assert graph.is_direct == (library != "missing")
+    with on(graph):
+        program.buffers.reset()
+        program.buffers.load({"x": [1, 2]}, sequence=1)
+        torch.cuda._sleep(20_000_000)
+    for _ in range(3):
         graph.replay()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert graph.stream is not None
+    assert not graph.stream.query(), "the replays stand behind what the stream held"
+    graph.stream.synchronize()
+    assert program.total() == [3, 6, 0, 0, 0, 0, 0, 0]
+    graph.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warmups", [0, 2])
+def test_a_step_that_draws_random_numbers_gets_new_ones_in_each_replay(warmups: int) -> None:
+    numbers = torch.zeros(LANES, device="cuda")
+    graph = CapturedGraph(lambda: numbers.uniform_(), name="b", device="cuda", warmups=warmups)
+    graph.capture()
+    assert not graph.is_direct
+    drawn = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        drawn.append(numbers.tolist())
+    assert len(set(map(tuple, drawn))) == 3
     graph.close()
 
 

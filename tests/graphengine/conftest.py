@@ -10,7 +10,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -159,6 +159,14 @@ def write_checkpoint(name: str, path: Path) -> Oracle:
     return Oracle(path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_user_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's own plans for the decode kernels are part of the numerics: no test sees them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path_factory.mktemp("no-tables")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -208,6 +216,37 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[dict[str, Engine]]:
+    """A small engine of the demo model for each device, opened when it is first asked for."""
+    engines: dict[str, Engine] = {}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture
+def engine(device: str, shared: dict[str, Engine]) -> Iterator[Engine]:
+    """The shared engine, idle; what a failed test leaves behind is cancelled."""
+    if device not in shared:
+        sizes: dict[str, Any] = {"max_batch": 3, "max_seq_len": 128, "block_size": 8}
+        shared[device] = Engine.from_pretrained(
+            checkpoint_path(), device=device, prefill_buckets=(8, 32), **sizes
+        )
+    engine = shared[device]
+    yield engine
+    try:
+        for request in [*engine.scheduler.active, *engine.scheduler.waiting]:
+            request.cancel()
+        for _ in range(500):
+            if engine.busy:
+                engine.step()
+        assert not engine.busy, f"busy after 500 steps: {engine.scheduler.active}"
+    except Exception:
+        shared.pop(device).close()
+        raise
+
+
 class EagerGraph:
     """Stands in for a captured graph: runs the step eagerly and keeps the logits of live lanes.
 
@@ -219,14 +258,20 @@ class EagerGraph:
         self.close = engine._graphs[name].close
 
     def replay(self) -> None:
+        with self.engine._on_stream():
+            self._run()
+
+    def _run(self) -> None:
         program, buffers = self.engine.program, self.engine.buffers
-        kind, size = self.name.split("/")
+        kind, size = self.name.split("/")[:2]
         if kind == "decode":
             slots = buffers["slot_of_row"][: int(size)].tolist()
-            outputs = program.decode(int(size))
+            # The fast sampler keeps logits to itself; the full one takes the same tokens.
+            outputs = program.decode(int(size), "full")
         else:
             slots = buffers["prefill_slot"].tolist()
             outputs = program.prefill(int(size))
+        assert outputs.logits is not None
         for row, slot in enumerate(slots):
             if slot >= 0 and int(outputs.flags[row]):
                 position = int(program.state.kv_len[slot]) - 1

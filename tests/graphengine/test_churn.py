@@ -108,7 +108,11 @@ def test_each_request_gets_the_tokens_it_gets_alone(
         for name in COUNTED:
             assert counters[name] >= size.occurrences, f"{name}: {counters[name]}"
         for rows in engine.memory.ladder.sizes:
-            assert counters[f"replays/decode/{rows}"] > 0, f"bucket {rows} was never used"
+            names = [f"replays/decode/{rows}/{sampler}" for sampler in ("fast", "full")]
+            assert any(counters[name] for name in names), f"bucket {rows} was never used"
+        for sampler in ("fast", "full"):
+            replays = sum(n for name, n in counters.items() if name.endswith(sampler))
+            assert replays >= size.occurrences, f"{replays} replays with the {sampler} sampler"
         assert (counters["discarded_tokens"] > 0) or lookahead == 0
         assert engine.scheduler.pool.free == engine.scheduler.pool.count
         assert engine.scheduler.swap.free == engine.scheduler.swap.count

@@ -90,7 +90,7 @@ def test_generate_streams_text_and_sums_up(cli: Cli) -> None:
     assert f"{prompt_len()} prompt + 12 new tokens on cpu, finished by length, seed 7" in summary
     latencies = r"time to first token [\d.]+ ms, inter-token p50 [\d.]+ ms, p99 [\d.]+ ms"
     assert re.search(latencies, summary)
-    assert re.search(r"buckets: prefill/16 x1, decode/1 x\d+", summary)
+    assert re.search(r"buckets: prefill/16 x1, decode/1/fast x\d+", summary)
 
 
 class Pieces(io.StringIO):
@@ -126,8 +126,8 @@ def test_generate_prints_json(cli: Cli, device: str) -> None:
     assert document["finish_reason"] == "length"
     assert document["device"].startswith(device)
     assert document["ttft_ms"] > 0 and 0 <= document["itl_p50_ms"] <= document["itl_p99_ms"]
-    assert document["replays"].keys() == {"prefill/16", "decode/1"}
-    assert document["replays"]["prefill/16"] == 1 and document["replays"]["decode/1"] >= 8
+    assert document["replays"].keys() == {"prefill/16", "decode/1/fast"}
+    assert document["replays"]["prefill/16"] == 1 and document["replays"]["decode/1/fast"] >= 8
     if device == "cpu":
         assert document["text"] == greedy_text(PROMPT, max_tokens=9)
 
@@ -168,6 +168,11 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
     assert run("--temperature", "1.5", "--top-k", "1")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--top-p", "1e-6")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--min-p", "1")["token_ids"] == greedy["token_ids"]
+    # A filter takes the sampler that knows filters; greedy needs none.
+    assert "decode/1/fast" in hot["replays"] and "decode/1/full" not in hot["replays"]
+    filtered = run("--temperature", "1.5", "--top-k", "9")["replays"]
+    assert "decode/1/full" in filtered and "decode/1/fast" not in filtered
+    assert run("--top-k", "9")["replays"].keys() == greedy["replays"].keys()
     stop = greedy["text"][5:8]
     stopped = run("--stop", "never in the text", "--stop", stop)
     assert stopped["finish_reason"] == "stop"
@@ -180,7 +185,7 @@ def test_engine_options_reach_the_engine(cli: Cli) -> None:
     status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "5", "--json", *options)
     assert status == 0
     # Without lookahead no replay runs for nothing.
-    assert json.loads(out)["replays"] == {"prefill/16": 1, "decode/1": 4}
+    assert json.loads(out)["replays"] == {"prefill/16": 1, "decode/1/fast": 4}
 
 
 # chat
@@ -229,8 +234,8 @@ def test_each_turn_reports_its_own_buckets(
     status, out, _ = cli("chat", *options)
     assert status == 0
     for line in out.splitlines():
-        replays = json.loads(line)["replays"]
-        assert 5 <= replays["decode/1"] <= 7, "five after the prefill, one or two ahead of the end"
+        replays = json.loads(line)["replays"]["decode/1/fast"]
+        assert 5 <= replays <= 7, "five after the prefill, one or two ahead of the end"
 
 
 def test_a_chat_that_outgrows_the_engine_says_so(
@@ -270,7 +275,8 @@ def test_info_shows_what_would_be_captured(cli: Cli) -> None:
         "max seq len": "96",
         "decode buckets": "1, 2, 4, 8, 12",
         "prefill buckets": "16, 64, 96",
-        "graphs": "8",
+        # Each decode bucket with both samplers.
+        "graphs": "13",
     }.items():
         assert re.search(rf"^{name} +{value}$", out, re.MULTILINE), (name, out)
     for part in ("weights", "KV cache", "swap", "total"):
@@ -284,7 +290,7 @@ def test_info_prints_json(cli: Cli) -> None:
     document = json.loads(out)
     assert document["architecture"] == "Qwen3ForCausalLM"
     assert document["decode_buckets"] == [1, 2] and document["prefill_buckets"] == [16, 64, 96]
-    assert document["graphs"] == 5 and document["dtype"] == "bfloat16"
+    assert document["graphs"] == 7 and document["dtype"] == "bfloat16"
     assert all(line.keys() == {"name", "bytes", "where"} for line in document["budget"])
     tensors = Checkpoint.open(checkpoint_path()).tensors.items()
     weights = sum(info.nbytes for name, info in tensors if not name.startswith("mtp."))
@@ -377,4 +383,4 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert document.keys() == GENERATED_KEYS
     assert document["text"] == greedy_text(PROMPT)
-    assert "KV cache" in done.stderr and "decode/2" in done.stderr
+    assert "KV cache" in done.stderr and "decode/2/full" in done.stderr

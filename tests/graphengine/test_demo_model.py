@@ -107,7 +107,7 @@ def test_a_batch_of_heldout_prompts(demo_oracle: Any, device: str) -> None:
             assert len(result.token_ids) == 32
             demo_oracle.assert_greedy(result)
         for rows in engine.memory.ladder.sizes:
-            assert engine.counters[f"replays/decode/{rows}"] > 0
+            assert engine.counters[f"replays/decode/{rows}/fast"] > 0
 
 
 def test_heldout_text_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:

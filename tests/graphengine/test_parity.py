@@ -22,10 +22,21 @@ def open_engine(oracle: Any, **options: Any) -> Engine:
     return Engine.from_pretrained(oracle.path, **options)
 
 
+@pytest.mark.parametrize(
+    ("max_batch", "asked", "family"),
+    [(4, None, "dot"), (1, None, "fma"), (2, None, "fma"), (1, "dot", "dot")],
+)
 def test_logits_and_greedy_tokens(
-    oracle: Any, device: str, eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]]
+    oracle: Any,
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    max_batch: int,
+    asked: str | None,
+    family: str,
 ) -> None:
-    with open_engine(oracle, device=device, lookahead=0, prefill_buckets=(16, 64)) as engine:
+    options = {"max_batch": max_batch, "row_family": asked, "prefill_buckets": (16, 64)}
+    with open_engine(oracle, device=device, lookahead=0, **options) as engine:
+        assert engine.row_family == family
         for prompt in oracle.prompts(PROMPT_LENGTHS):
             seen = eager(engine)
             result = engine.generate(prompt, greedy())
@@ -47,7 +58,8 @@ def test_batches_of_mixed_prompts(
             assert len(result.token_ids) == 24
             oracle.assert_greedy(result)
         for size in engine.memory.ladder.sizes:
-            assert engine.counters[f"replays/decode/{size}"] > 0, f"bucket {size} was never used"
+            replays = engine.counters[f"replays/decode/{size}/fast"]
+            assert replays > 0, f"bucket {size} was never used"
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "demo"])

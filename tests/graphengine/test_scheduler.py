@@ -14,10 +14,11 @@ import random
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -42,13 +43,14 @@ def make_request(
     *,
     stop_at: int | None = None,
     request_id: int = 0,
+    top_k: int = 0,
     cancelled: list[Request] | None = None,
 ) -> Request:
     """A request of `prompt` tokens and at most `new` more; it stops at position `stop_at`."""
     return Request(
         request_id=request_id,
         prompt_token_ids=range(prompt),
-        params=SamplingParams(),
+        params=SamplingParams(top_k=top_k),
         seed=0,
         stop_ids=() if stop_at is None else (stop_at,),
         max_len=prompt + new,
@@ -207,9 +209,9 @@ def _copy_blocks(
 class Simulation:
     """`Engine.step` without the engine, with every invariant checked at every plan."""
 
-    def __init__(self, *, lookahead: int, **sizes: int) -> None:
+    def __init__(self, *, lookahead: int, kind: type[Scheduler] = Scheduler, **sizes: int) -> None:
         self.lookahead = lookahead
-        self.scheduler = Scheduler(**sizes)
+        self.scheduler = kind(**sizes)
         self.max_chunk = sizes.pop("max_chunk")
         self.device = Device(**sizes)
         self.requests: list[Request] = []
@@ -219,6 +221,8 @@ class Simulation:
         self.published: deque[list[list[Token | None]]] = deque()
         self.picture: dict[str, Any] = {"slot_of_row": []}
         self.plans = 0
+        self.repeated = 0
+        self.last_plan: Plan | None = None
         self.counters: Counter[str] = Counter()
 
     def submit(self, prompt: int, new: int, stop_at: int | None = None) -> Request | None:
@@ -228,6 +232,8 @@ class Simulation:
             new,
             stop_at=stop_at,
             request_id=len(self.requests),
+            # Every third request has a filter.
+            top_k=5 if len(self.requests) % 3 == 2 else 0,
             cancelled=self.cancelled,
         )
         if self.scheduler.blocks_for(prompt + new - 1) > self.scheduler.pool.count:
@@ -259,6 +265,8 @@ class Simulation:
         updates = copy.deepcopy(host_updates(plan, self.scheduler.slots))
         self.check_picture(plan, updates)
         self.plans += 1
+        self.repeated += plan is self.last_plan
+        self.last_plan = plan
         self.unexecuted.append(
             Launch(
                 updates=updates,
@@ -331,6 +339,8 @@ class Simulation:
         slots = [request.placed.slot for request in rows]
         assert slots == sorted(set(slots)) and len(slots) <= len(self.scheduler.slots)
         assert all(request.phase is Phase.DECODE for request in rows)
+        assert plan.epochs == tuple(request.placed.epoch for request in rows)
+        assert plan.filtered == any(request.params.filtered for request in rows)
         assert not (plan.swap_out and plan.swap_in), "a plan swaps one way"
         pairs = plan.swap_out or plan.swap_in
         for side in zip(*pairs, strict=True):
@@ -482,6 +492,139 @@ def test_in_steady_state_nothing_changes() -> None:
         assert len(plan.rows) == 2
         assert not (plan.rows_changed or plan.slots_changed or plan.tables_changed)
         assert host_updates(plan, scheduler.slots) == {}
+
+
+def test_in_steady_state_a_plan_is_the_one_before() -> None:
+    scheduler = make_scheduler(block_size=8, kv_blocks=4)
+    first = submit(scheduler, 2, 12)
+    # Positions 2 .. 12 are decoded by plans 1 .. 11; a block begins at 8, plan 7.
+    plans = [plan_of(scheduler) for _ in range(12)]
+    repeated = [after is before for before, after in pairwise(plans)]
+    assert repeated == [False, *[False, *[True] * 4], *[False, False, *[True] * 3]]
+    assert first.placed.sampled == 12 and scheduler.plan() is None
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_whoever_waits_in_vain_does_not_end_the_steady_state(slots: int) -> None:
+    """For a slot or for blocks: nothing is freed before somebody is retired."""
+    scheduler = make_scheduler(slots=slots, block_size=8, kv_blocks=2)
+    running = submit(scheduler, 2, 12)
+    waiting = submit(scheduler, 2, 12)
+    plans = [plan_of(scheduler) for _ in range(6)]
+    assert plans[-1] is plans[-2] and waiting.phase is Phase.WAITING
+    scheduler.retire(running)
+    plan = plan_of(scheduler)
+    assert plan.prefill is not None and plan.prefill.request is waiting
+
+
+def test_a_plan_says_whether_a_row_is_filtered() -> None:
+    scheduler = make_scheduler(block_size=16)
+    plain, filtered = make_request(2, 12), make_request(2, 8, top_k=5)
+    for request in (plain, filtered):
+        scheduler.submit(request)
+    plans = [plan_of(scheduler) for _ in range(9)]
+    # Prefill of the one, prefill of the other beside it, then seven steps of both.
+    assert [len(plan.rows) for plan in plans] == [0, 1, *[2] * 7]
+    assert [plan.filtered for plan in plans] == [False, False, *[True] * 7]
+    assert plans[5] is plans[4], "repeated plans say so too"
+    scheduler.retire(filtered)
+    plan = plan_of(scheduler)
+    assert plan.rows == (plain,) and not plan.filtered
+
+
+def test_a_newcomer_ends_the_steady_state() -> None:
+    scheduler = make_scheduler(block_size=16)
+    submit(scheduler, 2, 12)
+    plans = [plan_of(scheduler) for _ in range(5)]
+    assert plans[-1] is plans[-2]
+    second = submit(scheduler, 2, 12)
+    plan = plan_of(scheduler)
+    assert plan.prefill is not None and plan.prefill.request is second
+    assert plan_of(scheduler).rows_changed
+
+
+class Forgetful(Scheduler):
+    """Plans each step from the beginning."""
+
+    def _holds_for(self, plan: Plan) -> int:
+        return 0
+
+
+Call = tuple[str, tuple[Any, ...]]
+CALLS: st.SearchStrategy[list[Call]] = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            st.tuples(st.integers(1, 12), st.integers(1, 16), st.none() | st.integers(0, 8)),
+        ),
+        st.tuples(st.just("cancel"), st.tuples(st.integers(0, 20))),
+        st.tuples(st.just("step"), st.tuples(st.booleans())),
+        st.tuples(st.just("steps"), st.tuples(st.integers(2, 12))),
+        st.tuples(st.just("execute"), st.just(())),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    calls=CALLS,
+    sizes=st.fixed_dictionaries(
+        {
+            "lookahead": st.integers(0, 1),
+            "slots": st.integers(1, 4),
+            "kv_blocks": st.integers(1, 12),
+            "swap_blocks": st.integers(0, 20),
+            "block_size": st.integers(1, 8),
+            "max_chunk": st.integers(1, 6),
+        }
+    ),
+)
+def test_repeated_plans_are_what_planning_from_the_beginning_gives(
+    calls: list[Call], sizes: dict[str, int]
+) -> None:
+    runs = [
+        plans_of_a_run(calls, Simulation(kind=kind, **sizes)) for kind in (Scheduler, Forgetful)
+    ]
+    assert runs[0] == runs[1]
+
+
+def plans_of_a_run(calls: list[Call], simulation: Simulation) -> list[Any]:
+    """Every plan that the calls lead to, and what the requests hold after each call."""
+    seen: list[Any] = []
+    launch = simulation.launch
+
+    def record(plan: Plan) -> None:
+        chunk = plan.prefill
+        seen.append(
+            (
+                [request.id for request in plan.rows],
+                plan.epochs,
+                chunk and (chunk.request.id, chunk.start, chunk.count),
+                (plan.swap_out, plan.swap_in),
+                (plan.rows_changed, plan.slots_changed, plan.tables_changed),
+            )
+        )
+        launch(plan)
+
+    simulation.launch = record  # type: ignore[method-assign]
+    for name, arguments in calls:
+        if name == "submit":
+            prompt, new, stop = arguments
+            simulation.submit(prompt, new, None if stop is None else prompt + stop)
+        elif name == "cancel":
+            for request in simulation.requests[arguments[0] : arguments[0] + 1]:
+                request.cancel()
+        elif name == "step":
+            simulation.step(collect=arguments[0])
+        elif name == "steps":
+            for _ in range(arguments[0]):
+                simulation.step()
+        else:
+            simulation.execute()
+        seen.append([(request.phase, repr(request.placement)) for request in simulation.requests])
+    simulation.drain()
+    return [*seen, simulation.scheduler.counters]
 
 
 # Slots.
@@ -822,6 +965,7 @@ def test_small_pools_pause_and_resume_and_everything_finishes(lookahead: int) ->
     assert scheduler["admitted"] > 1000 and scheduler["slot_reuses"] > 500
     assert scheduler["pauses"] > 100 and scheduler["resumes"] > 100
     assert scheduler["stalled_rows"] > 0
+    assert sum(run.repeated for run in runs) > 100
     assert device["stops"] > 100
     if lookahead:
         assert device["stopped_rows"] > 0, "no row ran on after its stop token"

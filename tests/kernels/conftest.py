@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +119,146 @@ def place_cache(
 def place_cache_fixture() -> Callable[..., PlacedCache]:
     """`place_cache`; test folders are no packages, so helpers travel as fixtures."""
     return place_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCase:
+    """Operands of a decode linear: lane n works for slot n, or is padded."""
+
+    x: torch.Tensor
+    """dtype [N, K]"""
+    slot: torch.Tensor
+    squares: torch.Tensor | None
+    """float32 [T, N], of a mean square of order 1"""
+    stream: torch.Tensor
+    """float32 [N, M]: a residual stream to add the product to."""
+    weight: torch.Tensor
+    """dtype [M, K], such that products are of order 1"""
+    bias: torch.Tensor | None
+    next_norm: torch.Tensor
+    """dtype [M]"""
+
+    def take(self, lane_of: torch.Tensor, padded: torch.Tensor | None = None) -> LinearCase:
+        """Lanes `lane_of` [L] of this case, in that order; those `padded` [L] lose their slot."""
+        chosen = lane_of.to(self.slot.device)
+        slot = self.slot[chosen]
+        if padded is not None:
+            slot = torch.where(padded.to(slot.device), -1, slot)
+        return replace(
+            self,
+            x=self.x[chosen],
+            slot=slot,
+            squares=None if self.squares is None else self.squares[:, chosen].contiguous(),
+            stream=self.stream[chosen],
+        )
+
+
+def make_linear_case(
+    lanes: int,
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    groups: int = 0,
+    bias: bool = False,
+    padded: Sequence[int] = (),
+    seed: int = 0,
+) -> LinearCase:
+    """Random operands for a weight [M, K]; `groups` partial sums of squares a lane, 0 for none."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    slot = torch.arange(lanes, dtype=torch.int32)
+    slot[list(padded)] = -1
+    sums = torch.rand(groups, lanes, generator=generator) + 0.5
+    return LinearCase(
+        x=random(lanes, K).to(device, dtype),
+        slot=slot.to(device),
+        squares=(sums * K / groups).to(device) if groups else None,
+        stream=random(lanes, M).to(device),
+        weight=(random(M, K) / K**0.5).to(device, dtype),
+        bias=random(M).to(device, dtype) if bias else None,
+        next_norm=random(M).to(device, dtype),
+    )
+
+
+def assert_lanes_keep_their_bits(
+    case: LinearCase,
+    run: Callable[[LinearCase], tuple[torch.Tensor, ...]],
+    counts: Sequence[int],
+) -> None:
+    """Each lane alone, and all shuffled among padded ones at each count, gives the same bits.
+
+    `run` returns tensors whose first dimension counts lanes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lanes = case.x.shape[0]
+    each_alone = [run(case.take(torch.tensor([lane]))) for lane in range(lanes)]
+    alone = [torch.cat(parts) for parts in zip(*each_alone, strict=True)]
+    for count in counts:
+        lane_of = torch.randint(lanes, (count,), generator=generator)
+        padded = torch.rand(count, generator=generator) < 0.2
+        padded[torch.randint(count, (1,), generator=generator)] = False
+        together = run(case.take(lane_of, padded))
+        for index, (actual, expected) in enumerate(zip(together, alone, strict=True)):
+            live = (~padded).to(actual.device)
+            wanted = expected[lane_of.to(actual.device)]
+            assert torch.equal(actual[live], wanted[live]), f"output {index}, {count=}, {lanes=}"
+
+
+def assert_fewer_lanes_keep_their_bits(
+    case: LinearCase,
+    run: Callable[[LinearCase], tuple[torch.Tensor, ...]],
+    counts: Sequence[int],
+) -> None:
+    """The first lanes give the same bits without the others.
+
+    That much holds in the interpreter too, which multiplies in a BLAS: to it a row's place and the
+    tile's height matter.
+    """
+    whole = run(case)
+    for count in counts:
+        part = run(case.take(torch.arange(count)))
+        for index, (actual, expected) in enumerate(zip(part, whole, strict=True)):
+            assert torch.equal(actual, expected[:count]), f"output {index}, {count=}"
+
+
+@pytest.fixture(scope="session", name="make_linear_case")
+def make_linear_case_fixture() -> Callable[..., LinearCase]:
+    return make_linear_case
+
+
+@pytest.fixture(scope="session", name="assert_lanes_keep_their_bits")
+def assert_lanes_keep_their_bits_fixture() -> Callable[..., None]:
+    return assert_lanes_keep_their_bits
+
+
+@pytest.fixture(scope="session")
+def assert_dot_lanes_keep_their_bits(device: str) -> Callable[..., None]:
+    """For kernels of the family `dot`: (case, run), at every lane count that makes a difference."""
+
+    def check(case: LinearCase, run: Callable[[LinearCase], tuple[torch.Tensor, ...]]) -> None:
+        if device == "cuda":
+            assert_lanes_keep_their_bits(case, run, (1, 8, 16, 17, 32, 64))
+        else:
+            assert_fewer_lanes_keep_their_bits(case, run, (1, 5, 8))
+
+    return check
+
+
+# Sums of K products in float32, rounded to the dtype.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(scope="session")
+def assert_products_close() -> Callable[..., None]:
+    """(actual, expected, dtype): equal but for the order of summation and a rounding to `dtype`."""
+
+    def check(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+        tolerance = _TOLERANCE[dtype]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+    return check

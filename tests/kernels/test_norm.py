@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.dispatch import INTERPRETED
-from graphengine.kernels.norm import rms_norm, rms_norm_reference
+from graphengine.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 
 SENTINEL = 77.0
 EPS = 1e-5
@@ -176,3 +181,65 @@ def operands() -> dict[str, object]:
 def test_bad_operands_are_errors_with_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
         rms_norm(**{**operands(), **changes})
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    lanes=st.integers(1, 20),
+    H=st.integers(1, 700) | st.sampled_from([64, 1024, 8192, 8200, 16400]),
+    dtype=st.integers(0, 2),
+    poison=st.sampled_from([0.0, float("nan"), float("inf")]),
+    data=st.data(),
+)
+def test_add_rms_norm(device, dtypes, lanes, H, dtype, poison, data):
+    """The exact float32 sum, its norm, and nothing of a padded lane."""
+    dtype = dtypes[dtype % len(dtypes)]
+    padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
+    x, weight = random_rows(lanes, H, dtype, device)
+    y = random_rows(lanes, H, dtype, device, seed=1)[0].to(dtype)
+    x[padded] = y[padded] = poison
+    slot = live_slots(lanes, set(padded), device)
+    options = {"eps": EPS, "out_dtype": dtype}
+    wanted = x + y.float()
+    wanted[padded] = x[padded]
+    for op in (add_rms_norm, add_rms_norm_reference):
+        summed = x.clone()
+        out = torch.full((lanes, H), SENTINEL, dtype=dtype, device=device)
+        assert op(summed, y, weight, slot, out=out, **options) is out
+        torch.testing.assert_close(summed, wanted, rtol=0, atol=0, equal_nan=True)
+        assert (out[padded] == SENTINEL).all()
+        normed = torch.full_like(out, SENTINEL)
+        rms_norm_reference(summed, weight, slot, out=normed, **options)
+        torch.testing.assert_close(out, normed, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("H", [48, 9000])
+def test_add_rms_norm_bits_do_not_depend_on_company(device, dtypes, H):
+    dtype = dtypes[-1]
+    x, weight = random_rows(64, H, dtype, device)
+    y = random_rows(64, H, dtype, device, seed=1)[0].to(dtype)
+    options = {"eps": EPS, "out_dtype": dtype}
+    whole = add_rms_norm(x.clone(), y, weight, live_slots(64, device=device), **options)
+    for count in (1, 8, 17):
+        order = torch.randperm(64)[:count].to(device)
+        # In place on y's rows, as `out` may be.
+        part = y[order]
+        slot = live_slots(count, device=device)
+        add_rms_norm(x[order], part, weight, slot, out=part, **options)
+        assert torch.equal(part, whole[order])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"x_NH": torch.zeros(2, 8).half()}, "x_NH is torch.float16, not torch.float32"),
+        ({"y_NH": torch.zeros(3, 8)}, r"y_NH is \(3, 8\), x_NH \(2, 8\)"),
+        ({"y_NH": torch.zeros(8, 2).t()}, r"strides \(1, 2\)"),
+        ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[2\], not \(3,\)"),
+        ({"weight_H": torch.zeros(7)}, r"\[8\].*\(7,\)"),
+        ({"out": torch.zeros(2, 7)}, r"\[2, 8\].*\[2, 7\]"),
+    ],
+)
+def test_bad_operands_of_add_rms_norm(changes, message):
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(**{**operands(), "y_NH": torch.zeros(2, 8), **changes})

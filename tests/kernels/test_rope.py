@@ -361,6 +361,30 @@ def test_a_live_lane_out_of_bounds_appends_nothing(
     assert bool((kv == SENTINEL).all())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_values_pass_unrotated(op: Op) -> None:
+    """Whatever they are: an infinity times a zero sine would be NaN. 20 heads fill two programs."""
+    function, device = op
+    cos, sin = rope_tables(RopeConfig(), head_dim=128, max_positions=16, device=device)
+    heads = torch.randn(1, 20, 128, generator=torch.Generator().manual_seed(0))
+    heads[:, 16:] = torch.inf
+    kv = torch.zeros(2, 2, 8, 4, 128, device=device)
+    q = function(
+        heads.view(1, -1).to(device),
+        cos,
+        sin,
+        kv,
+        torch.ones(1, 1, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.full((1,), 5, dtype=torch.int32, device=device),
+        num_heads=12,
+        num_kv_heads=4,
+    )
+    assert bool(q.isfinite().all())
+    assert bool(kv[1, 0, 5].isfinite().all())
+    assert bool((kv[1, 1, 5] == torch.inf).all())
+
+
 def test_strided_lanes_and_several_tokens_of_a_slot(op: Op) -> None:
     """Prefill: the lanes are consecutive tokens of one slot, and qkv a view of a wider tensor."""
     function, device = op

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +25,14 @@ from graphengine.kernels.philox import gumbel, philox_uint32
 from graphengine.kernels.sampling import (
     MAX_VOCABULARY,
     SamplingTensors,
+    best_of_tile,
+    check_tiles,
+    needs_full_sampler,
     sample,
     sample_reference,
+    sample_tiles,
+    sample_tiles_reference,
+    token_of_tiles_reference,
 )
 
 # Triton's interpreter scales huge logits with numpy, which warns of what is clamped next.
@@ -208,8 +216,10 @@ def test_the_kernel_agrees_with_the_slow_sampler(device: str, batch):
 
 
 def vocabularies(device: str) -> list[int]:
-    """One tile, more than one, more than a pass of the cutoff kernel takes; full sizes on a GPU."""
-    return [1000, 1025, 5000] if device == "cpu" else [1000, 1025, 5000, 32_000, 151_936, 2**18]
+    """One tile, more than one, more than a pass of the cutoff kernel takes, and enough of them for
+    it to gather the largest keys first; full sizes on a GPU."""
+    small = [1000, 1025, 5000, 12_289]
+    return small if device == "cpu" else [*small, 32_000, 151_936, 2**18]
 
 
 FILTERS = [
@@ -240,6 +250,35 @@ def test_large_vocabularies_agree_with_the_reference(device: str, ties: bool):
                     logits[row].tolist(), positions[row], slot, tolerance=TOLERANCE
                 )
                 assert token in right, (vocabulary, slot)
+
+
+@pytest.mark.parametrize("rest", ["far below", "close", "tied", "absent"])
+def test_filters_of_long_rows(device: str, rest: str):
+    """Top-k and top-p find the same set whether the keys that are gathered first hold it or not."""
+    vocabulary, generator = 12_289, torch.Generator().manual_seed(11)
+    row = torch.randn(vocabulary, generator=generator)
+    if rest == "far below":
+        row[torch.randperm(vocabulary, generator=generator)[:40]] += 12
+    elif rest == "tied":
+        row = (2 * row).round()
+    elif rest == "absent":
+        row[torch.randperm(vocabulary, generator=generator)[30:]] = -INF
+    cuts: list[dict[str, Any]] = [
+        *({"top_k": k} for k in (1, 29, 31, 1024, 2048, 2049, 9000, vocabulary - 1)),
+        *({"top_p": p} for p in (0.0, 0.1, 0.9, 0.999, 0.9999999)),
+        {"top_k": 2500, "top_p": 0.9},
+        {"top_k": 60, "top_p": 0.97, "stop_ids": (int(row.argmax()), 5, 6), "min_len": HUGE},
+        {"top_p": 0.6, "stop_ids": (int(row.argmax()), 5, 6), "min_len": HUGE},
+    ]
+    # Some rows are hot, so that the end of what is kept is drawn as well.
+    params = [Params(seed=i, temperature=(1, 9)[i % 2], **cut) for i, cut in enumerate(cuts)]
+    logits, positions = row.expand(len(params), -1), [*range(len(params))]
+    tokens = Twin(sample, device).tokens(logits, params, positions)
+    expected = Twin(sample_reference, "cpu").tokens(logits, params, positions)
+    for token, same, position, slot in zip(tokens, expected, positions, params, strict=True):
+        if token != same:
+            assert device == "cuda", (token, same, slot)
+            assert token in right_tokens(row.tolist(), position, slot, tolerance=TOLERANCE), slot
 
 
 @pytest.mark.parametrize("by", ["top_k", "top_p"])
@@ -352,6 +391,187 @@ def test_a_token_depends_on_nothing_but_its_row(device: str):
     tokens = twin.tokens(wide.to(device)[:, :vocabulary], params, positions, slots, poison=-77)
     assert [tokens[row] for row in order] == alone
     assert all(token == -77 for row, token in enumerate(tokens) if row not in order)
+
+
+# Tiles: what is left of a row for `finish_decode`, and what lm_head computes of its own logits.
+
+
+@triton.jit
+def _fast_kernel(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    seed_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    best_ptr,
+    health_ptr,
+    lanes,
+    vocabulary,
+    stop_ids,
+    L: tl.constexpr,
+    B: tl.constexpr,
+):
+    """`best_of_tile` as lm_head uses it: L lanes and B ids a program, logits from registers."""
+    lane = tl.program_id(0) * L + tl.arange(0, L)
+    ids = tl.program_id(1) * B + tl.arange(0, B)
+    slot = tl.load(slot_ptr + lane, mask=lane < lanes, other=-1)
+    live = slot >= 0
+    source = logits_ptr + lane[:, None] * vocabulary + ids[None, :]
+    mask = (lane < lanes)[:, None] & (ids < vocabulary)[None, :]
+    # Where there is nothing to load a product holds anything.
+    logits = tl.load(source, mask=mask, other=float("nan"))
+    position = tl.load(position_ptr + lane, mask=live, other=0) + 1
+    best, health = best_of_tile(
+        logits,
+        ids[None, :],
+        slot[:, None],
+        position[:, None],
+        live[:, None],
+        vocabulary,
+        temperature_ptr,
+        seed_ptr,
+        stop_ids_ptr,
+        min_len_ptr,
+        stop_ids,
+    )
+    at = lane * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + at, best, mask=live)
+    tl.store(health_ptr + at, health, mask=live)
+
+
+UNTOUCHED = -77
+
+
+def fast_tiles(
+    logits: torch.Tensor,
+    slot: torch.Tensor,
+    position: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    tile: int,
+    lanes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocabulary = logits.shape
+    shape = (rows, triton.cdiv(vocabulary, tile))
+    best = torch.full(shape, UNTOUCHED, dtype=torch.int64, device=logits.device)
+    health = torch.full(shape, UNTOUCHED, dtype=torch.int32, device=logits.device)
+    _fast_kernel[(triton.cdiv(rows, lanes), shape[1])](
+        logits,
+        slot,
+        position,
+        params.temperature,
+        params.seed,
+        params.stop_ids,
+        params.min_len,
+        best,
+        health,
+        rows,
+        vocabulary,
+        params.stop_ids.shape[1],
+        L=lanes,
+        B=tile,
+    )
+    return best, health
+
+
+# Greedy and drawing lanes, some of which wait for min_len, all without filters.
+UNFILTERED = [
+    Params(temperature=0.0, seed=3),
+    Params(temperature=0.7, seed=-(2**63)),
+    Params(temperature=0.0, stop_ids=(1, 5, -1), min_len=HUGE),
+    Params(temperature=1.0, seed=2**63 - 1, stop_ids=(HUGE, 0, 4), min_len=HUGE),
+    Params(temperature=1e-3, seed=17, stop_ids=(2, 3, 6), min_len=3),
+    Params(temperature=30.0, seed=17),
+]
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_tiles_of_any_shape_agree_with_the_reference(device: str, data: st.DataObject):
+    """2-D tiles of lanes that ask for different things; padded lanes are poisoned."""
+    rows = data.draw(st.integers(1, 9))
+    vocabulary = data.draw(st.sampled_from([1, 7, 40, 130]))
+    tile, lanes = data.draw(st.sampled_from([16, 32, 64])), data.draw(st.sampled_from([1, 2, 8]))
+    logits = torch.full((rows, vocabulary), NAN)
+    slots, positions = [], []
+    for row in range(rows):
+        slot = data.draw(st.sampled_from([-1, LOWEST, *range(len(UNFILTERED))]))
+        slots.append(slot)
+        positions.append(data.draw(st.integers(0, 4)) if slot >= 0 else LOWEST)
+        if slot >= 0:
+            kind = data.draw(st.sampled_from([TIED, ORDINARY, EXTREME, BROKEN]))
+            values = st.lists(kind, min_size=vocabulary, max_size=vocabulary)
+            logits[row] = torch.tensor(data.draw(values))
+    arguments = (logits, ints(slots), ints(positions))
+    expected = sample_tiles_reference(*arguments, tensors(UNFILTERED), tile=tile)
+    token = sample_reference(*arguments, tensors(UNFILTERED))
+    live = ints(slots) >= 0
+    assert token_of_tiles_reference(*expected)[live].tolist() == token[live].tolist()
+
+    on_device = (tensor.to(device) for tensor in arguments)
+    tiles = fast_tiles(*on_device, tensors(UNFILTERED, device), tile=tile, lanes=lanes)
+    best, health = (tensor.cpu() for tensor in tiles)
+    assert (best[~live] == UNTOUCHED).all()
+    assert (health[~live] == UNTOUCHED).all()
+    assert torch.equal(health[live], expected[1][live])
+    if device == "cpu":
+        assert torch.equal(best[live], expected[0][live])
+    # On a GPU the logarithm differs by some ulps; the next test compares its kernels to the bit.
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 16])
+@pytest.mark.parametrize("tile", [32, 64, 1024, 2048])
+def test_the_tiling_changes_no_bit(device: str, tile: int, lanes: int):
+    """The folded sampler's best of a row is that of `sample_tiles`, value and id."""
+    vocabulary = 1100
+    generator = torch.Generator().manual_seed(2)
+    rows = len(UNFILTERED) if device == "cpu" else 3 * len(UNFILTERED)
+    logits = (3 * torch.randn(rows, vocabulary, generator=generator)).bfloat16().float().to(device)
+    slot = ints([*range(len(UNFILTERED))] * (rows // len(UNFILTERED)), device)
+    arguments = (logits, slot, ints(range(rows), device), tensors(UNFILTERED, device))
+    best, health = sample_tiles(*arguments)
+    assert best.shape == health.shape == (rows, 2)
+    folded, folded_health = fast_tiles(*arguments, tile=tile, lanes=lanes)
+    assert torch.equal(folded.amax(1), best.amax(1))
+    assert torch.equal(folded_health.amax(1), health.amax(1))
+    token = sample(*arguments)
+    assert torch.equal(token_of_tiles_reference(folded, folded_health), token)
+    if tile == 1024:
+        assert torch.equal(folded, best)
+
+
+@given(batch=batches())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_tiles_with_filters_agree_with_the_reference(device: str, batch):
+    logits, params, positions = batch
+    slot, position = ints(range(len(params)), device), ints(positions, device)
+    arguments = (torch.tensor(logits, dtype=torch.float32, device=device), slot, position)
+    best, health = sample_tiles(*arguments, tensors(params, device))
+    assert check_tiles(best, health, len(params)) == 1
+    tokens = token_of_tiles_reference(best, health).tolist()
+    for token, row, each, where in zip(tokens, logits, params, positions, strict=True):
+        assert token in right_tokens(row, where, each, tolerance=TOLERANCE * (device == "cuda"))
+    expected = sample_tiles_reference(*arguments, tensors(params, device))
+    assert torch.equal(health, expected[1])
+    if device == "cpu":
+        assert torch.equal(best, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("params", "needed"),
+    [
+        (Params(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1), False),
+        (Params(temperature=0.7), False),
+        (Params(top_k=1), True),
+        (Params(top_p=0.99), True),
+        (Params(min_p=0.01), True),
+    ],
+)
+def test_who_needs_the_full_sampler(params: Params, needed: bool):
+    asked = needs_full_sampler(params.temperature, params.top_k, params.top_p, params.min_p)
+    assert asked is needed
 
 
 # Distributions, through the reference with fixed seeds: each is one fixed number, not a gamble.

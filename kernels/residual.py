@@ -1,0 +1,37 @@
+"""The residual stream of decode, as one fused kernel hands it to the next.
+
+A linear that reads the stream needs it normalised: y = W (g * x / rms(x)). The kernel that writes
+`x` also writes `g * x`, rounded once to the model's dtype, and what the mean square is made of; the
+one that reads multiplies its product by 1 / rms(x). So no kernel reads float32 activations, and a
+norm costs no launch.
+
+Letters: N lanes, H hidden, T groups of columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Residual(NamedTuple):
+    """What decode kernels pass on; valid until the next replay. Padded lanes hold anything."""
+
+    x: torch.Tensor
+    """float32 [N, H]"""
+    scaled: torch.Tensor
+    """model dtype [N, H]: x times the weight of the RMSNorm that reads it next."""
+    squares: torch.Tensor
+    """float32 [T, N]: partial sums of x * x; their sum in order of T is the whole."""
+
+
+def new_residual(
+    lanes: int, hidden: int, groups: int, *, dtype: torch.dtype, device: torch.device | str
+) -> Residual:
+    """An uninitialised stream of `lanes` x `hidden` with `groups` partial sums a lane."""
+    return Residual(
+        x=torch.empty((lanes, hidden), dtype=torch.float32, device=device),
+        scaled=torch.empty((lanes, hidden), dtype=dtype, device=device),
+        squares=torch.empty((groups, lanes), dtype=torch.float32, device=device),
+    )

@@ -1,0 +1,348 @@
+"""`graphengine bench`: how fast an engine decodes a shape, held against the memory it must read.
+
+Each row of the result is an engine of its own. Before a row's figures are taken its tokens are
+checked against the eager step. What a figure means is said by the function that takes it, in
+`measure.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`; floors and shares are
+made here. What only a GPU has is null on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphengine import Engine, EngineConfig
+from graphengine.config import DTYPES
+from graphengine.profiles import measure
+from graphengine.profiles.arguments import integers
+from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling
+from graphengine.profiles.engines import StartUp, build_engine, describe_engine, engine_options
+from graphengine.profiles.environment import environment
+from graphengine.profiles.kernel_times import kernel_times
+from graphengine.profiles.measure import SAMPLERS, Work
+from graphengine.profiles.peers import PEERS, require_peer, run_peer
+from graphengine.profiles.percentiles import rounded
+from graphengine.profiles.shapes import NAMES, Subject, step_bytes
+from graphengine.profiles.text import ROW_COLUMNS, describe_document, text_table
+
+SCHEMA = 1
+TTFT_TOKENS = (128, 1024)
+DEFAULT_SLOTS = EngineConfig().max_batch
+DEFAULT_SEQ_LEN = 4096
+"""What an engine takes that is not told, of a model that holds as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """One invocation: what is measured, on which engines.
+
+    options         of every engine, beside the sizes that each measurement chooses
+    default_engine  add a row with one live request in an engine of the default sizes
+    ttft_tokens     prompt lengths; those that the model cannot hold are left out
+    long_tokens     gaps to take in the sized engines with one live request; 0: none
+    admission       length of the prompt that is admitted beside seven decoding requests; 0: none
+    """
+
+    subject: Subject
+    options: dict[str, Any]
+    works: tuple[Work, ...]
+    max_batch: int | None
+    max_seq_len: int | None
+    default_engine: bool
+    ttft_tokens: tuple[int, ...]
+    long_tokens: int
+    admission: int
+    kernels: bool
+    peers: tuple[str, ...]
+
+    @property
+    def device(self) -> str:
+        return str(self.options.get("device") or EngineConfig().device)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `graphengine bench`."""
+    add = parser.add_argument
+    add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
+    add("--checkpoint", help="directory or hub id, in place of a shape")
+    add("--batch", default="1,8,32", help="live requests, a row each (default: 1,8,32)")
+    add("--prompt-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=256)
+    add("--runs", type=int, default=5, help="of each row, behind one to warm up")
+    add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
+    add("--max-batch", type=int, help="slots of every engine (default: the row's batch)")
+    add("--max-seq-len", type=int, help="of every engine (default: what the row needs)")
+    add("--ttft-tokens", help="prompt lengths (default: 128,1024 where the model holds them)")
+    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--no-pdl", action="store_true", help="without programmatic dependent launch")
+    add("--row-family", choices=("fma", "dot"), help="arithmetic of the decode kernels")
+    add("--max-prefill-tokens-per-step", type=int, help="longest prompt chunk of a step")
+    add("--long", type=int, default=0, metavar="N", help="gaps of N tokens, for batch 1")
+    add(
+        "--admission",
+        type=int,
+        nargs="?",
+        const=1024,
+        default=0,
+        metavar="N",
+        help="gaps of 7 requests while a prompt of N tokens (1024) is admitted",
+    )
+    add("--kernels", action="store_true", help="time of each kernel, without PDL; on a GPU")
+    add("--peer", action="append", default=[], help=f"compare with: {', '.join(PEERS)}")
+    add("--out", type=Path, help="JSON file to write")
+    add("--json", action="store_true", help="print the JSON instead of tables")
+    add("--verbose", action="store_true", help="log budget and captures")
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    wanted = _read_options(options)
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: there is no such folder")
+
+    def save(document: dict[str, Any]) -> None:
+        if options.out is not None:
+            options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    document = measure_all(wanted, say=_silent if options.json else _say, save=save)
+    print(json.dumps(document, indent=2) if options.json else describe_document(document))
+
+
+def _read_options(options: argparse.Namespace) -> Bench:
+    """The options, checked as far as can be done before anything is built."""
+    if options.shape is not None and options.checkpoint is not None:
+        raise ValueError(f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one")
+    for peer in options.peer:
+        require_peer(peer)
+    for name in ("long", "admission"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name} {getattr(options, name)} must not be negative")
+    subject = (
+        Subject.of_shape(options.shape or "demo")
+        if options.checkpoint is None
+        else Subject.of_checkpoint(options.checkpoint)
+    )
+    batches = integers(options.batch, "batch")
+    if options.max_batch is not None and options.max_batch < max(batches):
+        raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
+    tokens = options.prompt_tokens + options.new_tokens
+    limit = options.max_seq_len or subject.model.max_positions
+    if tokens > limit:
+        raise ValueError(
+            f"{options.prompt_tokens} prompt and {options.new_tokens} new tokens exceed "
+            f"max_seq_len={limit}"
+        )
+    lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
+    names = ("device", "dtype", "row_family", "max_prefill_tokens_per_step")
+    wanted = {name: getattr(options, name) for name in names}
+    wanted["pdl"] = False if options.no_pdl else None
+    # The engine of default sizes is no row where sizes are given, or where it would be too short.
+    sized = options.max_batch or options.max_seq_len or tokens > DEFAULT_SEQ_LEN
+    works = tuple(
+        Work(
+            live=batch,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            runs=options.runs,
+            sampler=options.sampler,
+        )
+        for batch in batches
+    )
+    return Bench(
+        subject=subject,
+        options=engine_options(wanted),
+        works=works,
+        max_batch=options.max_batch,
+        max_seq_len=options.max_seq_len,
+        default_engine=1 in batches and not sized and options.row_family != "fma",
+        ttft_tokens=tuple(n for n in lengths if n < limit),
+        long_tokens=options.long,
+        admission=options.admission,
+        kernels=options.kernels,
+        peers=tuple(dict.fromkeys(options.peer)),
+    )
+
+
+def measure_all(
+    bench: Bench, *, say: Callable[[str], None], save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Everything that `bench` asks for, as the JSON document.
+
+    `say` gets the rows as they come. `save` gets the document after each measurement, so that what
+    fails late takes nothing with it.
+    """
+    ceiling = measure_read_ceiling(bench.device)
+    model = bench.subject.model
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "environment": environment(bench.device),
+        "shape": bench.subject.name,
+        "random_weights": bench.subject.checkpoint is None,
+        "config": dict(bench.subject.hf_config),
+        "vocab_size": model.vocab_size,
+        "ceiling": None if ceiling is None else asdict(ceiling),
+        "rows": [],
+        "admission": None,
+        "kernels": None,
+        "peers": {},
+    }
+    for work, sizes in _rows(bench):
+        row = _measure_row(bench, work, sizes, ceiling)
+        document["rows"].append(rounded(row))
+        say(text_table(ROW_COLUMNS, [rounded(row)], header=len(document["rows"]) == 1))
+        save(document)
+    if bench.admission:
+        document["admission"] = rounded(_measure_admission(bench))
+        save(document)
+    if bench.kernels:
+        document["kernels"] = [rounded(_measure_kernels(bench, work)) for work in bench.works]
+        save(document)
+    for peer in bench.peers:
+        say(f"waiting for {peer} ...")
+        document["peers"][peer] = _measure_peer(bench, peer, document["rows"])
+        save(document)
+    return document
+
+
+def _rows(bench: Bench) -> Iterator[tuple[Work, dict[str, Any]]]:
+    """What each row runs, and the sizes of its engine."""
+    for work in bench.works:
+        need = max(work.prompt_tokens + work.new_tokens, *(n + 1 for n in bench.ttft_tokens), 2)
+        sizes = {
+            "max_batch": bench.max_batch or work.live,
+            "max_seq_len": bench.max_seq_len or need,
+        }
+        yield work, sizes
+    if bench.default_engine:
+        yield replace(bench.works[0], live=1), {"max_batch": DEFAULT_SLOTS}
+
+
+def _measure_row(
+    bench: Bench, work: Work, sizes: dict[str, Any], ceiling: ReadCeiling | None
+) -> dict[str, Any]:
+    """One engine: its start, its steps, its first tokens, its host time."""
+    with _engine(bench, sizes) as (engine, start):
+        row: dict[str, Any] = {
+            "live": work.live,
+            "max_batch": engine.config.max_batch,
+            "sampler": work.sampler,
+            "prompt_tokens": work.prompt_tokens,
+            "new_tokens": work.new_tokens,
+            "runs": work.runs,
+        }
+        row |= measure.decode(engine, work)
+        row |= _against_floor(engine, work, row["ms_per_step"], ceiling)
+        row["ttft_ms"] = measure.time_to_first_token(engine, bench.ttft_tokens, runs=work.runs)
+        on_gpu = engine.memory.device.type == "cuda"
+        row["host"] = measure.host_time(engine, work) if on_gpu else None
+        # Of one live row, in the engine that was sized for it.
+        wants_long = bench.long_tokens and work.live == 1 and sizes.get("max_seq_len") is not None
+        row["long"] = measure.long_run(engine, work, bench.long_tokens) if wants_long else None
+        row["start"] = asdict(start)
+        row["engine"] = describe_engine(engine)
+    return row
+
+
+def _against_floor(
+    engine: Engine, work: Work, ms_per_step: float, ceiling: ReadCeiling | None
+) -> dict[str, Any]:
+    """`step_bytes`, the time that reading them takes at least, and its share of the step's."""
+    size = step_bytes(
+        engine.model.config,
+        context=work.prompt_tokens + work.new_tokens / 2,
+        rows=work.live,
+        itemsize=engine.memory.dtype.itemsize,
+    )
+    floor = None if ceiling is None else ceiling.milliseconds(size)
+    return {
+        "step_bytes": size,
+        "floor_ms": floor,
+        "share": None if floor is None else floor / ms_per_step,
+    }
+
+
+def _measure_admission(bench: Bench) -> dict[str, Any]:
+    """Seven decode in an engine of eight slots; the prompt comes."""
+    work = bench.works[0]
+    sizes = {"max_batch": DEFAULT_SLOTS, "max_seq_len": bench.max_seq_len}
+    with _engine(bench, sizes) as (engine, _):
+        found = measure.admission(
+            engine,
+            decoding=DEFAULT_SLOTS - 1,
+            prompt_tokens=work.prompt_tokens,
+            admitted_tokens=bench.admission,
+            runs=work.runs,
+        )
+        return found | {"engine": describe_engine(engine)}
+
+
+def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
+    """Kernel by kernel, in an engine that launches them one after another."""
+    has_pdl = any(field.name == "pdl" for field in fields(EngineConfig))
+    sizes: dict[str, Any] = {
+        "max_batch": bench.max_batch or work.live,
+        "max_seq_len": bench.max_seq_len or work.prompt_tokens + max(work.new_tokens, 128),
+    }
+    with _engine(bench, sizes | ({"pdl": False} if has_pdl else {})) as (engine, _):
+        step = measure.decode(engine, replace(work, runs=1))["ms_per_step"]
+        times = kernel_times(engine, work)
+        return {
+            "live": work.live,
+            "max_batch": engine.config.max_batch,
+            "sampler": work.sampler,
+            "pdl": getattr(engine.config, "pdl", None),
+            "ms_per_step": step,
+            "kernels": None if times is None else [asdict(time) for time in times],
+        }
+
+
+def _measure_peer(bench: Bench, peer: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The peer's figures; `ratio` is its time a step over that of our engine of the same batch."""
+    work = bench.works[0]
+    dtype = rows[0]["engine"]["dtype"]
+    answer = run_peer(
+        peer,
+        bench.subject,
+        device=bench.device,
+        dtype=dtype,
+        batches=[work.live for work in bench.works],
+        prompt_tokens=work.prompt_tokens,
+        new_tokens=work.new_tokens,
+        runs=work.runs,
+    )
+    ours = {row["live"]: row["ms_per_step"] for row in reversed(rows)}
+    for row in answer["rows"]:
+        row["ratio"] = round(row["ms_per_step"] / ours[row["live"]], 3)
+    return answer
+
+
+@contextmanager
+def _engine(bench: Bench, sizes: dict[str, Any]) -> Iterator[tuple[Engine, StartUp]]:
+    """An engine for one measurement; when it ends, the device's memory is free for the next."""
+    engine, start = build_engine(bench.subject, bench.options | engine_options(sizes))
+    try:
+        yield engine, start
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        if torch.device(bench.device).type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,122 @@
+"""The rate at which this device reads memory: what a decode step is held against.
+
+A persistent grid streams a buffer far larger than the caches and adds it up. Decoding reads weights
+and writes next to nothing, so a copy, which pays for turning the bus round, would be too low a
+limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GIB = 2**30
+BUFFER_BYTES = 4 * GIB
+# Integers of a program's load, programs of a multiprocessor, warps: the best of these counts.
+BLOCKS = (4096, 8192)
+PROGRAMS_PER_SM = (8, 16)
+WARPS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadCeiling:
+    """The best rate found and the launch that reached it. `tb_s` is in 10**12 bytes a second."""
+
+    tb_s: float
+    buffer_bytes: int
+    block: int
+    programs: int
+    warps: int
+
+    def milliseconds(self, size: int) -> float:
+        """The least time in which `size` bytes are read."""
+        return size / self.tb_s / 1e9
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_stream(x_ptr, sum_ptr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0)
+    total = tl.zeros([BLOCK], dtype=tl.int32)
+    for index in range(ROUNDS):
+        start = tl.cast(index * tl.num_programs(0) + program, tl.int64) * BLOCK
+        total += tl.load(x_ptr + start + tl.arange(0, BLOCK))
+    tl.store(sum_ptr + program, tl.sum(total))
+
+
+def sum_stream(x: Tensor, sums: Tensor, *, block: int, warps: int) -> None:
+    """Add up int32 `x` `[n]` into int32 `sums`, one for each of the programs that share it.
+
+    They take blocks in turn, so `sums.sum()` is that of `x`, modulo 2**32. ValueError unless every
+    program gets the same number of blocks.
+    """
+    rounds = _rounds(x, sums, block)
+    _sum_stream[(len(sums),)](x, sums, ROUNDS=rounds, BLOCK=block, num_warps=warps)
+
+
+def sum_stream_reference(x: Tensor, sums: Tensor, *, block: int) -> None:
+    """`sum_stream` in plain PyTorch."""
+    sums.copy_(x.view(_rounds(x, sums, block), len(sums), block).sum((0, 2)))
+
+
+def _rounds(x: Tensor, sums: Tensor, block: int) -> int:
+    rounds, left = divmod(len(x), len(sums) * block)
+    if left or not rounds:
+        raise ValueError(f"{len(x)} integers are no multiple of {len(sums)} blocks of {block}")
+    return rounds
+
+
+def measure_read_ceiling(
+    device: str | torch.device, *, buffer_bytes: int = BUFFER_BYTES, repeats: int = 5
+) -> ReadCeiling | None:
+    """The median rate of the fastest launch; None on a device that is no GPU.
+
+    Takes `buffer_bytes` of device memory meanwhile; each launch reads all of it but a rest that
+    does not divide among its programs.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        x = torch.ones(buffer_bytes // 4, dtype=torch.int32, device=device)
+        found = [
+            _measure(x, block, per_sm, warps, repeats)
+            for block, per_sm, warps in product(BLOCKS, PROGRAMS_PER_SM, WARPS)
+        ]
+        del x
+        torch.cuda.empty_cache()
+    return max(found, key=lambda ceiling: ceiling.tb_s)
+
+
+def _measure(x: Tensor, block: int, per_sm: int, warps: int, repeats: int) -> ReadCeiling:
+    programs = per_sm * torch.cuda.get_device_properties(x.device).multi_processor_count
+    sums = torch.zeros(programs, dtype=torch.int32, device=x.device)
+    x = x[: len(x) // (programs * block) * programs * block]
+    milliseconds = []
+    # The first two compile and wake the clocks.
+    for repeat in range(repeats + 2):
+        begin, end = _event(), _event()
+        begin.record()
+        sum_stream(x, sums, block=block, warps=warps)
+        end.record()
+        end.synchronize()
+        if repeat >= 2:
+            milliseconds.append(begin.elapsed_time(end))
+    total = int(sums.sum(dtype=torch.int64))
+    if total != len(x):
+        raise RuntimeError(f"the read kernel summed {total} of {len(x)} ones: it skipped some")
+    rate = x.nbytes / median(milliseconds) / 1e9
+    assert math.isfinite(rate), f"{milliseconds=}"
+    return ReadCeiling(
+        tb_s=rate, buffer_bytes=x.nbytes, block=block, programs=programs, warps=warps
+    )
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

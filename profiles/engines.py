@@ -1,0 +1,115 @@
+"""Engines to be measured: built, timed while they are built, and described.
+
+Options are `EngineConfig`'s. The private parts of an engine that measuring needs are used here, in
+`eager.py` and in `kernel_times.py` only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+
+from graphengine import Engine, EngineConfig
+from graphengine.config import EngineOptions
+from graphengine.memory import plan_memory
+from graphengine.models.dense import DenseModel, allocate_weights
+from graphengine.profiles.shapes import Subject, fill_random
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartUp:
+    """Seconds and MiB that an engine took to start; what only a GPU has is None on a CPU.
+
+    total_s      from nothing to ready, `weights_s` included
+    weights_s    weights allocated and drawn, or read
+    warm_up_s    sum over the graphs: mostly compilation, or reading compiled kernels from disk
+    capture_s    sum over the graphs: recording, instantiation and upload
+    capture_mib  device memory that the graphs added
+    graphs       how many were captured
+    """
+
+    total_s: float
+    weights_s: float
+    warm_up_s: float | None
+    capture_s: float | None
+    capture_mib: float | None
+    graphs: int
+
+
+def engine_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `wanted` that are not None. ValueError for one that engines do not have."""
+    given = {name: value for name, value in wanted.items() if value is not None}
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ValueError(f"engines of this version have no option {', '.join(unknown)}")
+    return given
+
+
+def build_engine(subject: Subject, options: Mapping[str, Any]) -> tuple[Engine, StartUp]:
+    """An engine of `subject` with `EngineConfig(**options)`, and what building it took."""
+    started = time.perf_counter()
+    loaded = started
+
+    def progress(done: int, total: int) -> None:
+        nonlocal loaded
+        loaded = time.perf_counter()
+
+    if subject.checkpoint is not None:
+        engine = Engine.from_pretrained(
+            subject.checkpoint, progress=progress, **cast(EngineOptions, options)
+        )
+    else:
+        config = EngineConfig(**options)
+        memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16)
+        weights = allocate_weights(subject.model, device=config.device, dtype=memory.dtype)
+        fill_random(weights.named(subject.model))
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize(memory.device)
+        progress(0, 0)
+        model = DenseModel(subject.model, weights, max_seq_len=memory.max_seq_len)
+        engine = Engine(model, memory, config)
+    ready = time.perf_counter()
+    return engine, _start_up(engine, total=ready - started, weights=loaded - started)
+
+
+def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
+    captures = engine.report().captures
+    on_gpu = engine.memory.device.type == "cuda"
+
+    def of_gpu(value: float) -> float | None:
+        return round(value, 4) if on_gpu else None
+
+    return StartUp(
+        total_s=round(total, 4),
+        weights_s=round(weights, 4),
+        warm_up_s=of_gpu(sum(capture.warm_up_ms for capture in captures) / 1e3),
+        capture_s=of_gpu(sum(capture.capture_ms for capture in captures) / 1e3),
+        capture_mib=of_gpu(sum(capture.bytes for capture in captures) / 2**20),
+        graphs=len(captures),
+    )
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """What latency and numerics depend on; None for what this version of engines does not have."""
+    memory, config = engine.memory, engine.config
+    return {
+        "architecture": engine.model.config.architecture,
+        "dtype": str(memory.dtype).removeprefix("torch."),
+        "max_batch": config.max_batch,
+        "max_seq_len": memory.max_seq_len,
+        "buckets": list(memory.ladder.sizes),
+        "prefill_buckets": list(memory.prefill_ladder.sizes),
+        "block_size": memory.block_size,
+        "kv_blocks": memory.kv_blocks,
+        "lookahead": config.lookahead,
+        "wait": config.wait,
+        "pdl": getattr(config, "pdl", None),
+        "row_family": getattr(engine, "row_family", getattr(config, "family", None)),
+        "numerics_id": getattr(engine, "numerics_id", None),
+        "max_prefill_tokens_per_step": getattr(config, "max_prefill_tokens_per_step", None),
+    }

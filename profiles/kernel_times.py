@@ -1,0 +1,153 @@
+"""Where a decode step's time goes, kernel by kernel, as CUPTI sees the graph's nodes.
+
+Only meaningful with programmatic dependent launch off: with it kernels overlap, and the sum of
+their times exceeds the step's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from graphengine import Engine, SamplingParams
+from graphengine.profiles.measure import Work
+from graphengine.profiles.shapes import linear_bytes
+
+REPLAYS = 20
+# What the decode linears are called; each runs four times a layer, and once for lm_head.
+LINEAR = re.compile(r"(dot|fma|linear)\w*_kernel")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    """Launches of one kernel that do the same part of a step.
+
+    part   the weight that a linear reads; None for other kernels, and where it cannot be told
+    grid   programs, by axis
+    count  a step; `mean_us` is of one launch, `step_us` of all of a step's
+    tb_s   weight bytes over time, in 10**12 a second; None without a part
+    """
+
+    name: str
+    part: str | None
+    grid: list[int]
+    count: int
+    mean_us: float
+    step_us: float
+    tb_s: float | None
+
+
+def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
+    """Profile `REPLAYS` replays of the decode graph that serves `work`; None on a CPU device.
+
+    Replays behind the scheduler's back: afterwards the engine is good for closing only.
+    """
+    stream = engine._cuda_stream
+    if stream is None:
+        return None
+    graph = _start_decoding(engine, work)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.cuda.stream(stream):
+        stream.synchronize()
+        engine._graphs[graph].replay()
+        stream.synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(REPLAYS):
+                engine._graphs[graph].replay()
+                stream.synchronize()
+    model, itemsize = engine.model.config, engine.memory.dtype.itemsize
+    return summarise(
+        _kernel_events(profiler), REPLAYS, model.num_layers, linear_bytes(model, itemsize)
+    )
+
+
+def _start_decoding(engine: Engine, work: Work) -> str:
+    """Bring every row of `work` to decode; the name of the graph that serves them."""
+    room = engine.memory.max_seq_len - work.prompt_tokens
+    if room < work.live + REPLAYS + 8:
+        raise ValueError(f"{room} new tokens a request do not last for {REPLAYS} replays")
+    prompts = work.prompts(engine.model.config.vocab_size)
+    params: Sequence[SamplingParams] = work.params(room)
+    requests = [engine.submit(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    before = Counter(engine.counters)
+    while not all(len(request.token_ids) >= 2 for request in requests):
+        before = Counter(engine.counters)
+        engine.step()
+    (graph,) = (
+        name.removeprefix("replays/")
+        for name in engine.counters - before
+        if name.startswith("replays/decode")
+    )
+    return graph
+
+
+def _kernel_events(profiler: Any) -> list[dict[str, Any]]:
+    """The trace's kernels, copies and fills on the device, in order of time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted(found, key=lambda event: float(event["ts"]))
+
+
+def summarise(
+    events: Sequence[Mapping[str, Any]],
+    replays: int,
+    layers: int,
+    weight_bytes: Mapping[str, int],
+) -> list[KernelTime]:
+    """Group the launches of `replays` equal steps, in order of first appearance.
+
+    `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is known by
+    its place: `weight_bytes` names a layer's linears in order, lm_head last. RuntimeError if the
+    events are not `replays` times the same.
+    """
+    if not events or len(events) % replays:
+        raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
+    length = len(events) // replays
+    steps = [events[start : start + length] for start in range(0, len(events), length)]
+    names = [event["name"] for event in steps[0]]
+    if any([event["name"] for event in step] != names for step in steps):
+        raise RuntimeError(f"the {replays} replays did not run the same {length} kernels")
+    groups: dict[tuple[str, str | None, tuple[int, ...]], list[float]] = defaultdict(list)
+    parts = _parts(names, layers, tuple(weight_bytes))
+    for step in steps:
+        for event, part in zip(step, parts, strict=True):
+            grid = tuple(event.get("args", {}).get("grid", ()))
+            groups[event["name"], part, grid].append(float(event["dur"]))
+    found = []
+    for (name, part, grid), times in groups.items():
+        mean = fmean(times)
+        rate = None if part is None else weight_bytes[part] / mean / 1e6
+        row = KernelTime(
+            name=name,
+            part=part,
+            grid=list(grid),
+            count=len(times) // replays,
+            mean_us=mean,
+            step_us=sum(times) / replays,
+            tb_s=rate,
+        )
+        found.append(row)
+    return found
+
+
+def _parts(names: Sequence[str], layers: int, linears: Sequence[str]) -> list[str | None]:
+    """For each kernel of a step the linear that it is; all None where their number is not that."""
+    places = [index for index, name in enumerate(names) if LINEAR.search(name)]
+    order = [*linears[:-1]] * layers + [linears[-1]]
+    found: list[str | None] = [None] * len(names)
+    if len(places) == len(order):
+        for place, part in zip(places, order, strict=True):
+            found[place] = part
+    return found

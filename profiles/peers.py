@@ -1,0 +1,219 @@
+"""The same work on another library: what a user of it would wait.
+
+    python -m graphengine.profiles.peers transformers --shape llama-1b --batch 1,8 --device cuda
+
+Prints one JSON object. `graphengine bench --peer` runs this in a process of its own, so that the
+peer has the device to itself and nothing of its making stays behind. The peers are no dependencies
+of this package, and nothing but `main` imports one: it hands the module to its function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from graphengine.config import DTYPES
+from graphengine.profiles.arguments import integers
+from graphengine.profiles.measure import Work
+from graphengine.profiles.shapes import Subject, fill_random
+
+
+def require_peer(name: str) -> None:
+    """ValueError unless the peer is known and can be imported in this environment."""
+    if name not in PEERS:
+        raise ValueError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"peer {name!r} cannot be imported here: install it beside graphengine")
+
+
+def run_peer(
+    name: str,
+    subject: Subject,
+    *,
+    device: str,
+    dtype: str,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    new_tokens: int,
+    runs: int,
+) -> dict[str, Any]:
+    """What this module prints for these arguments. RuntimeError, with its last words, if it fails.
+
+    Nothing of this process should hold device memory that the peer needs.
+    """
+    require_peer(name)
+    source = (
+        ["--shape", subject.name]
+        if subject.checkpoint is None
+        else ["--checkpoint", str(subject.checkpoint)]
+    )
+    sizes = {"prompt-tokens": prompt_tokens, "new-tokens": new_tokens, "runs": runs}
+    options = [part for key, value in sizes.items() for part in (f"--{key}", str(value))]
+    batch = ["--batch", ",".join(map(str, batches))]
+    command = [sys.executable, "-P", "-m", "graphengine.profiles.peers", name, *source, *batch]
+    done = subprocess.run(
+        [*command, *options, "--device", device, "--dtype", dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"peer {name} failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
+    # The peer may print, too: the object is the last line.
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def transformers(library: Any, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """Greedy `generate` with a static cache, which transformers compiles on a GPU."""
+    if subject.checkpoint is None:
+        config = library.AutoConfig.for_model(**subject.hf_config)
+        with torch.device(options.device):
+            model = library.AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.dtype])
+        fill_random({name: parameter.data for name, parameter in model.named_parameters()})
+    else:
+        model = library.AutoModelForCausalLM.from_pretrained(
+            subject.checkpoint, dtype=DTYPES[options.dtype]
+        ).to(options.device)
+    model.eval()
+    rows = []
+    for work in _works(options):
+        prompts = torch.tensor(work.prompts(subject.model.vocab_size), device=options.device)
+        runs = [_generate(library, model, prompts, work) for _ in range(1 + work.runs)][1:]
+        rows.append(_row(work, runs))
+    return {"version": library.__version__, "rows": rows}
+
+
+def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> list[float]:
+    """Seconds from the call to each token; `generate` waits for the device at every one."""
+    moments: list[float] = []
+
+    def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        # Read back, as a caller who uses the tokens does.
+        ids[:, -1].tolist()
+        moments.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    started = time.perf_counter()
+    model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=work.new_tokens,
+        min_new_tokens=work.new_tokens,
+        do_sample=False,
+        cache_implementation="static",
+        pad_token_id=0,
+        stopping_criteria=library.StoppingCriteriaList([note]),
+    )
+    return [moment - started for moment in moments]
+
+
+def vllm(library: Any, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """`LLMEngine.step` in this process, as vLLM configures itself; its random weights are its own.
+
+    Prefix caching is off: every run would find the prompt of the last one.
+    """
+    works = _works(options)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({**subject.hf_config, "dtype": options.dtype}))
+        model = library.LLM(
+            model=folder if subject.checkpoint is None else str(subject.checkpoint),
+            load_format="auto" if subject.checkpoint else "dummy",
+            skip_tokenizer_init=True,
+            dtype=options.dtype,
+            max_model_len=max(work.prompt_tokens + work.new_tokens for work in works),
+            max_num_seqs=max(work.live for work in works),
+            enable_prefix_caching=False,
+        )
+    rows = []
+    for work in works:
+        prompts = work.prompts(subject.model.vocab_size)
+        runs = [_step_vllm(library, model, prompts, work) for _ in range(1 + work.runs)][1:]
+        rows.append(_row(work, runs))
+    return {"version": library.__version__, "rows": rows}
+
+
+def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -> list[float]:
+    """Seconds from submission to the end of each step that brought tokens."""
+    params = library.SamplingParams(
+        temperature=0.0, max_tokens=work.new_tokens, ignore_eos=True, detokenize=False
+    )
+    engine = model.llm_engine
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{started}-{index}", {"prompt_token_ids": prompt}, params)
+    moments = []
+    while engine.has_unfinished_requests():
+        if engine.step():
+            moments.append(time.perf_counter() - started)
+    return moments
+
+
+def _row(work: Work, runs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Decoding alone: what lies between the first token and the last, over the steps between."""
+    steps = [(moments[-1] - moments[0]) / (len(moments) - 1) for moments in runs]
+    return {
+        "live": work.live,
+        "ms_per_step": round(1e3 * median(steps), 4),
+        "ttft_ms": round(1e3 * median(moments[0] for moments in runs), 4),
+    }
+
+
+def _works(options: argparse.Namespace) -> list[Work]:
+    return [
+        Work(
+            live=live,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            runs=options.runs,
+        )
+        for live in integers(options.batch, "batch")
+    ]
+
+
+PEERS = {"transformers": transformers, "vllm": vllm}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.peers")
+    parser.add_argument("peer", choices=tuple(PEERS))
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--shape")
+    source.add_argument("--checkpoint")
+    parser.add_argument("--batch", default="1")
+    for name, default in (("prompt-tokens", 128), ("new-tokens", 256), ("runs", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    options = parser.parse_args(arguments)
+    subject = (
+        Subject.of_shape(options.shape)
+        if options.checkpoint is None
+        else Subject.of_checkpoint(options.checkpoint)
+    )
+    require_peer(options.peer)
+    # vLLM decides at its import whether its engine gets a process of its own.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    library = import_module(options.peer)
+    with torch.inference_mode():
+        answer = PEERS[options.peer](library, subject, options)
+    weights = "dummy" if options.peer == "vllm" and subject.checkpoint is None else "the same"
+    print(json.dumps({"peer": options.peer, "weights": weights, **answer}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The README's table of numbers, made from the committed results.
+
+    python -m graphengine.profiles.table            # write it
+    python -m graphengine.profiles.table --check    # or fail if it is not what the results say
+
+Every `bench-*.json` under `results/` is a document of `graphengine bench`. While there is none the
+table shows the older `latency-*.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphengine.profiles.text import (
+    NOTHING,
+    Column,
+    Row,
+    first_token,
+    number,
+    percentile,
+    share,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiles" / "results"
+README = ROOT / "README.md"
+BEGIN = "<!-- numbers: made by `python -m graphengine.profiles.table` from profiles/results -->"
+END = "<!-- end of numbers -->"
+
+
+def markdown(results: Path = RESULTS) -> str:
+    """The table. ValueError if there is no result to make it from."""
+    documents = {path.name: _read(path) for path in sorted(results.glob("bench-*.json"))}
+    if not documents:
+        documents = {
+            path.name: _from_latency(_read(path)) for path in sorted(results.glob("latency-*.json"))
+        }
+    if not documents:
+        raise ValueError(f"{results} holds no bench-*.json")
+    rows = [
+        dict(row) | {"shape": document["shape"], "peers": document["peers"]}
+        for document in documents.values()
+        for row in document["rows"]
+    ]
+    peers = sorted({name for row in rows for name in row["peers"]})
+    columns = [*COLUMNS, *(_peer_column(name) for name in peers)]
+    if all(row["engine"]["dtype"] == rows[0]["engine"]["dtype"] for row in rows):
+        columns = [column for column in columns if column.title != "dtype"]
+    parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
+    notes = [note for document in documents.values() for note in _notes(document)]
+    if notes:
+        parts.append("\n".join(notes))
+    parts.append("\n".join(_source(name, document) for name, document in documents.items()))
+    return "\n\n".join(parts)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def _from_latency(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What `latency-*.json` has of a benchmark document; all its requests came at once."""
+    rows = [
+        row
+        | {
+            "live": row["batch"],
+            "max_batch": row["batch"],
+            "sampler": "fast",
+            "ms_per_step": row["step_ms"],
+            "share": None,
+            # Only a request without neighbours came to an idle engine.
+            "ttft_ms": {str(row["prompt_tokens"]): row["ttft_ms"]} if row["batch"] == 1 else {},
+            "itl_ms": row["itl_ms"] | {"unsupported": []},
+            "host": None,
+            "long": None,
+        }
+        for row in document["rows"]
+    ]
+    return {
+        "shape": document["model"],
+        "environment": document["environment"],
+        "rows": rows,
+        "ceiling": None,
+        "admission": None,
+        "peers": {},
+    }
+
+
+COLUMNS = (
+    Column("model", lambda row: row["shape"]),
+    Column("dtype", lambda row: row["engine"]["dtype"]),
+    Column("rows", lambda row: str(row["live"])),
+    Column("slots", lambda row: str(row["max_batch"])),
+    Column("sampler", lambda row: row["sampler"]),
+    Column("ms per step", lambda row: number(row["ms_per_step"], 3)),
+    Column("of the read ceiling", share),
+    Column("ITL p50", lambda row: percentile(row["itl_ms"], "p50")),
+    Column("p99", lambda row: percentile(row["itl_ms"], "p99")),
+    Column("p99.9", lambda row: percentile(row["itl_ms"], "p99.9")),
+    Column("TTFT 128", lambda row: first_token(row, 128)),
+    Column("TTFT 1024", lambda row: first_token(row, 1024)),
+    Column("host us", lambda row: number((row["host"] or {}).get("host_us"), 1)),
+)
+
+
+def _peer_column(name: str) -> Column:
+    """The peer's time a step for the same batch, and how many of our steps go into it."""
+
+    def cell(row: Row) -> str:
+        same = [
+            peer
+            for peer in row["peers"].get(name, {"rows": []})["rows"]
+            if peer["live"] == row["live"] == row["max_batch"] and row["sampler"] == "fast"
+        ]
+        if not same:
+            return NOTHING
+        return f"{same[0]['ms_per_step']:.3f} ({same[0]['ratio']:.1f}x)"
+
+    return Column(name, cell)
+
+
+def _head(columns: Sequence[Column]) -> list[str]:
+    titles = " | ".join(column.title for column in columns)
+    return [f"| {titles} |", "|" + "---|" * len(columns)]
+
+
+def _line(columns: Sequence[Column], row: Row) -> str:
+    # A star is how the text tables mark a percentile; Markdown would set the cell in italics.
+    cells = " | ".join(column.cell(row).replace("*", "\\*") for column in columns)
+    return f"| {cells} |"
+
+
+def _notes(document: Mapping[str, Any]) -> list[str]:
+    """What a document has beside its rows, an item of a list each."""
+    notes = []
+    for row in document["rows"]:
+        if row["long"] is not None:
+            found = row["long"]
+            notes.append(
+                f"- {document['shape']}, one row of {row['max_batch']}, {found['itl_ms']['n']:,} "
+                f"gaps with Python's collector {'on' if found['collector_on'] else 'off'}: ITL "
+                f"p99.9 is {found['p99.9/p50']:.3f} times p50, the maximum "
+                f"{found['itl_ms']['max']:.3f} ms."
+            )
+    if document["admission"] is not None:
+        found = document["admission"]
+        notes.append(
+            f"- {document['shape']}, {found['decoding']} requests decoding: admitting a prompt of "
+            f"{found['admitted_tokens']:,} tokens makes their longest gap "
+            f"{found['longest_gap_ms']:.2f} ms."
+        )
+    return notes
+
+
+def _source(name: str, document: Mapping[str, Any]) -> str:
+    """Where the figures come from, and on what they were measured."""
+    environment, ceiling = document["environment"], document["ceiling"]
+    versions = f"torch {environment['torch']}, triton {environment['triton']}"
+    commit = (environment["commit"] or "unknown")[:12]
+    changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
+    limit = "" if ceiling is None else f", read ceiling {ceiling['tb_s']:.2f} TB/s"
+    first = document["rows"][0]
+    return (
+        f"- `profiles/results/{name}`: {environment['device']}{limit}, driver "
+        f"{environment['driver'] or NOTHING}, {versions}, commit {commit}{changed}; "
+        f"{first['engine']['dtype']}, {first['prompt_tokens']} prompt and "
+        f"{first['new_tokens']} new tokens, {first['runs']} runs."
+    )
+
+
+def render(readme: str, table: str) -> str:
+    """`readme` with `table` between the markers. ValueError unless each marker is there once."""
+    for marker in (BEGIN, END):
+        if readme.count(marker) != 1:
+            raise ValueError(f"the README has {readme.count(marker)} times the marker {marker}")
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.table")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; status 1 if it differs"
+    )
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    try:
+        present = options.readme.read_text(encoding="utf-8")
+        wanted = render(present, markdown(options.results))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if options.check:
+        if present != wanted:
+            print(f"{options.readme} is not what {options.results} says", file=sys.stderr)
+        return int(present != wanted)
+    options.readme.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""A benchmark document as text tables; its cells serve the README as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+NOTHING = "-"
+
+
+class Column(NamedTuple):
+    """A heading, and what a row has under it."""
+
+    title: str
+    cell: Callable[[Row], str]
+
+
+def number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def percentile(found: Mapping[str, Any], name: str) -> str:
+    """Milliseconds; a star marks a percentile that the number of values does not support."""
+    star = "*" if name in found["unsupported"] else ""
+    return f"{found[name]:.3f}{star}"
+
+
+def share(row: Row) -> str:
+    return NOTHING if row["share"] is None else f"{100 * row['share']:.0f}%"
+
+
+def first_token(row: Row, tokens: int) -> str:
+    return number(row["ttft_ms"].get(str(tokens)), 2)
+
+
+def _itl(name: str) -> Column:
+    return Column(f"ITL {name}", lambda row: percentile(row["itl_ms"], name))
+
+
+def _host(name: str) -> Callable[[Row], str]:
+    return lambda row: number((row["host"] or {}).get(name), 1)
+
+
+ROW_COLUMNS = (
+    Column("live", lambda row: str(row["live"])),
+    Column("slots", lambda row: str(row["max_batch"])),
+    Column("sampler", lambda row: row["sampler"]),
+    Column("family", lambda row: row["engine"]["row_family"] or NOTHING),
+    Column("ms/step", lambda row: number(row["ms_per_step"], 3)),
+    Column("floor", lambda row: number(row["floor_ms"], 3)),
+    Column("share", share),
+    Column("TTFT 128", lambda row: first_token(row, 128)),
+    Column("1024", lambda row: first_token(row, 1024)),
+    *(_itl(name) for name in ("p50", "p90", "p99", "p99.9")),
+    Column("max", lambda row: number(row["itl_ms"]["max"], 3)),
+    Column("host us", _host("host_us")),
+    Column("poll us", _host("poll_us")),
+    Column("capture s", lambda row: number(row["start"]["capture_s"], 2)),
+    Column("MiB", lambda row: number(row["start"]["capture_mib"], 1)),
+    Column("start s", lambda row: number(row["start"]["total_s"], 2)),
+)
+
+KERNEL_COLUMNS = (
+    Column("part", lambda row: row["part"] or NOTHING),
+    Column("grid", lambda row: "x".join(map(str, row["grid"]))),
+    Column("count", lambda row: str(row["count"])),
+    Column("mean us", lambda row: number(row["mean_us"], 2)),
+    Column("us/step", lambda row: number(row["step_us"], 1)),
+    Column("TB/s", lambda row: number(row["tb_s"], 2)),
+)
+
+
+def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool = True) -> str:
+    """Right-aligned columns; the widths do not depend on the rows, which may come one at a time."""
+    widths = [max(len(column.title), 7) + 2 for column in columns]
+    lines = [[column.title for column in columns]] if header else []
+    lines += [[column.cell(row) for column in columns] for row in rows]
+    return "\n".join(
+        "".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def describe_document(document: Mapping[str, Any]) -> str:
+    """All of a document's figures, for a terminal."""
+    parts = [_heading(document), text_table(ROW_COLUMNS, document["rows"])]
+    if any(row["itl_ms"]["unsupported"] for row in document["rows"]):
+        parts.append("* fewer values than this percentile needs: their maximum by another name")
+    parts += [_long(row) for row in document["rows"] if row["long"] is not None]
+    if document["admission"] is not None:
+        parts.append(_admission(document["admission"]))
+    parts += [_kernels(found) for found in document["kernels"] or ()]
+    parts += [_peer(name, peer) for name, peer in document["peers"].items()]
+    return "\n\n".join(parts)
+
+
+def _heading(document: Mapping[str, Any]) -> str:
+    environment, ceiling = document["environment"], document["ceiling"]
+    first = document["rows"][0]
+    limit = "no read ceiling" if ceiling is None else f"read ceiling {ceiling['tb_s']:.2f} TB/s"
+    return (
+        f"{document['shape']}, {first['engine']['dtype']}, on {environment['device']}: {limit}\n"
+        f"{first['prompt_tokens']} prompt and {first['new_tokens']} new tokens, "
+        f"{first['runs']} runs; milliseconds. Tokens checked: graphs and eager steps, all runs, "
+        "alone and in the batch"
+    )
+
+
+def _long(row: Row) -> str:
+    found = row["long"]
+    itl = found["itl_ms"]
+    collector = "on" if found["collector_on"] else "off"
+    return (
+        f"{itl['n']} gaps of {found['requests']} requests, slots {row['max_batch']}, collector "
+        f"{collector}: p50 {percentile(itl, 'p50')}, p99 {percentile(itl, 'p99')}, p99.9 "
+        f"{percentile(itl, 'p99.9')}, max {itl['max']:.3f}; p99.9/p50 {found['p99.9/p50']:.3f}"
+    )
+
+
+def _admission(found: Mapping[str, Any]) -> str:
+    return (
+        f"{found['decoding']} requests decode, a prompt of {found['admitted_tokens']} tokens is "
+        f"admitted: their longest gap is {found['longest_gap_ms']:.3f} ms (undisturbed "
+        f"{found['undisturbed_gap_ms']:.3f}), its TTFT {found['ttft_ms']:.3f} ms"
+    )
+
+
+def _kernels(found: Mapping[str, Any]) -> str:
+    title = f"kernels, {found['live']} live of {found['max_batch']}, {found['sampler']}"
+    if found["kernels"] is None:
+        return f"{title}: none on this device"
+    times = found["kernels"]
+    total = sum(time["step_us"] for time in times)
+    names = [time["name"] for time in times]
+    lines = text_table(KERNEL_COLUMNS, times).splitlines()
+    body = [f"{line}  {name}" for line, name in zip(lines, ["kernel", *names], strict=True)]
+    end = f"{total:.1f} us of kernels in a step of {found['ms_per_step']:.3f} ms, PDL off"
+    return "\n".join([title, *body, end])
+
+
+def _peer(name: str, peer: Mapping[str, Any]) -> str:
+    lines = [f"{name} {peer['version']}, weights: {peer['weights']}"]
+    lines += [
+        f"  batch {row['live']}: {row['ms_per_step']:.3f} ms/step, {row['ratio']:.2f} times ours; "
+        f"TTFT {row['ttft_ms']:.2f}"
+        for row in peer["rows"]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,299 @@
+"""`graphengine bench`: its JSON, its tables, its errors, and the README made from its results."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from graphengine import cli
+from graphengine.profiles import bench, peers, table
+
+SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
+ROW_KEYS = {
+    "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
+    "itl_ms", "itl_admission_ms", "checked", "step_bytes", "floor_ms", "share", "ttft_ms", "host",
+    "long", "start", "engine",
+}  # fmt: skip
+ENVIRONMENT_KEYS = {
+    "device", "driver", "cuda", "torch", "triton", "python", "threads", "commit",
+    "uncommitted_changes", "date",
+}  # fmt: skip
+
+Bench = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+    """`run_bench("--shape", "tiny")` -> (exit status, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.main(["bench", *SMALL, *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    options = ("--long", "20", "--admission", "40", "--kernels", "--ttft-tokens", "5,600")
+    status, printed, _ = run_bench("--shape", "tiny", "--batch", "1,3", *options, "--out", str(out))
+    assert status == 0
+    document = json.loads(out.read_text())
+    assert document["schema"] == bench.SCHEMA
+    assert document["environment"].keys() == ENVIRONMENT_KEYS
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", document["environment"]["date"])
+    assert (document["shape"], document["config"]["hidden_size"]) == ("tiny", 64)
+    assert document["random_weights"] and document["ceiling"] is None
+
+    # The last is one live row in an engine of the default sizes.
+    rows = document["rows"]
+    assert [(row["live"], row["max_batch"]) for row in rows] == [(1, 1), (3, 3), (1, 8)]
+    assert [row["long"] is None for row in rows] == [False, True, True]
+    for row in rows:
+        assert row.keys() == ROW_KEYS
+        assert row["ms_per_step"] > 0 and row["step_bytes"] > 0
+        itl = row["itl_ms"]
+        assert 0 < itl["p50"] <= itl["p90"] <= itl["p99"] <= itl["p99.9"] <= itl["max"]
+        assert itl["unsupported"] == ["p99", "p99.9"]
+        # A prompt of 600 tokens is more than the model can hold.
+        assert row["ttft_ms"].keys() == {"5"}
+        for name in ("floor_ms", "share", "host"):
+            assert row[name] is None, name
+        assert row["start"]["capture_s"] is None and row["start"]["total_s"] > 0
+        assert row["engine"]["dtype"] == "float32"
+
+    assert document["admission"]["decoding"] == 7
+    assert [entry["kernels"] for entry in document["kernels"]] == [None, None]
+    assert document["peers"] == {}
+    assert "tiny, float32, on" in printed and "7 requests decode, a prompt of 40" in printed
+    assert "* fewer values than this percentile needs" in printed
+
+
+@pytest.mark.gpu
+def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
+    options = ("--batch", "1,3", "--kernels", "--admission", "40", "--ttft-tokens", "5", "--json")
+    status, printed, _ = run_bench("--shape", "tiny", *options, "--device", "cuda")
+    assert status == 0
+    document = json.loads(printed)
+    assert document["ceiling"]["tb_s"] > 0.05 and document["environment"]["cuda"]
+    for row in document["rows"]:
+        assert row["engine"]["dtype"] == "bfloat16"
+        # The floor of so small a model is a few of the digits that it is rounded to.
+        assert 0 < row["share"] == pytest.approx(row["floor_ms"] / row["ms_per_step"], abs=5e-3)
+        assert min(row["host"].values()) >= 0 and row["host"]["host_us"] > 0
+        assert row["start"]["capture_s"] > 0 and row["start"]["capture_mib"] is not None
+    assert all(entry["kernels"] for entry in document["kernels"])
+
+
+def test_json_alone_is_printed_when_asked_for(run_bench: Bench) -> None:
+    arguments = ("--shape", "tiny", "--batch", "2", "--max-batch", "4", "--sampler", "full")
+    status, printed, errors = run_bench(*arguments, "--ttft-tokens", "5", "--json")
+    assert status == 0 and errors == ""
+    (row,) = json.loads(printed)["rows"]
+    assert (row["live"], row["max_batch"], row["sampler"]) == (2, 4, "full")
+
+
+def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
+    """The demo is the default shape, and a folder may be given in its place."""
+    arguments = ("--batch", "2", "--ttft-tokens", "5", "--json")
+    status, printed, _ = run_bench(*arguments)
+    assert status == 0
+    document = json.loads(printed)
+    assert document["shape"] == "demo" and not document["random_weights"]
+    assert document["rows"][0]["engine"]["architecture"] == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "llama-2b"), "unknown shape 'llama-2b'; known: llama-1b, llama-8b"),
+        (("--shape", "tiny", "--checkpoint", "x"), "give one"),
+        (("--checkpoint", "no/such/folder/here"), "no/such/folder/here"),
+        (("--shape", "tiny", "--batch", "1,,2"), "batch='1,,2' must be positive integers"),
+        (("--shape", "tiny", "--batch", "0"), "batch='0' must be positive integers"),
+        (("--shape", "tiny", "--batch", "4", "--max-batch", "2"), "less than a batch of 4"),
+        (("--shape", "tiny", "--batch", "65"), "max_batch=65"),
+        (("--shape", "tiny", "--new-tokens", "2"), "new_tokens=2"),
+        (("--shape", "tiny", "--new-tokens", "900"), "900 new tokens exceed max_seq_len=512"),
+        (("--shape", "tiny", "--max-seq-len", "22"), "14 new tokens exceed max_seq_len=22"),
+        (("--shape", "tiny", "--peer", "llama.cpp"), "known: transformers, vllm"),
+        (("--shape", "tiny", "--long", "-1"), "--long -1"),
+        (("--shape", "tiny", "--ttft-tokens", "x"), "ttft-tokens='x'"),
+        (("--shape", "tiny", "--out", "no/such/folder/x.json"), "no such folder"),
+    ],
+)
+def test_errors_say_what_is_wrong(
+    run_bench: Bench, arguments: tuple[str, ...], message: str
+) -> None:
+    status, printed, errors = run_bench(*arguments)
+    assert status == 2 and printed == ""
+    assert errors.startswith("graphengine: error: ") and message in errors
+
+
+def test_a_peer_that_is_not_installed_is_an_error_at_once(
+    run_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "measure_all", None)
+    status, _, errors = run_bench("--shape", "tiny", "--peer", "vllm")
+    assert status == 2 and "peer 'vllm' cannot be imported here" in errors
+
+
+def test_what_fails_late_takes_nothing_with_it(
+    run_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(bench, "require_peer", lambda name: None)
+    monkeypatch.setattr(bench, "run_peer", fail)
+    out = tmp_path / "bench.json"
+    sizes = ("--shape", "tiny", "--batch", "2", "--ttft-tokens", "5")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run_bench(*sizes, "--peer", "vllm", "--out", str(out))
+    document = json.loads(out.read_text())
+    assert len(document["rows"]) == 1 and document["peers"] == {}
+
+
+def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "require_peer", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"(?s)peer gpt-fast failed \(2\): .*invalid choice"):
+        peers.run_peer(
+            "gpt-fast",
+            bench.Subject.of_shape("tiny"),
+            device="cpu",
+            dtype="float32",
+            batches=[1],
+            prompt_tokens=4,
+            new_tokens=4,
+            runs=1,
+        )
+
+
+@pytest.mark.slow
+def test_transformers_runs_the_same_work(run_bench: Bench) -> None:
+    arguments = ("--shape", "tiny", "--batch", "1,2", "--peer", "transformers", "--json")
+    status, printed, _ = run_bench(*arguments, "--ttft-tokens", "5")
+    assert status == 0
+    document = json.loads(printed)
+    peer = document["peers"]["transformers"]
+    assert peer["weights"] == "the same"
+    assert [row["live"] for row in peer["rows"]] == [1, 2]
+    for row, ours in zip(peer["rows"], document["rows"], strict=False):
+        ratio = row["ms_per_step"] / ours["ms_per_step"]
+        assert row["ratio"] == pytest.approx(ratio, abs=1e-3)
+
+
+# The arrow of the design: graphengine/ does not depend on what lies above it.
+
+
+def test_importing_the_command_line_imports_nothing_above_it() -> None:
+    code = "import sys, graphengine.cli as c; c._parser('info')\nprint(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "graphengine.cli" in modules
+    assert not [name for name in modules if name.startswith("graphengine.profiles")]
+
+
+def test_one_line_names_the_folder_above() -> None:
+    """As a string that the layering test cannot see: so it may stand in one place only."""
+    folder = Path(cli.__file__).resolve().parent
+    named = [
+        f"{path.relative_to(folder)}: {node.value}"
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"\.*(graphengine)?\.?profiles[\w.]*", node.value)
+    ]
+    assert named == ["cli.py: graphengine.profiles"]
+
+
+def test_commands_above_have_what_the_command_line_calls() -> None:
+    for name in cli.COMMANDS_ABOVE:
+        module = import_module(f"{cli.FOLDER_ABOVE}.{name}")
+        assert callable(module.add_arguments) and callable(getattr(module, name))
+
+
+def test_help_lists_the_commands_above(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "bench" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "--admission" in capsys.readouterr().out
+
+
+# The README.
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    """If it does not: `python -m graphengine.profiles.table`."""
+    assert table.main(["--check"]) == 0
+
+
+def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -> None:
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    options = ("--batch", "1", "--long", "20", "--admission", "40", "--ttft-tokens", "5")
+    assert run_bench("--shape", "tiny", *options, "--out", str(results / "bench-tiny.json"))[0] == 0
+    document = json.loads((results / "bench-tiny.json").read_text())
+    # What only a GPU has, and a peer.
+    document["ceiling"] = {"tb_s": 4.4}
+    document["rows"][0] |= {"share": 0.84, "floor_ms": 0.56, "host": {"host_us": 12.34}}
+    document["rows"][0]["ttft_ms"] = {"128": 1.5, "1024": 4.25}
+    document["rows"][0]["ms_per_step"] = 0.66
+    document["peers"] = {
+        "vllm": {"version": "1", "rows": [{"live": 1, "ms_per_step": 1.457, "ratio": 2.208}]}
+    }
+    (results / "bench-tiny.json").write_text(json.dumps(document))
+    readme.write_text(f"before\n{table.BEGIN}\nstale\n{table.END}\nafter\n")
+    arguments = ["--readme", str(readme), "--results", str(results)]
+    assert table.main([*arguments, "--check"]) == 1
+    assert "stale" in readme.read_text()
+    assert table.main(arguments) == 0
+    assert table.main([*arguments, "--check"]) == 0
+
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert "| tiny | 1 | 1 | fast | 0.660 | 84% |" in text
+    assert "| 1.50 | 4.25 | 12.3 | 1.457 (2.2x) |" in text
+    # Two live rows are listed, of which only the engine of one slot is compared with the peer.
+    assert text.count("| tiny |") == 2 and text.count("(2.2x)") == 1
+    assert "read ceiling 4.40 TB/s" in text and "`profiles/results/bench-tiny.json`" in text
+    assert "admitting a prompt of 40 tokens" in text and "gaps with Python's collector on" in text
+    # Each percentile that so few gaps do not support is marked, and not in italics.
+    assert r"\*" in text and not re.search(r"\d\*", text)
+
+
+def test_the_older_results_stand_in_for_missing_ones(tmp_path: Path) -> None:
+    older = table.RESULTS / "latency-demo-h200.json"
+    (tmp_path / older.name).write_text(older.read_text())
+    text = table.markdown(tmp_path)
+    assert "| demo | 1 | 1 | fast | 0.167 | - |" in text and older.name in text
+    # Its requests came at once: a time to first token on an idle engine is known for one alone.
+    assert text.count("| 0.49 |") == 1
+
+
+@pytest.mark.parametrize("readme", ["none", f"{table.BEGIN}", f"{table.BEGIN * 2}{table.END}"])
+def test_markers_must_be_there_once(readme: str) -> None:
+    with pytest.raises(ValueError, match="times the marker"):
+        table.render(readme, "")
+
+
+def test_no_results_make_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main(["--results", str(tmp_path)])
+    assert "holds no bench-*.json" in capsys.readouterr().err

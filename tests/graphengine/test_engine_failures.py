@@ -1,0 +1,399 @@
+"""Devices that are slow or fail, waits that are interrupted, and closing."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import Engine, Event, Request, SamplingParams
+from graphengine.demo import checkpoint_path
+
+# Prompts of the demo model, and what becomes of the long one: prefilled in several chunks of 32.
+PROMPT = "def fib(n):"
+OTHER = "class Tree:\n"
+LONG = "import os\nimport sys\n\n\ndef main(arguments):\n    for name in arguments:\n" * 2
+MAX_SEQ_LEN = 128
+LIMIT = 500
+
+
+def open_engine(path: Path | str | None = None, **options: Any) -> Engine:
+    """A small engine, of the demo model unless another checkpoint is named."""
+    sizes = {"max_batch": 3, "max_seq_len": MAX_SEQ_LEN, "block_size": 8}
+    options = sizes | {"prefill_buckets": (8, 32)} | options
+    return Engine.from_pretrained(path or checkpoint_path(), **options)
+
+
+def greedy(max_tokens: int | None = 12, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+def sampled(max_tokens: int = 24, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def run(engine: Engine) -> list[Event]:
+    """Step until nothing is left to do; all events."""
+    events = []
+    for _ in range(LIMIT):
+        if not engine.busy:
+            return events
+        events += engine.step()
+    raise AssertionError(f"busy after {LIMIT} steps: {engine.scheduler.active}")
+
+
+def step_until(engine: Engine, condition: Callable[[], bool]) -> list[Event]:
+    events = []
+    for _ in range(LIMIT):
+        if condition():
+            return events
+        events += engine.step()
+    raise AssertionError(f"not after {LIMIT} steps: {engine.scheduler.active}")
+
+
+def events_of(request: Request, events: list[Event]) -> list[Event]:
+    return [event for event in events if event.request is request]
+
+
+def tokens_of(events: list[Event]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(event.token_ids for event in events))
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing of any request is left."""
+    assert not engine.busy
+    scheduler = engine.scheduler
+    assert scheduler.pool.free == scheduler.pool.count
+    assert scheduler.swap.free == scheduler.swap.count
+    assert not any(scheduler.slots) and not scheduler.active and not scheduler.waiting
+
+
+def first_new(tokens: tuple[int, ...], start: int) -> int:
+    """The first index from `start` on whose token did not come before."""
+    return next(index for index in range(start, len(tokens)) if tokens[index] not in tokens[:index])
+
+
+# Steps that do not wait.
+
+
+class Late:
+    """Stands in for a captured graph whose device is slow: it runs when it is told to."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.close, self.report = graph.close, graph.report
+        self.pending = 0
+
+    def replay(self) -> None:
+        self.pending += 1
+
+    def finish(self) -> None:
+        for _ in range(self.pending):
+            self.graph.replay()
+        self.pending = 0
+
+
+def test_steps_with_a_timeout_bring_the_same_tokens(engine: Engine) -> None:
+    expected = engine.generate([PROMPT, LONG], greedy(10))
+    requests = [engine.submit(prompt, greedy(10)) for prompt in (PROMPT, LONG)]
+    events: list[Event] = []
+    deadline = time.perf_counter() + 30
+    while engine.busy and time.perf_counter() < deadline:
+        events += engine.step(timeout=0)
+        events += engine.step(timeout=0.001)
+    for request, result in zip(requests, expected, strict=True):
+        assert tokens_of(events_of(request, events)) == result.token_ids
+    assert_idle(engine)
+
+
+def test_a_step_does_not_wait_beyond_its_timeout() -> None:
+    with open_engine(device="cpu", lookahead=0) as engine:
+        late = {name: Late(graph) for name, graph in engine._graphs.items()}
+        engine._graphs.update(late)  # type: ignore[arg-type]
+        request = engine.submit(PROMPT, greedy(2))
+        prefill = late["prefill/8"]
+        for timeout in (0, 0, 0.05, -1):
+            started = time.perf_counter()
+            assert engine.step(timeout=timeout) == []
+            assert time.perf_counter() - started < max(timeout, 0) + 0.5
+            assert prefill.pending == 1, "one replay is in flight, and no other is launched"
+        assert engine.busy
+        # A request that is cancelled meanwhile need not wait for its replay.
+        request.cancel()
+        (event,) = engine.step(timeout=0)
+        assert event.finish_reason == "cancelled"
+        assert engine.busy, "the replay is still in flight"
+        prefill.finish()
+        assert engine.step(timeout=0) == []
+        assert_idle(engine)
+
+        request = engine.submit(PROMPT, greedy(2))
+        assert engine.step(timeout=0) == []
+        prefill.finish()
+        (event,) = engine.step(timeout=0)
+        assert len(event.token_ids) == 1
+        assert engine.step(timeout=0) == []
+        late["decode/1/fast"].finish()
+        (event,) = engine.step(timeout=0)
+        assert event.finish_reason == "length"
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "x"])
+def test_a_timeout_that_is_no_time_is_refused(engine: Engine, timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timeout="):
+        engine.step(timeout)
+
+
+def test_a_cancellation_outlives_an_interrupted_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, other = engine.submit(PROMPT, greedy()), engine.submit(OTHER, greedy())
+    engine.step()
+    request.cancel()
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.mailbox, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert [event.finish_reason for event in events_of(request, run(engine))] == ["cancelled"]
+    assert other.finished
+
+
+# Failures.
+
+
+class Failing:
+    """Stands in for a captured graph; its replay number `at` raises `error`."""
+
+    def __init__(self, graph: Any, error: BaseException, *, at: int = 1) -> None:
+        self.graph, self.error, self.left = graph, error, at
+        self.close, self.report = graph.close, graph.report
+
+    def replay(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        self.graph.replay()
+
+
+def assert_broken(engine: Engine, cause: str) -> None:
+    calls: list[Callable[[], object]] = [
+        engine.step,
+        lambda: engine.submit(PROMPT),
+        lambda: engine.generate(PROMPT),
+        lambda: engine.stream(PROMPT),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=f"broken.*{cause}"):
+            call()
+
+
+def test_a_failing_replay_breaks_the_engine(device: str) -> None:
+    engine = open_engine(device=device)
+    error = RuntimeError("the graph is gone")
+    failing = Failing(engine._graphs["decode/2/fast"], error, at=3)
+    engine._graphs["decode/2/fast"] = failing  # type: ignore[assignment]
+    request = engine.submit(PROMPT, greedy())
+    stream = engine.stream(PROMPT, greedy())
+    waiting = [engine.submit(LONG, greedy()) for _ in range(engine.config.max_batch)]
+    waiting[0].cancel()
+    with pytest.raises(RuntimeError, match="the graph is gone"):
+        run(engine)
+    assert_broken(engine, "the graph is gone")
+    with pytest.raises(RuntimeError, match="broken"):
+        list(stream)
+    had = list(request.token_ids)
+    engine.close()
+    engine.close()
+    assert request.result().finish_reason == "cancelled"
+    assert list(request.token_ids) == had
+    assert all(other.finished for other in waiting)
+    with pytest.raises(ValueError, match="closed"):
+        engine.step()
+
+
+def test_generate_passes_a_failure_on() -> None:
+    with open_engine(device="cpu") as engine:
+        graph = engine._graphs["prefill/8"]
+        engine._graphs["prefill/8"] = Failing(graph, RuntimeError("no such kernel"))  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            engine.generate([PROMPT, OTHER], greedy())
+        assert_broken(engine, "no such kernel")
+
+
+def test_a_replay_that_publishes_nothing_breaks_the_engine() -> None:
+    with open_engine(device="cpu", wait_limit_s=0.05) as engine:
+        late = Late(engine._graphs["decode/1/fast"])
+        engine._graphs["decode/1/fast"] = late  # type: ignore[assignment]
+        engine.submit(PROMPT, greedy())
+        with pytest.raises((RuntimeError, TimeoutError), match="replay 2"):
+            run(engine)
+        assert_broken(engine, "replay 2")
+
+
+def test_an_interrupted_replay_does_not_leave_the_engine_spinning() -> None:
+    """Ctrl-C in a launch: afterwards all goes on, or the engine says that it is broken."""
+    with open_engine(device="cpu") as engine:
+        expected = engine.generate(PROMPT, greedy()).token_ids
+        failing = Failing(engine._graphs["decode/1/fast"], KeyboardInterrupt(), at=4)
+        engine._graphs["decode/1/fast"] = failing  # type: ignore[assignment]
+        request = engine.submit(PROMPT, greedy())
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+        try:
+            run(engine)
+        except RuntimeError as error:
+            assert "broken" in str(error)
+        else:
+            assert request.result().token_ids == expected
+
+
+def test_not_a_number_ends_only_the_request_that_meets_it(
+    checkpoints: dict[str, Any], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    poisoned = 300
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], list(range(20, 60))]
+    with open_engine(checkpoints["qwen3-biases"].path, device=device) as engine:
+        params = greedy(30, ignore_eos=True)
+        whole = engine.generate([1, 2, 300, 4], params)
+        expected = engine.generate(prompts, params)
+        others = {token for result in expected for token in result.token_ids}
+        met = first_new(whole.token_ids, 3)
+        weight = engine.model.weights.embedding
+        assert weight.data_ptr() != engine.model.weights.lm_head.data_ptr()
+
+        # In the prompt of one request, then among what one request generates.
+        for row, prompt, tokens in (
+            (poisoned, [1, 2, poisoned, 4], ()),
+            (whole.token_ids[met], [1, 2, 300, 4], whole.token_ids[: met + 1]),
+        ):
+            assert row not in others and not any(row in other for other in prompts)
+            kept = weight[row].clone()
+            weight[row] = float("nan")
+            if device == "cuda":
+                torch.cuda.synchronize()
+            failed = engine.counters["finished/error"]
+            request = engine.submit(prompt, params)
+            requests = [engine.submit(other, params) for other in prompts]
+            events = run(engine)
+            result = request.result()
+            assert result.finish_reason == "error" and result.token_ids == tokens
+            assert events_of(request, events)[-1].finish_reason == "error"
+            assert tokens_of(events_of(request, events)) == tokens
+            assert engine.counters["finished/error"] == failed + 1
+            for other, undisturbed in zip(requests, expected, strict=True):
+                assert other.result().token_ids == undisturbed.token_ids
+            weight[row] = kept
+            if device == "cuda":
+                torch.cuda.synchronize()
+            # Whoever gets its blocks next, NaN in their tails, sees nothing of it.
+            again = engine.generate(prompts, params)
+            assert [r.token_ids for r in again] == [r.token_ids for r in expected]
+        assert_idle(engine)
+    assert "no finite" in caplog.text
+
+
+# Closing.
+
+
+class Deliberate(Exception):
+    """Raised by callers."""
+
+
+def test_nothing_works_after_close(device: str) -> None:
+    engine = open_engine(device=device)
+    finished = engine.submit(PROMPT, greedy(2))
+    run(engine)
+    running = engine.submit(PROMPT, greedy(50))
+    step_until(engine, lambda: len(running.token_ids) == 3)
+    waiting = engine.submit(OTHER, greedy())
+    stream = engine.stream(OTHER, greedy())
+    engine.close()
+    engine.close()
+    assert not engine.busy
+    for call in (
+        engine.step,
+        lambda: engine.submit(PROMPT),
+        lambda: engine.generate(PROMPT),
+        lambda: engine.generate([PROMPT], [greedy()]),
+        lambda: engine.stream(PROMPT),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    # Handles outlive the engine.
+    assert finished.result().finish_reason == "length"
+    for request in (running, waiting):
+        request.cancel()
+        assert request.result().finish_reason == "cancelled"
+    assert len(running.token_ids) == 3
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_with_block_closes(device: str) -> None:
+    with open_engine(device=device) as engine:
+        engine.generate(PROMPT, greedy(2))
+    with pytest.raises(ValueError, match="closed"):
+        engine.step()
+    with pytest.raises(Deliberate), open_engine(device=device) as engine:
+        engine.submit(PROMPT, greedy())
+        engine.step()
+        raise Deliberate
+    with pytest.raises(ValueError, match="closed"):
+        engine.step()
+
+
+def test_close_frees_what_is_large() -> None:
+    engine = open_engine(device="cpu")
+    engine.generate(PROMPT, greedy(2))
+    model = engine.model
+    tensors = [engine.cache, engine.swap_area, *model.weights.tensors(), engine.mailbox.tensor]
+    tensors += [engine.buffers["block_table"]]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    del tensors, model
+    engine.close()
+    gc.collect()
+    assert not [reference() for reference in alive if reference() is not None]
+
+
+@pytest.mark.gpu
+def test_close_frees_the_devices_memory() -> None:
+    def open_and_close() -> int:
+        with open_engine(device="cuda") as engine:
+            engine.generate([PROMPT, LONG], greedy(4))
+            held = torch.cuda.memory_allocated()
+        gc.collect()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() < held
+        return torch.cuda.memory_allocated()
+
+    open_and_close()
+    assert open_and_close() == open_and_close(), "each engine leaves something behind"
+
+
+def test_two_engines_in_turns(engine: Engine, checkpoints: dict[str, Any]) -> None:
+    device = engine.config.device
+    ids = [5, 6, 7]
+    with (
+        open_engine(checkpoints["llama-biases"].path, device=device, lookahead=0) as other,
+        open_engine(device=device, max_batch=2) as twin,
+    ):
+        engines = [engine, other, twin]
+        alone = [each.generate(ids, sampled(20, seed=4)).token_ids for each in engines]
+        requests = [each.submit(ids, sampled(20, seed=4)) for each in engines]
+        while any(each.busy for each in engines):
+            for each in engines:
+                each.step()
+        assert [request.result().token_ids for request in requests] == alone
+        assert alone[0] == alone[2] != alone[1]
+        other.close()
+        assert engine.generate(ids, sampled(20, seed=4)).token_ids == alone[0]

@@ -1,0 +1,31 @@
+"""The measurement of the host's share, on a few steps."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from graphengine.profiles import host_path
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_piece_is_measured_and_they_add_up(rows: int) -> None:
+    result = host_path.measure(rows, steps=300)
+    assert result.rows == rows
+    pieces = sum(getattr(result, name) for name in (*host_path.PIECES, "text"))
+    assert min(astuple(result)) >= 0
+    # A busy machine may disturb either, but not by an order of magnitude.
+    assert pieces / 10 < result.step < pieces * 10
+
+
+def test_prints_a_line_for_each_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    host_path.main(["--rows", "2,1", "--steps", "20"])
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["rows", "plan"]
+    assert [line.split()[0] for line in lines] == ["2", "1"]
+
+
+def test_no_rows_and_no_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows=0 and steps=5"):
+        host_path.measure(0, steps=5)

@@ -1,0 +1,116 @@
+"""Plans: what the heuristic gives fits a GPU, whatever the weight's shape."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine.kernels.plans import (
+    FMA_LANES,
+    LinearKind,
+    LinearPlan,
+    RowFamily,
+    check_kind,
+    heuristic_plan,
+    row_family,
+)
+
+KINDS = get_args(LinearKind)
+FAMILIES = get_args(RowFamily)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# qkv, attention output, gate-up, down and lm_head of Llama 3.2 1B and Llama 3.1 8B.
+LLAMA_WEIGHTS = [
+    ("store", 3072, 2048),
+    ("residual", 2048, 2048),
+    ("swiglu", 16384, 2048),
+    ("residual", 2048, 8192),
+    ("sample", 128256, 2048),
+    ("store", 6144, 4096),
+    ("residual", 4096, 4096),
+    ("swiglu", 28672, 4096),
+    ("residual", 4096, 14336),
+    ("sample", 128256, 4096),
+]
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def assert_fits_a_gpu(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+    assert is_power_of_two(plan.block_k) and is_power_of_two(plan.block_m)
+    assert plan.block_k < 2 * max(K, 16)
+    assert plan.block_m >= 2, "a SwiGLU wants pairs of rows"
+    assert plan.warps in (1, 2, 4, 8)
+    if plan.family == "fma":
+        assert plan.splits == 1
+        registers = plan.block_m * K * dtype.itemsize / (32 * plan.warps) / 4
+        assert registers <= 128, f"{registers} registers of weights a thread: they would spill"
+        return
+    assert plan.splits in (1, 2, 4)
+    staged = plan.stages * plan.block_k * dtype.itemsize * (plan.block_m + 32)
+    assert staged <= 100 * 1024, f"{staged} bytes of shared memory keep a successor out"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind, M, K", LLAMA_WEIGHTS)
+def test_llama_shapes(kind, M, K, family):
+    for dtype in (torch.float16, torch.bfloat16):
+        plan = heuristic_plan(kind, M, K, dtype, family)
+        assert plan.family == family
+        assert_fits_a_gpu(plan, K, dtype)
+        assert K % (plan.block_k * plan.splits) == 0, "off the path without masks"
+        programs = -(-M // plan.block_m) * plan.splits
+        assert programs >= 132, "an H200 has as many SMs"
+
+
+def test_large_weights_are_not_split():
+    for kind, M, K in [("swiglu", 28672, 4096), ("sample", 128256, 2048)]:
+        assert heuristic_plan(kind, M, K, torch.bfloat16, "dot").splits == 1
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    kind=st.sampled_from(KINDS),
+    family=st.sampled_from(FAMILIES),
+    M=st.integers(1, 300_000),
+    K=st.integers(1, 16384) | st.sampled_from([1, 16, 17, 63, 64, 100, 192, 896, 1000, 8193]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_odd_shapes(kind, family, M, K, dtype):
+    assert_fits_a_gpu(heuristic_plan(kind, M, K, dtype, family), K, dtype)
+
+
+def test_three_times_64_columns_need_no_masks():
+    assert heuristic_plan("store", 32, 192, torch.bfloat16, "dot").block_k == 64
+
+
+def test_family_follows_the_largest_launch():
+    assert [row_family(lanes) for lanes in (1, FMA_LANES)] == ["fma", "fma"]
+    assert [row_family(lanes) for lanes in (FMA_LANES + 1, 8, 64)] == ["dot"] * 3
+
+
+@pytest.mark.parametrize(
+    "kind, family, message",
+    [
+        ("plain", "dot", "kind='plain' is none of store, swiglu, residual, sample"),
+        ("", "fma", "kind='' is none of"),
+        ("store", "mma", "row family 'mma' is none of fma, dot"),
+    ],
+)
+def test_names_are_checked(kind, family, message):
+    with pytest.raises(ValueError, match=message):
+        check_kind(kind, family)
+    with pytest.raises(ValueError, match=message):
+        heuristic_plan(kind, 64, 64, torch.float32, family)
+
+
+def test_every_name_passes():
+    for kind in KINDS:
+        for family in FAMILIES:
+            check_kind(kind, family)
