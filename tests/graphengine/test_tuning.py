@@ -419,7 +419,7 @@ SHIPPED = tuning.shipped_table("NVIDIA H200")
 def test_every_candidate_is_valid(key: TuningKey) -> None:
     plans = tune.candidate_plans(key)
     heuristic = heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family)
-    assert len(set(plans)) == len(plans) <= 40
+    assert len(set(plans)) == len(plans) <= 100
     for plan in plans:
         tuning.check_plan(plan, key.kind, key.K, key.dtype)
         registers = tuning.weight_registers(plan, key.K, key.dtype)
