@@ -31,7 +31,7 @@ from graphengine.kernels import (
     copy_blocks,
 )
 from graphengine.memory import MemoryPlan, arrival_counters, plan_memory
-from graphengine.models.dense import DenseModel, allocate_weights
+from graphengine.models.dense import DecodeLaunch, DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.report import EngineReport
 from graphengine.request import Event, FinishReason, Request
@@ -165,8 +165,12 @@ class Engine:
             self.buffers,
             self.cache,
             self.mailbox,
-            plans=plans,
-            pdl=config.pdl and on_gpu,
+            launch=DecodeLaunch(
+                plans=plans,
+                split_tokens=attention_split(plans.family, model.config.head_dim, config.max_batch),
+                arrivals=self.buffers["arrivals"],
+                pdl=config.pdl and on_gpu,
+            ),
         )
         self._cuda_stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
         if on_gpu:
@@ -338,7 +342,7 @@ class Engine:
             self.plans,
             dtype=self.memory.dtype,
             extra={
-                "attention_split": attention_split(self.row_family, self.model.config.head_dim),
+                "attention_split": self.program.launch.split_tokens,
                 "block_size": self.memory.block_size,
                 "prefill_buckets": ",".join(map(str, self.memory.prefill_ladder.sizes)),
             },

@@ -36,7 +36,7 @@ from graphengine.kernels import (
     sample,
     sample_tiles,
 )
-from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel
+from graphengine.models.dense import DecodeLaunch, DenseModel
 
 Sampler = Literal["fast", "full"]
 """`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well."""
@@ -62,15 +62,13 @@ class StepProgram:
         buffers: StaticBuffers,
         cache: Tensor,
         mailbox: Mailbox,
-        *,
-        plans: DecodePlans,
-        pdl: bool,
+        launch: DecodeLaunch,
     ) -> None:
         self.model = model
         self.buffers = buffers
         self.cache = cache
         self.mailbox = mailbox
-        self.launch = DecodeLaunch(plans, buffers["arrivals"], pdl)
+        self.launch = launch
         self.state = SlotState(*(buffers[name] for name in SlotState._fields))
         self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])

@@ -49,6 +49,8 @@ _GROUP_ROWS = 16
 # Keys that the programs of a launch attend at once: a tile for each SM of an H200, or two short
 # ones. A lane of more splits has its programs loop; no bit depends on it.
 _MAX_KEYS = 132 * 128
+# Short heads leave an SM room for more programs than that.
+_LEAST_PROGRAMS = 4
 # Float32 elements of partials that the combining program loads at a time, and splits at most.
 _COMBINE_ELEMENTS = 8192
 _COMBINE_SPLITS = 8
@@ -139,7 +141,8 @@ def decode_attention(
         )
     splits = -(-max_seq_len // split_tokens)
     tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
-    programs = min(splits, max(1, _MAX_KEYS // (split_tokens * lanes * tiles)))
+    least = _LEAST_PROGRAMS if head_dim <= 64 else 1
+    programs = min(splits, max(least, _MAX_KEYS // (split_tokens * lanes * tiles)))
     # Uninitialised: the combining program reads only what the programs of its own lane wrote.
     acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
     max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)

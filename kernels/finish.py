@@ -31,7 +31,7 @@ from graphengine.kernels.state import (
 
 _EMITTED = tl.constexpr(EMITTED)
 
-_MAX_BLOCK_C = 4096
+_MAX_BLOCK_C = 16384
 
 
 def finish_decode(
@@ -101,7 +101,7 @@ def finish_decode(
         mailbox_lanes,
         BLOCK_C=block_c,
         BLOCK_E=stop_ids_block(stop_ids),
-        num_warps=min(max(block_c // 256, 1), 16),
+        num_warps=min(max(block_c // 256, 1), 32),
         **launch_options(pdl),
     )
     return token_R, flags_R

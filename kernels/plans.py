@@ -44,13 +44,13 @@ def row_family(lanes: int) -> RowFamily:
     return "fma" if lanes <= FMA_LANES else "dot"
 
 
-def attention_split(family: RowFamily, head_dim: int) -> int:
-    """Keys of one split of decode attention.
+def attention_split(family: RowFamily, head_dim: int, max_lanes: int) -> int:
+    """Keys of one split of decode attention, for an engine of up to `max_lanes` rows.
 
-    Measured on an H200: short ones where lanes are few or heads long, whose programs have much to
-    load; else fewer partials win.
+    Measured on an H200: short ones where lanes are few or, up to 16 lanes, heads long; else fewer
+    partials win.
     """
-    return 64 if family == "fma" or head_dim > 64 else 128
+    return 64 if family == "fma" or (head_dim > 64 and max_lanes <= 16) else 128
 
 
 def heuristic_plan(

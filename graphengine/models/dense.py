@@ -27,7 +27,6 @@ from graphengine.kernels import (
     RopeConfig,
     RowFamily,
     add_rms_norm,
-    attention_split,
     decode_attention,
     embed,
     heuristic_plan,
@@ -237,10 +236,12 @@ def heuristic_plans(config: DenseConfig, dtype: torch.dtype, family: RowFamily) 
 class DecodeLaunch(NamedTuple):
     """What the decode kernels of one engine share besides the model.
 
-    `arrivals` is int32 and zero between kernels; `pdl` says how they are launched.
+    `split_tokens` is attention's; `arrivals` is int32 and zero between kernels; `pdl` says how they
+    are launched.
     """
 
     plans: DecodePlans
+    split_tokens: int
     arrivals: Tensor
     pdl: bool
 
@@ -320,7 +321,7 @@ class DenseModel:
                 q_norm_weight=layer.q_norm,
                 k_norm_weight=layer.k_norm,
                 eps=eps,
-                split_tokens=attention_split(plans.family, config.head_dim),
+                split_tokens=launch.split_tokens,
                 **shared,
             )
             residual = linear_residual(

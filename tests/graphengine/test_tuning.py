@@ -430,7 +430,7 @@ def test_every_candidate_is_valid(key: TuningKey) -> None:
             assert 12 <= registers <= 96
             assert plan.block_m >= (4 if key.kind == "sample" else 1)
         else:
-            assert tuning.shared_bytes(plan, key.dtype) <= 144 * 1024
+            assert tuning.shared_bytes(plan, key.dtype) <= tune.DOT_SHARED_BYTES
             assert plan.splits == 1 or key.K % (plan.block_k * plan.splits) == 0
             assert -(-tiles // plan.splits) >= plan.stages - 1
 
@@ -691,7 +691,7 @@ def test_a_chain_is_a_decode_step_without_attention(
         start,
         torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim),
         torch.zeros((20, 1), dtype=torch.int32),
-        DecodeLaunch(PLANS, slot, pdl=False),
+        DecodeLaunch(PLANS, 64, slot, pdl=False),
     )
     chain = results[7][1]
     torch.testing.assert_close(chain.x, out.x)

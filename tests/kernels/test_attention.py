@@ -312,14 +312,16 @@ def test_the_grid_sets_no_bit(
         problem = Problem(lengths=lengths, group=group, dtype=dtype)
         lanes = range(len(lengths))
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "_MAX_PROGRAMS", 10**6)
+            patch.setattr(attention, "_MAX_KEYS", 10**9)
             tight = decode(op, place_cache, problem, lanes)
             roomy = decode(op, place_cache, problem, lanes, max_seq_len=20 * SPLIT_TOKENS)
         assert torch.equal(tight.out_NX, roomy.out_NX)
         for programs in (1, 2, 3):
             with monkeypatch.context() as patch:
                 tiles = -(-group // 16)
-                patch.setattr(attention, "_MAX_PROGRAMS", programs * len(lengths) * tiles)
+                patch.setattr(attention, "_LEAST_PROGRAMS", 1)
+                keys = programs * len(lengths) * tiles * SPLIT_TOKENS
+                patch.setattr(attention, "_MAX_KEYS", keys)
                 shared = decode(op, place_cache, problem, lanes)
             assert torch.equal(shared.out_NX, tight.out_NX), f"{programs=} {dtype=}"
             assert torch.equal(shared.key_SGD, tight.key_SGD), f"{programs=} {dtype=}"
