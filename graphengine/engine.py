@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import operator
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +32,7 @@ from graphengine.kernels import (
 from graphengine.memory import MemoryPlan, arrival_counters, plan_memory
 from graphengine.models.dense import DecodeLaunch, DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
+from graphengine.prompts import Prompt, is_batch, prompt_ids, token_id
 from graphengine.report import EngineReport
 from graphengine.request import Event, FinishReason, Request
 from graphengine.sampling_params import SamplingParams
@@ -43,8 +43,6 @@ from graphengine.tuning import choose_plans, numerics_id
 
 log = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
 Progress = Callable[[int, int], None]
 
 
@@ -278,7 +276,7 @@ class Engine:
         this call, too, and cancels its requests.
         """
         self._check_open()
-        batch = _is_batch(prompts)
+        batch = is_batch(prompts)
         prompt_list: Sequence[Any] = prompts if batch else [prompts]
         if not isinstance(params, Sequence):
             params = [SamplingParams() if params is None else params] * len(prompt_list)
@@ -542,35 +540,12 @@ class Engine:
     # Checks at the door.
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if _is_chat(prompt) or isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
-            if isinstance(prompt, str):
-                prompt = self.tokenizer.encode(prompt)
-            else:
-                prompt = self.tokenizer.apply_chat_template(cast(Sequence[Message], prompt))
-        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
-            raise ValueError(f"a prompt is text, token ids or chat messages, not {prompt!r}")
-        max_seq_len = self.memory.max_seq_len
-        ids = tuple(self._token_id(token) for token in prompt)
-        if not ids:
-            raise ValueError("the prompt is empty: it holds no token")
-        if len(ids) >= max_seq_len:
-            raise ValueError(
-                f"prompt of {len(ids)} tokens leaves no room for a new one in "
-                f"max_seq_len={max_seq_len}"
-            )
-        return ids
-
-    def _token_id(self, token: object) -> int:
-        vocab_size = self.model.config.vocab_size
-        index = -1
-        if hasattr(token, "__index__") and not isinstance(token, bool):
-            with suppress(TypeError):  # an array of several
-                index = operator.index(token)
-        if not 0 <= index < vocab_size:
-            raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab_size}")
-        return index
+        return prompt_ids(
+            prompt,
+            tokenizer=self.tokenizer,
+            vocab_size=self.model.config.vocab_size,
+            max_seq_len=self.memory.max_seq_len,
+        )
 
     def _new_request(
         self,
@@ -580,9 +555,9 @@ class Engine:
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {params!r}")
-        limit = self.config.max_stop_ids
+        limit, vocab_size = self.config.max_stop_ids, self.model.config.vocab_size
         eos = () if params.ignore_eos else self.eos_ids
-        stop_ids = (*eos, *(self._token_id(token) for token in params.stop_token_ids))
+        stop_ids = (*eos, *(token_id(token, vocab_size) for token in params.stop_token_ids))
         stop_ids = tuple(dict.fromkeys(stop_ids))
         if len(stop_ids) > limit:
             raise ValueError(
@@ -627,20 +602,3 @@ class Engine:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._cuda_stream is None else torch.cuda.stream(self._cuda_stream)
-
-
-def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def _is_batch(prompts: object) -> bool:
-    """Whether `prompts` is a list of prompts, rather than one: text, token ids or chat messages."""
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
-        return False
-    first = prompts[0]
-    # A tensor of no dimension is a token id that only claims to be iterable.
-    return (
-        isinstance(first, Iterable)
-        and not isinstance(first, Mapping)
-        and getattr(first, "ndim", 1) > 0
-    )

@@ -65,6 +65,9 @@ class Tokenizer:
         self.has_byte_fallback = "ByteFallback" in kinds
         self._byte_ids = self._find_byte_ids() if self.has_byte_fallback else {}
         self._byte_of_id = {index: byte for byte, index in self._byte_ids.items()}
+        # What a byte-level token adds to a text, by whether special tokens are skipped; filled as
+        # tokens come, for all requests.
+        self.known_bytes: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
@@ -234,6 +237,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._known_bytes = tokenizer.known_bytes[skip_special_tokens]
         # `tokenizers` writes one U+FFFD for each incomplete character of byte level tokens, but one
         # for each byte of fallback tokens; surrogates tell such a byte from U+FFFD in the text.
         errors = "replace" if tokenizer.is_byte_level else "surrogateescape"
@@ -245,14 +249,24 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; often empty."""
-        if self._tokenizer.id_to_token(token_id) is None or token_id in self._skipped:
+        if self._tokenizer.is_byte_level:
+            # 1.0 would find what 1 left.
+            shown = self._known_bytes.get(token_id) if type(token_id) is int else None
+            if shown is None:
+                shown = self._known_bytes[token_id] = self._bytes_of(token_id) or b""
+            return self._utf8.decode(shown)
+        if self._is_silent(token_id):
             return ""
         data = self._tokenizer.token_bytes(token_id)
-        if self._tokenizer.is_byte_level:
-            return self._utf8.decode(data or b"")
         if data is not None:
             return self._push_characters(self._utf8.decode(data))
         return self._end_bytes() + self._push_unit([token_id])
+
+    def _is_silent(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is None or token_id in self._skipped
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        return None if self._is_silent(token_id) else self._tokenizer.token_bytes(token_id)
 
     def flush(self) -> str:
         """The text still held back, an incomplete character as U+FFFD. No push may follow."""
