@@ -22,7 +22,8 @@ lint:
 	$(BIN)/ruff format --check .
 
 types:
-	$(BIN)/mypy -p graphengine
+	$(BIN)/mypy -p graphengine -p graphengine.kernels -p graphengine.buckets \
+		-p graphengine.profiles
 
 tests:
 	$(BIN)/pytest

@@ -16,6 +16,7 @@ from graphengine.kernels import (
     decode_attention_workspace_bytes,
 )
 from graphengine.models.dense import DecodePlans, DenseConfig, allocate_weights, decode_shapes
+from graphengine.tuning import MAX_SPLITS
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
@@ -151,7 +152,11 @@ def _workspace_bytes(
     dtype: torch.dtype,
     max_seq_len: int,
 ) -> int:
-    """Intermediates of the largest bucket: a layer's activations, attention partials, logits."""
+    """Intermediates of the largest bucket: a layer's activations, attention partials, logits.
+
+    And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
+    so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
+    """
     rows, lanes = ladder.sizes[-1], max(ladder.sizes[-1], prefill.sizes[-1])
     activations = dtype.itemsize * (
         2 * model.hidden_size + 3 * model.q_size + 2 * model.kv_size + 3 * model.ffn_size
@@ -159,9 +164,12 @@ def _workspace_bytes(
     partials = decode_attention_workspace_bytes(
         rows, num_heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
     )
+    # lm_head is never split.
+    widest = max(M for kind, M, _ in decode_shapes(model).values() if kind != "sample")
+    parts = 4 * MAX_SPLITS * rows * widest
     # Float32 logits, and the sampler's keys of the same size.
     sampling = 2 * 4 * rows * model.vocab_size
-    return lanes * (4 * model.hidden_size + activations) + partials + sampling
+    return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
 
 
 def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:

@@ -11,6 +11,7 @@ a reason to fall back in silence.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -42,15 +44,20 @@ FORMAT_VERSION = 1
 """Of the files; raise it when an older reader would misread a newer file."""
 
 MAX_WEIGHT_REGISTERS = 255
-"""Registers that a thread has; an `fma` program keeps its weights in them."""
+"""Registers that a thread has at most; an `fma` program keeps its weights in them."""
+
+SM_REGISTERS = 64 * 1024
+"""Of all threads on an SM: with 16 warps a thread has half of the above."""
 
 MAX_SHARED_BYTES = 227 * 1024
 """Shared memory of a program on sm_90."""
 
+MAX_SPLITS = 16
+"""Parts of K. Each is a float32 [N, M] in the workspace, which is budgeted for this many."""
+
 _BLOCK_M = {"fma": (1, 16), "dot": (16, 64)}
 _BLOCK_K = (16, 8192)
 _WARPS = (1, 16)
-_SPLITS = (1, 16)
 _STAGES = (1, 8)
 # Lanes of a program, which share memory with the weights.
 _LANES = 32
@@ -60,6 +67,8 @@ _PLAN_FIELDS = LinearPlan._fields[1:]
 _KEY_FIELDS = ("family", "kind", "M", "K", "dtype")
 _MEASURED_FIELDS = ("us", "torch", "triton", "date")
 _FILE_FIELDS = ("version", "device", "entries")
+# Kernels count rows and columns in int32.
+_MAX_INTEGER = 2**31 - 1
 
 # Linears whose programs leave sums of squares of their own output (`kernels/residual.py`).
 _RESIDUAL_LINEARS = ("output", "down")
@@ -127,8 +136,9 @@ def choose_plans(
     On a GPU what no table knows is logged at INFO. (On a CPU plans are carried along unused.)
 
     Raises:
-        ValueError: a table that is not as this module writes it, with its path in the message. It
-            is not passed over: other plans may give other tokens.
+        ValueError: a table that is not as this module writes it or that cannot be read, with its
+            path in the message. It is not passed over: other plans may give other tokens. (Where
+            the user has no cache directory, or none that may be entered, there is no table.)
     """
     gpu = device_name(device)
     tables: dict[PlanSource, Table] = {
@@ -206,7 +216,7 @@ def check_plan(plan: LinearPlan, kind: LinearKind, K: int, dtype: torch.dtype) -
     for name, (least, most) in {
         "block_m": (least_m, most_m),
         "block_k": _BLOCK_K,
-        "splits": _SPLITS,
+        "splits": (1, MAX_SPLITS),
         "warps": _WARPS,
     }.items():
         value = getattr(plan, name)
@@ -218,6 +228,11 @@ def check_plan(plan: LinearPlan, kind: LinearKind, K: int, dtype: torch.dtype) -
     least, most = _STAGES
     if not least <= plan.stages <= most:
         raise ValueError(f"stages={plan.stages} must be in [{least}, {most}]")
+    if kind == "sample" and plan.splits > 1:
+        raise ValueError(
+            f"splits={plan.splits} must be 1 for sample: its M is a vocabulary, which fills a GPU "
+            "by itself, and parts of that size are not in the memory budget"
+        )
     if plan.family == "fma":
         _check_fma(plan, K, dtype)
     else:
@@ -230,10 +245,11 @@ def _check_fma(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
             f"splits={plan.splits} and stages={plan.stages} must be 1: fma has no loop over K"
         )
     registers = weight_registers(plan, K, dtype)
-    if registers > MAX_WEIGHT_REGISTERS:
+    most = min(MAX_WEIGHT_REGISTERS, SM_REGISTERS // (32 * plan.warps))
+    if registers > most:
         raise ValueError(
             f"block_m={plan.block_m} rows of K={K} take {registers} registers a thread with "
-            f"warps={plan.warps}, at most {MAX_WEIGHT_REGISTERS} exist"
+            f"warps={plan.warps}, at most {most} exist"
         )
 
 
@@ -278,19 +294,48 @@ def user_table_path(device: str) -> Path:
     """The user's table for a device of this name.
 
     In `$GRAPHENGINE_CACHE_DIR`, else `$XDG_CACHE_HOME/graphengine`, else `~/.cache/graphengine`.
+    ValueError if neither variable is set and the user has no home directory.
     """
     own, cache = os.environ.get("GRAPHENGINE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     if own:
         folder = Path(own)
     else:
-        folder = (Path(cache) if cache else Path.home() / ".cache") / "graphengine"
+        folder = (Path(cache) if cache else _home() / ".cache") / "graphengine"
     return folder / f"tuned-{_slug(device)}.json"
 
 
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise ValueError(
+            "no place for tuned plans: this user has no home directory, and neither "
+            "GRAPHENGINE_CACHE_DIR nor XDG_CACHE_HOME is set"
+        ) from error
+
+
 def read_user_table(device: str) -> Table:
-    """The user's plans; none where there is no file. ValueError names a file that is damaged."""
-    path = user_table_path(device)
-    return read_table(path, device) if path.exists() else {}
+    """The user's plans; none where there is no file, no home, or a folder that may not be entered.
+
+    ValueError names a file that is damaged or cannot be read.
+    """
+    try:
+        path = user_table_path(device)
+    except ValueError as error:
+        log.info("%s", error)
+        return {}
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except PermissionError as error:
+        # Of a folder above: a file that may not be read still shows its state. Services run with
+        # the home of somebody else.
+        log.info("tuned plans of the user are not looked at: %s", error)
+        return {}
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return read_table(path, device)
 
 
 def shipped_table(device: str) -> Table:
@@ -350,20 +395,37 @@ def _entry(key: TuningKey, tuned: TunedPlan) -> dict[str, Any]:
 
 def read_table(path: Path, device: str) -> Table:
     """The plans in a file. ValueError, with path and entry, for all that is not as it must be."""
-    return parse_table(path.read_bytes(), device, origin=str(path))
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return parse_table(content, device, origin=str(path))
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that knows which names it holds twice; of those a dict keeps the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(name for name, _ in pairs)
+        self.repeated = [name for name, count in counts.items() if count > 1]
 
 
 def parse_table(content: bytes, device: str, *, origin: str) -> Table:
     """`read_table` of a file's content; `origin` is what errors call it."""
     try:
-        document = json.loads(content.decode("utf-8"))
+        document = json.loads(content.decode("utf-8"), object_pairs_hook=_Object)
     except ValueError as error:
         raise ValueError(f"{origin} is not JSON: {error}") from error
-    if not isinstance(document, dict):
+    except RecursionError as error:
+        raise ValueError(f"{origin} is nested too deeply: {error}") from error
+    if not isinstance(document, _Object):
         raise ValueError(f"{origin} must hold an object, not {_brief(document)}")
-    if document.get("version") != FORMAT_VERSION or isinstance(document["version"], bool):
+    version = document.get("version")
+    # 1.0 and true are equal to 1.
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
-            f"{origin} has version {_brief(document.get('version'))}, this program reads "
+            f"{origin} has version {_brief(version)}, this program reads "
             f"{FORMAT_VERSION}: delete the file or run `graphengine tune` with a matching program"
         )
     try:
@@ -387,7 +449,7 @@ def parse_table(content: bytes, device: str, *, origin: str) -> Table:
 
 
 def _parse_entry(entry: Any) -> tuple[TuningKey, TunedPlan]:
-    if not isinstance(entry, dict):
+    if not isinstance(entry, _Object):
         raise ValueError(f"must be an object, not {_brief(entry)}")
     _require_fields(entry, (*_KEY_FIELDS, "plan", *_MEASURED_FIELDS))
     family = _one_of(entry, "family", get_args(RowFamily))
@@ -397,7 +459,7 @@ def _parse_entry(entry: Any) -> tuple[TuningKey, TunedPlan]:
     if kind == "swiglu" and key.M % 2:
         raise ValueError(f"M={key.M} must be even: as many gate rows as up rows")
     numbers = entry["plan"]
-    if not isinstance(numbers, dict):
+    if not isinstance(numbers, _Object):
         raise ValueError(f"plan must be an object, not {_brief(numbers)}")
     _require_fields(numbers, _PLAN_FIELDS)
     sizes = {name: _integer(numbers, name, 0) for name in _PLAN_FIELDS if name != "overlap"}
@@ -410,12 +472,13 @@ def _parse_entry(entry: Any) -> tuple[TuningKey, TunedPlan]:
     )
 
 
-def _require_fields(values: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _require_fields(values: _Object, names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in values]
     unknown = [name for name in values if name not in names]
-    if missing or unknown:
+    if missing or unknown or values.repeated:
         parts = [f"lacks {', '.join(missing)}"] if missing else []
         parts += [f"has the unknown {', '.join(unknown)}"] if unknown else []
+        parts += [f"has more than one {', '.join(values.repeated)}"] if values.repeated else []
         raise ValueError(" and ".join(parts))
 
 
@@ -430,6 +493,8 @@ def _integer(values: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = values[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {_brief(value)}, not an integer of at least {least}")
+    if value > _MAX_INTEGER:
+        raise ValueError(f"{name} is {_brief(value)}, at most {_MAX_INTEGER} fits")
     return value
 
 
@@ -442,13 +507,14 @@ def _boolean(values: Mapping[str, Any], name: str) -> bool:
 
 def _positive(values: Mapping[str, Any], name: str) -> float:
     value = values[name]
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not (math.isfinite(value) and value > 0)
-    ):
+    number = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        # An integer may exceed all floats.
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{name} is {_brief(value)}, not a positive number")
-    return float(value)
+    return number
 
 
 def _string(values: Mapping[str, Any], name: str) -> str:

@@ -14,6 +14,7 @@ from graphengine.kernels.attention import (
     decode_attention_workspace_bytes,
 )
 from graphengine.kernels.begin import begin_decode, begin_decode_reference
+from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.embedding import embed, embed_reference
 from graphengine.kernels.finish import finish_decode, finish_decode_reference
 from graphengine.kernels.linear import (
@@ -32,7 +33,6 @@ from graphengine.kernels.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from graphengine.kernels.philox import philox_uint32
 from graphengine.kernels.plans import (
     FMA_LANES,
     LinearKind,
@@ -49,7 +49,6 @@ from graphengine.kernels.prefill_attention import (
 from graphengine.kernels.residual import Residual, new_residual
 from graphengine.kernels.rope import RopeConfig, rope_append, rope_append_reference, rope_tables
 from graphengine.kernels.sampling import (
-    SamplingTensors,
     sample,
     sample_reference,
     sample_tiles,
@@ -116,7 +115,6 @@ __all__ = [
     "new_residual",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
-    "philox_uint32",
     "publish",
     "residual_groups",
     "rms_norm",

@@ -4,13 +4,15 @@
     linear_residual   residual += W x, and what the next norm reads
     linear_sample     the best token of each tile of lm_head's logits, which never reach memory
 
-Letters: N lanes, K input features, M weight rows, F ffn width (a SwiGLU weight is F gate rows, then
-F up rows), T groups of columns, S slots.
+The kernels are in `linear_kernels.py`. The order in which a lane's sums are formed follows from the
+weight's plan (`plans.py`), never from N, from the lane's index, or from its neighbours. In the
+`dot` family each output is one chain of `tl.dot` over the K tiles in order (one chain a split,
+splits summed in order). A `tl.dot` takes 16 lanes, which is `mma.sync`; of 64 sm_90 would make a
+`wgmma`, which sums in another order. A program has one or two such tiles of lanes. In the `fma`
+family each output is a tile's width of multiply-adds over the K tiles in order, then their sum.
 
-The order in which a lane's sums are formed follows from the weight's plan (`plans.py`), never from
-N, from the lane's index, or from its neighbours. In the `dot` family each output is one chain of
-`tl.dot` over the K tiles in order (one chain a split, splits summed in order). Lane tiles are 16
-rows, which is `mma.sync`; at 64 rows sm_90 would use `wgmma`, which sums in another order.
+Letters: N lanes, K input features, M weight rows, V weight rows of lm_head, F ffn width (a SwiGLU
+weight is F gate rows, then F up rows), T groups of columns, C tiles of the vocabulary, S slots.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 import triton
 
 from graphengine.kernels.activation import silu_reference
+from graphengine.kernels.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import (
     check_lanes,
@@ -31,9 +34,15 @@ from graphengine.kernels.lanes import (
 )
 from graphengine.kernels.linear_kernels import ResidualArgs, SamplerArgs, dot_kernel, fma_kernel
 from graphengine.kernels.pdl import launch_options
-from graphengine.kernels.plans import FMA_LANES, LinearKind, LinearPlan, heuristic_plan
+from graphengine.kernels.plans import (
+    FMA_LANES,
+    LinearKind,
+    LinearPlan,
+    check_kind,
+    heuristic_plan,
+)
 from graphengine.kernels.residual import Residual
-from graphengine.kernels.sampling import SamplingTensors, sample_tiles_reference
+from graphengine.kernels.sampling import sample_tiles_reference
 
 MAX_LANES = 64
 REFERENCE_ROWS = 4
@@ -54,7 +63,9 @@ def linear(
     arrivals: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """y = x @ weight^T / rms (+ bias), then `silu(gate) * up` with `swiglu`, for 1 to 64 lanes.
+    """y = x @ weight^T / rms (+ bias), then `silu(gate) * up` with `swiglu`.
+
+    One kernel on the current stream, without a host sync, for 1 to 64 lanes.
 
     Args:
         x_NK, weight_MK: one dtype of float32, float16, bfloat16; dense rows, any stride between
@@ -66,18 +77,20 @@ def linear(
         swiglu: weight rows are F gates, then F ups; the output is [N, F].
         out_dtype: of the output; default x's dtype.
         out: [N, M] ([N, F]), dense rows; must not overlap `x`.
-        plan: how the weight is cut; default `heuristic_plan`, in the family `dot`.
+        plan: how the weight is cut; default `heuristic_plan` in the family `dot`, without splits.
         arrivals: int32, zero between launches, at least `arrivals_needed(plan, M)`: wanted by a
-            plan that splits K, which default plans do not. Kernels of one stream may share it.
-        pdl: launch with programmatic dependent launch.
+            plan that splits K. Kernels of one stream may share it.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`, and the one
+            behind if `plan.overlap`. Only what no kernel writes is loaded early: weights.
 
     Returns:
         [N, M] ([N, F]); accumulated and finished in float32, rounded once. Padded lanes are not
-        written and cannot be seen in others. On the current stream, without a host sync; with
-        split K it allocates a float32 [splits, N, M] workspace.
+        written and cannot be seen in others. Split K allocates a float32 workspace: of each split
+        [N, M], M rounded up to whole blocks.
 
     Raises:
-        ValueError: a shape, stride or dtype that does not fit, or more than 64 lanes.
+        ValueError: a shape, stride or dtype that does not fit, more than 64 lanes (2 in the family
+            `fma`), a plan of another family or of splits in `fma`, too few arrivals.
     """
     kind: LinearKind = "swiglu" if swiglu else "store"
     plan = _check(x_NK, weight_MK, slot_N, squares_TN, bias, kind, plan)
@@ -126,12 +139,16 @@ def linear_residual(
     """residual.x += x @ weight^T (+ bias), and what the norm behind it needs.
 
     Args:
-        residual: `x` and `scaled` are updated in place, `squares` is not read.
+        residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
         next_norm_M: weight of the RMSNorm that reads the stream next, in the weight's dtype.
         The others as of `linear`.
 
     Returns:
-        The same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N].
+        The same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N]. Of padded lanes
+        none of them is written.
+
+    Raises:
+        ValueError: as of `linear`.
     """
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     lanes, M = x_NK.shape[0], weight_MK.shape[0]
@@ -171,16 +188,21 @@ def linear_sample(
 
     Args:
         position_N: int32, of the query; the sampled token sits one behind it.
-        params: by slot; the filters among them are not looked at.
+        params: by slot; the filters among them are checked, but not looked at.
         The others as of `linear`.
 
     Returns:
-        best int64 [N, C] and health int32 [N, C] of each tile of logits, as `sample_tiles` leaves
-        them: the same token as from the logits of `linear` with the same plan, in float32.
+        New best int64 [N, C] and health int32 [N, C] of each tile of `plan.block_m` logits, as
+        `sample_tiles` leaves them: the same token as from the logits of `linear` with the same
+        plan, in float32. Padded lanes are not written.
+
+    Raises:
+        ValueError: as of `linear`, or sampling parameters that `sample` would not take.
     """
     plan = _check(x_NK, weight_VK, slot_N, squares_TN, None, "sample", plan)
     lanes, V = x_NK.shape[0], weight_VK.shape[0]
     check_lanes(lanes, position=position_N)
+    stop_ids = check_parameters(params)
     if not use_triton(x_NK):
         logits = linear_reference(
             x_NK,
@@ -215,7 +237,7 @@ def linear_sample(
             best,
             health,
         ),
-        stop_ids=params.stop_ids.shape[1],
+        stop_ids=stop_ids,
         arrivals=arrivals,
         pdl=pdl,
     )
@@ -224,7 +246,7 @@ def linear_sample(
 
 def residual_groups(plan: LinearPlan, M: int) -> int:
     """T of the squares that `linear_residual` leaves: a sum for each program's rows."""
-    return triton.cdiv(M, plan.block_m)
+    return -(-M // plan.block_m)
 
 
 def arrivals_needed(plan: LinearPlan, M: int) -> int:
@@ -249,6 +271,10 @@ def _launch(
     arrivals: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
+    """Launch the kernel of the plan's family, on operands that `_check` let pass.
+
+    One of `out`, `residual` and `sampler` is given: where the product goes.
+    """
     lanes, K = x_NK.shape
     M = weight_MK.shape[0]
     tiles = triton.cdiv(M, plan.block_m)
@@ -331,6 +357,7 @@ def _check(
         raise ValueError(f"swiglu needs as many gate rows as up rows, not {M} rows in all")
     if plan is None:
         return heuristic_plan(kind, M, K, weight_MK.dtype, "dot")._replace(splits=1)
+    check_kind(kind, plan.family)
     if plan.family == "fma" and lanes > FMA_LANES:
         raise ValueError(f"the fma family takes 1 to {FMA_LANES} lanes, not {lanes}")
     if plan.family == "fma" and plan.splits > 1:

@@ -212,10 +212,11 @@ def fma_kernel(
     for step in tl.static_range(TILES):
         weight_ptrs = row_ptrs[:, None] + (step * BLOCK_K + k)[None, :]
         if (step + 1) * BLOCK_K <= K:
-            weights += (tl.load(weight_ptrs, eviction_policy="evict_first"),)
+            tile_weights = tl.load(weight_ptrs, eviction_policy="evict_first")
         else:
             in_k = (step * BLOCK_K + k < K)[None, :]
-            weights += (tl.load(weight_ptrs, mask=in_k, other=0.0, eviction_policy="evict_first"),)
+            tile_weights = tl.load(weight_ptrs, mask=in_k, other=0.0, eviction_policy="evict_first")
+        weights += (tile_weights,)  # type: ignore[assignment]
     norm = _load_norm(residual, tile, OUTPUTS, BLOCK_OUTPUTS)
     wait_for_inputs(PDL, OVERLAP)
 

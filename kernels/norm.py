@@ -1,11 +1,9 @@
 """RMSNorm (Zhang and Sennrich 2019), rounded where Hugging Face's models round.
 
-Letters: N lanes, X rows of the input where lanes pick their own, H hidden.
+Letters: N lanes, H hidden.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -32,51 +30,38 @@ def rms_norm(
     *,
     eps: float,
     out_dtype: torch.dtype,
-    row_of_lane: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = weight * x / sqrt(mean(x**2) + eps) of each live lane.
 
     Args:
-        x_NH: [N, H], or [X, H] with `row_of_lane`; any float dtype (the residual stream is
-            float32); dense rows, any stride between them.
+        x_NH: any float dtype (the residual stream is float32); dense rows, any stride between them.
         weight_H: any float dtype.
         slot_N: int32, -1 = padded lane.
-        row_of_lane: int32 [N]; lane i norms `x[row_of_lane[i]]` instead of `x[i]`.
-        out: [N, H] of `out_dtype`; must not overlap `x` unless lane i reads row i.
+        out: [N, H] of `out_dtype`; may be `x` itself, and must not overlap it otherwise.
 
     Returns:
         [N, H] of `out_dtype`. Statistics are float32; the normalised value is rounded to
-        `out_dtype`, then multiplied by the weight and rounded again, as `LlamaRMSNorm` does. A live
-        lane whose row is outside 0..X-1 becomes NaN; padded lanes are neither read nor written.
-        ValueError for a shape or dtype that does not fit.
+        `out_dtype`, then multiplied by the weight and rounded again, as `LlamaRMSNorm` does. Padded
+        lanes are neither read nor written. ValueError for a shape or dtype that does not fit.
     """
     check_rows(x_NH=x_NH)
-    rows, H = x_NH.shape
+    lanes, H = x_NH.shape
     if weight_H.dtype not in FLOAT_DTYPES:
         raise ValueError(f"weight_H is {weight_H.dtype}, not one of {FLOAT_DTYPES}")
     check_vector("weight_H", weight_H, H, weight_H.dtype)
-    lanes = slot_N.shape[0]
     check_lanes(lanes, slot_N=slot_N)
-    if row_of_lane is not None:
-        check_lanes(lanes, row_of_lane=row_of_lane)
-    elif rows != lanes:
-        raise ValueError(f"x has {rows} rows for {lanes} lanes and there is no row_of_lane")
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):
-        return rms_norm_reference(
-            x_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, row_of_lane=row_of_lane, out=out
-        )
+        return rms_norm_reference(x_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out)
     block = min(triton.next_power_of_2(H), _MAX_BLOCK_H)
     _rms_norm_kernel[(lanes,)](
         x_NH,
         weight_H,
         slot_N,
-        row_of_lane,
         out,
         x_NH.stride(0),
         out.stride(0),
-        rows,
         eps,
         H=H,
         BLOCK_H=block,
@@ -85,16 +70,14 @@ def rms_norm(
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
     slot_ptr,
-    row_of_lane_ptr,
     out_ptr,
     x_stride,
     out_stride,
-    rows,
     eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -106,24 +89,19 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
     if tl.load(slot_ptr + lane) < 0:
         return
-    row = lane
-    if row_of_lane_ptr is not None:
-        row = tl.load(row_of_lane_ptr + lane).to(tl.int64)
-    inside = (row >= 0) & (row < rows)
-    source = x_ptr + row * x_stride
+    source = x_ptr + lane * x_stride
     target = out_ptr + lane * out_stride
 
-    x = tl.load(source + h, mask=(h < H) & inside, other=0.0).to(tl.float32)
+    x = tl.load(source + h, mask=h < H, other=0.0).to(tl.float32)
     squares = x * x
     for start in tl.range(BLOCK_H, H, BLOCK_H):
-        more = tl.load(source + start + h, mask=(start + h < H) & inside, other=0.0).to(tl.float32)
+        more = tl.load(source + start + h, mask=start + h < H, other=0.0).to(tl.float32)
         squares += more * more
     scale = tl.rsqrt(tl.sum(squares) / H + eps)
-    scale = tl.where(inside, scale, float("nan"))
 
     _store_normed(x, scale, weight, target, h, H)
     for start in tl.range(BLOCK_H, H, BLOCK_H):
-        more = tl.load(source + start + h, mask=(start + h < H) & inside, other=0.0).to(tl.float32)
+        more = tl.load(source + start + h, mask=start + h < H, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + start + h, mask=start + h < H, other=0.0)
         _store_normed(more, scale, weight, target, start + h, H)
 
@@ -250,20 +228,14 @@ def rms_norm_reference(
     *,
     eps: float,
     out_dtype: torch.dtype,
-    row_of_lane: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rms_norm` in plain PyTorch."""
-    rows, H = x_NH.shape
-    out = output_rows(out, (slot_N.shape[0], H), dtype=out_dtype, like=x_NH)
+    out = output_rows(out, x_NH.shape, dtype=out_dtype, like=x_NH)
     live = live_lanes(slot_N)
-    row = live if row_of_lane is None else row_of_lane[live].long()
     # torch splits the sum of one long row among threads, which changes its bits; never of two rows.
-    row = row.repeat(2) if len(row) == 1 else row
-    outside = (row < 0) | (row >= rows)
-    x = x_NH[row.masked_fill(outside, 0)].float()
-    normed = x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
-    normed = normed.masked_fill(outside[:, None], math.nan).to(out_dtype)
+    x = x_NH[live.repeat(2) if len(live) == 1 else live].float()
+    normed = (x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)).to(out_dtype)
     out[live] = (normed.float() * weight_H.float()).to(out_dtype)[: len(live)]
     return out
 

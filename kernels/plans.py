@@ -17,6 +17,9 @@ LinearKind = Literal["store", "swiglu", "residual", "sample"]
 FMA_LANES = 2
 """Lanes up to which an engine takes the `fma` family unless told otherwise."""
 
+# Weights that `_fma_plan` gives a thread: bytes that fill 96 of its registers.
+_FMA_THREAD_BYTES = 96 * 4
+
 
 class LinearPlan(NamedTuple):
     """Sizes of one linear's programs.
@@ -67,8 +70,10 @@ def heuristic_plan(
     block_m = 64 if fills_with_64 else 32
     tiles = -(-M // block_m)
     splits = 1
-    while K >= 2048 and not fills_with_64 and tiles * splits < 2 * 132 and splits < 4:
-        splits *= 2
+    # A vocabulary is never split: its parts are not in the memory budget.
+    if K >= 2048 and not fills_with_64 and kind != "sample":
+        while tiles * splits < 2 * 132 and splits < 4:
+            splits *= 2
     return LinearPlan(
         "dot",
         block_m=block_m,
@@ -80,7 +85,11 @@ def heuristic_plan(
 
 
 def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPlan:
-    """Rows of up to about 32 KB a program, all of it in flight before the wait."""
+    """Rows of up to about 32 KB a program, all of it in flight before the wait.
+
+    Up to K = 65,536 in float32, in a SwiGLU half of that, no thread holds more than 128 registers
+    of weights: 8 warps have room for twice as many, 16 warps for just these.
+    """
     block_k = min(2048, _padded(K))
     warps = 4 if block_k >= 1024 else 2
     row_bytes = K * dtype.itemsize
@@ -90,10 +99,12 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPla
     if kind == "sample":
         # Each program leaves one candidate a lane: fewer of them make the reduction short.
         block_m = max(block_m, 8)
-    # No more than 96 registers a thread for weights.
-    while block_m > 2 and block_m * row_bytes > 96 * 1024:
+    # Columns past K take registers as well.
+    held = -(-K // block_k) * block_k * dtype.itemsize
+    least = 2 if kind == "swiglu" else 1
+    while block_m > least and block_m * held > _FMA_THREAD_BYTES * 32 * 8:
         block_m //= 2
-    while warps < 8 and block_m * row_bytes > 96 * 4 * 32 * warps:
+    while warps < 16 and block_m * held > _FMA_THREAD_BYTES * 32 * warps:
         warps *= 2
     return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
 

@@ -1,6 +1,6 @@
 """Sampling one token a row by Gumbel-max, with top-k, top-p and min-p found without a sort.
 
-    cutoff   one program a row   the set that the filters keep, as a threshold (key, id)
+    cutoff   one program a row   the set that the filters keep, as a threshold (`cutoff.py`)
     tile     (row, vocab tile)   best of the tile: value and id
     reduce   one program a row   best of the tiles -> token
 
@@ -24,15 +24,14 @@ What is sampled, for a live row whose query sits at position p and whose token w
 Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
 2^22 ids cannot overflow it.
 
-Letters: R rows, S slots, V vocabulary, E stop ids a slot, W vocabulary padded to whole blocks,
-C tiles of the vocabulary.
+Letters: R rows, S slots, V vocabulary, E stop ids a slot, C tiles of the vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,21 +39,24 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from graphengine.kernels.candidates import (
+    LARGEST,
+    LAST_ID,
+    MASS_SCALE,
+    SamplingTensors,
+    check_parameters,
+    mask_stop_ids,
+    scaled_tile,
+    sortable_key,
+)
+from graphengine.kernels.cutoff import find_cutoffs
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.lanes import check_lanes, check_vector
+from graphengine.kernels.lanes import check_lanes
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
-from graphengine.kernels.state import check_stop_ids
 
 MAX_VOCABULARY = 1 << 22
 
-_LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
-_MASS_SCALE = tl.constexpr(2.0**40)
-
-# An id that no comparison with `id <= cut_id` leaves out; also 2^31 - 1 in the packed order.
-_LAST_ID = tl.constexpr(2**31 - 1)
-# The sortable key of -inf: below the key of every candidate, and of mass 0.
-_NO_KEY = tl.constexpr(-2139095041)
 _NOTHING = tl.constexpr(-(2**63))
 
 # What a tile knows of its logits; the row's health is the largest.
@@ -62,29 +64,8 @@ _NOTHING_FINITE = tl.constexpr(0)
 _FINITE = tl.constexpr(1)
 _NAN = tl.constexpr(2)
 
-_CUTOFF_BLOCK = 4096
-_CUTOFF_WARPS = 32
 _TILE_BLOCK = 1024
 _MAX_REDUCE_BLOCK = 4096
-
-
-class SamplingTensors(NamedTuple):
-    """Sampling parameters by slot; host-owned."""
-
-    temperature: torch.Tensor
-    """float32 [S]: 0 for greedy."""
-    top_k: torch.Tensor
-    """int32 [S]: 0 for off."""
-    top_p: torch.Tensor
-    """float32 [S]: 1 for off."""
-    min_p: torch.Tensor
-    """float32 [S]: 0 for off."""
-    seed: torch.Tensor
-    """int64 [S]"""
-    stop_ids: torch.Tensor
-    """int32 [S, E]: -1 for none."""
-    min_len: torch.Tensor
-    """int32 [S]: tokens of the sequence, prompt included, before which no stop id is sampled."""
 
 
 def sample(
@@ -149,32 +130,7 @@ def sample_tiles(
     if not use_triton(logits_RV):
         return sample_tiles_reference(logits_RV, slot_R, position_R, params)
 
-    options = launch_options(pdl)
-    block = min(_CUTOFF_BLOCK, triton.next_power_of_2(max(vocabulary, _CUTOFF_WARPS * 32)))
-    width = triton.cdiv(vocabulary, block) * block
-    key_RW = slot_R.new_empty(rows, width)
-    cut_key_R, cut_id_R = torch.empty_like(slot_R), torch.empty_like(slot_R)
-    _cutoff_kernel[(rows,)](
-        logits_RV,
-        slot_R,
-        position_R,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.stop_ids,
-        params.min_len,
-        key_RW,
-        cut_key_R,
-        cut_id_R,
-        logits_RV.stride(0),
-        vocabulary,
-        width,
-        stop_ids,
-        BLOCK=block,
-        num_warps=_CUTOFF_WARPS,
-        **options,
-    )
+    cut_key_R, cut_id_R = find_cutoffs(logits_RV, slot_R, position_R, params, pdl=pdl)
     tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
     best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
     health_RC = slot_R.new_empty(rows, tiles)
@@ -194,14 +150,9 @@ def sample_tiles(
         vocabulary,
         stop_ids,
         BLOCK=_TILE_BLOCK,
-        **options,
+        **launch_options(pdl),
     )
     return best_RC, health_RC
-
-
-def needs_full_sampler(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether a filter can leave a token out: greedy sampling ignores them all."""
-    return temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
 
 
 def sample_reference(
@@ -245,7 +196,7 @@ def sample_tiles_reference(
 
 def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> torch.Tensor:
     """Plain twin of `token_of_tiles`, for all rows: new int32 [R]."""
-    token_R = (best_RC.amax(dim=1) & _LAST_ID.value) ^ _LAST_ID.value
+    token_R: torch.Tensor = (best_RC.amax(dim=1) & LAST_ID.value) ^ LAST_ID.value
     return token_R.where(health_RC.amax(dim=1) == _FINITE.value, -1).to(torch.int32)
 
 
@@ -290,7 +241,7 @@ def _candidates(
     value: NDArray[np.float32] = logits_V[ids]
     if temperature > 0 and ids.size:
         with np.errstate(over="ignore"):
-            value = np.clip(value / temperature, -_LARGEST.value, _LARGEST.value)
+            value = np.clip(value / temperature, -LARGEST.value, LARGEST.value)
         if 0 < top_k < ids.size or top_p < 1 or min_p > 0:
             kept = _kept(value, int(top_k), float(top_p), min_p)
             ids, value = ids[kept], value[kept]
@@ -302,7 +253,8 @@ def _packed(value: NDArray[np.float32], ids: NDArray[np.intp]) -> NDArray[np.int
     """The order of `_pack_tile`."""
     bits = (value + np.float32(0)).view(np.int32).astype(np.int64)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return key << 32 | (ids ^ _LAST_ID.value)
+    packed: NDArray[np.int64] = key << 32 | (ids ^ LAST_ID.value)
+    return packed
 
 
 def _kept(
@@ -332,7 +284,7 @@ def _kept(
 
 def _mass(scaled: NDArray[np.float32], largest: np.float32) -> NDArray[np.int64]:
     with np.errstate(over="ignore"):
-        mass: NDArray[np.float32] = np.exp(scaled - largest) * np.float32(_MASS_SCALE.value)
+        mass: NDArray[np.float32] = np.exp(scaled - largest) * np.float32(MASS_SCALE.value)
     return mass.astype(np.int64)
 
 
@@ -367,48 +319,7 @@ def _check(
     if not 1 <= vocabulary <= MAX_VOCABULARY:
         raise ValueError(f"a vocabulary of {vocabulary} is outside 1 .. {MAX_VOCABULARY}")
     check_lanes(rows, slot=slot_R, position=position_R)
-    slots = params.temperature.numel()
-    for name in ("temperature", "top_p", "min_p"):
-        check_vector(name, getattr(params, name), slots, torch.float32)
-    check_lanes(slots, top_k=params.top_k, min_len=params.min_len)
-    check_vector("seed", params.seed, slots, torch.int64)
-    return check_stop_ids(params.stop_ids, slots)
-
-
-@triton.jit
-def _key(value):
-    """int32 in the order of the float32 `value`, which is no NaN; -0 and +0 share a key."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _mass_tile(key, largest):
-    """Fixed-point mass of candidates; equal keys have equal masses, `_NO_KEY` has 0."""
-    return (tl.exp(_value(key) - largest) * _MASS_SCALE).to(tl.int64)
-
-
-@triton.jit
-def _mask_stop_ids(logits, ids, waits, stop_ids_ptr, stop_ids):
-    """-inf at the stop ids of the rows that wait for their min_len; broadcasts as its operands."""
-    for i in range(stop_ids):
-        stop_id = tl.load(stop_ids_ptr + i, mask=waits, other=-1)
-        logits = tl.where(ids == stop_id, float("-inf"), logits)
-    return logits
-
-
-@triton.jit
-def _scaled_tile(logits, temperature):
-    """l = logits / temperature, within the finite floats; -inf and NaN give -inf."""
-    scaled = tl.div_rn(logits, temperature)
-    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)
-    return tl.where(logits > float("-inf"), scaled, float("-inf"))
+    return check_parameters(params)
 
 
 @triton.jit
@@ -421,7 +332,7 @@ def _any(flags):
 def _pack_tile(value, ids):
     """int64 whose largest is the largest value, then the lowest id:
     key(value) << 32 | (2^31 - 1 - id)."""
-    return (_key(value).to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
+    return (sortable_key(value).to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
 
 
 @triton.jit
@@ -459,7 +370,7 @@ def best_of_tile(
     logits = tl.where(ids < vocabulary, logits, float("-inf"))
     waits = live & (position < tl.load(min_len_ptr + slot, mask=live, other=0))
     if _any(waits):
-        logits = _mask_stop_ids(logits, ids, waits, stop_ids_ptr + slot * stop_ids, stop_ids)
+        logits = mask_stop_ids(logits, ids, waits, stop_ids_ptr + slot * stop_ids, stop_ids)
     finite = tl.abs(logits) < float("inf")
     health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
 
@@ -468,9 +379,9 @@ def best_of_tile(
     temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
     draws = temperature > 0
     if _any(draws):
-        scaled = _scaled_tile(logits, tl.where(draws, temperature, 1.0))
+        scaled = scaled_tile(logits, tl.where(draws, temperature, 1.0))
         if cut_key is not None:
-            key = _key(scaled)
+            key = sortable_key(scaled)
             passes = (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
             kept = kept & (passes | (temperature <= 0))
         seed = tl.load(seed_ptr + slot, mask=live, other=0)
@@ -491,297 +402,8 @@ def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
         at = row * tiles + tile
         best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=_NOTHING))
         health = tl.maximum(health, tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE))
-    token = (tl.max(best, 0) & _LAST_ID).to(tl.int32) ^ _LAST_ID
+    token = (tl.max(best, 0) & LAST_ID).to(tl.int32) ^ LAST_ID
     return tl.where(tl.max(health, 0) == _FINITE, token, -1)
-
-
-@triton.jit
-def _select(
-    key_ptr,
-    width,
-    target,
-    largest,
-    BY_MASS: tl.constexpr,
-    PASSES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The largest key t whose tally, of the keys >= t, reaches `target`; and the tally of keys > t.
-
-    The tally counts keys or adds up their masses. Radix select, two bits of the key a pass: each
-    pass tallies above three thresholds at once. After 16 passes t is exact; after fewer its last
-    bits are 0, so that it is a lower bound. Keys of the row: key_ptr[0 .. width).
-    """
-    # In 64 bits, so that no threshold wraps. From the lowest int32 upwards.
-    cut = tl.full((), -(2**31), tl.int64)
-    step = tl.full((), 2**30, tl.int64)
-    above = tl.full((), 0, tl.int64)
-    if BY_MASS:
-        nothing = tl.zeros([BLOCK], tl.int64)
-    else:
-        nothing = tl.zeros([BLOCK], tl.int32)
-    for _ in range(PASSES):
-        threshold_1 = (cut + step).to(tl.int32)
-        threshold_2 = (cut + 2 * step).to(tl.int32)
-        threshold_3 = (cut + 3 * step).to(tl.int32)
-        lanes_1 = nothing
-        lanes_2 = nothing
-        lanes_3 = nothing
-        for start in range(0, width, BLOCK):
-            key = tl.load(key_ptr + start + tl.arange(0, BLOCK))
-            if BY_MASS:
-                weight = _mass_tile(key, largest)
-            else:
-                weight = nothing + 1
-            lanes_1 += tl.where(key >= threshold_1, weight, 0)
-            lanes_2 += tl.where(key >= threshold_2, weight, 0)
-            lanes_3 += tl.where(key >= threshold_3, weight, 0)
-        tally_1 = tl.sum(lanes_1, 0).to(tl.int64)
-        tally_2 = tl.sum(lanes_2, 0).to(tl.int64)
-        tally_3 = tl.sum(lanes_3, 0).to(tl.int64)
-        if tally_3 >= target:
-            cut += 3 * step
-        elif tally_2 >= target:
-            cut += 2 * step
-            above = tally_3
-        elif tally_1 >= target:
-            cut += step
-            above = tally_2
-        else:
-            above = tally_1
-        step = step >> 2
-    return cut.to(tl.int32), above
-
-
-@triton.jit
-def _mass_above(key_ptr, width, cut, largest, BLOCK: tl.constexpr):
-    """Mass of the keys > cut."""
-    lanes = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, width, BLOCK):
-        key = tl.load(key_ptr + start + tl.arange(0, BLOCK))
-        lanes += tl.where(key > cut, _mass_tile(key, largest), 0)
-    return tl.sum(lanes, 0)
-
-
-@triton.jit
-def _row_keys(
-    logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr
-):
-    """Keys of the ids start .. start + BLOCK - 1; `_NO_KEY` where there is no candidate."""
-    ids = start + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
-    if waits:
-        logits = _mask_stop_ids(logits, ids, True, stop_ids_ptr, stop_ids)
-    return _key(_scaled_tile(logits, temperature))
-
-
-@triton.jit
-def _gather_keys(
-    logits_ptr,
-    key_ptr,
-    floor,
-    largest,
-    weighs,
-    width,
-    vocabulary,
-    temperature,
-    waits,
-    stop_ids_ptr,
-    stop_ids,
-    BLOCK: tl.constexpr,
-):
-    """Write the keys >= floor, in any order, to key_ptr[0 .. first result).
-
-    The second result is the mass of the whole row, if `weighs`.
-
-    Of the row, [width / BLOCK, BLOCK], each column moves its keys to its front: every thread keeps
-    count of its own columns. What a column lacks is filled with `_NO_KEY`.
-    """
-    column = tl.arange(0, BLOCK)
-    count = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.int64)
-    # Threads may still be reading the scratch for what went before.
-    tl.debug_barrier()
-    for start in range(0, width, BLOCK):
-        key = _row_keys(
-            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
-        )
-        if weighs:
-            mass += _mass_tile(key, largest)
-        taken = key >= floor
-        tl.store(key_ptr + count * BLOCK + column, key, mask=taken)
-        count += taken.to(tl.int32)
-    depth = tl.max(count, 0)
-    for level in range(depth):
-        tl.store(key_ptr + level * BLOCK + column, _NO_KEY, mask=count <= level)
-    # The passes over the keys read what other threads of this program stored.
-    tl.debug_barrier()
-    return depth * BLOCK, tl.sum(mass, 0)
-
-
-@triton.jit
-def _id_of_tie(
-    logits_ptr,
-    width,
-    cut,
-    ties,
-    vocabulary,
-    temperature,
-    waits,
-    stop_ids_ptr,
-    stop_ids,
-    BLOCK: tl.constexpr,
-):
-    """The `ties`-th lowest id among those with key == cut; -1 if there are fewer."""
-    tie_id = tl.full((), -1, tl.int32)
-    seen = tl.full((), 0, tl.int32)
-    for start in range(0, width, BLOCK):
-        key = _row_keys(
-            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
-        )
-        tied = (key == cut).to(tl.int32)
-        count = tl.sum(tied, 0)
-        if (seen < ties) & (seen + count >= ties):
-            rank = seen + tl.cumsum(tied, 0)
-            ids = start + tl.arange(0, BLOCK)
-            tie_id = tl.max(tl.where((tied != 0) & (rank <= ties), ids, -1), 0)
-        seen += count
-    return tie_id
-
-
-@triton.jit
-def _cutoff_kernel(
-    logits_ptr,
-    slot_ptr,
-    position_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    stop_ids_ptr,
-    min_len_ptr,
-    key_ptr,
-    cut_key_ptr,
-    cut_id_ptr,
-    logits_stride,
-    vocabulary,
-    width,
-    stop_ids,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Kept are the candidates with key > cut_key, or key == cut_key and id <= cut_id.
-
-    `key_ptr` is scratch, [R, width].
-    """
-    row = tl.program_id(0)
-    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int64)
-    live = slot >= 0
-    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
-    top_k = tl.load(top_k_ptr + slot, mask=live, other=0)
-    top_p = tl.load(top_p_ptr + slot, mask=live, other=1.0)
-    min_p = tl.load(min_p_ptr + slot, mask=live, other=0.0)
-    wait_for_inputs(PDL)
-    if slot < 0:
-        return
-
-    by_count = (top_k > 0) & (top_k < vocabulary)
-    by_mass = top_p < 1.0
-    cut = tl.full((), _NO_KEY, tl.int32)
-    cut_id = tl.full((), _LAST_ID, tl.int32)
-    if (temperature > 0) & (by_count | by_mass | (min_p > 0)):
-        waits = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
-        logits_ptr += row.to(tl.int64) * logits_stride
-        stop_ids_ptr += slot * stop_ids
-        key_ptr += row.to(tl.int64) * width
-        column_key = tl.full([BLOCK], _NO_KEY, tl.int32)
-        for start in range(0, width, BLOCK):
-            key = _row_keys(
-                logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
-            )
-            column_key = tl.maximum(column_key, key)
-        largest_key = tl.max(column_key, 0)
-
-        if largest_key > _NO_KEY:
-            largest = _value(largest_key)
-            ties = tl.full((), 0, tl.int64)
-            if by_count | by_mass:
-                # Where so many columns of the row hold a key >= floor, so many keys are. The few
-                # that the cut lies among are worth gathering: it takes many passes over them.
-                floor = tl.full((), -(2**31), tl.int32)
-                wanted = tl.where(by_count, top_k, BLOCK // 4)
-                if (wanted <= BLOCK // 2) & (width > 2 * BLOCK):
-                    tl.store(key_ptr + tl.arange(0, BLOCK), column_key)
-                    tl.debug_barrier()
-                    floor, _ = _select(
-                        key_ptr, BLOCK, wanted, largest, BY_MASS=False, PASSES=8, BLOCK=BLOCK
-                    )
-                used, mass = _gather_keys(
-                    logits_ptr,
-                    key_ptr,
-                    floor,
-                    largest,
-                    by_count == 0,
-                    width,
-                    vocabulary,
-                    temperature,
-                    waits,
-                    stop_ids_ptr,
-                    stop_ids,
-                    BLOCK,
-                )
-                if by_count:
-                    cut, above = _select(
-                        key_ptr, used, top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
-                    )
-                    # With fewer candidates than k, `cut` is `_NO_KEY`: all of them are above it.
-                    ties = top_k - above
-                if by_mass:
-                    gathered = _mass_above(key_ptr, used, cut, largest, BLOCK=BLOCK)
-                    if by_count:
-                        mass = gathered + ties * _mass_tile(cut, largest)
-                    target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-                    target = tl.maximum(target, 1)
-                    if (by_count == 0) & (gathered < target):
-                        # What was gathered does not reach so far: the whole row is needed.
-                        used, _ = _gather_keys(
-                            logits_ptr,
-                            key_ptr,
-                            _NO_KEY,
-                            largest,
-                            False,
-                            width,
-                            vocabulary,
-                            temperature,
-                            waits,
-                            stop_ids_ptr,
-                            stop_ids,
-                            BLOCK,
-                        )
-                    # Reached within the first k, so the other candidates do not matter.
-                    cut, above = _select(
-                        key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK
-                    )
-                    ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
-            floor = tl.full((), _NO_KEY, tl.int32)
-            if min_p > 0:
-                floor = _key(largest + tl.log(tl.minimum(min_p, 1.0)))
-            if floor > cut:
-                cut = floor
-            elif cut > _NO_KEY:
-                cut_id = _id_of_tie(
-                    logits_ptr,
-                    width,
-                    cut,
-                    ties,
-                    vocabulary,
-                    temperature,
-                    waits,
-                    stop_ids_ptr,
-                    stop_ids,
-                    BLOCK,
-                )
-    tl.store(cut_key_ptr + row, cut)
-    tl.store(cut_id_ptr + row, cut_id)
 
 
 @triton.jit

@@ -391,7 +391,7 @@ def check_mailbox(mailbox_items: torch.Tensor, rows: int) -> tuple[int, int]:
 
 def stop_ids_block(stop_ids: int) -> int:
     """The tile that holds a slot's stop ids in a kernel, which may have none."""
-    return triton.next_power_of_2(max(stop_ids, 1))
+    return int(triton.next_power_of_2(max(stop_ids, 1)))
 
 
 @triton.jit

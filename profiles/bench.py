@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling
 from graphengine.profiles.engines import StartUp, build_engine, describe_engine, engine_options
 from graphengine.profiles.environment import environment
 from graphengine.profiles.kernel_times import kernel_times
-from graphengine.profiles.measure import SAMPLERS, Work
+from graphengine.profiles.measure import ADMITTED_NEW_TOKENS, SAMPLERS, Work
 from graphengine.profiles.peers import PEERS, require_peer, run_peer
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.shapes import NAMES, Subject, step_bytes
@@ -66,7 +67,17 @@ class Bench:
 
     @property
     def device(self) -> str:
-        return str(self.options.get("device") or EngineConfig().device)
+        return str(self.options.get("device", EngineConfig().device))
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a request, prompt and new ones, in the engines of the rows."""
+        return _given(self.max_seq_len, self.subject.model.max_positions)
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """The `ttft_tokens` that the engines of the rows hold."""
+        return tuple(tokens for tokens in self.ttft_tokens if tokens < self.limit)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Measure, print, write."""
+    """Measure, print, write. ValueError for bad options, before anything is measured."""
+    if options.out is not None:
+        _check_out(options.out)
     wanted = _read_options(options)
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no such folder")
 
     def save(document: dict[str, Any]) -> None:
         if options.out is not None:
@@ -135,19 +146,13 @@ def _read_options(options: argparse.Namespace) -> Bench:
     batches = integers(options.batch, "batch")
     if options.max_batch is not None and options.max_batch < max(batches):
         raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
-    tokens = options.prompt_tokens + options.new_tokens
-    limit = options.max_seq_len or subject.model.max_positions
-    if tokens > limit:
-        raise ValueError(
-            f"{options.prompt_tokens} prompt and {options.new_tokens} new tokens exceed "
-            f"max_seq_len={limit}"
-        )
     lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
     names = ("device", "dtype", "row_family", "max_prefill_tokens_per_step")
     wanted = {name: getattr(options, name) for name in names}
     wanted["pdl"] = False if options.no_pdl else None
     # The engine of default sizes is no row where sizes are given, or where it would be too short.
-    sized = options.max_batch or options.max_seq_len or tokens > DEFAULT_SEQ_LEN
+    sized = (options.max_batch, options.max_seq_len) != (None, None)
+    too_long = options.prompt_tokens + options.new_tokens > DEFAULT_SEQ_LEN
     works = tuple(
         Work(
             live=batch,
@@ -158,19 +163,76 @@ def _read_options(options: argparse.Namespace) -> Bench:
         )
         for batch in batches
     )
-    return Bench(
+    asked = Bench(
         subject=subject,
         options=engine_options(wanted),
         works=works,
         max_batch=options.max_batch,
         max_seq_len=options.max_seq_len,
-        default_engine=1 in batches and not sized and options.row_family != "fma",
-        ttft_tokens=tuple(n for n in lengths if n < limit),
+        default_engine=1 in batches and not (sized or too_long or options.row_family == "fma"),
+        ttft_tokens=tuple(lengths),
         long_tokens=options.long,
         admission=options.admission,
         kernels=options.kernels,
         peers=tuple(dict.fromkeys(options.peer)),
     )
+    _check_engines(asked)
+    return asked
+
+
+def _check_out(path: Path) -> None:
+    """ValueError unless this file can be written; one that is there stays as it is."""
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder: name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: there is no such folder")
+    is_new = not os.path.lexists(path)
+    try:
+        # Nothing but the attempt tells it of every file system and user.
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be written: {error.strerror}") from error
+    if is_new:
+        path.unlink()
+
+
+def _check_engines(bench: Bench) -> None:
+    """ValueError unless each engine of `bench` has a config that holds what it will do."""
+    sizes = [sizes for _, sizes in _rows(bench)]
+    if bench.admission:
+        sizes.append(_admission_sizes(bench))
+    if bench.kernels:
+        sizes += [_kernel_sizes(bench, work) for work in bench.works]
+    for chosen in sizes:
+        EngineConfig(**bench.options | engine_options(chosen))
+    _check_device(bench.device)
+    most, limit = bench.subject.model.max_positions, bench.limit
+    if limit > most:
+        raise ValueError(f"--max-seq-len {limit} exceeds the {most} positions of the model")
+    work = bench.works[0]
+    tokens = work.prompt_tokens + work.new_tokens
+    if tokens > limit:
+        raise ValueError(
+            f"{work.prompt_tokens} prompt and {work.new_tokens} new tokens exceed "
+            f"max_seq_len={limit}"
+        )
+    limit = _given(bench.max_seq_len, min(most, DEFAULT_SEQ_LEN))
+    if bench.admission and max(tokens, bench.admission + ADMITTED_NEW_TOKENS) > limit:
+        raise ValueError(
+            f"--admission {bench.admission}: that prompt with {ADMITTED_NEW_TOKENS} new tokens, "
+            f"and {tokens} tokens of each other request, must fit into max_seq_len={limit}"
+        )
+
+
+def _check_device(name: str) -> None:
+    """ValueError unless torch has this device."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:N'") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device={name!r}, but torch finds {count} CUDA devices")
 
 
 def measure_all(
@@ -217,14 +279,32 @@ def measure_all(
 def _rows(bench: Bench) -> Iterator[tuple[Work, dict[str, Any]]]:
     """What each row runs, and the sizes of its engine."""
     for work in bench.works:
-        need = max(work.prompt_tokens + work.new_tokens, *(n + 1 for n in bench.ttft_tokens), 2)
+        need = max([work.prompt_tokens + work.new_tokens, *(n + 1 for n in bench.first_tokens)])
         sizes = {
-            "max_batch": bench.max_batch or work.live,
-            "max_seq_len": bench.max_seq_len or need,
+            "max_batch": _given(bench.max_batch, work.live),
+            "max_seq_len": _given(bench.max_seq_len, need),
         }
         yield work, sizes
     if bench.default_engine:
         yield replace(bench.works[0], live=1), {"max_batch": DEFAULT_SLOTS}
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
+
+
+def _admission_sizes(bench: Bench) -> dict[str, Any]:
+    return {"max_batch": DEFAULT_SLOTS, "max_seq_len": bench.max_seq_len}
+
+
+def _kernel_sizes(bench: Bench, work: Work) -> dict[str, Any]:
+    return {
+        "max_batch": _given(bench.max_batch, work.live),
+        "max_seq_len": _given(
+            bench.max_seq_len,
+            min(work.prompt_tokens + max(work.new_tokens, 128), bench.limit),
+        ),
+    }
 
 
 def _measure_row(
@@ -242,7 +322,7 @@ def _measure_row(
         }
         row |= measure.decode(engine, work)
         row |= _against_floor(engine, work, row["ms_per_step"], ceiling)
-        row["ttft_ms"] = measure.time_to_first_token(engine, bench.ttft_tokens, runs=work.runs)
+        row["ttft_ms"] = measure.time_to_first_token(engine, bench.first_tokens, runs=work.runs)
         on_gpu = engine.memory.device.type == "cuda"
         row["host"] = measure.host_time(engine, work) if on_gpu else None
         # Of one live row, in the engine that was sized for it.
@@ -274,8 +354,7 @@ def _against_floor(
 def _measure_admission(bench: Bench) -> dict[str, Any]:
     """Seven decode in an engine of eight slots; the prompt comes."""
     work = bench.works[0]
-    sizes = {"max_batch": DEFAULT_SLOTS, "max_seq_len": bench.max_seq_len}
-    with _engine(bench, sizes) as (engine, _):
+    with _engine(bench, _admission_sizes(bench)) as (engine, _):
         found = measure.admission(
             engine,
             decoding=DEFAULT_SLOTS - 1,
@@ -288,19 +367,14 @@ def _measure_admission(bench: Bench) -> dict[str, Any]:
 
 def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
     """Kernel by kernel, in an engine that launches them one after another."""
-    has_pdl = any(field.name == "pdl" for field in fields(EngineConfig))
-    sizes: dict[str, Any] = {
-        "max_batch": bench.max_batch or work.live,
-        "max_seq_len": bench.max_seq_len or work.prompt_tokens + max(work.new_tokens, 128),
-    }
-    with _engine(bench, sizes | ({"pdl": False} if has_pdl else {})) as (engine, _):
+    with _engine(bench, _kernel_sizes(bench, work) | {"pdl": False}) as (engine, _):
         step = measure.decode(engine, replace(work, runs=1))["ms_per_step"]
         times = kernel_times(engine, work)
         return {
             "live": work.live,
             "max_batch": engine.config.max_batch,
             "sampler": work.sampler,
-            "pdl": getattr(engine.config, "pdl", None),
+            "pdl": engine.config.pdl,
             "ms_per_step": step,
             "kernels": None if times is None else [asdict(time) for time in times],
         }

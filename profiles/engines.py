@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,9 @@ class StartUp:
     weights_s    weights allocated and drawn, or read
     warm_up_s    sum over the graphs: mostly compilation, or reading compiled kernels from disk
     capture_s    sum over the graphs: recording, instantiation and upload
-    capture_mib  device memory that the graphs added
+    capture_mib  device memory that the graphs added: pool_mib + graphs_mib
+    pool_mib     of it, what torch reserved for intermediates; the longest prefill needs most
+    graphs_mib   of it, what the driver took beyond that: the graphs themselves
     graphs       how many were captured
     """
 
@@ -37,17 +39,14 @@ class StartUp:
     warm_up_s: float | None
     capture_s: float | None
     capture_mib: float | None
+    pool_mib: float | None
+    graphs_mib: float | None
     graphs: int
 
 
 def engine_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `wanted` that are not None. ValueError for one that engines do not have."""
-    given = {name: value for name, value in wanted.items() if value is not None}
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        raise ValueError(f"engines of this version have no option {', '.join(unknown)}")
-    return given
+    """The options of `wanted` that are not None; the others keep `EngineConfig`'s defaults."""
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def build_engine(subject: Subject, options: Mapping[str, Any]) -> tuple[Engine, StartUp]:
@@ -90,12 +89,16 @@ def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
         warm_up_s=of_gpu(sum(capture.warm_up_ms for capture in captures) / 1e3),
         capture_s=of_gpu(sum(capture.capture_ms for capture in captures) / 1e3),
         capture_mib=of_gpu(sum(capture.bytes for capture in captures) / 2**20),
+        pool_mib=of_gpu(sum(capture.reserved_bytes for capture in captures) / 2**20),
+        graphs_mib=of_gpu(
+            sum(capture.bytes - capture.reserved_bytes for capture in captures) / 2**20
+        ),
         graphs=len(captures),
     )
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """What latency and numerics depend on; None for what this version of engines does not have."""
+    """What latency and numerics depend on."""
     memory, config = engine.memory, engine.config
     return {
         "architecture": engine.model.config.architecture,
@@ -108,8 +111,8 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "kv_blocks": memory.kv_blocks,
         "lookahead": config.lookahead,
         "wait": config.wait,
-        "pdl": getattr(config, "pdl", None),
-        "row_family": getattr(engine, "row_family", getattr(config, "family", None)),
-        "numerics_id": getattr(engine, "numerics_id", None),
-        "max_prefill_tokens_per_step": getattr(config, "max_prefill_tokens_per_step", None),
+        "pdl": config.pdl,
+        "row_family": engine.row_family,
+        "numerics_id": engine.numerics_id,
+        "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
     }

@@ -22,6 +22,7 @@ from graphengine.profiles.percentiles import percentiles
 
 SAMPLERS = ("fast", "full")
 CHECKED_TOKENS = 16
+ADMITTED_NEW_TOKENS = 2
 TTFT_REPEATS = 4
 """Times the number of runs: a single token is quickly had."""
 
@@ -277,7 +278,7 @@ def admission(
     vocabulary = engine.model.config.vocab_size
     room = engine.memory.max_seq_len - prompt_tokens
     endless = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-    short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    short = SamplingParams(temperature=0.0, max_tokens=ADMITTED_NEW_TOKENS, ignore_eos=True)
     longest, undisturbed, first = [], [], []
     for _ in range(1 + runs):
         decoders = [

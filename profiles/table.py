@@ -3,8 +3,8 @@
     python -m graphengine.profiles.table            # write it
     python -m graphengine.profiles.table --check    # or fail if it is not what the results say
 
-Every `bench-*.json` under `results/` is a document of `graphengine bench`. While there is none the
-table shows the older `latency-*.json`.
+Every `bench-*.json` under `results/` is a document of `graphengine bench`. Where its `environment`
+holds `recorded`, commit and changes were set afterwards, and those are what the run had written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from graphengine.profiles.text import (
     NOTHING,
     Column,
     Row,
+    family,
     first_token,
     number,
     percentile,
@@ -37,16 +38,13 @@ def markdown(results: Path = RESULTS) -> str:
     """The table. ValueError if there is no result to make it from."""
     documents = {path.name: _read(path) for path in sorted(results.glob("bench-*.json"))}
     if not documents:
-        documents = {
-            path.name: _from_latency(_read(path)) for path in sorted(results.glob("latency-*.json"))
-        }
-    if not documents:
         raise ValueError(f"{results} holds no bench-*.json")
     rows = [
         dict(row) | {"shape": document["shape"], "peers": document["peers"]}
         for document in documents.values()
         for row in document["rows"]
     ]
+    rows.sort(key=lambda row: (row["shape"], row["sampler"]))
     peers = sorted({name for row in rows for name in row["peers"]})
     columns = [*COLUMNS, *(_peer_column(name) for name in peers)]
     if all(row["engine"]["dtype"] == rows[0]["engine"]["dtype"] for row in rows):
@@ -64,47 +62,19 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _from_latency(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What `latency-*.json` has of a benchmark document; all its requests came at once."""
-    rows = [
-        row
-        | {
-            "live": row["batch"],
-            "max_batch": row["batch"],
-            "sampler": "fast",
-            "ms_per_step": row["step_ms"],
-            "share": None,
-            # Only a request without neighbours came to an idle engine.
-            "ttft_ms": {str(row["prompt_tokens"]): row["ttft_ms"]} if row["batch"] == 1 else {},
-            "itl_ms": row["itl_ms"] | {"unsupported": []},
-            "host": None,
-            "long": None,
-        }
-        for row in document["rows"]
-    ]
-    return {
-        "shape": document["model"],
-        "environment": document["environment"],
-        "rows": rows,
-        "ceiling": None,
-        "admission": None,
-        "peers": {},
-    }
-
-
 COLUMNS = (
-    Column("model", lambda row: row["shape"]),
+    Column("shape", lambda row: row["shape"]),
     Column("dtype", lambda row: row["engine"]["dtype"]),
-    Column("rows", lambda row: str(row["live"])),
-    Column("slots", lambda row: str(row["max_batch"])),
+    Column("live/slots", lambda row: f"{row['live']}/{row['max_batch']}"),
     Column("sampler", lambda row: row["sampler"]),
-    Column("ms per step", lambda row: number(row["ms_per_step"], 3)),
-    Column("of the read ceiling", share),
+    Column("family", family),
+    Column("ms/step", lambda row: number(row["ms_per_step"], 3)),
+    Column("share", share),
+    Column("TTFT 128", lambda row: first_token(row, 128)),
+    Column("1k", lambda row: first_token(row, 1024)),
     Column("ITL p50", lambda row: percentile(row["itl_ms"], "p50")),
     Column("p99", lambda row: percentile(row["itl_ms"], "p99")),
     Column("p99.9", lambda row: percentile(row["itl_ms"], "p99.9")),
-    Column("TTFT 128", lambda row: first_token(row, 128)),
-    Column("TTFT 1024", lambda row: first_token(row, 1024)),
     Column("host us", lambda row: number((row["host"] or {}).get("host_us"), 1)),
 )
 
@@ -164,13 +134,17 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
     versions = f"torch {environment['torch']}, triton {environment['triton']}"
     commit = (environment["commit"] or "unknown")[:12]
     changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
+    changed += " (set afterwards)" if "recorded" in environment else ""
     limit = "" if ceiling is None else f", read ceiling {ceiling['tb_s']:.2f} TB/s"
     first = document["rows"][0]
+    chunk = first["engine"]["max_prefill_tokens_per_step"]
+    conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
+    conditions += "" if first["engine"]["pdl"] else ", without PDL"
     return (
         f"- `profiles/results/{name}`: {environment['device']}{limit}, driver "
         f"{environment['driver'] or NOTHING}, {versions}, commit {commit}{changed}; "
         f"{first['engine']['dtype']}, {first['prompt_tokens']} prompt and "
-        f"{first['new_tokens']} new tokens, {first['runs']} runs."
+        f"{first['new_tokens']} new tokens, {first['runs']} runs{conditions}."
     )
 
 

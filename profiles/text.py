@@ -35,6 +35,10 @@ def first_token(row: Row, tokens: int) -> str:
     return number(row["ttft_ms"].get(str(tokens)), 2)
 
 
+def family(row: Row) -> str:
+    return str(row["engine"]["row_family"])
+
+
 def _itl(name: str) -> Column:
     return Column(f"ITL {name}", lambda row: percentile(row["itl_ms"], name))
 
@@ -43,11 +47,16 @@ def _host(name: str) -> Callable[[Row], str]:
     return lambda row: number((row["host"] or {}).get(name), 1)
 
 
+def _mib(name: str) -> Callable[[Row], str]:
+    """Nothing in documents that were written before this figure was taken."""
+    return lambda row: number(row["start"].get(name), 1)
+
+
 ROW_COLUMNS = (
     Column("live", lambda row: str(row["live"])),
     Column("slots", lambda row: str(row["max_batch"])),
     Column("sampler", lambda row: row["sampler"]),
-    Column("family", lambda row: row["engine"]["row_family"] or NOTHING),
+    Column("family", family),
     Column("ms/step", lambda row: number(row["ms_per_step"], 3)),
     Column("floor", lambda row: number(row["floor_ms"], 3)),
     Column("share", share),
@@ -58,7 +67,8 @@ ROW_COLUMNS = (
     Column("host us", _host("host_us")),
     Column("poll us", _host("poll_us")),
     Column("capture s", lambda row: number(row["start"]["capture_s"], 2)),
-    Column("MiB", lambda row: number(row["start"]["capture_mib"], 1)),
+    Column("pool MiB", _mib("pool_mib")),
+    Column("graphs MiB", _mib("graphs_mib")),
     Column("start s", lambda row: number(row["start"]["total_s"], 2)),
 )
 

@@ -394,9 +394,9 @@ class DenseModel:
                 h = self._behind_attention(index, x, attended, slot)
         return PrefillEnd(x, attended)
 
-    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor, row_of_lane_1: Tensor) -> Tensor:
-        """Float32 `[1, V]` of the chunk's row that `row_of_lane_1` names."""
-        x_1H, attended_1A = (rows.index_select(0, row_of_lane_1) for rows in end)
+    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor, lane_1: Tensor) -> Tensor:
+        """Float32 `[1, V]` of the chunk's lane `lane_1`, which works for `slot_1`."""
+        x_1H, attended_1A = (lanes.index_select(0, lane_1) for lanes in end)
         h = self._behind_attention(len(self.weights.layers) - 1, x_1H, attended_1A, slot_1)
         return linear(h, self.weights.lm_head, slot_1, out_dtype=torch.float32)
 

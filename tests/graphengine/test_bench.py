@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from graphengine import Engine, Result, SamplingParams
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
-from graphengine.profiles import eager, measure
+from graphengine.profiles import eager, engines, measure
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling, sum_stream_reference
 from graphengine.profiles.engines import build_engine, describe_engine, engine_options
-from graphengine.profiles.kernel_times import kernel_times, summarise
+from graphengine.profiles.kernel_times import LINEARS, kernel_times, summarise
 from graphengine.profiles.measure import Work
 from graphengine.profiles.percentiles import SHARES, percentiles, supports
 from graphengine.profiles.shapes import (
@@ -354,15 +354,33 @@ def test_an_engine_says_what_it_is_and_what_it_took() -> None:
     with engine:
         assert start.total_s >= start.weights_s > 0 and start.graphs == len(engine._graphs)
         assert start.capture_s is start.capture_mib is start.warm_up_s is None
+        assert start.pool_mib is start.graphs_mib is None
         described = describe_engine(engine)
         assert (described["max_batch"], described["dtype"]) == (3, "float32")
+        assert (described["row_family"], described["numerics_id"]) == ("dot", engine.numerics_id)
         assert isinstance(engine.model, DenseModel)
 
 
-def test_options_that_engines_lack_are_refused() -> None:
+def test_the_pool_and_the_graphs_make_up_what_captures_took(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a graph that fitted into memory which the driver had given already."""
+    (first, second, *rest), mib = tiny.report().captures, 2**20
+    captures = (
+        dataclasses.replace(first, reserved_bytes=40 * mib, driver_bytes=46 * mib),
+        dataclasses.replace(second, reserved_bytes=2 * mib, driver_bytes=0),
+        *rest,
+    )
+    report = dataclasses.replace(tiny.report(), captures=captures)
+    monkeypatch.setattr(Engine, "report", lambda engine: report)
+    on_gpu = dataclasses.replace(tiny.memory, device=torch.device("cuda"))
+    monkeypatch.setattr(tiny, "memory", on_gpu)
+    start = engines._start_up(tiny, total=2.0, weights=1.0)
+    assert (start.pool_mib, start.graphs_mib, start.capture_mib) == (42.0, 6.0, 48.0)
+
+
+def test_options_that_are_not_given_keep_their_defaults() -> None:
     assert engine_options({"max_batch": 3, "dtype": None}) == {"max_batch": 3}
-    with pytest.raises(ValueError, match="no option warp_speed"):
-        engine_options({"warp_speed": True, "max_batch": 3})
 
 
 # Ceiling and kernels.
@@ -408,9 +426,10 @@ def test_the_kernels_of_a_gpu(sampler: str) -> None:
 
 
 def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict[str, Any]]:
-    """A made-up trace: embedding, five kernels a layer, lm_head, reduce; times by place."""
-    layer = [(linear, 3), ("_split_kernel", 2), (linear, 1), (linear, 8), (linear, 4)]
-    step = [("_embed_kernel", 1), *layer * layers, (linear, 20), ("_reduce_kernel", 1)]
+    """A made-up trace: begin, five kernels a layer, lm_head, finish; times by place."""
+    layer = [(linear, 3), ("decode_attention_kernel", 2), (linear, 1), (linear, 8), (linear, 4)]
+    step = [("_begin_decode_kernel", 1), *layer * layers, (linear, 20)]
+    step.append(("_finish_decode_kernel", 1))
     return [
         {"name": name, "dur": duration, "args": {"grid": [duration, 1, 1]}}
         for _ in range(replays)
@@ -418,19 +437,21 @@ def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict
     ]
 
 
-def test_kernels_are_grouped_by_their_part_of_the_step() -> None:
+@pytest.mark.parametrize("linear", LINEARS)
+def test_kernels_are_grouped_by_their_part_of_the_step(linear: str) -> None:
     weights = {"qkv": 3e6, "output": 1e6, "gate_up": 4e6, "down": 2e6, "lm_head": 5e6}
     sizes = {name: int(size) for name, size in weights.items()}
-    found = summarise(trace(replays=3, layers=2), 3, 2, sizes)
+    found = summarise(trace(replays=3, layers=2, linear=linear), 3, 2, sizes)
     by_part = {row.part or row.name: row for row in found}
     assert list(by_part) == [
-        "_embed_kernel", "qkv", "_split_kernel", "output", "gate_up", "down", "lm_head",
-        "_reduce_kernel",
+        "_begin_decode_kernel", "qkv", "decode_attention_kernel", "output", "gate_up", "down",
+        "lm_head", "_finish_decode_kernel",
     ]  # fmt: skip
     assert (by_part["down"].count, by_part["down"].mean_us, by_part["down"].step_us) == (2, 4, 8)
     assert by_part["qkv"].tb_s == pytest.approx(1.0)
     assert by_part["lm_head"].tb_s == pytest.approx(0.25)
-    assert by_part["_split_kernel"].tb_s is None and by_part["down"].grid == [4, 1, 1]
+    assert by_part["decode_attention_kernel"].tb_s is None
+    assert by_part["down"].grid == [4, 1, 1]
 
 
 def test_linears_of_an_unknown_step_have_no_part() -> None:

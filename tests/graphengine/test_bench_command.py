@@ -13,9 +13,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphengine import cli
-from graphengine.profiles import bench, peers, table
+from graphengine.profiles import bench, peers, table, text
 
 SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
 ROW_KEYS = {
@@ -92,7 +93,9 @@ def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
         # The floor of so small a model is a few of the digits that it is rounded to.
         assert 0 < row["share"] == pytest.approx(row["floor_ms"] / row["ms_per_step"], abs=5e-3)
         assert min(row["host"].values()) >= 0 and row["host"]["host_us"] > 0
-        assert row["start"]["capture_s"] > 0 and row["start"]["capture_mib"] is not None
+        start = row["start"]
+        assert start["capture_s"] > 0 and start["pool_mib"] > 0 and start["graphs_mib"] >= 0
+        assert start["capture_mib"] == pytest.approx(start["pool_mib"] + start["graphs_mib"])
     assert all(entry["kernels"] for entry in document["kernels"])
 
 
@@ -123,22 +126,79 @@ def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
         (("--shape", "tiny", "--batch", "1,,2"), "batch='1,,2' must be positive integers"),
         (("--shape", "tiny", "--batch", "0"), "batch='0' must be positive integers"),
         (("--shape", "tiny", "--batch", "4", "--max-batch", "2"), "less than a batch of 4"),
-        (("--shape", "tiny", "--batch", "65"), "max_batch=65"),
+        (("--shape", "tiny", "--batch", "1,65"), "max_batch=65 must be in [1, 64]"),
+        (("--shape", "tiny", "--batch", "2", "--max-batch", "65"), "max_batch=65 must be in"),
+        (("--shape", "tiny", "--batch", "1,4", "--row-family", "fma"), "not max_batch=4"),
+        (("--shape", "tiny", "--runs", "0"), "runs=0 must be at least 1"),
+        (("--shape", "tiny", "--prompt-tokens", "0"), "prompt_tokens=0 must be at least 1"),
+        (("--shape", "tiny", "--new-tokens", "0"), "new_tokens=0: a steady step needs"),
         (("--shape", "tiny", "--new-tokens", "2"), "new_tokens=2"),
+        (
+            ("--shape", "tiny", "--max-prefill-tokens-per-step", "0"),
+            "max_prefill_tokens_per_step=0 must be at least 1",
+        ),
+        (("--shape", "tiny", "--max-seq-len", "0"), "max_seq_len=0 must be at least 2"),
+        (("--shape", "tiny", "--max-seq-len", "513"), "513 exceeds the 512 positions"),
+        (
+            ("--shape", "tiny", "--admission", "511"),
+            "--admission 511: that prompt with 2 new tokens, and 23 tokens of each other "
+            "request, must fit into max_seq_len=512",
+        ),
+        (
+            ("--shape", "tiny", "--admission", "40", "--max-seq-len", "41"),
+            "must fit into max_seq_len=41",
+        ),
+        (
+            ("--shape", "tiny", "--batch", "1", "--row-family", "fma", "--admission", "40"),
+            "row_family='fma' serves up to 2 rows, not max_batch=8",
+        ),
+        (("--shape", "tiny", "--device", "foo"), "device='foo': must be 'cpu', 'cuda'"),
+        (("--shape", "tiny", "--device", "cpu:x"), "device='cpu:x': must be 'cpu', 'cuda'"),
         (("--shape", "tiny", "--new-tokens", "900"), "900 new tokens exceed max_seq_len=512"),
         (("--shape", "tiny", "--max-seq-len", "22"), "14 new tokens exceed max_seq_len=22"),
         (("--shape", "tiny", "--peer", "llama.cpp"), "known: transformers, vllm"),
         (("--shape", "tiny", "--long", "-1"), "--long -1"),
         (("--shape", "tiny", "--ttft-tokens", "x"), "ttft-tokens='x'"),
         (("--shape", "tiny", "--out", "no/such/folder/x.json"), "no such folder"),
+        (("--shape", "tiny", "--out", "/"), "--out / is a folder: name a file in it"),
+        # Nobody can make a file there, not even root.
+        (("--shape", "tiny", "--out", "/proc/x.json"), "--out /proc/x.json cannot be written"),
     ],
 )
 def test_errors_say_what_is_wrong(
-    run_bench: Bench, arguments: tuple[str, ...], message: str
+    run_bench: Bench,
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And say it before anything is measured."""
+    monkeypatch.setattr(bench, "measure_all", None)
     status, printed, errors = run_bench(*arguments)
     assert status == 2 and printed == ""
     assert errors.startswith("graphengine: error: ") and message in errors
+
+
+@pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 2)])
+def test_a_gpu_that_is_not_there_is_an_error_at_once(
+    run_bench: Bench, monkeypatch: pytest.MonkeyPatch, available: bool, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(bench, "measure_all", None)
+    status, _, errors = run_bench("--shape", "tiny", "--device", "cuda:7")
+    found = "2 CUDA devices" if available else "no CUDA device"
+    assert status == 2 and f"device='cuda:7', but torch finds {found}" in errors
+
+
+@pytest.mark.parametrize("before", [None, "what another run measured"])
+def test_checking_out_leaves_the_file_as_it_is(
+    run_bench: Bench, tmp_path: Path, before: str | None
+) -> None:
+    out = tmp_path / "bench.json"
+    if before is not None:
+        out.write_text(before)
+    assert run_bench("--shape", "tiny", "--runs", "0", "--out", str(out))[0] == 2
+    assert (out.read_text() if out.exists() else None) == before
 
 
 def test_a_peer_that_is_not_installed_is_an_error_at_once(
@@ -266,25 +326,49 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     assert table.main(arguments) == 0
     assert table.main([*arguments, "--check"]) == 0
 
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    assert "| tiny | 1 | 1 | fast | 0.660 | 84% |" in text
-    assert "| 1.50 | 4.25 | 12.3 | 1.457 (2.2x) |" in text
+    shown = readme.read_text()
+    assert shown.startswith("before\n") and shown.endswith("after\n") and "stale" not in shown
+    assert "| tiny | 1/1 | fast | fma | 0.660 | 84% | 1.50 | 4.25 |" in shown
+    assert "| 12.3 | 1.457 (2.2x) |" in shown
     # Two live rows are listed, of which only the engine of one slot is compared with the peer.
-    assert text.count("| tiny |") == 2 and text.count("(2.2x)") == 1
-    assert "read ceiling 4.40 TB/s" in text and "`profiles/results/bench-tiny.json`" in text
-    assert "admitting a prompt of 40 tokens" in text and "gaps with Python's collector on" in text
+    assert shown.count("| tiny |") == 2 and shown.count("(2.2x)") == 1
+    assert "read ceiling 4.40 TB/s" in shown and "`profiles/results/bench-tiny.json`" in shown
+    assert "admitting a prompt of 40 tokens" in shown
+    assert "gaps with Python's collector on" in shown
     # Each percentile that so few gaps do not support is marked, and not in italics.
-    assert r"\*" in text and not re.search(r"\d\*", text)
+    assert r"\*" in shown and not re.search(r"\d\*", shown)
 
 
-def test_the_older_results_stand_in_for_missing_ones(tmp_path: Path) -> None:
-    older = table.RESULTS / "latency-demo-h200.json"
-    (tmp_path / older.name).write_text(older.read_text())
-    text = table.markdown(tmp_path)
-    assert "| demo | 1 | 1 | fast | 0.167 | - |" in text and older.name in text
-    # Its requests came at once: a time to first token on an idle engine is known for one alone.
-    assert text.count("| 0.49 |") == 1
+def test_the_committed_results_lack_no_figure_that_tables_need() -> None:
+    """They are older than the pool's share of a capture, which is left out."""
+    paths = sorted(table.RESULTS.glob("bench-*.json"))
+    assert paths
+    for path in paths:
+        document = json.loads(path.read_text())
+        shown = text.describe_document(document)
+        assert document["shape"] in shown and "pool MiB" in shown
+        assert not document["environment"]["uncommitted_changes"], path.name
+
+
+def test_the_table_is_readable_as_text() -> None:
+    lines = [line for line in table.markdown().splitlines() if line.startswith("|")]
+    assert len(lines) > 2 and max(map(len, lines)) <= 110
+
+
+def test_a_commit_that_was_set_afterwards_is_marked(run_bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "bench-tiny.json"
+    options = ("--batch", "2", "--ttft-tokens", "5", "--no-pdl", "--out", str(out))
+    limit = ("--max-prefill-tokens-per-step", "8")
+    assert run_bench("--shape", "tiny", *options, *limit)[0] == 0
+    shown = table.markdown(tmp_path)
+    assert "2 runs, at most 8 prompt tokens a step, without PDL." in shown
+    assert "set afterwards" not in shown
+    document = json.loads(out.read_text())
+    recorded = {"commit": None, "uncommitted_changes": None}
+    document["environment"] |= {"commit": "0123456789ab" * 3, "recorded": recorded}
+    document["environment"]["uncommitted_changes"] = False
+    out.write_text(json.dumps(document))
+    assert "commit 0123456789ab (set afterwards);" in table.markdown(tmp_path)
 
 
 @pytest.mark.parametrize("readme", ["none", f"{table.BEGIN}", f"{table.BEGIN * 2}{table.END}"])

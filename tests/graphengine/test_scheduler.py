@@ -183,7 +183,7 @@ class Device:
         return block
 
     def _emit(self, slot: int) -> Token:
-        """Sample the token behind the last position; the same stop rules as `commit_decode`."""
+        """Sample the token behind the last position; the same stop rules as `finish_decode`."""
         position = self.kv_len[slot]
         stopped = position in self.fields["stop_ids"][slot]
         last = stopped or position + 1 >= self.fields["max_len"][slot]

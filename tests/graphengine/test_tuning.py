@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
+import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine import cli, tuning
+from graphengine.buckets import BucketLadder
 from graphengine.kernels import (
     DecodeLanes,
     LinearKind,
@@ -26,6 +30,7 @@ from graphengine.kernels import (
     RowFamily,
     heuristic_plan,
 )
+from graphengine.memory import _workspace_bytes
 from graphengine.models import dense
 from graphengine.models.dense import (
     DecodeLaunch,
@@ -144,6 +149,98 @@ def test_where_the_users_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setenv(variable, "")
 
 
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's table lies below the home directory."""
+    for name in ("GRAPHENGINE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_user_without_a_home_has_no_table(
+    no_variables: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    caplog.set_level(logging.INFO)
+    _, sources = tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+    assert str(sources) == "heuristic"
+    (message,) = caplog.messages
+    assert "no home directory, and neither GRAPHENGINE_CACHE_DIR nor XDG_CACHE_HOME" in message
+    # Who wants to write one must be told.
+    with pytest.raises(ValueError, match="no home directory"):
+        tuning.user_table_path("cpu")
+
+
+def fail_at(path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: int) -> None:
+    """`Path.method` of this path fails, as the superuser who runs tests never sees it fail."""
+    working = getattr(Path, method)
+
+    def failing(self: Path, *args: Any, **options: Any) -> Any:
+        if self == path:
+            raise OSError(number, os.strerror(number), str(self))
+        return working(self, *args, **options)
+
+    monkeypatch.setattr(Path, method, failing)
+
+
+def test_a_folder_that_may_not_be_entered_holds_no_table(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tuning.user_table_path("cpu")
+    fail_at(path, monkeypatch, "stat", errno.EACCES)
+    caplog.set_level(logging.INFO)
+    _, sources = tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+    assert str(sources) == "heuristic"
+    (message,) = caplog.messages
+    assert str(path) in message and "Permission denied" in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may enter every folder")
+def test_a_locked_folder_holds_no_table(cache: Path) -> None:
+    path = tuning.user_table_path("cpu")
+    tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
+    cache.chmod(0)
+    try:
+        assert tuning.read_user_table("cpu") == {}
+    finally:
+        cache.chmod(stat.S_IRWXU)
+
+
+def test_a_home_that_is_a_file_holds_no_table(
+    no_variables: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """/dev/null is the home of some services."""
+    monkeypatch.setenv("HOME", os.devnull)
+    caplog.set_level(logging.INFO)
+    assert tuning.read_user_table("cpu") == {}
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("stat", errno.EIO), ("read_bytes", errno.EIO), ("read_bytes", errno.EACCES)],
+)
+def test_a_table_that_cannot_be_read_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, method: str, number: int
+) -> None:
+    path = tuning.user_table_path("cpu")
+    tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
+    fail_at(path, monkeypatch, method, number)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: .*{os.strerror(number)}"):
+        tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+
+
+def test_a_folder_in_the_tables_place_is_an_error() -> None:
+    path = tuning.user_table_path("cpu")
+    path.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: .*Is a directory"):
+        tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+    with pytest.raises(ValueError, match=f"{path} cannot be read"):
+        tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
+
+
 def test_an_interrupted_write_leaves_the_old_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +301,10 @@ def document(**changes: Any) -> dict[str, Any]:
         ({"us": "1"}, "us is '1', not a positive number"),
         ({"us": -1.0}, "us is -1.0, not a positive number"),
         ({"us": math.nan}, "us is nan, not a positive number"),
+        ({"us": 10**400}, "us is 1000+\\.\\.\\., not a positive number"),
+        ({"M": 10**400}, "M is 1000+\\.\\.\\., at most 2147483647 fits"),
+        ({"K": 2**31}, "K is 2147483648, at most 2147483647 fits"),
+        ({"block_k": 10**400}, "block_k is 1000+\\.\\.\\., at most 2147483647 fits"),
         ({"tb_per_s": 1.0}, "has the unknown tb_per_s"),
         ({"torch": 2}, "torch is 2, not a string"),
         ({"date": None}, "date is None, not a string"),
@@ -218,6 +319,7 @@ def document(**changes: Any) -> dict[str, Any]:
         ({"block_k": 8}, "block_k=8 must be a power of two"),
         ({"splits": 0}, "splits=0 must be a power of two from 1 to 16"),
         ({"splits": 4}, "splits=4 want more than the 3 tiles of block_k=32 in K=72"),
+        ({"kind": "sample"}, "splits=2 must be 1 for sample: its M is a vocabulary"),
         ({"warps": 3}, "warps=3 must be a power of two from 1 to 16"),
         ({"warps": 32}, "warps=32 must be a power of two from 1 to 16"),
         ({"stages": 0}, r"stages=0 must be in \[1, 8\]"),
@@ -231,6 +333,10 @@ def document(**changes: Any) -> dict[str, Any]:
         (
             {"family": "fma", "block_m": 16, "splits": 1, "stages": 1, "K": 9000},
             "block_m=16 rows of K=9000 take 282 registers a thread with warps=8, at most 255",
+        ),
+        (
+            {"family": "fma", "block_m": 1, "splits": 1, "stages": 1, "K": 2**18, "warps": 16},
+            "block_m=1 rows of K=262144 take 256 registers a thread with warps=16, at most 128",
         ),
         (
             {"family": "fma", "kind": "swiglu", "block_m": 1, "splits": 1, "stages": 1},
@@ -255,6 +361,11 @@ def test_a_bad_entry_is_named(tmp_path: Path, changes: dict[str, Any], message: 
         ("{}", "has version None, this program reads 1"),
         ({"version": 2}, "has version 2, this program reads 1: delete the file or run"),
         ({"version": True}, "has version True"),
+        ({"version": 1.0}, "has version 1.0, this program reads 1"),
+        ({"version": 10**400}, r"has version 1000+\.\.\., this"),
+        ("1" * 5000, "is not JSON"),
+        ("[" * 100_000 + "]" * 100_000, "is nested too deeply"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is nested too deeply"),
         ({"version": "1"}, "has version '1'"),
         ({"device": "other"}, "device is 'other', not 'gpu'"),
         ({"entries": {}}, "entries must be a list, not {}"),
@@ -269,6 +380,63 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str | dict[str, Any], mess
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=r"table\.json.*" + message):
         tuning.read_table(path, "gpu")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"device": "gpu"', '"device": "other", "device": "gpu"', ": has more than one device"),
+        ('"version": 1', '"version": 2, "version": 1', ": has more than one version"),
+        ('"M": 900', '"M": 1, "M": 900', r", entry 1 \(dot store 900 .*\): has more than one M"),
+        ('"warps": 8', '"warps": 8, "warps": 8', r", entry 0 .*: has more than one warps"),
+    ],
+)
+def test_a_repeated_name_is_an_error(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "table.json"
+    text = json.dumps(document())
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"table\.json" + message):
+        tuning.read_table(path, "gpu")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    # Beyond float64, beyond int32, and words that mean something.
+    | st.sampled_from([10**400, -(10**400), 2**31, *KINDS, *FAMILIES, "bfloat16", "gpu"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.sampled_from([*range(6), *TuningKey._fields, *LinearPlan._fields]), value=VALUES)
+def test_any_value_in_any_place_is_read_or_a_value_error(place: int | str, value: Any) -> None:
+    table = document()
+    entry = table["entries"][1]
+    if isinstance(place, str):
+        (entry["plan"] if place in entry["plan"] else entry)[place] = value
+    else:
+        names = [*table, "plan", "us", "date"]
+        (table if place < 3 else entry)[names[place]] = value
+    try:
+        tuning.parse_table(json.dumps(table).encode(), "gpu", origin="some file")
+    except ValueError as error:
+        assert str(error).startswith("some file"), error
+
+
+def test_values_nested_almost_too_deeply_are_named(tmp_path: Path) -> None:
+    """Depths around what the parser can take: what it lets pass can be printed, too."""
+    path = tmp_path / "table.json"
+    text = json.dumps(document(kind="?"))
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 5):
+        path.write_text(text.replace('"?"', "[" * depth + "]" * depth))
+        with pytest.raises(ValueError, match=r"table\.json"):
+            tuning.read_table(path, "gpu")
 
 
 def test_a_missing_field_and_a_second_plan_are_named(tmp_path: Path) -> None:
@@ -322,8 +490,9 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     tuning.choose_plans(MODEL, BF16, "dot", "cpu")
     assert not caplog.messages
+    whole = DOT._replace(splits=1)
     table = {
-        key_of(name, "dot"): tuned(DOT) for name in MODEL_LINEARS if name not in ("qkv", "down")
+        key_of(name, "dot"): tuned(whole) for name in MODEL_LINEARS if name not in ("qkv", "down")
     }
     path = tuning.user_table_path("NVIDIA Test")
     tuning.write_table(path, "NVIDIA Test", table)
@@ -334,7 +503,7 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
         "`graphengine tune --family dot`"
     )
     caplog.clear()
-    more = {key_of(name, "dot"): tuned(DOT) for name in ("qkv", "down")}
+    more = {key_of(name, "dot"): tuned(whole) for name in ("qkv", "down")}
     tuning.write_table(path, "NVIDIA Test", more)
     _, sources = tuning.choose_plans(MODEL, BF16, "dot", "cuda")
     assert not caplog.messages
@@ -407,6 +576,42 @@ def test_other_parts_of_a_numerics_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ident(DOT, {"a": 1, "b": 2}) == ident(DOT, {"b": 2, "a": 1})
     monkeypatch.setattr(tuning, "NUMERICS_VERSION", tuning.NUMERICS_VERSION + 1)
     assert ident(DOT) not in ids
+
+
+# What is valid.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_every_heuristic_plan_is_valid(
+    family: RowFamily, kind: LinearKind, dtype: torch.dtype
+) -> None:
+    odd = [1, 15, 16, 17, 72, 100, 191, 192, 1025, 2049, 3000, 4097, 13_000, 24_577]
+    usual = [576, 896, 1536, 2048, 2560, 3072, 4096, 5120, 8192, 9728, 14_336, 18_944, 28_672]
+    for K in [*odd, *usual, 32_768]:
+        for M in (2, 74, 800, 1024, 2048, 4096, 6144, 16_384, 28_672, 128_256, 262_144):
+            plan = heuristic_plan(kind, M, K, dtype, family)
+            tuning.check_plan(plan, kind, K, dtype)
+            if family == "fma":
+                assert tuning.weight_registers(plan, K, dtype) <= 128, f"{M} x {K}: {plan}"
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_the_parts_of_a_split_product_are_in_the_workspace(rows: int) -> None:
+    """Beside the logits: the parts of the widest plan that a table can hold."""
+    model = model_shape("llama-8b")
+    ladders = BucketLadder(rows, (rows,)), BucketLadder(16, (16,))
+    workspace = _workspace_bytes(model, *ladders, BF16, 4096)
+    for kind, M, K in decode_shapes(model).values():
+        plan = LinearPlan("dot", block_m=64, block_k=64, splits=tuning.MAX_SPLITS)
+        if kind == "sample":
+            with pytest.raises(ValueError, match="splits=16 must be 1 for sample"):
+                tuning.check_plan(plan, kind, K, BF16)
+        else:
+            tuning.check_plan(plan, kind, K, BF16)
+            parts = 4 * plan.splits * rows * -(-M // plan.block_m) * plan.block_m
+            assert workspace > parts + 4 * rows * model.vocab_size
 
 
 # Candidates.

@@ -434,6 +434,7 @@ def operands() -> dict[str, object]:
             "the fma family takes 1 to 2 lanes, not 3",
         ),
         ({"plan": FMA._replace(splits=2)}, r"does not split K: LinearPlan\(family='fma'.*splits=2"),
+        ({"plan": DOT._replace(family="wgmma")}, "row family 'wgmma' is none of fma, dot"),
     ],
 )
 def test_bad_operands_are_errors_with_numbers(changes, message):

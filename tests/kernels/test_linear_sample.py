@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.linear import arrivals_needed, linear, linear_reference, linear_sample
 from graphengine.kernels.plans import LinearPlan, heuristic_plan
-from graphengine.kernels.sampling import SamplingTensors, sample, sample_reference
+from graphengine.kernels.sampling import sample, sample_reference
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -227,6 +228,16 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
     assert tokens(case, position, params, plan) == expected[1:].tolist()
 
 
+def operands() -> dict[str, object]:
+    return {
+        "x_NK": torch.zeros(2, 16),
+        "weight_VK": torch.zeros(8, 16),
+        "slot_N": torch.zeros(2, dtype=torch.int32),
+        "position_N": torch.zeros(2, dtype=torch.int32),
+        "params": make_params(2, 8),
+    }
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -245,18 +256,30 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
             "the fma family takes 1 to 2 lanes, not 3",
         ),
         ({"plan": FMA._replace(splits=2)}, r"does not split K: LinearPlan\(family='fma'.*splits=2"),
+        ({"plan": DOT._replace(family="wgmma")}, "row family 'wgmma' is none of fma, dot"),
     ],
 )
 def test_bad_operands_are_errors_with_numbers(changes, message):
-    operands = {
-        "x_NK": torch.zeros(2, 16),
-        "weight_VK": torch.zeros(8, 16),
-        "slot_N": torch.zeros(2, dtype=torch.int32),
-        "position_N": torch.zeros(2, dtype=torch.int32),
-        "params": make_params(2, 8),
-    }
     with pytest.raises(ValueError, match=message):
-        linear_sample(**{**operands, **changes})
+        linear_sample(**{**operands(), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"temperature": torch.zeros(3).half()}, "temperature must be a dense torch.float32.*16"),
+        ({"top_k": torch.zeros(3).long()}, "top_k must be int32, not torch.int64"),
+        ({"top_p": torch.zeros(2)}, r"top_p must be a dense torch.float32 \[3\].*\(2,\)"),
+        ({"seed": torch.zeros(3).int()}, r"seed must be a dense torch.int64 \[3\].*int32 \(3,\)"),
+        ({"stop_ids": torch.zeros(4, 1).int()}, r"int32 \[3, E\], not torch.int32 \(4, 1\)"),
+        ({"stop_ids": torch.zeros(2, 3).int().t()}, r"must be a dense int32 \[3, E\]"),
+        ({"min_len": torch.zeros(6).int()[::2]}, r"min_len must be a dense \[3\]"),
+    ],
+)
+def test_bad_parameters_are_errors_with_numbers(changes, message):
+    params = make_params(3, 8)._replace(**changes)
+    with pytest.raises(ValueError, match=message):
+        linear_sample(**{**operands(), "params": params})
 
 
 @pytest.mark.parametrize(

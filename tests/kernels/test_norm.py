@@ -39,40 +39,20 @@ def live_slots(lanes: int, padded: set[int] | None = None, device: str = "cpu") 
     lanes=st.integers(1, 40),
     H=st.integers(1, 700) | st.sampled_from([64, 1024, 8192, 8200, 16400]),
     dtype=st.integers(0, 2),
-    picked=st.booleans(),
     data=st.data(),
 )
-def test_matches_reference(device, dtypes, lanes, H, dtype, picked, data):
+def test_matches_reference(device, dtypes, lanes, H, dtype, data):
     dtype = dtypes[dtype % len(dtypes)]
     padded = data.draw(st.sets(st.integers(0, lanes - 1)))
-    rows = 7 if picked else lanes
-    x, weight = random_rows(rows, H, dtype, device)
+    x, weight = random_rows(lanes, H, dtype, device)
     options = {"eps": EPS, "out_dtype": dtype}
-    if picked:
-        # Rows outside 0..6 of live lanes give NaN in both.
-        row = data.draw(st.lists(st.integers(-2, 8), min_size=lanes, max_size=lanes))
-        options["row_of_lane"] = torch.tensor(row, dtype=torch.int32, device=device)
     slot = live_slots(lanes, padded, device)
     outs = [torch.full((lanes, H), SENTINEL, dtype=dtype, device=device) for _ in range(2)]
     rms_norm(x, weight, slot, out=outs[0], **options)
     rms_norm_reference(x, weight, slot, out=outs[1], **options)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(*outs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(*outs, rtol=tolerance, atol=tolerance)
     assert (outs[0][sorted(padded)] == SENTINEL).all()
-
-
-@pytest.mark.parametrize("op", [rms_norm, rms_norm_reference])
-def test_row_of_lane(op):
-    """The prefill's last token; a row that is not there is NaN, of a padded lane not looked at."""
-    x, weight = random_rows(5, 32, torch.float32)
-    whole = op(x, weight, live_slots(5), eps=EPS, out_dtype=torch.float32)
-    row = torch.tensor([3, 0, 5, -1, 2**31 - 1, -(2**31)], dtype=torch.int32)
-    out = torch.full((6, 32), SENTINEL)
-    slot = live_slots(6, {5})
-    op(x, weight, slot, eps=EPS, out_dtype=torch.float32, row_of_lane=row, out=out)
-    assert torch.equal(out[:2], whole[[3, 0]])
-    assert out[2:5].isnan().all()
-    assert (out[5] == SENTINEL).all()
 
 
 @pytest.mark.parametrize("H", [48, 9000])
@@ -169,10 +149,8 @@ def operands() -> dict[str, object]:
         ({"x_NH": torch.zeros(2, 8).int()}, "x_NH is torch.int32"),
         ({"weight_H": torch.zeros(7)}, r"\[8\].*\(7,\)"),
         ({"weight_H": torch.zeros(8).int()}, "weight_H is torch.int32"),
-        ({"slot_N": torch.zeros(3).int()}, "2 rows for 3 lanes"),
+        ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[2\], not \(3,\)"),
         ({"slot_N": torch.zeros(2)}, "slot_N must be int32, not torch.float32"),
-        ({"row_of_lane": torch.zeros(1).int()}, r"row_of_lane must be a dense \[2\], not \(1,\)"),
-        ({"row_of_lane": torch.zeros(2).long()}, "row_of_lane must be int32, not torch.int64"),
         ({"out_dtype": torch.int8}, "out_dtype is torch.int8"),
         ({"out": torch.zeros(2, 7)}, r"\[2, 8\].*\[2, 7\]"),
         ({"out": torch.zeros(2, 8).half()}, "out must be torch.float32.*float16"),

@@ -6,8 +6,9 @@ of chains with and without PDL are compared, and a kernel that breaks the rule i
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels import linear_kernels
+from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.linear import (
     arrivals_needed,
@@ -27,7 +29,6 @@ from graphengine.kernels.linear import (
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.plans import LinearPlan
 from graphengine.kernels.residual import Residual
-from graphengine.kernels.sampling import SamplingTensors
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 
@@ -37,7 +38,10 @@ NAN = float("nan")
 DOT = LinearPlan("dot", block_m=32, block_k=128, stages=5)
 DOT_SPLIT = DOT._replace(splits=4)
 FMA = LinearPlan("fma", block_m=4, block_k=2048)
-PLANS = [DOT, DOT_SPLIT, FMA]
+# Up to 16 lanes a program has one tile of them, up to 32 two; more take a second program, with
+# arrivals and partial sums of its own. At 40 that one is partly empty.
+DOT_LANES = (16, 32, 40, 64)
+PLANS = [*((plan, lanes) for plan in (DOT, DOT_SPLIT) for lanes in DOT_LANES), (FMA, 2)]
 
 
 # What the PTX says.
@@ -54,17 +58,85 @@ class Load(NamedTuple):
 
 
 _POINTERS = {
-    "x_ptr": "*bf16",
-    "weight_ptr": "*bf16",
-    "bias_ptr": "*bf16",
-    "out_ptr": "*bf16",
-    "squares_ptr": "*fp32",
-    "partial_ptr": "*fp32",
-    "slot_ptr": "*i32",
-    "arrivals_ptr": "*i32",
-    "residual": linear_kernels.ResidualArgs("*fp32", "*bf16", "*bf16", "*fp32"),
-    "sampler": linear_kernels.SamplerArgs("*i32", "*fp32", "*i64", "*i32", "*i32", "*i64", "*i32"),
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
+
+
+class Launch(NamedTuple):
+    """A launch that a wrapper asked for."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    """The kernel's, by name."""
+    options: dict[str, int]
+    """The compiler's."""
+
+
+class _Recorder:
+    """Stands in for a kernel; `kernel[grid](...)` is noted, not run."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def note(*positional: Any, **named: Any) -> None:
+            names = self.kernel.arg_names
+            arguments = dict(zip(names, positional, strict=False)) | named
+            options = {name: arguments.pop(name) for name in named if name not in names}
+            del options["launch_pdl"]
+            assert arguments.keys() == set(names)
+            self.launches.append(Launch(self.kernel, grid, arguments, options))
+
+        return note
+
+
+def params_of_slots(slots: int, device: str) -> SamplingTensors:
+    """Every other slot is greedy; no filters, no stop ids."""
+    return SamplingTensors(
+        temperature=torch.arange(slots, device=device) % 2.0,
+        top_k=torch.zeros(slots, dtype=torch.int32, device=device),
+        top_p=torch.ones(slots, device=device),
+        min_p=torch.zeros(slots, device=device),
+        seed=torch.arange(slots, device=device),
+        stop_ids=torch.full((slots, 1), -1, dtype=torch.int32, device=device),
+        min_len=torch.zeros(slots, dtype=torch.int32, device=device),
+    )
+
+
+def launch_linear(
+    kind: str, plan: LinearPlan, M: int, K: int, *, lanes: int = 1, groups: int = 64
+) -> Launch:
+    """How a linear of this kind launches its kernel in bfloat16, with PDL."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    slot = new(lanes, dtype=torch.int32)
+    squares = new(groups, lanes, dtype=torch.float32) if groups else None
+    counters = new(arrivals_needed(plan, M), dtype=torch.int32)
+    options: dict[str, Any] = {"plan": plan, "arrivals": counters, "pdl": True}
+    module = importlib.import_module("graphengine.kernels.linear")
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "use_triton", lambda x: True)
+        for kernel in ("fma_kernel", "dot_kernel"):
+            patch.setattr(module, kernel, _Recorder(getattr(linear_kernels, kernel), launches))
+        x, weight = new(lanes, K), new(M, K)
+        if kind == "residual":
+            stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0))
+            linear_residual(x, weight, slot, stream, new(M), **options)
+        elif kind == "sample":
+            params = params_of_slots(lanes, "meta")
+            linear_sample(x, weight, slot, slot, params, squares_TN=squares, **options)
+        else:
+            swiglu = kind == "swiglu"
+            linear(x, weight, slot, squares_TN=squares, bias=new(M), swiglu=swiglu, **options)
+    (launch,) = launches
+    return launch
 
 
 def compile_linear(
@@ -77,53 +149,32 @@ def compile_linear(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = linear_kernels.fma_kernel if plan.family == "fma" else linear_kernels.dot_kernel
-    constants: dict[str, Any] = {
-        "M": M,
-        "K": K,
-        "GROUPS": groups,
-        "SWIGLU": kind == "swiglu",
-        "BLOCK_M": plan.block_m,
-        "BLOCK_K": plan.block_k,
-        "PDL": launch_options(True)["PDL"],
-    }
-    if plan.family == "fma":
-        constants["LANES"] = lanes
-    else:
-        constants["SPLITS"] = plan.splits
-        constants["LANE_TILES"] = 1 if lanes <= 16 else 2
-        constants["EVEN_K"] = K % (plan.block_k * plan.splits) == 0
-    absent = {"residual", "sampler"} - {{"sample": "sampler"}.get(kind, kind)}
-    if kind in ("residual", "sample"):
-        absent |= {"out_ptr", "bias_ptr"}
-    if plan.splits == 1:
-        absent |= {"partial_ptr", "arrivals_ptr"}
-    constants |= {name: None for name in kernel.arg_names if name in absent}
-
+    kernel, _, arguments, options = launch_linear(kind, plan, M, K, lanes=lanes, groups=groups)
     signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     names: list[str] = []
     aligned = [["tt.divisibility", 16]]
     for index, name in enumerate(kernel.arg_names):
-        if name in constants:
+        value = arguments[name]
+        if value is None or kernel.params[index].is_constexpr:
             signature[name] = "constexpr"
-        elif name in ("residual", "sampler"):
-            signature[name] = _POINTERS[name]
-            for field_index, field in enumerate(_POINTERS[name]._fields):
+            constants[index,] = value
+        elif isinstance(value, tuple):
+            signature[name] = value._make(_POINTERS[field.dtype] for field in value)
+            for field_index, field in enumerate(value._fields):
                 attributes[index, field_index] = aligned
                 names.append(f"{name}.{field}")
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            attributes[index,] = aligned
+            names.append(name)
         else:
-            signature[name] = _POINTERS.get(name, "fp32" if name == "eps" else "i32")
-            if name in _POINTERS or name.endswith("stride"):
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if name.endswith("stride"):
                 attributes[index,] = aligned
-            names.append(name if name in _POINTERS else "")
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs=attributes,
-    )
-    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+            names.append("")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm, names
 
@@ -197,7 +248,21 @@ def test_fma_loads_its_weights_before_the_wait(kind, M, K, plan, lanes):
 
 
 @compiles
-@pytest.mark.parametrize("lanes", [8, 32])
+@pytest.mark.parametrize("plan", [DOT, DOT_SPLIT])
+@pytest.mark.parametrize(
+    "lanes, programs, tiles",
+    [(1, 1, 1), (16, 1, 1), (17, 1, 2), (32, 1, 2), (33, 2, 2), (64, 2, 2)],
+)
+def test_lanes_are_cut_into_tiles_of_16(plan, lanes, programs, tiles):
+    launch = launch_linear("store", plan, 3072, 2048, lanes=lanes)
+    assert launch.grid == (programs, 3072 // plan.block_m, plan.splits)
+    assert launch.arguments["LANE_TILES"] == tiles
+    if plan.splits > 1:
+        assert programs * launch.grid[1] <= arrivals_needed(plan, 3072)
+
+
+@compiles
+@pytest.mark.parametrize("lanes", [8, 16, 32, 64])
 @pytest.mark.parametrize(
     "kind, M, K, plan",
     [
@@ -208,7 +273,7 @@ def test_fma_loads_its_weights_before_the_wait(kind, M, K, plan, lanes):
     ],
 )
 def test_dot_loads_its_inputs_behind_the_wait_and_multiplies_by_mma(kind, M, K, plan, lanes):
-    """wgmma, which sm_90 takes at 64 rows, sums in another order than mma at 16 and 32."""
+    """wgmma, which sm_90 takes at 64 rows, sums in another order than mma at 16."""
     groups = 0 if kind == "residual" else 64
     code, names = compile_linear(kind, plan, M, K, lanes=lanes, groups=groups)
     ptx = code["ptx"]
@@ -239,18 +304,19 @@ def float_sums(ttgir: str) -> set[tuple[str, ...]]:
 
 @compiles
 @pytest.mark.parametrize(
-    "plan, lanes", [(DOT_SPLIT, (1, 32)), (DOT._replace(block_m=64), (1, 32)), (FMA, (1, 2))]
+    "plan, lanes",
+    [(DOT_SPLIT, (1, 32, 64)), (DOT._replace(block_m=64), (1, 32, 64)), (FMA, (1, 2))],
 )
 @pytest.mark.parametrize(
     "kind, groups", [("store", 64), ("store", 500), ("swiglu", 64), ("residual", 0)]
 )
 def test_sums_of_squares_have_one_order(kind, groups, plan, lanes):
     """A lane's sums must not depend on how many other lanes are added up beside it."""
-    few, many = (
+    few, *many = (
         float_sums(compile_linear(kind, plan, 2048, 2048, lanes=count, groups=groups)[0]["ttgir"])
         for count in lanes
     )
-    assert few == many
+    assert all(sums == few for sums in many)
     assert few or kind != "residual"
 
 
@@ -266,10 +332,10 @@ def counters() -> torch.Tensor:
 
 
 @gpu
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan, lanes", PLANS)
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_linear_gives_the_same_bits(make_linear_case, counters, plan, swiglu):
-    case = make_linear_case(2, 3072, 2048, torch.bfloat16, device="cuda", groups=64)
+def test_linear_gives_the_same_bits(make_linear_case, counters, plan, lanes, swiglu):
+    case = make_linear_case(lanes, 3072, 2048, torch.bfloat16, device="cuda", groups=64)
 
     def run(pdl: bool) -> torch.Tensor:
         return linear(
@@ -291,9 +357,9 @@ def test_linear_gives_the_same_bits(make_linear_case, counters, plan, swiglu):
 
 
 @gpu
-@pytest.mark.parametrize("plan", PLANS)
-def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan):
-    case = make_linear_case(2, 2048, 2048, torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("plan, lanes", PLANS)
+def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan, lanes):
+    case = make_linear_case(lanes, 2048, 2048, torch.bfloat16, device="cuda")
 
     def run(pdl: bool) -> Residual:
         stream = Residual(case.stream.clone(), torch.zeros_like(case.x), torch.empty(0))
@@ -315,19 +381,11 @@ def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan):
 
 
 @gpu
-@pytest.mark.parametrize("plan", PLANS)
-def test_linear_sample_gives_the_same_bits(make_linear_case, counters, plan):
-    case = make_linear_case(2, 5000, 2048, torch.bfloat16, device="cuda", groups=64)
-    position = torch.tensor([3, 4], dtype=torch.int32, device="cuda")
-    params = SamplingTensors(
-        temperature=torch.tensor([0.0, 1.0], device="cuda"),
-        top_k=torch.zeros(2, dtype=torch.int32, device="cuda"),
-        top_p=torch.ones(2, device="cuda"),
-        min_p=torch.zeros(2, device="cuda"),
-        seed=torch.tensor([1, 2], device="cuda"),
-        stop_ids=torch.full((2, 1), -1, dtype=torch.int32, device="cuda"),
-        min_len=torch.zeros(2, dtype=torch.int32, device="cuda"),
-    )
+@pytest.mark.parametrize("plan, lanes", PLANS)
+def test_linear_sample_gives_the_same_bits(make_linear_case, counters, plan, lanes):
+    case = make_linear_case(lanes, 5000, 2048, torch.bfloat16, device="cuda", groups=64)
+    position = torch.arange(3, 3 + lanes, dtype=torch.int32, device="cuda")
+    params = params_of_slots(lanes, "cuda")
 
     def run(pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_sample(
@@ -346,6 +404,7 @@ def test_linear_sample_gives_the_same_bits(make_linear_case, counters, plan):
     plain = run(False)
     for _ in range(20):
         assert all(map(torch.equal, run(True), plain))
+    assert not counters.any()
 
 
 class Chain(NamedTuple):
@@ -390,10 +449,9 @@ class Chain(NamedTuple):
 
 
 @gpu
-@pytest.mark.parametrize("plan", PLANS)
-def test_captured_chain_replays_the_bits_of_the_eager_one(make_linear_case, counters, plan):
+@pytest.mark.parametrize("plan, lanes", PLANS)
+def test_captured_chain_replays_the_bits_of_the_eager_one(make_linear_case, counters, plan, lanes):
     hidden, ffn = 2048, 4096
-    lanes = 2 if plan.family == "fma" else 20
     first, gate_up, down = (
         make_linear_case(lanes, M, K, torch.bfloat16, device="cuda", padded=(1,), seed=seed)
         for seed, (M, K) in enumerate([(hidden, hidden), (2 * ffn, hidden), (hidden, ffn)])

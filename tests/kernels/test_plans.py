@@ -42,17 +42,18 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def assert_fits_a_gpu(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+def assert_fits_a_gpu(plan: LinearPlan, kind: LinearKind, K: int, dtype: torch.dtype) -> None:
     assert is_power_of_two(plan.block_k) and is_power_of_two(plan.block_m)
     assert plan.block_k < 2 * max(K, 16)
-    assert plan.block_m >= 2, "a SwiGLU wants pairs of rows"
-    assert plan.warps in (1, 2, 4, 8)
+    assert plan.block_m >= (2 if kind == "swiglu" else 1), "a SwiGLU wants pairs of rows"
+    assert plan.warps in (1, 2, 4, 8, 16)
     if plan.family == "fma":
-        assert plan.splits == 1
-        registers = plan.block_m * K * dtype.itemsize / (32 * plan.warps) / 4
+        assert plan.splits == 1 and plan.stages == 1
+        columns = -(-K // plan.block_k) * plan.block_k
+        registers = plan.block_m * columns * dtype.itemsize / (32 * plan.warps) / 4
         assert registers <= 128, f"{registers} registers of weights a thread: they would spill"
         return
-    assert plan.splits in (1, 2, 4)
+    assert plan.splits in ((1,) if kind == "sample" else (1, 2, 4))
     staged = plan.stages * plan.block_k * dtype.itemsize * (plan.block_m + 32)
     assert staged <= 100 * 1024, f"{staged} bytes of shared memory keep a successor out"
 
@@ -63,7 +64,7 @@ def test_llama_shapes(kind, M, K, family):
     for dtype in (torch.float16, torch.bfloat16):
         plan = heuristic_plan(kind, M, K, dtype, family)
         assert plan.family == family
-        assert_fits_a_gpu(plan, K, dtype)
+        assert_fits_a_gpu(plan, kind, K, dtype)
         assert K % (plan.block_k * plan.splits) == 0, "off the path without masks"
         programs = -(-M // plan.block_m) * plan.splits
         assert programs >= 132, "an H200 has as many SMs"
@@ -83,7 +84,33 @@ def test_large_weights_are_not_split():
     dtype=st.sampled_from(DTYPES),
 )
 def test_odd_shapes(kind, family, M, K, dtype):
-    assert_fits_a_gpu(heuristic_plan(kind, M, K, dtype, family), K, dtype)
+    assert_fits_a_gpu(heuristic_plan(kind, M, K, dtype, family), kind, K, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows_fit_registers(kind: LinearKind, dtype: torch.dtype) -> None:
+    """Up to the K that 16 warps can hold: fewer rows a program and more warps make room."""
+    longest = 65536 * 4 // dtype.itemsize // (2 if kind == "swiglu" else 1)
+    for K in [*range(12_000, longest, 3_001), longest - 1, longest]:
+        for M in (2, 64, 4096, 28_672, 300_000):
+            assert_fits_a_gpu(heuristic_plan(kind, M, K, dtype, "fma"), kind, K, dtype)
+
+
+def test_one_row_is_the_least_of_a_program_but_two_in_a_swiglu():
+    plans = {kind: heuristic_plan(kind, 4096, 28_672, torch.float32, "fma") for kind in KINDS}
+    assert {kind: plan.block_m for kind, plan in plans.items()} == {
+        "store": 1,
+        "swiglu": 2,
+        "residual": 1,
+        "sample": 1,
+    }
+    assert {plan.warps for plan in plans.values()} == {16}
+
+
+def test_a_small_vocabulary_is_not_split():
+    assert heuristic_plan("store", 800, 4096, torch.bfloat16, "dot").splits == 4
+    assert heuristic_plan("sample", 800, 4096, torch.bfloat16, "dot").splits == 1
 
 
 def test_three_times_64_columns_need_no_masks():

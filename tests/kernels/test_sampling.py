@@ -21,13 +21,12 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.philox import gumbel, philox_uint32
 from graphengine.kernels.sampling import (
     MAX_VOCABULARY,
-    SamplingTensors,
     best_of_tile,
     check_tiles,
-    needs_full_sampler,
     sample,
     sample_reference,
     sample_tiles,
@@ -557,21 +556,6 @@ def test_tiles_with_filters_agree_with_the_reference(device: str, batch):
     assert torch.equal(health, expected[1])
     if device == "cpu":
         assert torch.equal(best, expected[0])
-
-
-@pytest.mark.parametrize(
-    ("params", "needed"),
-    [
-        (Params(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1), False),
-        (Params(temperature=0.7), False),
-        (Params(top_k=1), True),
-        (Params(top_p=0.99), True),
-        (Params(min_p=0.01), True),
-    ],
-)
-def test_who_needs_the_full_sampler(params: Params, needed: bool):
-    asked = needs_full_sampler(params.temperature, params.top_k, params.top_p, params.min_p)
-    assert asked is needed
 
 
 # Distributions, through the reference with fixed seeds: each is one fixed number, not a gamble.

@@ -1,0 +1,81 @@
+"""What the sampler's kernels agree on: parameters by slot, and what a candidate of a row is worth.
+
+A logit is masked, scaled, and mapped to an integer key in the same order. `sampling.py` says what
+is sampled of it all.
+
+Letters: S slots, E stop ids a slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.lanes import check_lanes, check_vector
+from graphengine.kernels.state import check_stop_ids
+
+LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
+
+# An id that no comparison with `id <= cut_id` leaves out; also 2^31 - 1 in the packed order.
+LAST_ID = tl.constexpr(2**31 - 1)
+# The sortable key of -inf: below the key of every candidate, and of mass 0.
+NO_KEY = tl.constexpr(-2139095041)
+# Mass 1 of the fixed point.
+MASS_SCALE = tl.constexpr(2.0**40)
+
+
+class SamplingTensors(NamedTuple):
+    """Sampling parameters by slot; host-owned."""
+
+    temperature: torch.Tensor
+    """float32 [S]: 0 for greedy."""
+    top_k: torch.Tensor
+    """int32 [S]: 0 for off."""
+    top_p: torch.Tensor
+    """float32 [S]: 1 for off."""
+    min_p: torch.Tensor
+    """float32 [S]: 0 for off."""
+    seed: torch.Tensor
+    """int64 [S]"""
+    stop_ids: torch.Tensor
+    """int32 [S, E]: -1 for none."""
+    min_len: torch.Tensor
+    """int32 [S]: tokens of the sequence, prompt included, before which no stop id is sampled."""
+
+
+def check_parameters(params: SamplingTensors) -> int:
+    """The number of stop ids a slot; ValueError unless all are dense and of one number of slots."""
+    slots = params.temperature.numel()
+    for name in ("temperature", "top_p", "min_p"):
+        check_vector(name, getattr(params, name), slots, torch.float32)
+    check_lanes(slots, top_k=params.top_k, min_len=params.min_len)
+    check_vector("seed", params.seed, slots, torch.int64)
+    return check_stop_ids(params.stop_ids, slots)
+
+
+@triton.jit
+def sortable_key(value):
+    """int32 in the order of the float32 `value`, which is no NaN; -0 and +0 share a key."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def mask_stop_ids(logits, ids, waits, stop_ids_ptr, stop_ids):
+    """-inf at the stop ids of the rows that wait for their min_len; broadcasts as its operands."""
+    for i in range(stop_ids):
+        stop_id = tl.load(stop_ids_ptr + i, mask=waits, other=-1)
+        logits = tl.where(ids == stop_id, float("-inf"), logits)
+    return logits
+
+
+@triton.jit
+def scaled_tile(logits, temperature):
+    """l = logits / temperature, within the finite floats; -inf and NaN give -inf."""
+    scaled = tl.div_rn(logits, temperature)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+    return tl.where(logits > float("-inf"), scaled, float("-inf"))
