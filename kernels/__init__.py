@@ -47,12 +47,24 @@ from graphengine.kernels.prefill_attention import (
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.residual import Residual, new_residual
+from graphengine.kernels.rewind import (
+    mamba_state_selective_copy,
+    mamba_state_selective_copy_reference,
+    rewind_kv_cache,
+    rewind_kv_cache_reference,
+)
 from graphengine.kernels.rope import RopeConfig, rope_append, rope_append_reference, rope_tables
 from graphengine.kernels.sampling import (
     sample,
     sample_reference,
     sample_tiles,
     sample_tiles_reference,
+)
+from graphengine.kernels.speculative import (
+    prepare_next_forward_pass,
+    prepare_next_forward_pass_reference,
+    verify_speculative_tokens,
+    verify_speculative_tokens_reference,
 )
 from graphengine.kernels.state import (
     EMITTED,
@@ -112,11 +124,17 @@ __all__ = [
     "linear_residual",
     "linear_residual_reference",
     "linear_sample",
+    "mamba_state_selective_copy",
+    "mamba_state_selective_copy_reference",
     "new_residual",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
+    "prepare_next_forward_pass",
+    "prepare_next_forward_pass_reference",
     "publish",
     "residual_groups",
+    "rewind_kv_cache",
+    "rewind_kv_cache_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope_append",
@@ -129,4 +147,6 @@ __all__ = [
     "sample_tiles_reference",
     "swiglu",
     "swiglu_reference",
+    "verify_speculative_tokens",
+    "verify_speculative_tokens_reference",
 ]
