@@ -34,6 +34,7 @@ from graphengine.kernels.paged import (
     token_capacity,
 )
 from graphengine.kernels.pdl import launch_options
+from graphengine.kernels.plans import dot_columns
 from graphengine.kernels.rope import (
     check_norm_weights,
     check_rope,
@@ -208,7 +209,7 @@ def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> 
     A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
     on plain FMA units.
     """
-    dim_padded = padded_dim(head_dim)
+    dim_padded = dot_columns(head_dim)
     combine_rows = min(_GROUP_ROWS, triton.next_power_of_2(group))
     combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * dim_padded))
     return {
@@ -220,11 +221,6 @@ def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> 
         "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
         "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
     }
-
-
-def padded_dim(head_dim: int) -> int:
-    """Columns of a tile: `tl.dot` wants a power of two of at least 16, the rest is masked."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def decode_attention_reference(

@@ -47,14 +47,11 @@ def rms_norm(
     """
     check_rows(x_NH=x_NH)
     lanes, H = x_NH.shape
-    if weight_H.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"weight_H is {weight_H.dtype}, not one of {FLOAT_DTYPES}")
-    check_vector("weight_H", weight_H, H, weight_H.dtype)
+    _check_weight(weight_H, H)
     check_lanes(lanes, slot_N=slot_N)
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):
         return rms_norm_reference(x_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out)
-    block = min(triton.next_power_of_2(H), _MAX_BLOCK_H)
     _rms_norm_kernel[(lanes,)](
         x_NH,
         weight_H,
@@ -63,11 +60,21 @@ def rms_norm(
         x_NH.stride(0),
         out.stride(0),
         eps,
-        H=H,
-        BLOCK_H=block,
-        num_warps=min(max(block // 512, 1), 16),
+        **_row_options(H),
     )
     return out
+
+
+def _check_weight(weight_H: torch.Tensor, H: int) -> None:
+    if weight_H.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"weight_H is {weight_H.dtype}, not one of {FLOAT_DTYPES}")
+    check_vector("weight_H", weight_H, H, weight_H.dtype)
+
+
+def _row_options(H: int) -> dict[str, int]:
+    """How a program goes through its row, the same in both kernels: their bits must agree."""
+    block = min(triton.next_power_of_2(H), _MAX_BLOCK_H)
+    return {"H": H, "BLOCK_H": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
 @triton.jit
@@ -143,16 +150,13 @@ def add_rms_norm(
         raise ValueError(f"x_NH is {x_NH.dtype}, not torch.float32")
     if y_NH.shape != x_NH.shape:
         raise ValueError(f"y_NH is {tuple(y_NH.shape)}, x_NH {tuple(x_NH.shape)}")
-    if weight_H.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"weight_H is {weight_H.dtype}, not one of {FLOAT_DTYPES}")
-    check_vector("weight_H", weight_H, H, weight_H.dtype)
+    _check_weight(weight_H, H)
     check_lanes(lanes, slot_N=slot_N)
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):
         return add_rms_norm_reference(
             x_NH, y_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out
         )
-    block = min(triton.next_power_of_2(H), _MAX_BLOCK_H)
     _add_rms_norm_kernel[(lanes,)](
         x_NH,
         y_NH,
@@ -163,9 +167,7 @@ def add_rms_norm(
         y_NH.stride(0),
         out.stride(0),
         eps,
-        H=H,
-        BLOCK_H=block,
-        num_warps=min(max(block // 512, 1), 16),
+        **_row_options(H),
     )
     return out
 

@@ -47,6 +47,11 @@ def row_family(lanes: int) -> RowFamily:
     return "fma" if lanes <= FMA_LANES else "dot"
 
 
+def dot_columns(columns: int) -> int:
+    """Columns of a tile that holds them: `tl.dot` wants a power of two of at least 16."""
+    return max(16, 1 << (columns - 1).bit_length())
+
+
 def attention_split(family: RowFamily, head_dim: int, max_lanes: int) -> int:
     """Keys of one split of decode attention, for an engine of up to `max_lanes` rows.
 
@@ -65,7 +70,7 @@ def heuristic_plan(
         return _fma_plan(kind, M, K, dtype)
     if dtype == torch.float32:
         # No tensor cores: multiply-adds from registers. Exact rather than fast.
-        return LinearPlan("dot", block_m=32, block_k=min(32, _padded(K)), stages=2)
+        return LinearPlan("dot", block_m=32, block_k=min(32, dot_columns(K)), stages=2)
     fills_with_64 = M >= 64 * 132
     block_m = 64 if fills_with_64 else 32
     tiles = -(-M // block_m)
@@ -78,7 +83,7 @@ def heuristic_plan(
         "dot",
         block_m=block_m,
         # An odd multiple of 64 needs no masks in tiles of 64.
-        block_k=64 if K % 128 == 64 else min(128, _padded(K)),
+        block_k=64 if K % 128 == 64 else min(128, dot_columns(K)),
         splits=splits,
         stages=3 if fills_with_64 else 5,
     )
@@ -90,7 +95,7 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPla
     Up to K = 65,536 in float32, in a SwiGLU half of that, no thread holds more than 128 registers
     of weights: 8 warps have room for twice as many, 16 warps for just these.
     """
-    block_k = min(2048, _padded(K))
+    block_k = min(2048, dot_columns(K))
     warps = 4 if block_k >= 1024 else 2
     row_bytes = K * dtype.itemsize
     block_m = 2
@@ -115,8 +120,3 @@ def check_kind(kind: str, family: str) -> None:
         raise ValueError(f"kind={kind!r} is none of {', '.join(get_args(LinearKind))}")
     if family not in get_args(RowFamily):
         raise ValueError(f"row family {family!r} is none of {', '.join(get_args(RowFamily))}")
-
-
-def _padded(K: int) -> int:
-    """The power of two that holds K, and at least the 16 that `tl.dot` wants."""
-    return max(16, 1 << (K - 1).bit_length())

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.attention import MAX_HEAD_DIM, padded_dim
+from graphengine.kernels.attention import MAX_HEAD_DIM
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
 from graphengine.kernels.paged import (
@@ -29,6 +29,7 @@ from graphengine.kernels.paged import (
     gather_cache,
     token_capacity,
 )
+from graphengine.kernels.plans import dot_columns
 
 
 class PrefillTiles(NamedTuple):
@@ -133,7 +134,7 @@ def paged_prefill_attention(
         Q=heads,
         G=kv_heads,
         D=head_dim,
-        DIM_PADDED=padded_dim(head_dim),
+        DIM_PADDED=dot_columns(head_dim),
         BLOCK_SIZE=kv.shape[2],
         ROWS=rows,
         TILE=tiles.keys,
@@ -149,7 +150,7 @@ def _pick_tiles(
 ) -> tuple[PrefillTiles, int, int]:
     """Tiles, rows and warps for `groups` (kv heads of segments) of `group_rows` rows."""
     by_dim = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
-    tiles = by_dim[max(64, padded_dim(head_dim))]
+    tiles = by_dim[max(64, dot_columns(head_dim))]
     if triton.cdiv(group_rows, tiles.rows) * groups >= MANY_PROGRAMS:
         return tiles, tiles.rows, tiles.warps
     return tiles, tiles.few_rows, 4

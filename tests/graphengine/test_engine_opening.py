@@ -16,47 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphengine import Engine, EngineConfig, Event, SamplingParams
+from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget
 from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
 from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
-
-PROMPT = "def fib(n):"
-MAX_SEQ_LEN = 128
-LIMIT = 500
-
-
-def open_engine(path: Path | str | None = None, **options: Any) -> Engine:
-    """A small engine, of the demo model unless another checkpoint is named."""
-    sizes = {"max_batch": 3, "max_seq_len": MAX_SEQ_LEN, "block_size": 8}
-    options = sizes | {"prefill_buckets": (8, 32)} | options
-    return Engine.from_pretrained(path or checkpoint_path(), **options)
-
-
-def greedy(max_tokens: int | None = 12, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
-
-
-def run(engine: Engine) -> list[Event]:
-    """Step until nothing is left to do; all events."""
-    events = []
-    for _ in range(LIMIT):
-        if not engine.busy:
-            return events
-        events += engine.step()
-    raise AssertionError(f"busy after {LIMIT} steps: {engine.scheduler.active}")
-
-
-def assert_idle(engine: Engine) -> None:
-    """Nothing of any request is left."""
-    assert not engine.busy
-    scheduler = engine.scheduler
-    assert scheduler.pool.free == scheduler.pool.count
-    assert scheduler.swap.free == scheduler.swap.count
-    assert not any(scheduler.slots) and not scheduler.active and not scheduler.waiting
-
+from stepping import (
+    MAX_SEQ_LEN,
+    PROMPT,
+    assert_idle,
+    greedy,
+    open_engine,
+    run,
+)
 
 # Opening a checkpoint.
 

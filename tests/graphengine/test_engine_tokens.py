@@ -8,58 +8,20 @@ from typing import Any
 
 import pytest
 
-from graphengine import Engine, Event, Result, SamplingParams
+from graphengine import Engine, Result, SamplingParams
 from graphengine.demo import checkpoint_path
-
-# Prompts of the demo model, and what becomes of the long one: prefilled in several chunks of 32.
-PROMPT = "def fib(n):"
-OTHER = "class Tree:\n"
-LONG = "import os\nimport sys\n\n\ndef main(arguments):\n    for name in arguments:\n" * 2
-MAX_SEQ_LEN = 128
-LIMIT = 500
-
-
-def open_engine(path: Path | str | None = None, **options: Any) -> Engine:
-    """A small engine, of the demo model unless another checkpoint is named."""
-    sizes = {"max_batch": 3, "max_seq_len": MAX_SEQ_LEN, "block_size": 8}
-    options = sizes | {"prefill_buckets": (8, 32)} | options
-    return Engine.from_pretrained(path or checkpoint_path(), **options)
-
-
-def greedy(max_tokens: int | None = 12, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
-
-
-def sampled(max_tokens: int = 24, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
-
-
-def run(engine: Engine) -> list[Event]:
-    """Step until nothing is left to do; all events."""
-    events = []
-    for _ in range(LIMIT):
-        if not engine.busy:
-            return events
-        events += engine.step()
-    raise AssertionError(f"busy after {LIMIT} steps: {engine.scheduler.active}")
-
-
-def step_until(engine: Engine, condition: Callable[[], bool]) -> list[Event]:
-    events = []
-    for _ in range(LIMIT):
-        if condition():
-            return events
-        events += engine.step()
-    raise AssertionError(f"not after {LIMIT} steps: {engine.scheduler.active}")
-
-
-def assert_idle(engine: Engine) -> None:
-    """Nothing of any request is left."""
-    assert not engine.busy
-    scheduler = engine.scheduler
-    assert scheduler.pool.free == scheduler.pool.count
-    assert scheduler.swap.free == scheduler.swap.count
-    assert not any(scheduler.slots) and not scheduler.active and not scheduler.waiting
+from stepping import (
+    LONG,
+    MAX_SEQ_LEN,
+    OTHER,
+    PROMPT,
+    assert_idle,
+    greedy,
+    open_engine,
+    run,
+    sampled,
+    step_until,
+)
 
 
 def first_new(tokens: tuple[int, ...], start: int) -> int:
