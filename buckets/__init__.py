@@ -35,7 +35,7 @@ from graphengine.buckets.introspect import (
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.nodes import count_nodes
-from graphengine.buckets.static import Field, StaticBuffers
+from graphengine.buckets.static import Field, Owner, StaticBuffers
 
 __all__ = [
     "BucketLadder",
@@ -50,6 +50,7 @@ __all__ = [
     "MailboxBroken",
     "MemoryBudget",
     "OutOfBudget",
+    "Owner",
     "PoolHandle",
     "StaticBuffers",
     "Step",

@@ -34,6 +34,8 @@ _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of tables beside the weights, such as the offsets of a draft vocabulary.
+_TABLE_DTYPES = {"I64": torch.int64}
 # safetensors itself refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
@@ -133,6 +135,12 @@ class Checkpoint:
                 f"{self.path} lacks {len(missing)} of {len(targets)} tensors: {_some(missing)}"
             )
         pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
+        tables = [name for name, _ in pairs if self.tensors[name].dtype not in _DTYPES.values()]
+        if tables:
+            raise ValueError(
+                f"{self.path} has {len(tables)} weights of whole numbers: "
+                f"{_some([f'{name} in I64' for name in tables])}"
+            )
         wrong = [
             f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
             for name, tensor in pairs
@@ -176,12 +184,13 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that `config.json` names, else that of the first tensor."""
+    """The dtype that `config.json` names, else that of the first weight."""
     for config in (checkpoint.config, _text_config(checkpoint)):
         named = config.get("dtype") or config.get("torch_dtype")
         if isinstance(named, str) and named in DTYPES:
             return DTYPES[named]
-    return next(iter(checkpoint.tensors.values())).dtype
+    dtypes = [tensor.dtype for tensor in checkpoint.tensors.values()]
+    return next(dtype for dtype in dtypes if dtype.is_floating_point)
 
 
 def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -328,12 +337,13 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[i
     dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(span, 2):
         raise ValueError(f"{file} describes tensor {name} as {entry!r}: not a safetensors entry")
-    if dtype not in _DTYPES:
+    dtypes = _DTYPES | _TABLE_DTYPES
+    if dtype not in dtypes:
         raise ValueError(
             f"{file} has tensor {name} in {dtype} with shape {shape}: "
-            f"weights must be one of {', '.join(_DTYPES)}"
+            f"tensors must be one of {', '.join(dtypes)}"
         )
-    info = TensorInfo(shape=tuple(shape), dtype=_DTYPES[dtype], file=file)
+    info = TensorInfo(shape=tuple(shape), dtype=dtypes[dtype], file=file)
     begin, end = span
     if end - begin != info.nbytes:
         raise ValueError(

@@ -18,14 +18,24 @@ import numpy as np
 from graphengine.checkpoint import Checkpoint, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.demo import checkpoint_path
+from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
 from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
 from graphengine.request import Result
 from graphengine.sampling_params import SamplingParams
+from graphengine.speculative import describe
+from graphengine.speculative_text import (
+    GRAMMAR,
+    VOCABULARY_GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
+)
 from graphengine.step import Sampler
 
 COMMANDS_ABOVE = {
+    "acceptance": "Measure how many tokens a step drafters are worth on a text.",
     "bench": "Measure a shape or a checkpoint.",
     "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
 }
@@ -67,6 +77,8 @@ def generate(options: argparse.Namespace) -> None:
         print(json.dumps({"text": result.text, "token_ids": result.token_ids, **summary}))
     else:
         _print_summary(summary)
+        if summary["acceptance"] is not None:
+            print(f"speculation: {result.acceptance}")
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -89,9 +101,12 @@ def info(options: argparse.Namespace) -> None:
     """What would be allocated and captured; nothing is."""
     checkpoint = Checkpoint.open(_checkpoint(options))
     model = read_model_config(checkpoint.config)
-    memory = plan_memory(
-        model, EngineConfig(**_engine_options(options)), checkpoint_dtype=stored_dtype(checkpoint)
-    )
+    config = EngineConfig(**_engine_options(options))
+    drafter = make_drafter(config, checkpoint, model)
+    memory = plan_memory(model, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter)
+    # A drafter may have a graph of its own beside each bucket's.
+    parts = len(get_args(Sampler)) + (drafter is not None and drafter.own_graph)
+    decode_graphs = parts * len(memory.draft_lengths) * len(memory.ladder.sizes)
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "layers": model.num_layers,
@@ -102,8 +117,9 @@ def info(options: argparse.Namespace) -> None:
         "max_seq_len": memory.max_seq_len,
         "decode_buckets": memory.ladder.sizes,
         "prefill_buckets": memory.prefill_ladder.sizes,
-        "graphs": len(get_args(Sampler)) * len(memory.ladder.sizes)
-        + len(memory.prefill_ladder.sizes),
+        "speculative": describe(config.mode),
+        "draft_lengths": memory.draft_lengths,
+        "graphs": decode_graphs + len(memory.prefill_ladder.sizes),
     }
     if options.json:
         budget = [asdict(line) for line in memory.budget.lines]
@@ -130,8 +146,12 @@ def _run(engine: Engine, prompt: Any, options: argparse.Namespace) -> tuple[Resu
 
 
 def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str, Any]:
-    """Latencies in milliseconds, and the buckets that served the request."""
-    first, gaps = result.timings.time_to_first_token, result.timings.inter_token
+    """Latencies in milliseconds, the buckets that served the request, what became of its drafts.
+
+    Gaps are those between steps: the tokens of one step come at once.
+    """
+    moments = list(dict.fromkeys(result.timings.tokens))
+    first, gaps = result.timings.time_to_first_token, np.diff(moments).tolist()
     p50, p99 = np.percentile(gaps, [50, 99]).tolist() if gaps else (None, None)
     replays = {
         name.removeprefix("replays/"): count
@@ -147,6 +167,7 @@ def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str
         "itl_p50_ms": _milliseconds(p50),
         "itl_p99_ms": _milliseconds(p99),
         "replays": replays,
+        "acceptance": result.acceptance.as_dict() if engine.config.drafts else None,
         "device": str(engine.memory.device),
     }
 
@@ -206,6 +227,11 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
     given = {
         name: value for name, value in vars(options).items() if name in names and value is not None
     }
+    if options.speculative is not None:
+        given["speculative"] = parse_speculative(options.speculative)
+    if options.draft_vocab is not None:
+        vocabulary = parse_draft_vocabulary(options.draft_vocab)
+        given["speculative"] = with_draft_vocabulary(given.get("speculative"), vocabulary)
     return cast(EngineOptions, given)
 
 
@@ -260,6 +286,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lookahead", type=int, help="replays ahead of the host, 0 or 1")
     parser.add_argument("--memory-fraction", type=float, help="share of the free memory to use")
     parser.add_argument("--wait", choices=("spin", "yield", "block"), help="how the host waits")
+    parser.add_argument("--speculative", metavar="MODE", help=GRAMMAR)
+    parser.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--verbose", action="store_true", help="log budget and captures")
 

@@ -10,6 +10,20 @@ import torch
 
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, row_family
 from graphengine.sampling_params import is_int
+from graphengine.speculative import (
+    AUTO_MAX_LIVE,
+    Auto,
+    GateOptions,
+    Mode,
+    RelaxedAcceptance,
+    SaveHiddenStates,
+    Speculative,
+    UserProvided,
+    check_rows,
+    check_speculative,
+    forced_acceptance,
+    resolve_auto,
+)
 
 WaitMode = Literal["spin", "yield", "block"]
 
@@ -42,7 +56,13 @@ class EngineConfig:
     max_stop_ids           EOS and stop token ids that one request may have
     pdl                    programmatic dependent launch between the decode kernels of a GPU
     row_family             "fma" (1 or 2 rows) or "dot": the decode kernels' arithmetic, part of the
-                           numerics; None: "fma" up to max_batch 2, else "dot"
+                           numerics; None: "fma" where a step has 1 or 2 lanes, else "dot"
+    speculative            who drafts, of `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a
+                           step then feeds k + 1 tokens a row. None: nobody
+    gate                   when to stop speculating and when to try again; None: always speculate
+    relaxed_acceptance     drafts that a thinking, greedy request takes beside its best token;
+                           None: the tokens are those of plain decoding
+    forced_acceptance      drafts that every row takes, right or wrong: for measuring speed alone
     seed                   of the generator that seeds requests which bring no seed of their own
     wait                   how the host waits for the mailbox
     wait_limit_s           seconds after which a replay that published nothing breaks the engine
@@ -63,6 +83,10 @@ class EngineConfig:
     max_stop_ids: int = 16
     pdl: bool = True
     row_family: RowFamily | None = None
+    speculative: Speculative | None = None
+    gate: GateOptions | None = None
+    relaxed_acceptance: RelaxedAcceptance | None = None
+    forced_acceptance: int | None = None
     seed: int = 0
     wait: WaitMode = "spin"
     wait_limit_s: float = 30.0
@@ -118,19 +142,62 @@ class EngineConfig:
             raise ValueError(f"pdl={self.pdl!r} must be True or False")
         if self.row_family not in (None, "fma", "dot"):
             raise ValueError(f"row_family={self.row_family!r} must be 'fma', 'dot' or None")
-        if self.row_family == "fma" and self.max_batch > FMA_LANES:
+        self._check_speculation()
+        lanes = self.max_batch * (1 + self.drafts)
+        if self.row_family == "fma" and lanes > FMA_LANES:
             raise ValueError(
                 f"row_family='fma' serves up to {FMA_LANES} rows, not max_batch={self.max_batch}"
+                + (f" of {1 + self.drafts} tokens each" if self.drafts else "")
             )
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise ValueError(f"kv_blocks={self.kv_blocks} must be at least 1")
         if self.swap_blocks is not None and self.swap_blocks < 0:
             raise ValueError(f"swap_blocks={self.swap_blocks} must not be negative")
 
+    def _check_speculation(self) -> None:
+        check_speculative(self.speculative)
+        check_rows(self.max_batch, self.drafts)
+        kinds = {
+            "gate": GateOptions,
+            "relaxed_acceptance": RelaxedAcceptance,
+            "forced_acceptance": int,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise ValueError(f"{name}={value!r} must be {kind.__name__} or None")
+            if value is not None and not self.drafts:
+                raise ValueError(f"{name} is for an engine with drafts: {self.speculative=}")
+        if self.drafts:
+            forced = forced_acceptance(self.forced_acceptance)
+            object.__setattr__(self, "forced_acceptance", forced)
+        if isinstance(self.speculative, UserProvided | SaveHiddenStates) and self.lookahead:
+            # Drafts follow from the tokens of the step before; and hidden states are copied out
+            # before the next prompt's overwrite them.
+            object.__setattr__(self, "lookahead", 0)
+
+    @property
+    def mode(self) -> Mode | None:
+        """`speculative`, with `Auto` resolved."""
+        mode = self.speculative
+        return resolve_auto(self.max_batch) if isinstance(mode, Auto) else mode
+
+    @property
+    def drafts(self) -> int:
+        """K: drafts a step feeds behind each row's last token, at most."""
+        return 0 if self.mode is None else self.mode.k
+
+    @property
+    def gate_options(self) -> GateOptions | None:
+        """`gate`, or the one that `Auto` goes with: it looks at the number of requests alone."""
+        if self.gate is None and isinstance(self.speculative, Auto):
+            return GateOptions(off_below=0.0, on_above=0.0, max_live=AUTO_MAX_LIVE)
+        return self.gate
+
     @property
     def family(self) -> RowFamily:
-        """The row family of the engine: the one asked for, or what `max_batch` calls for."""
-        return self.row_family or row_family(self.max_batch)
+        """The row family of the engine: the one asked for, or what the lanes of a step call for."""
+        return self.row_family or row_family(self.max_batch * (1 + self.drafts))
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -156,6 +223,10 @@ class EngineOptions(TypedDict, total=False):
     max_stop_ids: int
     pdl: bool
     row_family: RowFamily | None
+    speculative: Speculative | None
+    gate: GateOptions | None
+    relaxed_acceptance: RelaxedAcceptance | None
+    forced_acceptance: int | None
     seed: int
     wait: WaitMode
     wait_limit_s: float

@@ -8,38 +8,34 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast, get_args
 
 import torch
 
-from graphengine.buckets import Mailbox, StaticBuffers, capture_all
+from graphengine.allocation import allocate, graph_steps
+from graphengine.buckets import capture_all
 from graphengine.buckets.mailbox import Payloads
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
-from graphengine.fields import field_table, host_updates
-from graphengine.kernels import (
-    EMITTED,
-    INVALID,
-    LENGTH,
-    STOP,
-    RowFamily,
-    attention_split,
-    copy_blocks,
-)
-from graphengine.memory import MemoryPlan, arrival_counters, plan_memory
-from graphengine.models.dense import DecodeLaunch, DenseModel, allocate_weights
+from graphengine.delivery import Delivery
+from graphengine.drafters import Drafter, make_drafter
+from graphengine.fields import draft_updates, host_updates
+from graphengine.gate import Gate
+from graphengine.kernels import RowFamily, copy_blocks
+from graphengine.memory import MemoryPlan, plan_memory
+from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.prompts import Prompt, is_batch, prompt_ids, token_id
 from graphengine.report import EngineReport
-from graphengine.request import Event, FinishReason, Request
+from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
-from graphengine.scheduler import Plan, Scheduler
-from graphengine.step import Sampler, StepProgram
+from graphengine.scheduler import Plan, PrefillChunk, Scheduler
+from graphengine.step import Sampler, decode_bucket, draft_bucket
 from graphengine.text import TextStream, Tokenizer
-from graphengine.tuning import choose_plans, numerics_id
+from graphengine.tuning import numerics_id
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +43,17 @@ Progress = Callable[[int, int], None]
 
 
 class _Replay(NamedTuple):
-    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`."""
+    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
+
+    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
+    prefill fed `chunk`.
+    """
 
     sequence: int
     requests: tuple[Request, ...]
     epochs: tuple[int, ...]
+    width: int
+    chunk: PrefillChunk | None = None
 
 
 class Engine:
@@ -73,27 +75,40 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.memory = memory
+        self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
+        self._prompts_only = drafter is not None and drafter.prompts_only
+        self._usual_params = (
+            SamplingParams(max_tokens=1) if self._prompts_only else SamplingParams()
+        )
         self.scheduler = Scheduler(
             slots=config.max_batch,
             kv_blocks=memory.kv_blocks,
             swap_blocks=memory.swap_blocks,
             block_size=memory.block_size,
             max_chunk=memory.prefill_ladder.sizes[-1],
+            tokens_per_step=memory.tokens_per_step,
+            reserve_extra=0 if drafter is None else drafter.reserve,
+            max_seq_len=memory.max_seq_len,
         )
+        gate = config.gate_options
+        self.gate: Gate | None = None
+        if gate is not None:
+            self.gate = Gate(
+                lengths=memory.draft_lengths, counters=self.scheduler.counters, **asdict(gate)
+            )
+        forced = config.forced_acceptance is not None
+        self._delivery = Delivery(self.scheduler, self.gate, forced=forced)
         self.counters = self.scheduler.counters
+        self.acceptance = self._delivery.acceptance
         self._in_flight: deque[tuple[_Replay, ...]] = deque()
         self._launched = 0
         self._requests_made = 0
-        self._cancelled: list[Request] = []
-        # Events whose callbacks have not run, and events that no `step()` has returned: a wait or
-        # a callback that raises, or a `generate` in between, delays them but loses none.
-        self._undelivered: list[Event] = []
-        self._unreturned: list[Event] = []
         self._seeds = random.Random(config.seed)
         self._busy_in: str | None = None
         self._closed = False
@@ -118,82 +133,49 @@ class Engine:
         config = EngineConfig(**options)
         checkpoint = Checkpoint.open(path)
         model_config = read_model_config(checkpoint.config)
-        memory = plan_memory(model_config, config, checkpoint_dtype=stored_dtype(checkpoint))
+        drafter = make_drafter(config, checkpoint, model_config)
+        memory = plan_memory(
+            model_config, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter
+        )
         log.info("memory budget\n%s", memory.budget.table())
         weights = allocate_weights(model_config, device=config.device, dtype=memory.dtype)
-        unused = checkpoint.load(weights.named(model_config), progress)
+        destinations = weights.named(model_config)
+        if drafter is not None:
+            destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
+        unused = checkpoint.load(destinations, progress)
         if unused:
             log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
         model = DenseModel(model_config, weights, max_seq_len=memory.max_seq_len)
         tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
-        return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_token_ids(checkpoint))
+        return cls(
+            model,
+            memory,
+            config,
+            tokenizer=tokenizer,
+            eos_ids=eos_token_ids(checkpoint),
+            drafter=drafter,
+        )
 
     def _allocate(self, model: DenseModel) -> None:
-        """Every tensor a replay can see, and the host's side of them."""
-        config, memory = self.config, self.memory
-        on_gpu = memory.device.type == "cuda"
+        held = allocate(model, self.memory, self.config, self.drafter)
         self.model = model
-        plans, self.plan_sources = choose_plans(
-            model.config, memory.dtype, config.family, memory.device
-        )
-        self.plans = plans
-        fields = field_table(
-            slots=config.max_batch,
-            table_blocks=memory.table_blocks,
-            prefill_tokens=memory.prefill_ladder.sizes[-1],
-            stop_ids=config.max_stop_ids,
-            swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
-            arrivals=arrival_counters(model.config, plans, memory.ladder.sizes[-1]),
-        )
-        self.buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
-        log.debug("static buffers\n%s", self.buffers.describe())
-        self.mailbox = Mailbox(
-            entries=2 * (config.lookahead + 2), lanes=config.max_batch, device=memory.device
-        )
-        block = model.config.kv_block_shape(memory.block_size)
-        layers = model.config.num_layers
-        self.cache = torch.zeros(
-            (layers, memory.kv_blocks + 1, *block), dtype=memory.dtype, device=memory.device
-        )
-        self.swap_area = torch.zeros(
-            (layers, memory.swap_blocks, *block), dtype=memory.dtype, pin_memory=on_gpu
-        )
-        self.program = StepProgram(
-            model,
-            self.buffers,
-            self.cache,
-            self.mailbox,
-            launch=DecodeLaunch(
-                plans=plans,
-                split_tokens=attention_split(plans.family, model.config.head_dim, config.max_batch),
-                arrivals=self.buffers["arrivals"],
-                pdl=config.pdl and on_gpu,
-            ),
-        )
-        self._cuda_stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        if on_gpu:
-            torch.cuda.synchronize(memory.device)
+        self.plans, self.plan_sources = held.plans, held.plan_sources
+        self.buffers, self.mailbox = held.buffers, held.mailbox
+        self.cache, self.swap_area = held.caches[0]
+        self._caches = held.caches
+        self.program = held.program
+        self._cuda_stream = held.stream
 
     def _capture(self) -> None:
         """Warm up and capture every bucket, largest first, on padded rows alone."""
-        program, memory = self.program, self.memory
-        prefill = [
-            (f"prefill/{tokens}", partial(program.prefill, tokens))
-            for tokens in reversed(memory.prefill_ladder.sizes)
-        ]
-        decode = [
-            (f"decode/{rows}/{sampler}", partial(program.decode, rows, sampler))
-            for rows in reversed(memory.ladder.sizes)
-            # The full one holds logits: the fast one then finds its memory taken already.
-            for sampler in reversed(get_args(Sampler))
-        ]
+        memory = self.memory
         with self._on_stream():
             self.buffers.reset()
             # Compiles the copies; the pairs are padded, so nothing moves.
-            self._copy_blocks(self.cache, self.swap_area, min(1, memory.swap_blocks))
-            self._copy_blocks(self.swap_area, self.cache, min(1, memory.swap_blocks))
+            self._swap_out(min(1, memory.swap_blocks))
+            self._swap_in(min(1, memory.swap_blocks))
             self._graphs = capture_all(
-                dict(prefill + decode),
+                graph_steps(self.program, memory, self._samplers),
                 device=memory.device,
                 stream=self._cuda_stream,
                 buffers=self.buffers,
@@ -223,11 +205,27 @@ class Engine:
         self._check_open()
         if on_event is not None and not callable(on_event):
             raise ValueError(f"on_event={on_event!r} cannot be called")
-        params = SamplingParams() if params is None else params
+        params = self._usual_params if params is None else params
         ids = self._prompt_ids(prompt)
         request = self._new_request(ids, params, on_event)
         self.scheduler.submit(request)
         return request
+
+    def draft(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Propose what `request` says next, in an engine of `UserProvided` drafts.
+
+        The next step verifies them, up to k; then they are gone. ValueError for more than k, for
+        anything but token ids, and in any other engine.
+        """
+        self._check_open()
+        if self.drafter is None or not self.drafter.host_drafts:
+            raise ValueError(
+                f"speculative={self.config.speculative!r}: only UserProvided takes drafts"
+            )
+        if len(token_ids) > self.drafter.length:
+            raise ValueError(f"{len(token_ids)} drafts for a request, k={self.drafter.length}")
+        vocab_size = self.model.config.vocab_size
+        request.drafts = tuple(token_id(token, vocab_size) for token in token_ids)
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
@@ -242,9 +240,11 @@ class Engine:
             raise ValueError(f"timeout={timeout!r} must be seconds, or None")
         self._enter("step()")
         try:
-            self._end_cancelled()
+            self._delivery.end_cancelled()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
+                    if self.gate is not None:
+                        self.scheduler.width = 1 + self.gate.width(len(self.scheduler.active))
                     plan = self.scheduler.plan()
                     if plan is None:
                         break
@@ -254,15 +254,14 @@ class Engine:
                 self._break(error)
                 raise
             self._collect(timeout)
-            return self._deliver()
+            return self._delivery.run_callbacks()
         finally:
             self._busy_in = None
 
     @property
     def busy(self) -> bool:
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
-        left = (self._in_flight, self._cancelled, self._undelivered, self._unreturned)
-        return self.scheduler.busy or any(left)
+        return self.scheduler.busy or bool(self._in_flight) or self._delivery.pending
 
     def generate(
         self,
@@ -279,7 +278,7 @@ class Engine:
         batch = is_batch(prompts)
         prompt_list: Sequence[Any] = prompts if batch else [prompts]
         if not isinstance(params, Sequence):
-            params = [SamplingParams() if params is None else params] * len(prompt_list)
+            params = [self._usual_params if params is None else params] * len(prompt_list)
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
         ids = [self._prompt_ids(prompt) for prompt in prompt_list]
@@ -313,7 +312,7 @@ class Engine:
     def _step_for(self, requests: Sequence[Request]) -> None:
         """A step whose caller wants the events of `requests`; those of others are kept."""
         events = self.step()
-        self._unreturned = [event for event in events if event.request not in requests]
+        self._delivery.keep([event for event in events if event.request not in requests])
 
     def _stream_events(self, request: Request, events: deque[Event]) -> Iterator[Event | None]:
         try:
@@ -330,6 +329,11 @@ class Engine:
     def row_family(self) -> RowFamily:
         """The arithmetic of the decode kernels, in every bucket: "fma" or "dot"."""
         return self.plans.family
+
+    @property
+    def _samplers(self) -> tuple[Sampler, ...]:
+        """The samplers that are captured; relaxed acceptance reads logits, so has no fast one."""
+        return get_args(Sampler) if self.config.relaxed_acceptance is None else ("full",)
 
     @property
     def numerics_id(self) -> str:
@@ -360,6 +364,19 @@ class Engine:
             counters=dict(self.counters),
         )
 
+    def stats(self) -> dict[str, Any]:
+        """Counters, and what became of the drafts, since the engine opened; a copy.
+
+        acceptance  `Acceptance.as_dict()` of all requests: tokens a step, rates by position
+        gate        the draft length in use; None without a gate
+        counters    tokens, replays by graph, pauses, discarded tokens, what the gate did, ...
+        """
+        return {
+            "acceptance": self.acceptance.as_dict(),
+            "gate": None if self.gate is None else {"drafts": self.gate.drafts},
+            "counters": dict(self.counters),
+        }
+
     def close(self) -> None:
         """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled."""
         if self._closed:
@@ -372,10 +389,13 @@ class Engine:
         self._closed = True
         for graph in self._graphs.values():
             graph.close()
-        for left in (self._in_flight, self._cancelled, self._undelivered, self._unreturned):
-            left.clear()
+        self._in_flight.clear()
+        self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self.mailbox
+        del self.program, self.model, self.cache, self.swap_area, self._caches, self.mailbox
+        drafter, self.drafter = self.drafter, None
+        if drafter is not None:
+            drafter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -392,7 +412,11 @@ class Engine:
 
     def _load(self, plan: Plan) -> None:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
-        updates = host_updates(plan, self.scheduler.slots)
+        drafter = self.drafter
+        drafts = self.memory.tokens_per_step > 1
+        updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
+        if drafter is not None and drafter.host_drafts and plan.rows:
+            updates |= draft_updates(self.scheduler.slots)
         if updates:
             with self._on_stream():
                 self.buffers.load(updates, sequence=self._launched + 1)
@@ -402,32 +426,45 @@ class Engine:
         """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
         if plan.swap_out or plan.swap_in:
             with self._on_stream():
-                self._copy_blocks(self.cache, self.swap_area, len(plan.swap_out))
-                self._copy_blocks(self.swap_area, self.cache, len(plan.swap_in))
+                self._swap_out(len(plan.swap_out))
+                self._swap_in(len(plan.swap_in))
         replays = []
         if plan.prefill is not None:
             tokens = self.memory.prefill_ladder.pick(plan.prefill.count)
             request = plan.prefill.request
             epochs = (request.placed.epoch,)
-            replays.append(self._launch(f"prefill/{tokens}", (request,), epochs))
+            replay = self._launch(f"prefill/{tokens}", (request,), epochs, 1)
+            replays.append(replay._replace(chunk=plan.prefill))
         if plan.rows:
             rows = self.memory.ladder.pick(len(plan.rows))
-            sampler: Sampler = "full" if plan.filtered else "fast"
-            bucket = f"decode/{rows}/{sampler}"
-            replays.append(self._launch(bucket, plan.rows, plan.epochs))
+            sampler = self._samplers[-1 if plan.filtered else 0]
+            bucket = decode_bucket(rows, plan.width - 1, sampler)
+            replays.append(self._launch(bucket, plan.rows, plan.epochs, plan.width))
+            if self.drafter is not None and self.drafter.own_graph:
+                self._launch_draft(draft_bucket(rows, plan.width - 1))
         return tuple(replays)
 
     def _launch(
-        self, bucket: str, requests: tuple[Request, ...], epochs: tuple[int, ...]
+        self, bucket: str, requests: tuple[Request, ...], epochs: tuple[int, ...], width: int
     ) -> _Replay:
         self._graphs[bucket].replay()
         self._launched += 1
         self.counters[f"replays/{bucket}"] += 1
-        return _Replay(self._launched, requests, epochs)
+        return _Replay(self._launched, requests, epochs, width)
 
-    def _copy_blocks(self, source: torch.Tensor, destination: torch.Tensor, count: int) -> None:
-        if count:
-            copy_blocks(source, destination, self.buffers["swap_pairs"], count)
+    def _launch_draft(self, bucket: str) -> None:
+        """The drafter's own graph: it publishes nothing, so nobody waits for it."""
+        self._graphs[bucket].replay()
+        self.counters[f"replays/{bucket}"] += 1
+
+    def _swap_out(self, count: int) -> None:
+        """Copy the first `count` of `swap_pairs` from the pool to the swap area."""
+        for cache, area in self._caches if count else ():
+            copy_blocks(cache, area, self.buffers["swap_pairs"], count)
+
+    def _swap_in(self, count: int) -> None:
+        for cache, area in self._caches if count else ():
+            copy_blocks(area, cache, self.buffers["swap_pairs"], count)
 
     def _collect(self, timeout: float | None) -> None:
         """Read the oldest launch, unless it is not done within `timeout` seconds."""
@@ -446,17 +483,18 @@ class Engine:
         try:
             self._in_flight.popleft()
             self.buffers.acknowledge(replays[-1].sequence)
-            events: list[Event] = []
             for replay, record in zip(replays, records, strict=True):
                 lanes = zip(replay.requests, replay.epochs, record, strict=True)
-                for request, epoch, (token, state) in lanes:
-                    event = self._read(request, epoch, token, state, now)
-                    if event is not None:
-                        events.append(event)
-            self._undelivered += events
+                for request, epoch, items in lanes:
+                    self._delivery.read(request, epoch, items, replay.width, now)
         except BaseException as error:
             self._break(error)
             raise
+        if self.drafter is not None:
+            with self._on_stream():
+                for replay in replays:
+                    if replay.chunk is not None:
+                        self.drafter.collect(replay.chunk)
 
     def _wait(self, replay: _Replay, timeout: float | None) -> Payloads | None:
         try:
@@ -471,71 +509,6 @@ class Engine:
         except Exception as error:  # an interrupt does no harm: the wait can be repeated
             self._break(error)
             raise
-
-    def _read(
-        self, request: Request, epoch: int, token: int, state: int, now: float
-    ) -> Event | None:
-        """One lane of a mailbox entry: deliver its token, unless the request has ended."""
-        flags = state & 0xFF
-        if not flags & (EMITTED | INVALID):
-            return None
-        if request.finish_reason is not None or state >> 8 != epoch & 0xFFFFFF:
-            self.counters["discarded_tokens"] += 1
-            return None
-        if flags & INVALID:
-            log.error("request %d: the logits hold no finite value", request.id)
-            return self._finish(request, "error", (), "", now)
-        request.token_ids.append(token)
-        request.timings.tokens.append(now)
-        self.counters["tokens"] += 1
-        text, stopped = "", False
-        if request.stream is not None:
-            text, stopped = request.stream.push(token)
-            request.text += text
-        if stopped or flags & STOP:
-            return self._finish(request, "stop", (token,), text, now)
-        if flags & LENGTH:
-            return self._finish(request, "length", (token,), text, now)
-        return Event(request, (token,), text, None, now)
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        token_ids: tuple[int, ...],
-        text: str,
-        now: float,
-    ) -> Event:
-        """Retire the request; its last event brings the text that was held back."""
-        tail = request.stream.flush() if request.stream is not None else ""
-        request.text += tail
-        request.finish_reason = reason
-        request.timings.finished = now
-        self.scheduler.retire(request)
-        self.counters[f"finished/{reason}"] += 1
-        return Event(request, token_ids, text + tail, reason, now)
-
-    def _end_cancelled(self) -> None:
-        while self._cancelled:
-            request = self._cancelled.pop(0)
-            event = self._finish(request, "cancelled", (), "", time.perf_counter())
-            self._undelivered.append(event)
-
-    def _deliver(self) -> list[Event]:
-        """Run the callbacks of new events; return these behind those left from earlier steps."""
-        failure: BaseException | None = None
-        while self._undelivered:
-            event = self._undelivered.pop(0)
-            self._unreturned.append(event)
-            if event.request.callback is not None:
-                try:
-                    event.request.callback(event)
-                except BaseException as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-        events, self._unreturned = self._unreturned, []
-        return events
 
     # Checks at the door.
 
@@ -565,7 +538,12 @@ class Engine:
             )
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
-        room = self.memory.max_seq_len - len(ids)
+        if self._prompts_only and params.max_tokens not in (None, 1):
+            raise ValueError(
+                f"max_tokens={params.max_tokens}: with {self.config.speculative} a prompt has one "
+                f"new token, max_tokens=1"
+            )
+        room = 1 if self._prompts_only else self.memory.max_seq_len - len(ids)
         self._requests_made += 1
         return Request(
             request_id=self._requests_made,
@@ -575,7 +553,7 @@ class Engine:
             stop_ids=stop_ids,
             max_len=len(ids) + min(room, params.max_tokens or room),
             submitted=time.perf_counter(),
-            cancelled=self._cancelled,
+            cancelled=self._delivery.cancelled,
             stream=TextStream(self.tokenizer, params.stop_strings) if self.tokenizer else None,
             callback=callback,
         )

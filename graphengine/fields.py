@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphengine.buckets import Field
+from graphengine.buckets import Field, Owner
 from graphengine.request import Request
 from graphengine.scheduler import Plan
 
@@ -24,8 +24,14 @@ def field_table(
     stop_ids: int,
     swap_pairs: int,
     arrivals: int,
+    drafts: int = 0,
+    host_drafts: bool = False,
 ) -> list[Field]:
-    """Every tensor a replay can see, the weights and the KV cache aside."""
+    """Every tensor a replay can see; not the weights, the KV cache, and what a drafter adds.
+
+    drafts       K, drafts of a step at most
+    host_drafts  whether the host writes them, rather than a drafter on the device
+    """
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
 
     def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
@@ -35,7 +41,23 @@ def field_table(
         return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
 
     S = slots
+    speculation: list[Field] = []
+    if drafts:
+        meaning = "drafts that the slot's next step verifies; -1 for none"
+        owner: Owner = "host" if host_drafts else "device"
+        speculation = [
+            Field(
+                name="draft_tokens",
+                shape=(S, drafts),
+                dtype=int32,
+                owner=owner,
+                pad=-1,
+                meaning=meaning,
+            ),
+            host("prefill_next", 1, dtype=int32, pad=-1, meaning="prompt token behind the chunk"),
+        ]
     return [
+        *speculation,
         host("slot_of_row", S, dtype=int32, pad=-1, meaning="slot of each decode row"),
         host("block_table", S, table_blocks, dtype=int32, pad=0, meaning="KV blocks of each slot"),
         host("command_epoch", S, dtype=int32, pad=0, meaning="a new epoch resets the slot"),
@@ -62,8 +84,13 @@ def field_table(
     ]
 
 
-def host_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
-    """The host-owned fields that `plan` changes; lanes that hold no request are padded."""
+def host_updates(
+    plan: Plan, slots: Sequence[Request | None], *, speculative: bool = False
+) -> dict[str, Any]:
+    """The host-owned fields that `plan` changes; lanes that hold no request are padded.
+
+    speculative  whether there are those that drafting needs
+    """
     updates: dict[str, Any] = {}
     if plan.rows_changed:
         updates["slot_of_row"] = [request.placed.slot for request in plan.rows]
@@ -81,9 +108,21 @@ def host_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
             "prefill_count": [chunk.count],
             "prefill_final": [int(chunk.final)],
         }
+        if speculative:
+            behind = request.prompt_token_ids[end : end + 1]
+            updates["prefill_next"] = behind or [-1]
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
     return updates
+
+
+def draft_updates(slots: Sequence[Request | None]) -> dict[str, Any]:
+    """The drafts that the host has of each request, which are then used up."""
+    drafts = [request and request.drafts for request in slots]
+    for request in slots:
+        if request is not None:
+            request.drafts = ()
+    return {"draft_tokens": drafts}
 
 
 def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:

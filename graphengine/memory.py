@@ -9,13 +9,10 @@ import torch
 
 from graphengine.buckets import BucketLadder, MemoryBudget, Where
 from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, FieldSizes
 from graphengine.fields import field_table
-from graphengine.kernels import (
-    arrivals_needed,
-    decode_attention_arrivals,
-    decode_attention_workspace_bytes,
-)
-from graphengine.models.dense import DecodePlans, DenseConfig, allocate_weights, decode_shapes
+from graphengine.kernels import decode_attention_workspace_bytes
+from graphengine.models.dense import DenseConfig, allocate_weights, decode_shapes
 from graphengine.tuning import MAX_SPLITS
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
@@ -31,8 +28,9 @@ _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 class MemoryPlan:
     """The sizes that follow from a model, an `EngineConfig` and the memory at hand.
 
-    kv_blocks    pool blocks without the dummy; `table_blocks` of them serve one longest request
-    swap_blocks  pinned host blocks
+    kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
+    swap_blocks    pinned host blocks
+    draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     """
 
     device: torch.device
@@ -44,7 +42,13 @@ class MemoryPlan:
     table_blocks: int
     kv_blocks: int
     swap_blocks: int
+    draft_lengths: tuple[int, ...]
     budget: MemoryBudget
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a row in the widest decode graph: one, and its drafts."""
+        return 1 + self.draft_lengths[-1]
 
 
 def available_bytes(device: torch.device) -> int:
@@ -58,7 +62,11 @@ def available_bytes(device: torch.device) -> int:
 
 
 def plan_memory(
-    model: DenseConfig, config: EngineConfig, *, checkpoint_dtype: torch.dtype
+    model: DenseConfig,
+    config: EngineConfig,
+    *,
+    checkpoint_dtype: torch.dtype,
+    drafter: Drafter | None = None,
 ) -> MemoryPlan:
     """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
 
@@ -74,14 +82,27 @@ def plan_memory(
     table_blocks = -(-max_seq_len // config.block_size)
     block_elements = math.prod(model.kv_block_shape(config.block_size))
     block_bytes = model.num_layers * block_elements * dtype.itemsize
+    draft_lengths = (0,) if drafter is None else tuple(sorted({0, drafter.length}))
 
     where: Where = "device" if device.type == "cuda" else "host"
     budget = MemoryBudget()
     budget.add("weights", allocate_weights(model, device="meta", dtype=dtype).nbytes, where)
-    budget.add("state and tables", _state_bytes(model, config, table_blocks, max_seq_len), where)
-    workspace = _workspace_bytes(model, ladder, prefill_ladder, dtype, max_seq_len)
+    budget.add(
+        "state and tables", _state_bytes(model, config, table_blocks, max_seq_len, drafter), where
+    )
+    if drafter is not None:
+        sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
+        fields = drafter.fields(sizes)
+        budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
+        budget.add("drafter's state", sum(field.nbytes for field in fields), where)
+        block_bytes += math.prod(drafter.kv_block_shape(config.block_size)) * dtype.itemsize
+    lanes_of_row = 1 if drafter is None else max(1 + draft_lengths[-1], drafter.lanes_of_row)
+    lanes = ladder.sizes[-1] * lanes_of_row
+    workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
     budget.add("workspace (estimate)", workspace, where)
-    budget.add("graphs (estimate)", _graph_bytes(model, ladder, prefill_ladder, device), where)
+    own = drafter is not None and drafter.own_graph
+    graphs = (_SAMPLERS + own) * len(draft_lengths) * len(ladder.sizes) + len(prefill_ladder.sizes)
+    budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
     if kv_blocks is None:
@@ -107,6 +128,7 @@ def plan_memory(
         table_blocks=table_blocks,
         kv_blocks=kv_blocks,
         swap_blocks=swap_blocks,
+        draft_lengths=draft_lengths,
         budget=budget,
     )
 
@@ -131,7 +153,11 @@ def _swap_blocks(config: EngineConfig, kv_blocks: int, table_blocks: int, block_
 
 
 def _state_bytes(
-    model: DenseConfig, config: EngineConfig, table_blocks: int, max_seq_len: int
+    model: DenseConfig,
+    config: EngineConfig,
+    table_blocks: int,
+    max_seq_len: int,
+    drafter: Drafter | None,
 ) -> int:
     """Static buffers of the longest possible swap, and the RoPE tables."""
     fields = field_table(
@@ -141,23 +167,26 @@ def _state_bytes(
         stop_ids=config.max_stop_ids,
         swap_pairs=config.max_batch * table_blocks,
         arrivals=1,
+        drafts=0 if drafter is None else drafter.length,
     )
     return sum(field.nbytes for field in fields) + max_seq_len * model.head_dim * 4
 
 
 def _workspace_bytes(
     model: DenseConfig,
-    ladder: BucketLadder,
+    rows: int,
     prefill: BucketLadder,
     dtype: torch.dtype,
     max_seq_len: int,
 ) -> int:
     """Intermediates of the largest bucket: a layer's activations, attention partials, logits.
 
+    `rows` are the lanes of the largest decode graph.
+
     And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
     so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
     """
-    rows, lanes = ladder.sizes[-1], max(ladder.sizes[-1], prefill.sizes[-1])
+    lanes = max(rows, prefill.sizes[-1])
     activations = dtype.itemsize * (
         2 * model.hidden_size + 3 * model.q_size + 2 * model.kv_size + 3 * model.ffn_size
     )
@@ -172,22 +201,8 @@ def _workspace_bytes(
     return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
 
 
-def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:
-    """Counters that the kernels of a decode step share: what the neediest of them uses."""
-    linears = [
-        arrivals_needed(getattr(plans, name), M) for name, (_, M, _) in decode_shapes(model).items()
-    ]
-    attention = decode_attention_arrivals(
-        lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
-    )
-    return max(1, attention, *linears)
-
-
-def _graph_bytes(
-    model: DenseConfig, ladder: BucketLadder, prefill: BucketLadder, device: torch.device
-) -> int:
+def _graph_bytes(model: DenseConfig, graphs: int, device: torch.device) -> int:
     if device.type == "cpu":
         return 0
-    graphs = _SAMPLERS * len(ladder.sizes) + len(prefill.sizes)
     nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * graphs
     return nodes * _GRAPH_NODE_BYTES + _CUBLAS_WORKSPACE_BYTES

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from graphengine.acceptance import Acceptance
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A finished request. `token_ids` end with the stop token where one ended the request."""
+    """A finished request. `token_ids` end with the stop token where one ended the request.
+
+    `acceptance` counts what became of its drafts; without speculation it is empty.
+    """
 
     request_id: int
     prompt_token_ids: tuple[int, ...]
@@ -70,6 +74,7 @@ class Result:
     finish_reason: FinishReason
     seed: int
     timings: Timings
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,30 +83,41 @@ class Placement:
 
     slot           row of every per-slot tensor, for the request's whole life
     epoch          names this stay in the slot; a record that carries another one is dead
+    reach          positions that it and its drafter can ever write
     blocks         pool blocks of positions 0, block_size, ...; empty while paused
     swap_blocks    host blocks while paused
     prefilled      prompt tokens whose prefill has been launched
-    sampled        tokens whose sampling has been launched; those in flight are counted
+    least          tokens sampled at least, once all launches have run: each one counts for one
+    in_doubt       drafts in flight; as many more may have been sampled
     """
 
     slot: int
     epoch: int
+    reach: int
     blocks: list[int] = field(default_factory=list)
     swap_blocks: list[int] = field(default_factory=list)
     prefilled: int = 0
-    sampled: int = 0
+    least: int = 0
+    in_doubt: int = 0
+
+    @property
+    def most(self) -> int:
+        """Tokens sampled at most, once all launches have run; it may exceed what was asked for."""
+        return self.least + self.in_doubt
 
 
 class Request:
     """Handle of a submitted request, valid after the engine is closed.
 
     Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `phase`, `token_ids` and `text`
-    so far, `finish_reason`, `timings`, `pauses`.
+    so far, `finish_reason`, `timings`, `pauses`, `acceptance`.
     """
 
     __slots__ = (
         "_cancelled",
+        "acceptance",
         "callback",
+        "drafts",
         "finish_reason",
         "id",
         "max_len",
@@ -151,6 +167,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.timings = Timings(submitted=submitted)
         self.pauses = 0
+        self.acceptance = Acceptance()
+        self.drafts: tuple[int, ...] = ()
         self._cancelled = cancelled
 
     def __repr__(self) -> str:
@@ -195,4 +213,5 @@ class Request:
             finish_reason=self.finish_reason,
             seed=self.seed,
             timings=self.timings,
+            acceptance=self.acceptance,
         )

@@ -4,13 +4,22 @@ The scheduler sees only what the host knows. Replays in flight may have stopped 
 plans; such a row is a no-op on the device. Everything it decides takes effect in stream order,
 behind the replays already launched, so blocks and slots may be given away once they are freed.
 
+A step of `width` tokens a row (W: one and its drafts) samples 1 to W of them, and the host learns
+how many when it reads the step (`collected`). Until then a request has two bounds: blocks are
+reserved and copied for the `most` tokens that may have been sampled, and it is planned while the
+`least` leave one to sample. At W = 1 both are the number itself.
+
 Pauses always succeed: a request is admitted only while either every admitted request fits the pool
-at its greatest length, or every one but the oldest fits the swap area. The oldest is never paused
-and its greatest length fits the pool, so it finishes, and so does everyone after it.
+at its greatest need, or every one but the oldest fits the swap area. No bound asks for more than
+the greatest need: positions past the request's end are never written, its drafter's few aside,
+which are part of that need. So the pool holds all of them, or each pause finds its swap blocks. The
+oldest is never paused and its greatest need fits the pool, so it advances in every plan, by a token
+at least, until all its tokens are in flight; it finishes, and so does everyone after it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
@@ -57,11 +66,12 @@ class Plan:
     `rows[i]` runs in decode row i, in its stay `epochs[i]`; `filtered` says whether one of them may
     not sample from the whole vocabulary. A plan swaps out or in, never both. The other flags say
     which host-owned fields differ from those of the plan before. In steady state, where nothing
-    differs, plans are one and the same object.
+    differs, plans are one and the same object. `width` is the tokens that a decode row feeds.
     """
 
     rows: tuple[Request, ...]
     epochs: tuple[int, ...]
+    width: int
     filtered: bool
     prefill: PrefillChunk | None
     swap_out: tuple[tuple[int, int], ...]
@@ -74,6 +84,7 @@ class Plan:
 _NOTHING = Plan(
     rows=(),
     epochs=(),
+    width=1,
     filtered=False,
     prefill=None,
     swap_out=(),
@@ -99,11 +110,25 @@ class Scheduler:
     kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
     swap_blocks       host blocks for paused requests
     max_chunk         prompt tokens of a prefill replay; chunks are cut at its multiples
+    tokens_per_step   the greatest width of a step, and the one to begin with
+    reserve_extra     positions that a drafter may write past those of the step or prompt it follows
+    max_seq_len       positions that a block table has; no drafter writes past them
     """
 
     def __init__(
-        self, *, slots: int, kv_blocks: int, swap_blocks: int, block_size: int, max_chunk: int
+        self,
+        *,
+        slots: int,
+        kv_blocks: int,
+        swap_blocks: int,
+        block_size: int,
+        max_chunk: int,
+        tokens_per_step: int = 1,
+        reserve_extra: int = 0,
+        max_seq_len: int | None = None,
     ) -> None:
+        assert tokens_per_step >= 1, f"{tokens_per_step=}"
+        assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
         self.block_size = block_size
         self.max_chunk = max_chunk
         self.pool = BlockPool(kv_blocks, first=1)
@@ -112,6 +137,10 @@ class Scheduler:
         self.active: list[Request] = []
         self.slots: list[Request | None] = [None] * slots
         self.counters: Counter[str] = Counter()
+        self._tokens_per_step = tokens_per_step
+        self._reserve_extra = reserve_extra
+        self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
+        self._width = tokens_per_step
         self._changes = _Changes()
         # The plan before; the next `_repeats` calls return it again, unless requests come or go.
         self._last = _NOTHING
@@ -126,18 +155,40 @@ class Scheduler:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    @property
+    def width(self) -> int:
+        """Tokens a row of the plans to come, 1 .. tokens_per_step; may be set between plans."""
+        return self._width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        assert 1 <= width <= self._tokens_per_step, f"{width=} of {self._tokens_per_step}"
+        if width != self._width:
+            self._width = width
+            self._repeats = 0
+
+    def _reach(self, request: Request, tokens: int) -> int:
+        """Positions that may be written once the target may have written its first `tokens`.
+
+        The target writes none past the request's end, and not that of its last token.
+        """
+        end = min(tokens, request.max_len - 1) + self._reserve_extra
+        return min(end, self._max_seq_len)
+
     def _greatest_need(self, request: Request) -> int:
-        """Blocks of the request at its greatest length; the last token's KV is never written."""
-        return self.blocks_for(request.max_len - 1)
+        """Blocks of the request at its greatest length."""
+        return self.blocks_for(self._reach(request, request.max_len))
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool to itself."""
         need = self._greatest_need(request)
         if need > self.pool.count:
+            extra = self._reach(request, request.max_len) - (request.max_len - 1)
+            drafts = f" and {extra} more of its drafter" if extra else ""
             raise ValueError(
                 f"a request of {request.max_len} tokens (prompt {request.prompt_len} + "
-                f"{request.max_new_tokens} new) needs {need} KV blocks of {self.block_size} "
-                f"tokens; the pool has {self.pool.count}"
+                f"{request.max_new_tokens} new){drafts} needs {need} KV blocks of "
+                f"{self.block_size} tokens; the pool has {self.pool.count}"
             )
         self.waiting.append(request)
         self._repeats = 0
@@ -164,8 +215,7 @@ class Scheduler:
         """
         if self._repeats:
             self._repeats -= 1
-            for request in self._last.rows:
-                request.placement.sampled += 1  # type: ignore[union-attr]
+            _count_launch(self._last)
             return self._last
         rows = self._grow_or_pause()
         if not self._changes.swap_out:
@@ -174,8 +224,6 @@ class Scheduler:
         prefill = self._next_chunk()
         if not rows and prefill is None:
             return None
-        for request in rows:
-            request.placed.sampled += 1
         if prefill is not None:
             self._advance_prefill(prefill)
         rows.sort(key=lambda request: request.placed.slot)
@@ -185,6 +233,7 @@ class Scheduler:
             rows=tuple(rows),
             # A request has one stay: these can have changed only with the rows.
             epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
+            width=self._width,
             filtered=self._last.filtered if same else any(row.params.filtered for row in rows),
             prefill=prefill,
             swap_out=tuple(changes.swap_out),
@@ -193,6 +242,7 @@ class Scheduler:
             slots_changed=changes.slots,
             tables_changed=changes.tables,
         )
+        _count_launch(plan)
         self._last = plan
         self._repeats = self._holds_for(plan)
         if self._repeats:
@@ -201,16 +251,36 @@ class Scheduler:
             )
         return plan
 
+    def collected(self, request: Request, width: int, count: int) -> None:
+        """A decode row of `request`, launched at `width`, was read: it had sampled `count` tokens.
+
+        To be called once for each row of a launch at a width above 1, in any order with `retire`;
+        `count` is 0 for a row that was a no-op or invalid.
+        """
+        assert 0 <= count <= width, f"{count=} of {width=}"
+        placement = request.placement
+        if placement is None:
+            return
+        placement.least += count - 1
+        placement.in_doubt -= width - 1
+        assert placement.in_doubt >= 0, f"{request!r} had no row of {width=} in flight"
+        # Repeats were counted at a token each: with more, the row has none left to sample sooner.
+        # A no-op may give one back to a row that had none.
+        left = max(0, request.max_new_tokens - placement.least) if count else 0
+        self._repeats = min(self._repeats, left)
+
     def _holds_for(self, plan: Plan) -> int:
         """How many plans after this one have its rows and change nothing, if nobody comes or goes.
 
         None have where a request is fed, paused or stalled: what becomes of it is for the next plan
-        to find out. Nobody who waits can be admitted meanwhile, as nothing is freed.
+        to find out. Nobody who waits can be admitted meanwhile, as nothing is freed. What is
+        collected meanwhile only lowers the need for blocks.
         """
         if plan.prefill is not None or plan.swap_out or plan.swap_in:
             return 0
+        width = plan.width
         steps = min(
-            min(self._room(request), request.max_new_tokens - request.placed.sampled)
+            min(self._room(request) // width, request.max_new_tokens - request.placed.least)
             for request in plan.rows
         )
         if steps and len(plan.rows) < len(self.active):
@@ -220,11 +290,15 @@ class Scheduler:
         return steps
 
     def _room(self, request: Request) -> int:
-        """Positions behind those written for which the request has blocks."""
-        return len(request.placed.blocks) * self.block_size - _kv_len(request)
+        """Tokens behind those that may be written for which the request has blocks."""
+        placement = request.placed
+        held = len(placement.blocks) * self.block_size
+        if held >= placement.reach:
+            return sys.maxsize
+        return held - self._reserve_extra - _kv_len(request)
 
     def _grow_or_pause(self) -> list[Request]:
-        """Rows that decode, oldest first, each with a block for its next position.
+        """Rows that decode, oldest first, each with blocks for the positions of its next step.
 
         When the pool is short the youngest request pauses for an older one. One that has no younger
         to take from sits the step out and keeps its blocks.
@@ -233,16 +307,18 @@ class Scheduler:
         for request in self.active:
             if request.phase is not Phase.DECODE or not _can_sample(request):
                 continue
-            if self._room(request) > 0 or self._reserve(request, _kv_len(request) + 1):
+            if self._room(request) >= self._width or self._reserve(
+                request, _kv_len(request) + self._width
+            ):
                 rows.append(request)
             else:
                 self.counters["stalled_rows"] += 1
         return rows
 
     def _reserve(self, request: Request, tokens: int) -> bool:
-        """Give `request` the blocks for its first `tokens` positions, pausing younger ones."""
+        """Give `request` the blocks for its first `tokens` tokens, pausing younger ones."""
         blocks = request.placed.blocks
-        missing = self.blocks_for(tokens) - len(blocks)
+        missing = self.blocks_for(self._reach(request, tokens)) - len(blocks)
         if missing <= 0:
             return True
         while self.pool.free < missing:
@@ -255,8 +331,9 @@ class Scheduler:
         return True
 
     def _pause(self, request: Request) -> None:
+        """Copy out what may have been written, by the launches in flight too."""
         placement = request.placed
-        used = self.blocks_for(_kv_len(request))
+        used = self.blocks_for(self._reach(request, _kv_len(request)))
         placement.swap_blocks = self.swap.take(used)
         self._changes.swap_out += zip(placement.blocks[:used], placement.swap_blocks, strict=True)
         self.pool.give_back(placement.blocks)
@@ -266,23 +343,29 @@ class Scheduler:
         self._changes.tables = True
 
     def _resume(self) -> list[Request]:
-        """Bring paused requests back, oldest first, while every running row can still grow."""
+        """Bring paused requests back, oldest first, while every running row can still grow.
+
+        What was collected during the pause may have lowered the bound by which blocks were copied
+        out; those past it hold nothing that counts, and stay behind.
+        """
         rows: list[Request] = []
         paused = [request for request in self.active if request.phase is Phase.PAUSED]
-        headroom = len(self.active) - len(paused)
+        headroom = self._headroom(len(self.active) - len(paused))
         for request in paused:
             placement = request.placed
             prefilling = placement.prefilled < request.prompt_len
-            tokens = request.prompt_len if prefilling else _kv_len(request) + 1
-            need = self.blocks_for(tokens)
+            tokens = request.prompt_len if prefilling else _kv_len(request) + self._width
+            need = self.blocks_for(self._reach(request, tokens))
             if self.pool.free < need + headroom:
                 break
             placement.blocks = self.pool.take(need)
-            used = placement.blocks[: len(placement.swap_blocks)]
-            self._changes.swap_in += zip(placement.swap_blocks, used, strict=True)
+            used = self.blocks_for(self._reach(request, _kv_len(request)))
+            self._changes.swap_in += zip(
+                placement.swap_blocks[:used], placement.blocks[:used], strict=True
+            )
             self.swap.give_back(placement.swap_blocks)
             self._changes.tables = True
-            headroom += 1
+            headroom += self._headroom(1)
             self.counters["resumes"] += 1
             request.phase = Phase.PREFILL if prefilling else Phase.DECODE
             if not prefilling and _can_sample(request):
@@ -295,14 +378,16 @@ class Scheduler:
             if any(request.phase is Phase.PAUSED for request in self.active):
                 return
             request = self.waiting[0]
-            need = self.blocks_for(request.prompt_len)
-            if need + len(self.active) > self.pool.free or not self._can_always_pause(request):
+            need = self.blocks_for(self._reach(request, request.prompt_len))
+            headroom = self._headroom(len(self.active))
+            if need + headroom > self.pool.free or not self._can_always_pause(request):
                 return
             self.waiting.popleft()
             slot = self.slots.index(None)
             self._epoch += 1
             blocks = self.pool.take(need)
-            request.placement = Placement(slot=slot, epoch=self._epoch, blocks=blocks)
+            reach = self._reach(request, request.max_len)
+            request.placement = Placement(slot=slot, epoch=self._epoch, reach=reach, blocks=blocks)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)
@@ -310,6 +395,10 @@ class Scheduler:
             self.counters["slot_reuses"] += slot in self._slots_used
             self._slots_used.add(slot)
             self._changes.slots = self._changes.tables = True
+
+    def _headroom(self, rows: int) -> int:
+        """Blocks that `rows` rows may take in their next step."""
+        return rows * self.blocks_for(self._tokens_per_step)
 
     def _can_always_pause(self, newcomer: Request) -> bool:
         needs = [self._greatest_need(request) for request in [*self.active, newcomer]]
@@ -327,16 +416,30 @@ class Scheduler:
         placement = chunk.request.placed
         placement.prefilled += chunk.count
         if chunk.final:
-            placement.sampled = 1
+            placement.least = 1
             chunk.request.phase = Phase.DECODE
 
 
+def _count_launch(plan: Plan) -> None:
+    """Each row samples a token, and perhaps as many more as it has drafts."""
+    for request in plan.rows:
+        request.placement.least += 1  # type: ignore[union-attr]
+    if plan.width > 1:
+        for request in plan.rows:
+            request.placement.in_doubt += plan.width - 1  # type: ignore[union-attr]
+
+
 def _kv_len(request: Request) -> int:
-    """Tokens whose KV is written once all that was launched has run; the last sampled has none."""
+    """At most so many tokens' KV is written once all that was launched has run.
+
+    The last sampled has none. A bound that may lie past the request's end: `_reach` cuts it.
+    """
     placement = request.placed
-    return placement.prefilled + (placement.sampled - 1 if placement.sampled else 0)
+    if not placement.least:
+        return placement.prefilled
+    return placement.prefilled + placement.least + placement.in_doubt - 1
 
 
 def _can_sample(request: Request) -> bool:
     """Whether the request may get another token, as far as the host can tell."""
-    return request.placed.sampled < request.max_new_tokens
+    return request.placed.least < request.max_new_tokens

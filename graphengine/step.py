@@ -1,12 +1,16 @@
 """The captured programs: what one replay does, in order.
 
-    decode    command, gather, embed -> layers -> lm_head, sample -> commit, publish
-    prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish
+    decode    command, gather, embed -> layers -> lm_head, sample -> verify, commit, publish, draft
+    prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
+    draft     where the drafter has a graph of its own: what decode verified -> draft
 
-Both end with the buffers holding what the next replay needs. Host-owned fields are only read, and
+They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.
+Verifying and drafting are there where an engine speculates: then a row feeds its K drafts behind
+its last token, W = K + 1 lanes in all, and emits 1 to W tokens.
 
-Letters: R rows of the bucket, T tokens of the prefill bucket, S slots.
+Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of the prefill bucket,
+S slots.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Mailbox, StaticBuffers
+from graphengine.drafters import Drafter, Prefilled, Verified
 from graphengine.kernels import (
+    DecodeLanes,
+    Residual,
     SamplingTensors,
     SlotState,
     StopTensors,
@@ -37,9 +44,20 @@ from graphengine.kernels import (
     sample_tiles,
 )
 from graphengine.models.dense import DecodeLaunch, DenseModel
+from graphengine.relaxed import Relaxation
 
 Sampler = Literal["fast", "full"]
 """`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well."""
+
+
+def decode_bucket(rows: int, drafts: int, sampler: Sampler) -> str:
+    """Name of the decode graph of `rows` rows that verifies `drafts` drafts of each."""
+    return f"decode/{rows}/k{drafts}/{sampler}" if drafts else f"decode/{rows}/{sampler}"
+
+
+def draft_bucket(rows: int, drafts: int) -> str:
+    """Name of the drafter's own graph behind that of `decode_bucket`, where it has one."""
+    return f"draft/{rows}/k{drafts}"
 
 
 class StepOutputs(NamedTuple):
@@ -63,7 +81,14 @@ class StepProgram:
         cache: Tensor,
         mailbox: Mailbox,
         launch: DecodeLaunch,
+        *,
+        drafter: Drafter | None = None,
+        relaxation: Relaxation | None = None,
+        forced_acceptance: int | None = None,
     ) -> None:
+        self.drafter = drafter
+        self.relaxation = relaxation
+        self.forced_acceptance = forced_acceptance
         self.model = model
         self.buffers = buffers
         self.cache = cache
@@ -72,55 +97,85 @@ class StepProgram:
         self.state = SlotState(*(buffers[name] for name in SlotState._fields))
         self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
+        # A drafter of length 0 only looks on.
+        self._drafts = drafter is not None and drafter.length > 0
 
-    def decode(self, rows: int, sampler: Sampler) -> StepOutputs:
-        """Advance the requests of rows `0 .. rows - 1` by one token each."""
+    def decode(self, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
+        """Advance the requests of rows `0 .. rows - 1` by one token each, or by 1 + `drafts`."""
         buffers, model, pdl = self.buffers, self.model, self.launch.pdl
         config, weights, plans = model.config, model.weights, self.launch.plans
+        speculative: Any = {"num_speculative_tokens": drafts}
+        if self._drafts:
+            speculative["draft_SK"] = buffers["draft_tokens"]
         residual = new_residual(
-            rows,
+            rows * (1 + drafts),
             config.hidden_size,
             residual_groups(plans.down, config.hidden_size),
             dtype=model.dtype,
             device=buffers.device,
         )
-        row = begin_decode(
+        lanes = begin_decode(
             self.state,
             buffers["command_epoch"],
             buffers["slot_of_row"][:rows],
             weights.embedding,
             model.norm_behind(-1),
             residual,
+            max_len_S=self.stopping.max_len,
             pdl=pdl,
+            **speculative,
         )
-        residual = model.decode(row, residual, self.cache, buffers["block_table"], self.launch)
-        logits = None
-        x, lm_head = residual.scaled, weights.lm_head
-        shared: Any = {
-            "squares_TN": residual.squares,
-            "eps": config.norm_eps,
-            "plan": plans.lm_head,
-            "arrivals": self.launch.arrivals,
-            "pdl": pdl,
-        }
-        if sampler == "fast":
-            best, health = linear_sample(
-                x, lm_head, row.slot, row.position, self.sampling, **shared
+        launch = self.launch._replace(tokens_per_row=1 + drafts)
+        residual = model.decode(lanes, residual, self.cache, buffers["block_table"], launch)
+        logits, best, health = self._sample(lanes, residual, sampler)
+        if self.relaxation is not None and drafts:
+            assert logits is not None, "relaxed acceptance reads logits: the full sampler has them"
+            speculative["relaxed_N"] = self.relaxation.judge(
+                logits, lanes, self.sampling, drafts, pdl
             )
-        else:
-            logits = linear(x, lm_head, row.slot, out_dtype=torch.float32, **shared)
-            best, health = sample_tiles(logits, row.slot, row.position, self.sampling, pdl=pdl)
-        token, flags = finish_decode(
+        if self.drafter is not None and self.drafter.host_drafts:
+            del speculative["draft_SK"]
+        step = finish_decode(
             best,
             health,
-            row,
+            lanes,
             self.state,
             self.stopping,
             self.mailbox.tensor,
             self.launch.arrivals,
+            forced=self.forced_acceptance if drafts else None,
             pdl=pdl,
+            **speculative,
         )
-        return StepOutputs(logits, token, flags)
+        if self.relaxation is not None:
+            self.relaxation.follow(step, lanes, pdl)
+        if self.drafter is not None:
+            self.drafter.propose(Verified(lanes, residual, step, drafts))
+        return StepOutputs(logits, step.token_N, step.flags_R)
+
+    def _sample(
+        self, lanes: DecodeLanes, residual: Residual, sampler: Sampler
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
+        launch = self.launch
+        shared: Any = {
+            "squares_TN": residual.squares,
+            "eps": self.model.config.norm_eps,
+            "plan": launch.plans.lm_head,
+            "arrivals": launch.arrivals,
+            "pdl": launch.pdl,
+        }
+        x, lm_head = residual.scaled, self.model.weights.lm_head
+        if sampler == "fast":
+            best, health = linear_sample(
+                x, lm_head, lanes.slot, lanes.position, self.sampling, **shared
+            )
+            return None, best, health
+        logits = linear(x, lm_head, lanes.slot, out_dtype=torch.float32, **shared)
+        best, health = sample_tiles(
+            logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl
+        )
+        return logits, best, health
 
     def prefill(self, tokens: int) -> StepOutputs:
         """Feed one request's prompt chunk of at most `tokens`; the final one samples its token."""
@@ -129,18 +184,28 @@ class StepProgram:
         count, final = buffers["prefill_count"], buffers["prefill_final"]
         apply_commands(self.state, buffers["command_epoch"])
         chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
-        attend = partial(
+        attention = partial(
             paged_prefill_attention,
             block_table_SB=block_table,
             query_start_P1=chunk.query_start,
             slot_P=slot,
             position_P=start,
-            scale=self.model.config.attention_scale,
         )
-        x = self.model.prefill(chunk, self.cache, block_table, attend)
-        logits = self.model.prefill_logits(x, slot, chunk.last)
+        attend = partial(attention, scale=self.model.config.attention_scale)
+        drafter = self.drafter
+        wanted: Any = {}
+        if drafter is not None:
+            wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
+        end = self.model.prefill(chunk, self.cache, block_table, attend, **wanted)
+        logits = self.model.prefill_logits(end, slot, chunk.last)
         position = chunk.position.index_select(0, chunk.last)
         sampled = sample(logits, slot, position, self.sampling)
         flags = commit_prefill(self.state, sampled, slot, start, count, final, self.stopping)
         publish(self.mailbox.tensor, self.state, sampled, flags, slot)
+        if drafter is not None:
+            following = buffers["prefill_next"] if self._drafts else None
+            prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)
+            if self.relaxation is not None:
+                self.relaxation.follow_prompt(prefilled)
+            drafter.prepare(prefilled)
         return StepOutputs(logits, sampled, flags)

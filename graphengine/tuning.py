@@ -31,12 +31,13 @@ import triton
 from graphengine.config import DTYPES
 from graphengine.kernels import LinearKind, LinearPlan, RowFamily, heuristic_plan
 from graphengine.models.dense import DecodePlans, DenseConfig, decode_shapes
+from graphengine.models.mtp import MtpConfig, MtpPlans, mtp_shapes
 
 log = logging.getLogger(__name__)
 
 PlanSource = Literal["user", "shipped", "heuristic"]
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raise it with every change to a kernel of the decode step that may change the bits of a result
 while all plans stay the same: another order of summation, another rounding, another formula."""
 
@@ -55,7 +56,7 @@ MAX_SHARED_BYTES = 227 * 1024
 MAX_SPLITS = 16
 """Parts of K. Each is a float32 [N, M] in the workspace, which is budgeted for this many."""
 
-_BLOCK_M = {"fma": (1, 16), "dot": (16, 64)}
+_BLOCK_M = {"fma": (1, 16), "dot": (16, 256)}
 _BLOCK_K = (16, 8192)
 _WARPS = (1, 16)
 _STAGES = (1, 8)
@@ -71,7 +72,7 @@ _FILE_FIELDS = ("version", "device", "entries")
 _MAX_INTEGER = 2**31 - 1
 
 # Linears whose programs leave sums of squares of their own output (`kernels/residual.py`).
-_RESIDUAL_LINEARS = ("output", "down")
+_RESIDUAL_LINEARS = ("projection", "output", "down")
 
 
 class TuningKey(NamedTuple):
@@ -140,24 +141,60 @@ def choose_plans(
             path in the message. It is not passed over: other plans may give other tokens. (Where
             the user has no cache directory, or none that may be entered, there is no table.)
     """
+    plans, sources = _choose_each(decode_shapes(config), dtype, family, device)
+    return DecodePlans(**plans), PlanSources(**sources)
+
+
+def choose_mtp_plans(
+    config: MtpConfig,
+    dtype: torch.dtype,
+    family: RowFamily,
+    device: torch.device | str,
+    *,
+    draft_vocab_size: int | None = None,
+) -> tuple[MtpPlans, dict[str, PlanSource]]:
+    """A plan for each linear of a draft module, its logits included, and where it came from.
+
+    draft_vocab_size  rows of a trimmed lm_head; None: the target's
+
+    Raises:
+        ValueError: as of `choose_plans`.
+    """
+    shapes = mtp_shapes(config, draft_vocab_size=draft_vocab_size)
+    plans, sources = _choose_each(shapes, dtype, family, device)
+    return MtpPlans(**plans), sources
+
+
+def choose_plan(
+    key: TuningKey, tables: Mapping[PlanSource, Table]
+) -> tuple[LinearPlan, PlanSource]:
+    """The plan of the first of the tables that knows the weight, else the heuristic."""
+    for source, table in tables.items():
+        if key in table:
+            return table[key].plan, source
+    return heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family), "heuristic"
+
+
+def _choose_each(
+    shapes: Mapping[str, tuple[LinearKind, int, int]],
+    dtype: torch.dtype,
+    family: RowFamily,
+    device: torch.device | str,
+) -> tuple[dict[str, LinearPlan], dict[str, PlanSource]]:
+    """`choose_plan` for linears of these kinds and shapes, by name; on a GPU misses are logged."""
     gpu = device_name(device)
     tables: dict[PlanSource, Table] = {
         "user": read_user_table(gpu),
         "shipped": shipped_table(gpu),
     }
-    shapes = decode_shapes(config)
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for linear, (kind, M, K) in shapes.items():
         key = TuningKey(family, kind, M, K, dtype)
-        source = next((source for source, table in tables.items() if key in table), None)
-        sources[linear] = source or "heuristic"
-        plans[linear] = (
-            tables[source][key].plan if source else heuristic_plan(kind, M, K, dtype, family)
-        )
-    chosen = PlanSources(**sources)
-    if chosen.untuned and torch.device(device).type != "cpu":
-        missing = (f"{name} {shapes[name][1]} x {shapes[name][2]}" for name in chosen.untuned)
+        plans[linear], sources[linear] = choose_plan(key, tables)
+    untuned = [linear for linear, source in sources.items() if source == "heuristic"]
+    if untuned and torch.device(device).type != "cpu":
+        missing = (f"{name} {shapes[name][1]} x {shapes[name][2]}" for name in untuned)
         log.info(
             "no tuned plan on %s for %s %s: %s; `graphengine tune --family %s` with "
             "`--checkpoint` or `--shape` measures them",
@@ -167,11 +204,11 @@ def choose_plans(
             ", ".join(missing),
             family,
         )
-    return DecodePlans(**plans), chosen
+    return plans, sources
 
 
 def numerics_id(
-    plans: DecodePlans,
+    plans: DecodePlans | MtpPlans,
     *,
     dtype: torch.dtype,
     extra: Mapping[str, str | int | float | bool | None],

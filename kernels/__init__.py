@@ -15,8 +15,38 @@ from graphengine.kernels.attention import (
 )
 from graphengine.kernels.begin import begin_decode, begin_decode_reference
 from graphengine.kernels.candidates import SamplingTensors
+from graphengine.kernels.draft import (
+    DraftTiles,
+    FirstDraft,
+    Fusion,
+    NextDraft,
+    advance_module_draft,
+    begin_module_draft,
+    begin_module_draft_reference,
+    combine_hidden,
+    combine_hidden_reference,
+    commit_draft,
+    commit_draft_reference,
+)
+from graphengine.kernels.draft_model import (
+    ModelDraft,
+    advance_model_draft,
+    begin_model_draft,
+    begin_model_draft_reference,
+)
+from graphengine.kernels.draft_vanilla import (
+    DraftChain,
+    Emitted,
+    ModuleInput,
+    ModuleRun,
+    advance_vanilla_draft,
+    advance_vanilla_draft_reference,
+    begin_vanilla_draft,
+    begin_vanilla_draft_reference,
+    new_draft_chain,
+)
 from graphengine.kernels.embedding import embed, embed_reference
-from graphengine.kernels.finish import finish_decode, finish_decode_reference
+from graphengine.kernels.finish import FinishedStep, finish_decode, finish_decode_reference
 from graphengine.kernels.linear import (
     MAX_LANES,
     arrivals_needed,
@@ -26,6 +56,12 @@ from graphengine.kernels.linear import (
     linear_residual_reference,
     linear_sample,
     residual_groups,
+)
+from graphengine.kernels.ngram import (
+    ngram_prompt,
+    ngram_prompt_reference,
+    ngram_propose,
+    ngram_propose_reference,
 )
 from graphengine.kernels.norm import (
     add_rms_norm,
@@ -45,6 +81,14 @@ from graphengine.kernels.plans import (
 from graphengine.kernels.prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
+)
+from graphengine.kernels.relaxed import (
+    relaxed_acceptance,
+    relaxed_acceptance_reference,
+    relaxed_delta_prompt,
+    relaxed_delta_prompt_reference,
+    update_relaxed_delta,
+    update_relaxed_delta_reference,
 )
 from graphengine.kernels.residual import Residual, new_residual
 from graphengine.kernels.rewind import (
@@ -90,8 +134,18 @@ __all__ = [
     "MAX_LANES",
     "STOP",
     "DecodeLanes",
+    "DraftChain",
+    "DraftTiles",
+    "Emitted",
+    "FinishedStep",
+    "FirstDraft",
+    "Fusion",
     "LinearKind",
     "LinearPlan",
+    "ModelDraft",
+    "ModuleInput",
+    "ModuleRun",
+    "NextDraft",
     "PrefillLanes",
     "Residual",
     "RopeConfig",
@@ -101,11 +155,25 @@ __all__ = [
     "StopTensors",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "advance_model_draft",
+    "advance_module_draft",
+    "advance_vanilla_draft",
+    "advance_vanilla_draft_reference",
     "apply_commands",
     "arrivals_needed",
     "attention_split",
     "begin_decode",
     "begin_decode_reference",
+    "begin_model_draft",
+    "begin_model_draft_reference",
+    "begin_module_draft",
+    "begin_module_draft_reference",
+    "begin_vanilla_draft",
+    "begin_vanilla_draft_reference",
+    "combine_hidden",
+    "combine_hidden_reference",
+    "commit_draft",
+    "commit_draft_reference",
     "commit_prefill",
     "copy_blocks",
     "copy_blocks_reference",
@@ -126,12 +194,21 @@ __all__ = [
     "linear_sample",
     "mamba_state_selective_copy",
     "mamba_state_selective_copy_reference",
+    "new_draft_chain",
     "new_residual",
+    "ngram_prompt",
+    "ngram_prompt_reference",
+    "ngram_propose",
+    "ngram_propose_reference",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "prepare_next_forward_pass",
     "prepare_next_forward_pass_reference",
     "publish",
+    "relaxed_acceptance",
+    "relaxed_acceptance_reference",
+    "relaxed_delta_prompt",
+    "relaxed_delta_prompt_reference",
     "residual_groups",
     "rewind_kv_cache",
     "rewind_kv_cache_reference",
@@ -147,6 +224,8 @@ __all__ = [
     "sample_tiles_reference",
     "swiglu",
     "swiglu_reference",
+    "update_relaxed_delta",
+    "update_relaxed_delta_reference",
     "verify_speculative_tokens",
     "verify_speculative_tokens_reference",
 ]

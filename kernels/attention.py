@@ -1,5 +1,8 @@
 """Decode attention over the paged cache: one token a lane, from its QKV product to its heads' sums.
 
+A row of speculative decoding is W lanes of one slot at consecutive positions, each of which attends
+those before it: results are bit-equal to decoding the row's tokens one by one.
+
 One kernel (`attention_kernels.py`) rotates the token's query and key, appends key and value to the
 cache, and attends.
 FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
@@ -12,9 +15,9 @@ The token's own key and value are appended, but not read back: the token is a pa
 taken from the QKV product, rounded as the cache holds it. So keys and values of older tokens can be
 loaded before that product is known, which is what hides their latency (`pdl.py`).
 
-Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q query heads, G kv heads,
-D head_dim, C splits, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the cache's
-layout.
+Letters: N lanes of a launch, W lanes of a row, S slots, B blocks of a slot's table, Q query heads,
+G kv heads, D head_dim, C splits, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the
+cache's layout.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from graphengine.kernels.paged import (
     token_capacity,
 )
 from graphengine.kernels.pdl import launch_options
-from graphengine.kernels.plans import dot_columns
+from graphengine.kernels.plans import LONG_SPLIT_BYTES, dot_columns
 from graphengine.kernels.rope import (
     check_norm_weights,
     check_rope,
@@ -55,6 +58,11 @@ _LEAST_PROGRAMS = 4
 _COMBINE_ELEMENTS = 8192
 _COMBINE_SPLITS = 8
 _LOOP_STAGES = 3
+# More lanes than these hide each other's latency without that.
+_LOOP_LANES = 16
+# Their siblings are then in two splits at most.
+_MAX_ROW_TOKENS = 64
+_ROW_REGISTERS = 128
 
 
 def decode_attention(
@@ -75,6 +83,7 @@ def decode_attention(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     split_tokens: int = SPLIT_TOKENS,
+    tokens_per_row: int = 1,
     pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -84,7 +93,7 @@ def decode_attention(
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
         cos, sin: float32 [P, D/2] from `rope_tables`.
         kv: one layer's cache, in qkv's dtype. Written in place: one key and value a live lane.
-        block_table_SB: int32. slot_N: int32, -1 = padded lane; live lanes name different slots.
+        block_table_SB: int32. slot_N: int32, -1 = padded lane; live rows name different slots.
         position_N: int32, where the lane's token belongs.
         arrivals: int32, dense, at least `decode_attention_arrivals` of zeros; zeros again behind
             the kernel. Kernels that do not run at the same time may share it.
@@ -94,6 +103,9 @@ def decode_attention(
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds.
         split_tokens: keys of a split, 64 or 128: part of the numerics. Short ones suit few lanes.
+        tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
+            position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
+            in front of them would stand below position 0.
         pdl: launch as a programmatic dependent. Slots and positions must then have been written two
             launches earlier or before, the cache's older entries too.
         out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
@@ -117,8 +129,14 @@ def decode_attention(
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
     if split_tokens not in (64, 128):
         raise ValueError(f"split_tokens={split_tokens} must be 64 or 128")
+    if split_tokens == 128 and head_dim * qkv_NX.dtype.itemsize > LONG_SPLIT_BYTES:
+        raise ValueError(f"split_tokens=128 is too long for {qkv_NX.dtype} heads of {head_dim}")
     lanes = qkv_NX.shape[0]
     check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    if not 1 <= tokens_per_row <= _MAX_ROW_TOKENS or lanes % tokens_per_row:
+        raise ValueError(
+            f"tokens_per_row={tokens_per_row} must divide {lanes} lanes, 1..{_MAX_ROW_TOKENS}"
+        )
     _check_arrivals(arrivals, lanes, num_heads, num_kv_heads)
     out = checked_output(out, (lanes, num_heads * head_dim), like=qkv_NX)
     if not use_triton(qkv_NX):
@@ -142,7 +160,9 @@ def decode_attention(
     splits = -(-max_seq_len // split_tokens)
     tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
     least = _LEAST_PROGRAMS if head_dim <= 64 else 1
-    programs = min(splits, max(least, _MAX_KEYS // (split_tokens * lanes * tiles)))
+    programs = max(least, _MAX_KEYS // (split_tokens * lanes * tiles))
+    # The kernel wants a lane's last two splits in two programs where they may hold siblings.
+    programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
     # Uninitialised: the combining program reads only what the programs of its own lane wrote.
     acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
     max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
@@ -174,7 +194,9 @@ def decode_attention(
         D=head_dim,
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
+        LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
         **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
+        **_row_options(qkv_NX.dtype, tokens_per_row),
         **launch_options(pdl),
     )
     return out
@@ -216,11 +238,25 @@ def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> 
         "DIM_PADDED": dim_padded,
         "GROUP_ROWS": _GROUP_ROWS,
         "SPLIT": split,
-        "LOOP_STAGES": _LOOP_STAGES if dim_padded <= 64 and split > 64 else 1,
         "COMBINE_ROWS": combine_rows,
         "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
         "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
     }
+
+
+def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
+    """Splits that a program has on their way at once; no bit depends on it."""
+    return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
+
+
+def _row_options(dtype: torch.dtype, tokens_per_row: int) -> dict[str, int]:
+    """What rows of several tokens change of a launch: nothing that sets a bit.
+
+    The code for siblings would take registers at the cost of a program an SM; it fits without.
+    """
+    if tokens_per_row == 1 or dtype.itemsize > 2:
+        return {"ROW_LANES": tokens_per_row}
+    return {"ROW_LANES": tokens_per_row, "maxnreg": _ROW_REGISTERS}
 
 
 def decode_attention_reference(
@@ -241,7 +277,10 @@ def decode_attention_reference(
     eps: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others."""
+    """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
+
+    Of rows of any length: a lane finds in the cache what those before it appended.
+    """
     head_dim = kv.shape[4]
     out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
     limit = _position_limit(cos, kv, block_table_SB, max_seq_len)

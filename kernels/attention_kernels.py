@@ -1,7 +1,11 @@
 """The Triton kernel of `attention.py`: its programs, and the parts they are made of.
 
-Letters: N lanes of a launch, Q query heads, G kv heads, D head_dim, D' padded to what `tl.dot`
-wants. A head has a partial for the token itself and one for each split.
+Letters: N lanes of a launch, W lanes of a row, Q query heads, G kv heads, D head_dim, D' padded to
+what `tl.dot` wants. A head has a partial for the token itself and one for each split.
+
+A lane's siblings are the lanes of its row that come before it. Their tokens are keys of its splits,
+but appended by this very launch: what other programs write cannot be read here. So each program
+computes the few that its splits want, from the QKV product and by the code that appends them.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ def decode_attention_kernel(
     NORMED: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
+    ROW_LANES: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     COMBINE_SPLITS: tl.constexpr,
@@ -69,24 +74,28 @@ def decode_attention_kernel(
     inside = live & (position >= 0) & (position < position_limit)
     position = tl.where(inside, position, 0)
     used = (position + SPLIT - 1) // SPLIT
+    # Tokens below `cached` were appended by earlier launches, those from there on by siblings.
+    siblings = 0
+    cached = position
+    # The split whose loads do not wait.
+    early = first_split
+    if ROW_LANES > 1:
+        siblings = (lane % ROW_LANES).to(tl.int32)
+        cached = position - siblings
+        # Siblings are in the last two splits at most, which are the last of two programs.
+        early += tl.maximum(used - 1 - first_split, 0) // programs * programs
 
     # What no launch since the last but one writes: older keys and values, tables, norm weights.
     table_row_ptr = block_table_ptr + tl.maximum(slot, 0).to(tl.int64) * table_stride
     key_ptr = kv_ptr + kv_head * D
     dim = tl.arange(0, DIM_PADDED)
     dim_mask = dim < D
-    token = first_split * SPLIT + tl.arange(0, SPLIT)
+    token = early * SPLIT + tl.arange(0, SPLIT)
     keys, values = _load_older(
-        key_ptr, table_row_ptr, token, position, kv_block_stride, dim, BLOCK_SIZE, G, D
+        key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D
     )
-    HALF: tl.constexpr = D // 2
-    is_lower = dim < HALF
-    partner = tl.where(is_lower, dim + HALF, dim - HALF)
-    angle = position.to(tl.int64) * HALF + tl.where(is_lower, dim, dim - HALF)
-    angle_mask = dim_mask & inside
-    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0)
-    sin = tl.where(is_lower, -sin, sin)
+    partner = tl.where(dim < D // 2, dim + D // 2, dim - D // 2)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
     own_entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
 
     wait_for_inputs(PDL)
@@ -102,6 +111,26 @@ def decode_attention_kernel(
         return
 
     qkv_row_ptr = qkv_ptr + lane * qkv_stride
+    if ROW_LANES > 1:
+        # All at once, before the first use of any: a trip to L2 each would be a long way.
+        sibling_ptr = qkv_row_ptr - siblings * qkv_stride + (Q + kv_head) * D
+        raw_keys = _load_sibling_keys(
+            sibling_ptr,
+            qkv_stride,
+            cos_ptr,
+            sin_ptr,
+            siblings,
+            cached,
+            early,
+            dim,
+            partner,
+            D,
+            SPLIT,
+            ROW_LANES,
+        )
+        values = _insert_sibling_values(
+            values, sibling_ptr + G * D, qkv_stride, token, cached, position, dim, D
+        )
     q = _rotated(
         qkv_row_ptr + (kv_head * GROUP + row)[:, None] * D,
         head_mask,
@@ -134,6 +163,22 @@ def decode_attention_kernel(
         tl.store(acc_ptr + partial[:, None] * D + dim[None, :], own_acc, mask=head_mask)
 
     if first_split < used:
+        if ROW_LANES > 1:
+            keys = _insert_sibling_keys(
+                keys,
+                raw_keys,
+                siblings,
+                cached,
+                early,
+                dim,
+                partner,
+                k_norm_ptr,
+                eps,
+                D,
+                NORMED,
+                SPLIT,
+                ROW_LANES,
+            )
         _attend_split(
             q,
             keys,
@@ -143,15 +188,17 @@ def decode_attention_kernel(
             acc_ptr,
             max_ptr,
             sum_ptr,
-            partial + 1 + first_split,
+            partial + 1 + early,
             row < GROUP,
             dim,
             D,
         )
-    for split in tl.range(first_split + programs, used, programs, num_stages=LOOP_STAGES):
+    start = first_split + programs if ROW_LANES == 1 else first_split
+    end = used if ROW_LANES == 1 else early
+    for split in tl.range(start, end, programs, num_stages=LOOP_STAGES):
         token = split * SPLIT + tl.arange(0, SPLIT)
         keys, values = _load_older(
-            key_ptr, table_row_ptr, token, position, kv_block_stride, dim, BLOCK_SIZE, G, D
+            key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D
         )
         _attend_split(
             q,
@@ -199,15 +246,15 @@ def _load_older(
     key_ptr,
     table_row_ptr,
     token,
-    position,
+    cached,
     kv_block_stride,
     dim,
     BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Keys and values [tokens, D'] of the tokens before `position`; 0 for the others."""
-    older = token < position
+    """Keys and values [tokens, D'] of the tokens below `cached`; 0 for the others."""
+    older = token < cached
     entry = cache_offsets(table_row_ptr, token, older, kv_block_stride, BLOCK_SIZE, G * D)
     key_ptrs = key_ptr + entry[:, None] + dim[None, :]
     mask = older[:, None] & (dim < D)[None, :]
@@ -216,6 +263,99 @@ def _load_older(
     values = tl.load(value_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     keys = tl.load(key_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     return keys, values
+
+
+@triton.jit
+def _load_angles(cos_ptr, sin_ptr, position, mask, dim, D: tl.constexpr):
+    """Cosines and signed sines [D'] of the angles at `position`, for `_rotate`; 0 unless `mask`."""
+    HALF: tl.constexpr = D // 2
+    is_lower = dim < HALF
+    angle = position.to(tl.int64) * HALF + tl.where(is_lower, dim, dim - HALF)
+    angle_mask = (dim < D) & mask
+    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0)
+    return cos, tl.where(is_lower, -sin, sin)
+
+
+@triton.jit
+def _is_sibling_of_split(i, siblings, cached, split, SPLIT: tl.constexpr):
+    """Whether lane `i` of the row is a sibling, and its token one of the split's."""
+    offset = cached + i - split * SPLIT
+    return (i < siblings) & (offset >= 0) & (offset < SPLIT)
+
+
+@triton.jit
+def _load_sibling_keys(
+    sibling_ptr,
+    qkv_stride,
+    cos_ptr,
+    sin_ptr,
+    siblings,
+    cached,
+    split,
+    dim,
+    partner,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+):
+    """For each lane of a row but the last (x, other, cos, sin) for `_rotate`: x is [1, D'].
+
+    `sibling_ptr` is the key of the row's first lane. Nothing is read of a lane that is no sibling
+    of the split.
+    """
+    raw_keys = ()
+    for i in tl.static_range(ROW_LANES - 1):
+        wanted = _is_sibling_of_split(i, siblings, cached, split, SPLIT)
+        mask = ((dim < D) & wanted)[None, :]
+        head_ptrs = sibling_ptr + i * qkv_stride + tl.zeros([1], tl.int32)[:, None]
+        x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
+        other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, cached + i, wanted, dim, D)
+        raw_keys += ((x, other, cos, sin),)  # type: ignore[assignment]
+    return raw_keys
+
+
+@triton.jit
+def _insert_sibling_keys(
+    keys,
+    raw_keys,
+    siblings,
+    cached,
+    split,
+    dim,
+    partner,
+    k_norm_ptr,
+    eps,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+):
+    """`keys` [tokens, D'] of a split with those of the siblings in it, as they are appended.
+
+    One by one: a norm of several rows at once would sum in another order than the own key's.
+    """
+    for i in tl.static_range(ROW_LANES - 1):
+        if _is_sibling_of_split(i, siblings, cached, split, SPLIT):
+            x, other, cos, sin = raw_keys[i]
+            key = _rotate(x, other, dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED)
+            # The gather leaves `key` as it is. The compiler does not carry layouts of registers
+            # through it: in the tile's layout a norm would sum in another order than the own key's.
+            key = tl.gather(tl.reshape(key, [key.shape[1]]), dim, axis=0)
+            is_its_token = split * SPLIT + tl.arange(0, SPLIT) == cached + i
+            keys = tl.where(is_its_token[:, None], key[None, :], keys)
+    return keys
+
+
+@triton.jit
+def _insert_sibling_values(
+    values, sibling_ptr, qkv_stride, token, cached, position, dim, D: tl.constexpr
+):
+    """`values` [tokens, D'] with those of the siblings; `sibling_ptr` is the value of the first."""
+    rows = (token - cached).to(tl.int64) * qkv_stride
+    mask = ((token >= cached) & (token < position))[:, None] & (dim < D)[None, :]
+    return tl.load(sibling_ptr + rows[:, None] + dim[None, :], mask=mask, other=values)
 
 
 @triton.jit
@@ -263,11 +403,30 @@ def _rotated(
 ):
     """Heads [rows, D'] at `head_ptrs` [rows, 1], normed if NORMED and rotated, in their own dtype.
 
-    The other half of each pair is loaded a second time, which spares shuffling registers. Rounded
-    where `rope_append` rounds.
+    The other half of each pair is loaded a second time, which spares shuffling registers.
     """
     x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
     other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
+    return _rotate(x, other, dim, partner, cos, signed_sin, weight_ptr, eps, D, NORMED)
+
+
+@triton.jit
+def _rotate(
+    x,
+    other,
+    dim,
+    partner,
+    cos,
+    signed_sin,
+    weight_ptr,
+    eps,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Heads `x` [rows, D'], `other` the other half of each pair, as `_rotated` gives them.
+
+    Rounded where `rope_append` rounds.
+    """
     dtype = x.dtype
     x = x.to(tl.float32)
     other = other.to(tl.float32)

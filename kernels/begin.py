@@ -1,6 +1,7 @@
-"""The first kernel of a decode step: commands applied, the rows' queries gathered and embedded.
+"""The first kernel of a decode step: commands applied, the rows' tokens gathered and embedded.
 
-Letters: S slots, R rows, V vocabulary, H hidden, T groups of columns.
+Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), V vocabulary,
+H hidden, T groups of columns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from graphengine.kernels.state import (
     DecodeLanes,
     SlotState,
     apply_commands_reference,
+    check_draft_count,
+    check_draft_table,
     check_state,
     start_afresh,
 )
@@ -40,38 +43,66 @@ def begin_decode(
     norm_weight_H: torch.Tensor,
     residual: Residual,
     *,
+    draft_SK: torch.Tensor | None = None,
+    max_len_S: torch.Tensor | None = None,
+    num_speculative_tokens: int = 0,
     pdl: bool = False,
 ) -> DecodeLanes:
-    """Apply every pending command, then fetch and embed the query of each row's slot; one launch.
+    """Apply every pending command, then fetch and embed each row's tokens; one launch.
 
     As `apply_commands`, a slot whose epoch differs from the commanded one is started afresh: named
-    by a row or not, it has no query in this step. A lane is live where `slot_of_row` names a slot
-    that runs: -1, a number past the last slot, or a slot that stopped or starts make a padded lane.
+    by a row or not, it has no query in this step. A row is live where `slot_of_row` names a slot
+    that runs: -1, a number past the last slot, or a slot that stopped or starts make a padded row.
     No slot may be named twice.
+
+    Lane r * W + j of a live row is at position kv_len + j: lane 0 has the slot's next token, lane
+    j draft j - 1 of the table. Lane j > 0 is padded where one of the drafts up to its own is absent
+    or where the sequence up to it, position + 1 tokens, reaches max_len: what it would sample lies
+    past the request's end.
 
     Args:
         state: updated in place.
         command_epoch_S, slot_of_row_R: int32, host-owned.
         embedding_VH: any float dtype, dense rows; may exceed 2**31 elements.
         norm_weight_H: any float dtype: the weight of the first RMSNorm.
-        residual: R lanes, written in place: x the embedding, scaled = x * norm_weight rounded once,
+        residual: N lanes, written in place: x the embedding, scaled = x * norm_weight rounded once,
             squares the sum of x * x and then zeros. A live lane whose token is outside 0..V-1
-            becomes NaN; padded lanes are not written.
+            becomes NaN; padded lanes are not written. A lane's bits do not depend on K.
+        draft_SK: int32 [S, K or more], dense rows: the drafts of each slot's next step; below 0 for
+            absent. Read as state is, so a kernel may write it.
+        max_len_S: int32, host-owned. Both are wanted with drafts, and not read without.
+        num_speculative_tokens: K, 0..14.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
-        New tensors. ValueError for a shape or dtype that does not fit.
+        New tensors of N lanes. ValueError for a shape or dtype that does not fit.
     """
     slots = check_state(state)
     check_lanes(slots, command_epoch=command_epoch_S)
     rows = slot_of_row_R.numel()
     check_lanes(rows, slot_of_row=slot_of_row_R)
-    groups = _check_floats(embedding_VH, norm_weight_H, residual, rows)
+    width = check_draft_count(num_speculative_tokens)
+    groups = _check_floats(embedding_VH, norm_weight_H, residual, rows * width)
+    if width == 1:
+        draft_SK = max_len_S = None
+    elif draft_SK is None or max_len_S is None:
+        raise ValueError(f"{num_speculative_tokens} drafts a row want draft_SK and max_len_S")
+    else:
+        check_draft_table(draft_SK, slots, num_speculative_tokens)
+        check_lanes(slots, max_len=max_len_S)
     if not use_triton(slot_of_row_R):
         return begin_decode_reference(
-            state, command_epoch_S, slot_of_row_R, embedding_VH, norm_weight_H, residual
+            state,
+            command_epoch_S,
+            slot_of_row_R,
+            embedding_VH,
+            norm_weight_H,
+            residual,
+            draft_SK=draft_SK,
+            max_len_S=max_len_S,
+            num_speculative_tokens=num_speculative_tokens,
         )
-    lanes = DecodeLanes(*(torch.empty_like(slot_of_row_R) for _ in DecodeLanes._fields))
+    lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
     V, H = embedding_VH.shape
     block_h = triton.next_power_of_2(H)
     _begin_decode_kernel[(rows + triton.cdiv(slots, _BLOCK_S),)](
@@ -81,16 +112,20 @@ def begin_decode(
         state.kv_len,
         state.running,
         state.next_token,
+        draft_SK,
+        max_len_S,
         *lanes,
         embedding_VH,
         norm_weight_H,
         *residual,
+        0 if draft_SK is None else draft_SK.stride(0),
         embedding_VH.stride(0),
         residual.x.stride(0),
         residual.scaled.stride(0),
         rows,
         slots,
         V,
+        W=width,
         H=H,
         T=groups,
         BLOCK_H=block_h,
@@ -110,10 +145,17 @@ def begin_decode_reference(
     embedding_VH: torch.Tensor,
     norm_weight_H: torch.Tensor,
     residual: Residual,
+    *,
+    draft_SK: torch.Tensor | None = None,
+    max_len_S: torch.Tensor | None = None,
+    num_speculative_tokens: int = 0,
 ) -> DecodeLanes:
     """Plain twin of `begin_decode`."""
     apply_commands_reference(state, command_epoch_S)
     lanes = _gather_reference(state, slot_of_row_R)
+    if num_speculative_tokens:
+        assert draft_SK is not None and max_len_S is not None
+        lanes = _widen_reference(lanes, draft_SK[:, :num_speculative_tokens], max_len_S)
     embed_reference(lanes.token, embedding_VH, lanes.slot, out=residual.x)
     live = live_lanes(lanes.slot)
     x = residual.x[live]
@@ -136,23 +178,42 @@ def _gather_reference(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLa
     )
 
 
+def _widen_reference(
+    query: DecodeLanes, draft_SK: torch.Tensor, max_len_S: torch.Tensor
+) -> DecodeLanes:
+    """Each row's query with its drafts behind it, K + 1 lanes a row."""
+    drafts = draft_SK.shape[1]
+    slot = query.slot.clamp(min=0).long()
+    draft_RK = draft_SK[slot]
+    ahead_K = torch.arange(1, drafts + 1, dtype=torch.int32, device=draft_SK.device)
+    position_RK = query.position[:, None] + ahead_K
+    inside_RK = position_RK + 1 < max_len_S[slot][:, None]
+    live_RK = ((draft_RK >= 0) & inside_RK).cummin(dim=1).values
+    slot_RK = query.slot[:, None].where(live_RK, -1)
+    return DecodeLanes(
+        token=torch.cat([query.token[:, None], draft_RK], dim=1).flatten(),
+        slot=torch.cat([query.slot[:, None], slot_RK], dim=1).flatten(),
+        position=torch.cat([query.position[:, None], position_RK], dim=1).flatten(),
+    )
+
+
 def _check_floats(
-    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, rows: int
+    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, lanes: int
 ) -> int:
-    """The residual's number of groups; ValueError unless everything fits `rows` lanes."""
+    """The residual's number of groups; ValueError unless everything fits these lanes."""
     check_rows(embedding_VH=embedding_VH)
     H = embedding_VH.shape[1]
     if norm_weight_H.dtype not in FLOAT_DTYPES:
         raise ValueError(f"norm_weight must be one of {FLOAT_DTYPES}, not {norm_weight_H.dtype}")
     check_vector("norm_weight", norm_weight_H, H, norm_weight_H.dtype)
     x, scaled, squares = residual
-    output_rows(x, (rows, H), dtype=torch.float32, like=x)
-    output_rows(scaled, (rows, H), dtype=scaled.dtype, like=scaled)
+    output_rows(x, (lanes, H), dtype=torch.float32, like=x)
+    output_rows(scaled, (lanes, H), dtype=scaled.dtype, like=scaled)
     shape = tuple(squares.shape)
     dense = squares.dtype == torch.float32 and squares.is_contiguous()
-    if len(shape) != 2 or shape[0] < 1 or shape[1] != rows or not dense:
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
         raise ValueError(
-            f"squares must be a dense float32 [T, {rows}], not {squares.dtype} {shape}"
+            f"squares must be a dense float32 [T, {lanes}], not {squares.dtype} {shape}"
         )
     return shape[0]
 
@@ -165,6 +226,8 @@ def _begin_decode_kernel(
     kv_len_ptr,
     running_ptr,
     next_token_ptr,
+    draft_ptr,
+    max_len_ptr,
     token_ptr,
     slot_ptr,
     position_ptr,
@@ -173,12 +236,14 @@ def _begin_decode_kernel(
     x_ptr,
     scaled_ptr,
     squares_ptr,
+    draft_stride,
     embedding_stride,
     x_stride,
     scaled_stride,
     rows,
     slots,
     V,
+    W: tl.constexpr,
     H: tl.constexpr,
     T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -187,8 +252,8 @@ def _begin_decode_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row, which alone may write the slot that the row names; then one for every
-    BLOCK_S slots, which sees to those that no row names."""
+    """One program a row, which alone may write the slot that the row names and does all W lanes;
+    then one for every BLOCK_S slots, which sees to those that no row names."""
     row = tl.program_id(0)
     if row >= rows:
         _command_unnamed_slots(
@@ -209,33 +274,86 @@ def _begin_decode_kernel(
         slot = tl.load(slot_of_row_ptr + row)
         named = (slot >= 0) & (slot < slots)
         command = tl.load(command_epoch_ptr + slot, mask=named, other=0)
+        max_len = 0
+        if W > 1:
+            max_len = tl.load(max_len_ptr + slot, mask=named, other=0)
         h = tl.arange(0, BLOCK_H)
         weight = tl.load(norm_weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         wait_for_inputs(PDL)
 
         pending = named & (command != tl.load(epoch_ptr + slot, mask=named, other=0))
         running = tl.load(running_ptr + slot, mask=named, other=0)
-        token = tl.load(next_token_ptr + slot, mask=named, other=0)
+        tokens = (tl.load(next_token_ptr + slot, mask=named, other=0),)
+        for k in tl.static_range(W - 1):
+            draft = draft_ptr + slot.to(tl.int64) * draft_stride + k
+            tokens += (tl.load(draft, mask=named, other=-1),)  # type: ignore[assignment]
         position = tl.load(kv_len_ptr + slot, mask=named, other=0)
         live = named & (running != 0) & (pending == 0)
         # Every warp has read the slot's state before one of them overwrites it.
         tl.debug_barrier()
         start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
-        tl.store(slot_ptr + row, tl.where(live, slot, -1))
-        tl.store(token_ptr + row, token, mask=live)
-        tl.store(position_ptr + row, position, mask=live)
 
-        known = (token >= 0) & (token < V)
-        mask = live & (h < H)
-        source = embedding_ptr + token.to(tl.int64) * embedding_stride + h
-        x = tl.load(source, mask=mask & known, other=float("nan")).to(tl.float32)
-        lane = row.to(tl.int64)
-        tl.store(x_ptr + lane * x_stride + h, x, mask=mask)
-        scaled = (x * weight).to(scaled_ptr.dtype.element_ty)
-        tl.store(scaled_ptr + lane * scaled_stride + h, scaled, mask=mask)
-        square = tl.sum(tl.where(h < H, x * x, 0.0), 0)
-        t = tl.arange(0, BLOCK_T)
-        tl.store(squares_ptr + t * rows + row, tl.where(t == 0, square, 0.0), mask=live & (t < T))
+        # All embeddings are on their way before the first of them is looked at.
+        lives = ()
+        xs = ()
+        for j in tl.static_range(W):
+            token = tokens[j]
+            if j > 0:
+                live = live & (token >= 0) & (position + j + 1 < max_len)
+            lane = row * W + j
+            tl.store(slot_ptr + lane, tl.where(live, slot, -1))
+            tl.store(token_ptr + lane, token, mask=live)
+            tl.store(position_ptr + lane, position + j, mask=live)
+            mask = live & (token >= 0) & (token < V) & (h < H)
+            source = embedding_ptr + token.to(tl.int64) * embedding_stride + h
+            xs += (tl.load(source, mask=mask, other=float("nan")),)  # type: ignore[assignment]
+            lives += (live,)  # type: ignore[assignment]
+        for j in tl.static_range(W):
+            _store_lane(
+                xs[j],
+                weight,
+                row * W + j,
+                lives[j],
+                x_ptr,
+                scaled_ptr,
+                squares_ptr,
+                x_stride,
+                scaled_stride,
+                rows * W,
+                H,
+                T,
+                BLOCK_H,
+                BLOCK_T,
+            )
+
+
+@triton.jit
+def _store_lane(
+    embedding_H,
+    weight_H,
+    lane,
+    live,
+    x_ptr,
+    scaled_ptr,
+    squares_ptr,
+    x_stride,
+    scaled_stride,
+    lanes,
+    H: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Start a lane's residual stream with its token's embedding."""
+    h = tl.arange(0, BLOCK_H)
+    mask = live & (h < H)
+    x = embedding_H.to(tl.float32)
+    tl.store(x_ptr + lane.to(tl.int64) * x_stride + h, x, mask=mask)
+    scaled = (x * weight_H).to(scaled_ptr.dtype.element_ty)
+    tl.store(scaled_ptr + lane.to(tl.int64) * scaled_stride + h, scaled, mask=mask)
+    square = tl.sum(tl.where(h < H, x * x, 0.0), 0)
+    t = tl.arange(0, BLOCK_T)
+    tl.store(squares_ptr + t * lanes + lane, tl.where(t == 0, square, 0.0), mask=live & (t < T))
 
 
 @triton.jit

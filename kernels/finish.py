@@ -1,89 +1,157 @@
-"""The last kernel of a decode step: each row's token chosen, committed and published.
+"""The last kernel of a decode step's target: tokens verified, committed and published.
 
-Letters: S slots, R rows, C tiles of the vocabulary, E stop ids a slot.
+Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), C tiles of the
+vocabulary, E stop ids a slot, I items of a mailbox lane.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from graphengine.kernels.candidates import LAST_ID
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.sampling import check_tiles, token_of_tiles, token_of_tiles_reference
+from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference
 from graphengine.kernels.state import (
     EMITTED,
+    INVALID,
     DecodeLanes,
     SlotState,
     StopTensors,
+    check_draft_count,
+    check_draft_table,
     check_limits,
     check_mailbox,
     check_state,
     commit_flags,
+    commit_flags_reference,
     commit_tokens_reference,
     load_limits,
-    publish_reference,
+    publish_tokens_reference,
+    state_payload,
     stop_ids_block,
-    store_items,
 )
 
 _EMITTED = tl.constexpr(EMITTED)
+_INVALID = tl.constexpr(INVALID)
 
+# The health of a row that has valid logits, as `sample_tiles` has it.
+_FINITE = tl.constexpr(1)
+
+# Entries of the tiles that a program holds at once: of one lane, and of several, of all together.
 _MAX_BLOCK_C = 16384
+_MAX_BLOCK_WC = 8192
+
+
+class FinishedStep(NamedTuple):
+    """What a decode step emitted, in new tensors; undefined in padded lanes."""
+
+    token_N: torch.Tensor
+    """int32: the token behind each lane, past the row's count too; -1 without valid logits."""
+    flags_R: torch.Tensor
+    """int32: EMITTED | STOP | LENGTH or INVALID, 0 for a padded row."""
+    count_R: torch.Tensor
+    """int32: tokens emitted, those of the row's first lanes; 0 for a padded row."""
 
 
 def finish_decode(
-    best_RC: torch.Tensor,
-    health_RC: torch.Tensor,
+    best_NC: torch.Tensor,
+    health_NC: torch.Tensor,
     lanes: DecodeLanes,
     state: SlotState,
     limits: StopTensors,
     mailbox_items: torch.Tensor,
     arrivals: torch.Tensor,
     *,
+    num_speculative_tokens: int = 0,
+    relaxed_N: torch.Tensor | None = None,
+    forced: int | None = None,
+    draft_SK: torch.Tensor | None = None,
     pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take each live row's token out of its tiles and into its slot's state, and publish it.
+) -> FinishedStep:
+    """Take each live row's tokens out of their tiles and into its slot's state; publish them.
 
-    The query's K and V are in the cache by now: kv_len grows by one, and the token becomes the next
-    query. It ends the request if it is a stop id or if the sequence with it, kv_len + 1 tokens,
-    reaches max_len. A row without valid logits stops with the flag INVALID alone, and its
-    next_token stays. Then the row's two mailbox items are written as by `publish`, for the lanes
-    of the R rows only; state.sequence counts the replay once all rows have.
+    A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Its first d drafts are accepted,
+    as many as there are before the first that is not what its lane's predecessor sampled. Then
+    tokens 0..d are walked in order. The walk ends at a token that ends the request: a stop id, or
+    one with which the sequence reaches max_len. It also ends *before* a lane without valid logits;
+    if that is the row's first, the request ends with the flag INVALID alone and its next_token
+    stays, else it runs on, and its next step will find out. Of the tokens walked, `count`, the last
+    is the next query, and the K and V before it are in the cache by now: kv_len grows by `count`,
+    or by one without a valid token.
+
+    Worked, W = 4: tokens t0 t1 t2 t3, drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit t0 t1 t2;
+    kv_len + 3, next_token t2.
+
+    Then all items of the row's mailbox lane are written as by `publish`, for the lanes of the R
+    rows only; state.sequence counts the replay once all rows have.
 
     Args:
-        best_RC, health_RC: from `sample_tiles` or from an lm_head with the sampler folded in.
+        best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in.
         lanes: from `begin_decode`.
         state: next_token, kv_len, running and sequence are updated in place; epoch is read.
         limits: host-owned.
-        mailbox_items: int64 [entries, lanes, 2], lanes >= R; the device's memory or pinned host
-            memory. The entry is overwritten: its reader must be done with it.
+        mailbox_items: int64 [entries, lanes, items], lanes >= R, items > W; the device's memory
+            or pinned host memory. The entry is overwritten: its reader must be done with it.
         arrivals: dense int32; element 0 is zero before and after.
+        num_speculative_tokens: K, 0..14.
+        relaxed_N: int32, not 0 where the draft that the *next* lane was fed is accepted whatever
+            this lane sampled; among the first d, the draft itself is this lane's token then.
+        forced: accept this many drafts, or all that were fed if fewer, whatever they are; the
+            emitted tokens are the sampled ones, `relaxed_N` is not asked. For benchmarks.
+        draft_SK: int32 [S, any], dense rows; the rows of live slots are set to -1, because these
+            drafts are used now.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
             launch must lie between this one and `begin_decode`.
 
     Returns:
-        token_R: new int32 [R]; -1 for a row without valid logits, undefined in a padded lane.
-        flags_R: new int32 [R]; EMITTED | STOP | LENGTH or INVALID, 0 in a padded lane.
-        ValueError for a shape or dtype that does not fit.
+        New tensors. ValueError for a shape or dtype that does not fit.
     """
     slots = check_state(state)
     stop_ids = check_limits(limits, slots)
-    rows = lanes.slot.numel()
-    check_lanes(rows, **lanes._asdict())
-    tiles = check_tiles(best_RC, health_RC, rows)
-    entries, mailbox_lanes = check_mailbox(mailbox_items, rows)
+    width = check_draft_count(num_speculative_tokens)
+    total = lanes.slot.numel()
+    check_lanes(total, **lanes._asdict())
+    if total % width:
+        raise ValueError(f"{total} lanes must be rows of {width}")
+    rows = total // width
+    tiles = check_tiles(best_NC, health_NC, total)
+    entries, mailbox_lanes, items = check_mailbox(mailbox_items, rows, width)
     check_int32(arrivals=arrivals)
-    if not use_triton(best_RC):
-        return finish_decode_reference(best_RC, health_RC, lanes, state, limits, mailbox_items)
-    token_R, flags_R = torch.empty_like(lanes.slot), torch.empty_like(lanes.slot)
-    block_c = min(triton.next_power_of_2(tiles), _MAX_BLOCK_C)
+    if relaxed_N is not None:
+        check_lanes(total, relaxed=relaxed_N)
+    if forced is not None and forced < 0:
+        raise ValueError(f"forced={forced} must be 0 or more, or None")
+    columns = 0 if draft_SK is None else check_draft_table(draft_SK, slots)
+    if not use_triton(best_NC):
+        return finish_decode_reference(
+            best_NC,
+            health_NC,
+            lanes,
+            state,
+            limits,
+            mailbox_items,
+            num_speculative_tokens=num_speculative_tokens,
+            relaxed_N=relaxed_N,
+            forced=forced,
+            draft_SK=draft_SK,
+        )
+    flags_R = lanes.slot.new_empty(rows)
+    step = FinishedStep(torch.empty_like(lanes.slot), flags_R, torch.empty_like(flags_R))
+    block_w = triton.next_power_of_2(width)
+    most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
+    block_c = min(triton.next_power_of_2(tiles), most)
     _finish_decode_kernel[(rows,)](
-        best_RC,
-        health_RC,
+        best_NC,
+        health_NC,
+        None if forced is not None or width == 1 else relaxed_N,
         lanes.slot,
+        lanes.token,
         state.next_token,
         state.kv_len,
         state.running,
@@ -91,47 +159,101 @@ def finish_decode(
         state.sequence,
         limits.stop_ids,
         limits.max_len,
+        draft_SK,
         mailbox_items,
         arrivals,
-        token_R,
-        flags_R,
+        *step,
         tiles,
         stop_ids,
+        0 if draft_SK is None else draft_SK.stride(0),
         entries,
         mailbox_lanes,
+        W=width,
+        FORCED=forced,
+        COLUMNS=columns,
+        ITEMS=items,
+        BLOCK_W=block_w,
         BLOCK_C=block_c,
         BLOCK_E=stop_ids_block(stop_ids),
-        num_warps=min(max(block_c // 256, 1), 32),
+        BLOCK_K=triton.next_power_of_2(max(columns, 1)),
+        BLOCK_I=triton.next_power_of_2(items),
+        num_warps=min(max(block_w * block_c // 256, 1), 32),
         **launch_options(pdl),
     )
-    return token_R, flags_R
+    return step
 
 
 def finish_decode_reference(
-    best_RC: torch.Tensor,
-    health_RC: torch.Tensor,
+    best_NC: torch.Tensor,
+    health_NC: torch.Tensor,
     lanes: DecodeLanes,
     state: SlotState,
     limits: StopTensors,
     mailbox_items: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    num_speculative_tokens: int = 0,
+    relaxed_N: torch.Tensor | None = None,
+    forced: int | None = None,
+    draft_SK: torch.Tensor | None = None,
+) -> FinishedStep:
     """Plain twin of `finish_decode`, which needs no arrivals."""
-    token_R = token_of_tiles_reference(best_RC, health_RC)
-    flags_R = torch.zeros_like(token_R)
-    live = lanes.slot >= 0
-    slot = lanes.slot[live].long()
-    state.kv_len[slot] += 1
-    flags_R[live] = commit_tokens_reference(state, token_R[live], slot, limits)
-    rows = token_R.numel()
-    publish_reference(mailbox_items[:, :rows], state, token_R, flags_R, lanes.slot)
-    return token_R, flags_R
+    width = num_speculative_tokens + 1
+    token_RW = token_of_tiles_reference(best_NC, health_NC).view(-1, width)
+    slot_RW, fed_RW = lanes.slot.view(-1, width), lanes.token.view(-1, width)
+    relaxed_RW = None if relaxed_N is None else relaxed_N.view(-1, width)
+    token_RW, accepted_R = _verify_reference(token_RW, fed_RW, slot_RW >= 0, relaxed_RW, forced)
+
+    slot_R = slot_RW[:, 0]
+    live = slot_R >= 0
+    slot = slot_R[live].long()
+    token_LW, accepted_L = token_RW[live], accepted_R[live]
+    j = torch.arange(width, dtype=torch.int32, device=token_RW.device)
+    flags_LW = commit_flags_reference(
+        token_LW, state.kv_len[slot][:, None] + 1 + j, slot[:, None], limits
+    )
+    ends = (flags_LW != EMITTED) | (j == accepted_L[:, None])
+    end = ends.int().argmax(dim=1)
+    count = (end + (flags_LW.gather(1, end[:, None])[:, 0] != INVALID)).to(torch.int32)
+    state.kv_len[slot] += count.clamp(min=1)
+    last = token_LW.gather(1, (count.long() - 1).clamp(min=0)[:, None])[:, 0]
+
+    flags_R, count_R = torch.zeros_like(slot_R), torch.zeros_like(slot_R)
+    count_R[live] = count
+    flags_R[live] = commit_tokens_reference(state, last, slot, limits)
+    if draft_SK is not None:
+        draft_SK[slot] = -1
+    rows = slot_R.numel()
+    publish_tokens_reference(mailbox_items[:, :rows], state, token_RW, flags_R, count_R, slot_R)
+    return FinishedStep(token_RW.flatten(), flags_R, count_R)
+
+
+def _verify_reference(
+    token_RW: torch.Tensor,
+    fed_RW: torch.Tensor,
+    live_RW: torch.Tensor,
+    relaxed_RW: torch.Tensor | None,
+    forced: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token of each lane, accepted drafts of each row, int64): what counts without the limits."""
+    fed = live_RW[:, 1:].long().cumprod(dim=1)
+    if forced is not None:
+        return token_RW, fed.sum(dim=1).clamp(max=forced)
+    token, draft = token_RW[:, :-1], fed_RW[:, 1:]
+    relaxed = torch.zeros_like(draft, dtype=torch.bool)
+    if relaxed_RW is not None:
+        relaxed = (relaxed_RW[:, :-1] != 0) & (token >= 0)
+    accepted = (fed * (relaxed | (token == draft))).cumprod(dim=1)
+    taken = draft.where(relaxed & (accepted != 0), token)
+    return torch.cat([taken, token_RW[:, -1:]], dim=1), accepted.sum(dim=1)
 
 
 @triton.jit
 def _finish_decode_kernel(
     best_ptr,
     health_ptr,
-    slot_ptr,
+    relaxed_ptr,
+    lane_slot_ptr,
+    lane_token_ptr,
     next_token_ptr,
     kv_len_ptr,
     running_ptr,
@@ -139,43 +261,107 @@ def _finish_decode_kernel(
     sequence_ptr,
     stop_ids_ptr,
     max_len_ptr,
+    draft_ptr,
     items_ptr,
     arrivals_ptr,
     token_ptr,
     flags_ptr,
+    count_ptr,
     tiles,
     stop_ids,
+    draft_stride,
     entries,
     mailbox_lanes,
+    W: tl.constexpr,
+    FORCED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. All that it reads but the tiles is older than the launch before."""
+    """One program a row. Of what it reads only tiles and `relaxed` are as new as the launch before.
+
+    BLOCK_W lanes: those past W are as padded ones.
+    """
     row = tl.program_id(0)
-    slot = tl.load(slot_ptr + row, cache_modifier=".cg")
+    j = tl.arange(0, BLOCK_W)
+    lane = row * W + j
+    slot = tl.load(lane_slot_ptr + row * W, cache_modifier=".cg")
     live = slot >= 0
+    live_W = tl.load(lane_slot_ptr + lane, mask=j < W, other=-1, cache_modifier=".cg") >= 0
+    # What the lane behind was fed, if it is live: the draft that this lane's token decides on.
+    behind = lane_slot_ptr + lane + 1
+    fed_W = tl.load(behind, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
+    draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
     stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E)
-    kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0, cache_modifier=".cg") + 1
+    kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0, cache_modifier=".cg")
     epoch = tl.load(epoch_ptr + slot, mask=live, other=0, cache_modifier=".cg")
     sequence = tl.load(sequence_ptr, cache_modifier=".cg") + 1
     wait_for_inputs(PDL)
 
-    token = token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK_C)
-    flags = commit_flags(token, kv_len, live, stop_ids_E, max_len)
+    token_W = _tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live_W, BLOCK_W, BLOCK_C)
+    if FORCED is not None:
+        accepted = tl.minimum(tl.min(tl.where(fed_W, BLOCK_W, j), 0), FORCED)
+    elif relaxed_ptr is None:
+        accepted = tl.min(tl.where(fed_W & (token_W == draft_W), BLOCK_W, j), 0)
+    else:
+        relaxed_W = tl.load(relaxed_ptr + lane, mask=fed_W, other=0) != 0
+        relaxed_W = relaxed_W & (token_W >= 0)
+        matched_W = fed_W & (relaxed_W | (token_W == draft_W))
+        accepted = tl.min(tl.where(matched_W, BLOCK_W, j), 0)
+        token_W = tl.where(relaxed_W & (j < accepted), draft_W, token_W)
+
+    flags_W = commit_flags(token_W, kv_len + 1 + j, live_W, stop_ids_E, max_len)
+    end = tl.min(tl.where((flags_W == _EMITTED) & (j < accepted), BLOCK_W, j), 0)
+    flags = tl.sum(tl.where(j == end, flags_W, 0), 0)
+    count = tl.where((flags & _EMITTED) != 0, end + 1, end)
+    # Without valid logits the row is cut there; only where nothing is left, it ends.
+    flags = tl.where(end > 0, (flags & ~_INVALID) | _EMITTED, flags)
+
     # Every warp has read the slot's state before one of them overwrites it.
     tl.debug_barrier()
-    tag = (sequence & 0xFFFFFFFF) << 32
-    entry_ptr = items_ptr + (sequence % entries) * mailbox_lanes * 2
-    store_items(entry_ptr, row, tag, tl.where(live, token, 0), epoch, flags, True)
-    tl.store(next_token_ptr + slot, token, mask=(flags & _EMITTED) != 0)
-    tl.store(kv_len_ptr + slot, kv_len, mask=live)
+    next_token = tl.sum(tl.where(j == count - 1, token_W, 0), 0)
+    tl.store(next_token_ptr + slot, next_token, mask=count > 0)
+    tl.store(kv_len_ptr + slot, kv_len + tl.maximum(count, 1), mask=live)
     tl.store(running_ptr + slot, 0, mask=live & (flags != _EMITTED))
-    tl.store(token_ptr + row, token, mask=live)
+    if draft_ptr is not None:
+        k = tl.arange(0, BLOCK_K)
+        used = draft_ptr + slot.to(tl.int64) * draft_stride + k
+        tl.store(used, tl.full([BLOCK_K], -1, tl.int32), mask=live & (k < COLUMNS))
+
+    tag = (sequence & 0xFFFFFFFF) << 32
+    item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * ITEMS
+    tl.store(item_ptr + j, tag | tl.where(j < count, token_W, 0).to(tl.int64), mask=j < W)
+    i = tl.arange(0, BLOCK_I)
+    payload = tl.where(i == ITEMS - 1, state_payload(epoch, count, flags), 0)
+    tl.store(item_ptr + i, tag | payload, mask=(i >= W) & (i < ITEMS))
+    tl.store(token_ptr + lane, token_W, mask=live_W)
     tl.store(flags_ptr + row, flags)
+    tl.store(count_ptr + row, count)
 
     # The sequence moves on only after every program has read it.
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
         tl.store(sequence_ptr, sequence)
         tl.store(arrivals_ptr, 0)
+
+
+@triton.jit
+def _tokens_of_tiles(
+    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """As `token_of_tiles`, of all lanes of a row at once: their loads overlap."""
+    best = tl.full([BLOCK_W, BLOCK_C], -(2**63), tl.int64)
+    health = tl.full([BLOCK_W, BLOCK_C], 0, tl.int32)
+    for start in range(0, tiles, BLOCK_C):
+        tile = (start + tl.arange(0, BLOCK_C))[None, :]
+        inside = live_W[:, None] & (tile < tiles)
+        at = lane_W[:, None] * tiles + tile
+        best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=-(2**63)))
+        health = tl.maximum(health, tl.load(health_ptr + at, mask=inside, other=0))
+    token_W = (tl.max(best, 1) & LAST_ID).to(tl.int32) ^ LAST_ID
+    return tl.where(tl.max(health, 1) == _FINITE, token_W, -1)

@@ -4,12 +4,15 @@
     linear_residual   residual += W x, and what the next norm reads
     linear_sample     the best token of each tile of lm_head's logits, which never reach memory
 
-The kernels are in `linear_kernels.py`. The order in which a lane's sums are formed follows from the
-weight's plan (`plans.py`), never from N, from the lane's index, or from its neighbours. In the
-`dot` family each output is one chain of `tl.dot` over the K tiles in order (one chain a split,
-splits summed in order). A `tl.dot` takes 16 lanes, which is `mma.sync`; of 64 sm_90 would make a
-`wgmma`, which sums in another order. A program has one or two such tiles of lanes. In the `fma`
-family each output is a tile's width of multiply-adds over the K tiles in order, then their sum.
+The order in which a lane's sums are formed follows from the weight and its plan (`plans.py`), never
+from N, from the lane's index, or from its neighbours. In the `dot` family each output is one chain
+of `mma.sync` over the K tiles in order (one chain a split, splits summed in order). That takes 16
+lanes, and a program has one or two such tiles of them; of 64 lanes sm_90 would make a `wgmma`,
+which sums in another order. In the `fma` family each output is a tile's width of multiply-adds over
+the K tiles in order, then their sum.
+
+The kernels are in `linear_kernels.py`; on a GPU the family `dot` in half precision, other than for
+logits, has a faster one in `linear_gluon.py`. `linear_gluon.takes` chooses between them.
 
 Letters: N lanes, K input features, M weight rows, V weight rows of lm_head, F ffn width (a SwiGLU
 weight is F gate rows, then F up rows), T groups of columns, C tiles of the vocabulary, S slots.
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 import triton
 
+from graphengine.kernels import linear_gluon
 from graphengine.kernels.activation import silu_reference
 from graphengine.kernels.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.dispatch import use_triton
@@ -69,7 +73,8 @@ def linear(
 
     Args:
         x_NK, weight_MK: one dtype of float32, float16, bfloat16; dense rows, any stride between
-            them. The weight may exceed 2**31 elements.
+            them. The weight may exceed 2**31 elements. Rows of x that do not start at multiples of
+            16 bytes may cost a copy.
         slot_N: int32, -1 = padded lane.
         squares_TN: float32; a lane's product is divided by sqrt(sum(squares) / K + eps), as
             `residual.Residual` has it. None: by nothing.
@@ -290,17 +295,18 @@ def _launch(
         **launch_options(pdl),
     }
     splits = min(plan.splits, triton.cdiv(K, plan.block_k))
-    inputs = (x_NK, squares_TN, weight_MK, bias, slot_N, out, residual, sampler)
-    numbers = (
-        lanes,
-        x_NK.stride(0),
-        weight_MK.stride(0),
-        0 if out is None else out.stride(0),
-        eps,
-        stop_ids,
+    in_gluon = sampler is None and linear_gluon.takes(
+        weight_MK, plan, swiglu=swiglu, out_dtype=x_NK.dtype if out is None else out.dtype
     )
+    if in_gluon and not linear_gluon.is_aligned(x_NK):
+        # Where the inputs lie is not to decide about their bits.
+        x_NK = x_NK.clone(memory_format=torch.contiguous_format)
+    inputs = (x_NK, squares_TN, weight_MK, bias, slot_N, out, residual)
+    strides = (x_NK.stride(0), weight_MK.stride(0))
+    out_stride = 0 if out is None else out.stride(0)
+    numbers = (lanes, *strides, out_stride, eps, stop_ids)
     if plan.family == "fma":
-        fma_kernel[(tiles,)](*inputs, *numbers, LANES=lanes, **sizes)
+        fma_kernel[(tiles,)](*inputs, sampler, *numbers, LANES=lanes, **sizes)
         return
     partial = None
     if splits > 1:
@@ -309,16 +315,33 @@ def _launch(
             raise ValueError(f"{plan} wants {needed} int32 arrivals, not {_described(arrivals)}")
         partial = x_NK.new_empty((splits, lanes, tiles * plan.block_m), dtype=torch.float32)
     lane_tiles = 1 if lanes <= 16 else 2
+    sizes |= {"SPLITS": splits, "EVEN_K": K % (plan.block_k * splits) == 0}
+    counters = arrivals if splits > 1 else None
     # Lanes count fastest, so that programs on the same weights run together and share L2.
-    dot_kernel[(triton.cdiv(lanes, 16 * lane_tiles), tiles, splits)](
+    grid = (triton.cdiv(lanes, 16 * lane_tiles), tiles, splits)
+    if not in_gluon:
+        dot_kernel[grid](
+            *inputs,
+            sampler,
+            partial,
+            counters,
+            *numbers,
+            LANE_TILES=lane_tiles,
+            num_stages=plan.stages,
+            **sizes,
+        )
+        return
+    linear_gluon.dot_kernel[grid](
         *inputs,
         partial,
-        arrivals if splits > 1 else None,
-        *numbers,
-        SPLITS=splits,
-        LANE_TILES=lane_tiles,
-        EVEN_K=K % (plan.block_k * splits) == 0,
-        num_stages=plan.stages,
+        counters,
+        lanes,
+        *(stride // linear_gluon.ALIGNMENT for stride in strides),
+        out_stride,
+        eps,
+        L=16 * lane_tiles,
+        STAGES=linear_gluon.stages(plan, splits, K),
+        WARPS=plan.warps,
         **sizes,
     )
 

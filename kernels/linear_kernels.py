@@ -1,7 +1,8 @@
 """The Triton kernels of `linear.py`: a product in two row families, and one epilogue for both.
 
 Both stream a weight [M, K] once for all lanes. `dot_kernel` runs a pipelined loop of `tl.dot` over
-the K tiles; K may be split among programs, of which the last to arrive sums the parts in order.
+the K tiles; K may be split among programs, of which the last to arrive sums the parts in order. It
+is for float32, for logits and for the interpreter: `linear_gluon.py` has what decode runs.
 `fma_kernel` holds whole weight rows in registers before it waits for its inputs.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, B outputs of a program.

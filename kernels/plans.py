@@ -14,8 +14,15 @@ import torch
 RowFamily = Literal["fma", "dot"]
 LinearKind = Literal["store", "swiglu", "residual", "sample"]
 
+LONG_SPLIT_BYTES = 512
+"""Bytes of a key with which a split of 128 still fits an SM's shared memory."""
+
 FMA_LANES = 2
 """Lanes up to which an engine takes the `fma` family unless told otherwise."""
+
+# Of a `dot` plan, where K can be split for them: two thirds of an H200's 132 SMs. To have more of
+# them costs more, in inputs and parts of sums, than the SMs bring that would be idle.
+_LEAST_PROGRAMS = 90
 
 # Weights that `_fma_plan` gives a thread: bytes that fill 96 of its registers.
 _FMA_THREAD_BYTES = 96 * 4
@@ -30,13 +37,14 @@ class LinearPlan(NamedTuple):
 
     family: RowFamily
     block_m: int
-    """Weight rows a program; of a SwiGLU half of them are gates."""
+    """Weight rows a program; of a SwiGLU half of them are gates, the others their ups."""
     block_k: int
     """Columns of a tile: a power of two."""
     splits: int = 1
     """Parts of K that go to different programs; `dot` only."""
     stages: int = 1
-    """Tiles in flight in the `dot` loop."""
+    """Tiles of the `dot` loop in shared memory, each with its inputs: one is read, the others are
+    on the way. In `linear_gluon.py` they are asked for before the launch waits for its inputs."""
     warps: int = 4
     overlap: bool = True
     """Whether the launch behind this one may start early, with programmatic dependent launch."""
@@ -52,13 +60,13 @@ def dot_columns(columns: int) -> int:
     return max(16, 1 << (columns - 1).bit_length())
 
 
-def attention_split(family: RowFamily, head_dim: int, max_lanes: int) -> int:
-    """Keys of one split of decode attention, for an engine of up to `max_lanes` rows.
+def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of one split of decode attention, 64 or 128.
 
-    Measured on an H200: short ones where lanes are few or, up to 16 lanes, heads long; else fewer
-    partials win.
+    Measured on an H200: short ones where lanes are few; of many, fewer partials win. Of the longest
+    heads a split of 128 does not fit an SM.
     """
-    return 64 if family == "fma" or (head_dim > 64 and max_lanes <= 16) else 128
+    return 64 if family == "fma" or head_dim * dtype.itemsize > LONG_SPLIT_BYTES else 128
 
 
 def heuristic_plan(
@@ -71,22 +79,26 @@ def heuristic_plan(
     if dtype == torch.float32:
         # No tensor cores: multiply-adds from registers. Exact rather than fast.
         return LinearPlan("dot", block_m=32, block_k=min(32, dot_columns(K)), stages=2)
-    fills_with_64 = M >= 64 * 132
-    block_m = 64 if fills_with_64 else 32
-    tiles = -(-M // block_m)
+    # An odd multiple of 64 needs no masks in tiles of 64.
+    block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
+    if kind == "sample":
+        return _dot_sample_plan(M, block_k)
+    rows = 2 if kind == "swiglu" else 1
+    most_splits = 4 if K >= 2048 else 1
+    # Each program reads all inputs: the more outputs it has, the less that costs.
+    outputs = 64 if -(-M // (rows * 64)) * most_splits >= _LEAST_PROGRAMS else 32
+    tiles = -(-M // (rows * outputs))
     splits = 1
-    # A vocabulary is never split: its parts are not in the memory budget.
-    if K >= 2048 and not fills_with_64 and kind != "sample":
-        while tiles * splits < 2 * 132 and splits < 4:
-            splits *= 2
-    return LinearPlan(
-        "dot",
-        block_m=block_m,
-        # An odd multiple of 64 needs no masks in tiles of 64.
-        block_k=64 if K % 128 == 64 else min(128, dot_columns(K)),
-        splits=splits,
-        stages=3 if fills_with_64 else 5,
-    )
+    while splits < most_splits and tiles * splits < _LEAST_PROGRAMS:
+        splits *= 2
+    return LinearPlan("dot", rows * outputs, block_k, splits, stages=5)
+
+
+def _dot_sample_plan(M: int, block_k: int) -> LinearPlan:
+    """A vocabulary is never split: its parts are not in the memory budget."""
+    if M >= 64 * 132:
+        return LinearPlan("dot", block_m=64, block_k=block_k, stages=3)
+    return LinearPlan("dot", block_m=32, block_k=block_k, stages=5)
 
 
 def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPlan:

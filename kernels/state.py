@@ -12,8 +12,12 @@ read this one, finds its lane padded.
 Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
 among them: it sits at position `kv_len` and is the next replay's query.
 
-Letters: S slots, R rows of a bucket, T tokens of a prefill bucket, E stop ids a slot. Lanes with
-slot -1 are padded: nothing is read or written for them, their other fields hold anything.
+With K drafts a step, a row has W = K + 1 lanes: lane r * W + j feeds row r's token at position
+kv_len + j, the slot's next token at j = 0 and draft j behind it.
+
+Letters: S slots, R rows of a bucket, N lanes (R * W), T tokens of a prefill bucket, E stop ids a
+slot. Lanes with slot -1 are padded: nothing is read or written for them, their other fields hold
+anything.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ _EMITTED = tl.constexpr(EMITTED)
 _STOP = tl.constexpr(STOP)
 _LENGTH = tl.constexpr(LENGTH)
 _INVALID = tl.constexpr(INVALID)
+
+# The mailbox has four bits for the number of tokens that a row got.
+MAX_DRAFTS = 14
 
 _BLOCK = 128
 
@@ -66,14 +73,17 @@ class StopTensors(NamedTuple):
 
 
 class DecodeLanes(NamedTuple):
-    """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined."""
+    """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined.
+
+    Of a row that is not padded as a whole, the padded lanes are its last ones.
+    """
 
     token: torch.Tensor
-    """int32 [R]"""
+    """int32 [N]"""
     slot: torch.Tensor
-    """int32 [R]: -1 for a padded lane."""
+    """int32 [N]: -1 for a padded lane."""
     position: torch.Tensor
-    """int32 [R]: absolute position of the token."""
+    """int32 [N]: absolute position of the token."""
 
 
 class PrefillLanes(NamedTuple):
@@ -264,22 +274,32 @@ def commit_prefill_reference(
     return flags_1
 
 
+def commit_flags_reference(
+    token: torch.Tensor, kv_len: torch.Tensor, slot: torch.Tensor, limits: StopTensors
+) -> torch.Tensor:
+    """What each of these tokens is to its slot, if it comes next; new int32, `token`'s shape.
+
+    `kv_len` counts the query. A token ends the request if it is a stop id or if the sequence with
+    it, kv_len + 1 tokens, reaches max_len. One below 0 says that the logits were not valid.
+    """
+    valid = token >= 0
+    stop = valid & (token[..., None] == limits.stop_ids[slot]).any(dim=-1)
+    length = valid & (kv_len + 1 >= limits.max_len[slot])
+    flags = torch.where(valid, EMITTED, INVALID) + STOP * stop + LENGTH * length
+    return flags.to(token.dtype)
+
+
 def commit_tokens_reference(
     state: SlotState, token: torch.Tensor, slot: torch.Tensor, limits: StopTensors
 ) -> torch.Tensor:
-    """Flags of live lanes only, whose kv_len counts the query; updates next_token and running.
+    """Flags of live rows only, whose kv_len counts the query; updates next_token and running.
 
-    A token ends the request if it is a stop id or if the sequence with it, kv_len + 1 tokens,
-    reaches max_len. One below 0 says that the row had no valid logits: the slot stops with the flag
-    INVALID alone, and next_token stays.
+    A row whose token is below 0 stops with the flag INVALID alone, and its next_token stays.
     """
-    valid = token >= 0
-    stop = valid & (token[:, None] == limits.stop_ids[slot]).any(dim=1)
-    length = valid & (state.kv_len[slot] + 1 >= limits.max_len[slot])
-    state.next_token[slot] = token.where(valid, state.next_token[slot])
-    state.running[slot] *= valid & ~stop & ~length
-    flags = torch.where(valid, EMITTED, INVALID) + STOP * stop + LENGTH * length
-    return flags.to(token.dtype)
+    flags = commit_flags_reference(token, state.kv_len[slot], slot, limits)
+    state.next_token[slot] = token.where(token >= 0, state.next_token[slot])
+    state.running[slot] *= flags == EMITTED
+    return flags
 
 
 def publish(
@@ -291,24 +311,25 @@ def publish(
 ) -> None:
     """Write this replay's records into the mailbox, then count the replay in `state.sequence`.
 
-    With seq = sequence + 1, entry seq % entries gets two items a lane, for *all* its lanes, each
-    one aligned 64-bit store that carries its own tag, since no order among stores may be trusted:
+    With seq = sequence + 1, entry seq % entries gets all items of *all* its lanes, each one aligned
+    64-bit store that carries its own tag, since no order among stores may be trusted:
 
-        items[entry, lane, 0] = (seq & 0xffffffff) << 32 | token
-        items[entry, lane, 1] = (seq & 0xffffffff) << 32 | (epoch[slot] & 0xffffff) << 8 | flags
+        items[entry, lane, i] = (seq & 0xffffffff) << 32 | payload i
 
-    Padded lanes and those past R have payload 0; token and flags of a padded lane are not read.
+    The last item's payload is (epoch[slot] & 0xffffff) << 8 | count << 4 | flags, those before it
+    are the row's `count` new tokens and then zeros: here one token where the flags have EMITTED,
+    else none. Of padded lanes and those past R every payload is 0, and nothing is read.
 
     Args:
-        mailbox_items: int64 [entries, lanes, 2], lanes >= R; the device's memory or pinned host
-            memory. The entry is overwritten: its reader must be done with it.
+        mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= 2; the device's memory
+            or pinned host memory. The entry is overwritten: its reader must be done with it.
         state: epoch is read, sequence updated in place.
-        token_R, flags_R, slot_R: int32 [R]; flags below 256.
+        token_R, flags_R, slot_R: int32 [R]; flags below 16.
     """
     check_state(state)
     rows = slot_R.numel()
     check_lanes(rows, token=token_R, flags=flags_R, slot=slot_R)
-    entries, lanes = check_mailbox(mailbox_items, rows)
+    entries, lanes, items = check_mailbox(mailbox_items, rows)
     if not use_triton(state.sequence):
         publish_reference(mailbox_items, state, token_R, flags_R, slot_R)
         return
@@ -322,7 +343,9 @@ def publish(
         rows,
         entries,
         lanes,
+        ITEMS=items,
         BLOCK=triton.next_power_of_2(lanes),
+        BLOCK_I=triton.next_power_of_2(items),
     )
 
 
@@ -334,13 +357,27 @@ def publish_reference(
     slot_R: torch.Tensor,
 ) -> None:
     """Plain twin of `publish`."""
-    entries, lanes = mailbox_items.shape[:2]
+    count_R = flags_R & EMITTED
+    publish_tokens_reference(mailbox_items, state, token_R[:, None], flags_R, count_R, slot_R)
+
+
+def publish_tokens_reference(
+    mailbox_items: torch.Tensor,
+    state: SlotState,
+    token_RW: torch.Tensor,
+    flags_R: torch.Tensor,
+    count_R: torch.Tensor,
+    slot_R: torch.Tensor,
+) -> None:
+    """As `publish`, with the first `count` of a row's W tokens; W below the mailbox's items."""
+    entries, lanes, items = mailbox_items.shape
+    rows, width = token_RW.shape
     live = slot_R >= 0
     epoch = state.epoch[slot_R.where(live, 0).long()]
-    payload = torch.zeros(lanes, 2, dtype=torch.int64)
-    payload[: slot_R.shape[0]] = torch.stack(
-        [token_R.long() & 0xFFFFFFFF, (epoch.long() & 0xFFFFFF) << 8 | flags_R], dim=1
-    ).where(live[:, None], 0)
+    emitted = torch.arange(width, device=token_RW.device) < count_R.where(live, 0)[:, None]
+    payload = torch.zeros(lanes, items, dtype=torch.int64)
+    payload[:rows, :width] = token_RW.long().where(emitted, 0)
+    payload[:rows, -1] = ((epoch.long() & 0xFFFFFF) << 8 | count_R << 4 | flags_R).where(live, 0)
     sequence = state.sequence + 1
     mailbox_items[sequence % entries] = (sequence & 0xFFFFFFFF) << 32 | payload
     state.sequence.copy_(sequence)
@@ -377,16 +414,42 @@ def check_limits(limits: StopTensors, slots: int) -> int:
     return check_stop_ids(limits.stop_ids, slots)
 
 
-def check_mailbox(mailbox_items: torch.Tensor, rows: int) -> tuple[int, int]:
-    """(entries, lanes) of the mailbox; ValueError unless it is one that `rows` rows fit."""
+def check_mailbox(mailbox_items: torch.Tensor, rows: int, tokens: int = 1) -> tuple[int, int, int]:
+    """The mailbox's (entries, lanes, items); ValueError unless `rows` rows of `tokens` fit it."""
     shape, dtype = tuple(mailbox_items.shape), mailbox_items.dtype
     dense = dtype == torch.int64 and mailbox_items.is_contiguous()
-    if len(shape) != 3 or shape[2] != 2 or not dense:
-        raise ValueError(f"mailbox must be a dense int64 [entries, lanes, 2], not {dtype} {shape}")
-    entries, lanes, _ = shape
+    if len(shape) != 3 or not dense:
+        raise ValueError(
+            f"mailbox must be a dense int64 [entries, lanes, items], not {dtype} {shape}"
+        )
+    entries, lanes, items = shape
     if rows > lanes or entries < 1:
         raise ValueError(f"{rows} rows do not fit a mailbox of {entries} entries x {lanes} lanes")
-    return entries, lanes
+    if tokens >= items:
+        raise ValueError(
+            f"a mailbox must be of {tokens + 1} items a lane or more for {tokens} tokens and the "
+            f"state, not {items}"
+        )
+    return entries, lanes, items
+
+
+def check_draft_count(num_speculative_tokens: int) -> int:
+    """Tokens a row, W = K + 1; ValueError unless K is 0 to MAX_DRAFTS."""
+    if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
+        raise ValueError(f"num_speculative_tokens={num_speculative_tokens}, not 0..{MAX_DRAFTS}")
+    return num_speculative_tokens + 1
+
+
+def check_draft_table(draft_SK: torch.Tensor, slots: int, drafts: int = 1) -> int:
+    """The table's columns; ValueError unless it is int32 [slots, drafts or more], dense rows."""
+    shape, dtype = tuple(draft_SK.shape), draft_SK.dtype
+    fits = len(shape) == 2 and shape[0] == slots and shape[1] >= drafts and draft_SK.stride(1) == 1
+    if not fits or dtype != torch.int32:
+        raise ValueError(
+            f"draft must be int32 [{slots}, {drafts} or more] with dense rows, "
+            f"not {dtype} {shape} with strides {draft_SK.stride()}"
+        )
+    return shape[1]
 
 
 def stop_ids_block(stop_ids: int) -> int:
@@ -454,17 +517,17 @@ def _gather_prefill_kernel(
 
 
 @triton.jit
-def commit_flags(token, kv_len, live, stop_ids_E, max_len):
-    """Flags of one row, 0 if it is not live; `kv_len` counts the query.
+def commit_flags(token_W, kv_len_W, live_W, stop_ids_E, max_len):
+    """What each of a row's tokens is to its slot, if it comes next; 0 where a lane is not live.
 
-    `stop_ids_E` and `max_len` are the slot's limits, as `load_limits` has them.
+    `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as of `load_limits`.
     """
-    valid = live & (token >= 0)
+    valid = live_W & (token_W >= 0)
     # Where a slot has no stop id there is -1, which no valid token equals.
-    stop = valid & (tl.max((stop_ids_E == token).to(tl.int32), 0) != 0)
-    length = valid & (kv_len + 1 >= max_len)
-    emitted = tl.where(stop, _STOP, 0) + tl.where(length, _LENGTH, 0) + _EMITTED
-    return tl.where(valid, emitted, tl.where(live, _INVALID, 0))
+    is_stop_id = tl.max((token_W[:, None] == stop_ids_E[None, :]).to(tl.int32), 1) != 0
+    length = kv_len_W + 1 >= max_len
+    emitted = tl.where(is_stop_id, _STOP, 0) + tl.where(length, _LENGTH, 0) + _EMITTED
+    return tl.where(valid, emitted, tl.where(live_W, _INVALID, 0))
 
 
 @triton.jit
@@ -498,21 +561,19 @@ def _commit_prefill_kernel(
     kv_len = tl.load(prefill_start_ptr) + count
     tl.store(kv_len_ptr + slot, kv_len, mask=live)
     final = live & (tl.load(prefill_final_ptr) != 0)
-    token = tl.load(token_ptr, mask=final, other=0)
+    one = tl.arange(0, 1)
+    token_1 = tl.load(token_ptr + one, mask=final, other=0)
     stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, final, stop_ids, BLOCK_E)
-    flags = commit_flags(token, kv_len, final, stop_ids_E, max_len)
-    tl.store(next_token_ptr + slot, token, mask=(flags & _EMITTED) != 0)
-    tl.store(running_ptr + slot, (flags == _EMITTED).to(tl.int32), mask=final)
-    tl.store(flags_ptr, flags)
+    flags_1 = commit_flags(token_1, kv_len, final, stop_ids_E, max_len)
+    tl.store(next_token_ptr + slot + one, token_1, mask=(flags_1 & _EMITTED) != 0)
+    tl.store(running_ptr + slot + one, (flags_1 == _EMITTED).to(tl.int32), mask=final)
+    tl.store(flags_ptr + one, flags_1)
 
 
 @triton.jit
-def store_items(entry_ptr, lane, tag, token, epoch, flags, mask):
-    """The lane's two items of a mailbox entry, by one aligned 64-bit store each."""
-    item_ptr = entry_ptr + lane * 2
-    payload = ((epoch.to(tl.int64) & 0xFFFFFF) << 8) | flags.to(tl.int64)
-    tl.store(item_ptr, tag | (token.to(tl.int64) & 0xFFFFFFFF), mask=mask)
-    tl.store(item_ptr + 1, tag | payload, mask=mask)
+def state_payload(epoch, count, flags):
+    """What a lane's last item says, int64."""
+    return ((epoch.to(tl.int64) & 0xFFFFFF) << 8) | (count << 4 | flags).to(tl.int64)
 
 
 @triton.jit
@@ -526,19 +587,25 @@ def _publish_kernel(
     rows,
     entries,
     lanes,
+    ITEMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
 ):
     sequence = tl.load(sequence_ptr) + 1
     lane = tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + lane, mask=lane < rows, other=-1)
     live = slot >= 0
-    token = tl.load(token_ptr + lane, mask=live, other=0)
     flags = tl.load(flags_ptr + lane, mask=live, other=0)
+    count = flags & _EMITTED
+    token = tl.load(token_ptr + lane, mask=count != 0, other=0)
     epoch = tl.load(epoch_ptr + slot, mask=live, other=0)
 
+    i = tl.arange(0, BLOCK_I)[None, :]
+    state = state_payload(epoch, count, flags)[:, None]
+    payload = tl.where(i == 0, token[:, None].to(tl.int64), tl.where(i == ITEMS - 1, state, 0))
+    item_ptr = items_ptr + ((sequence % entries) * lanes + lane)[:, None] * ITEMS + i
     tag = (sequence & 0xFFFFFFFF) << 32
-    entry_ptr = items_ptr + (sequence % entries) * lanes * 2
-    store_items(entry_ptr, lane, tag, token, epoch, flags, lane < lanes)
+    tl.store(item_ptr, tag | payload, mask=(lane < lanes)[:, None] & (i < ITEMS))
     # Every warp has read the sequence before one of them overwrites it.
     tl.debug_barrier()
     tl.store(sequence_ptr, sequence)

@@ -2,16 +2,15 @@
 
 Each row of the result is an engine of its own. Before a row's figures are taken its tokens are
 checked against the eager step. What a figure means is said by the function that takes it, in
-`measure.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`; floors and shares are
-made here. What only a GPU has is null on a CPU.
+`measure.py`, `speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`; floors
+and shares are made here. All but a row's `speculation` is of engines that do not speculate. What
+only a GPU has is null on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +22,25 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.config import DTYPES
-from graphengine.profiles import measure
-from graphengine.profiles.arguments import integers
+from graphengine.profiles import measure, speculation
+from graphengine.profiles.arguments import check_out, integers
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling
-from graphengine.profiles.engines import StartUp, build_engine, describe_engine, engine_options
+from graphengine.profiles.engines import (
+    StartUp,
+    build_engine,
+    describe_engine,
+    engine_options,
+    freed,
+)
 from graphengine.profiles.environment import environment
 from graphengine.profiles.kernel_times import kernel_times
 from graphengine.profiles.measure import ADMITTED_NEW_TOKENS, SAMPLERS, Work
 from graphengine.profiles.peers import PEERS, require_peer, run_peer
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.shapes import NAMES, Subject, step_bytes
-from graphengine.profiles.text import ROW_COLUMNS, describe_document, text_table
+from graphengine.profiles.speculation import Sweep, check_sweep, measure_sweep, read_sweep
+from graphengine.profiles.text import ROW_COLUMNS, SWEEP_COLUMNS, describe_document, text_table
+from graphengine.speculative import describe
 
 SCHEMA = 1
 TTFT_TOKENS = (128, 1024)
@@ -51,6 +58,7 @@ class Bench:
     ttft_tokens     prompt lengths; those that the model cannot hold are left out
     long_tokens     gaps to take in the sized engines with one live request; 0: none
     admission       length of the prompt that is admitted beside seven decoding requests; 0: none
+    sweep           the speculative engines beside each row's plain one
     """
 
     subject: Subject
@@ -64,6 +72,7 @@ class Bench:
     admission: int
     kernels: bool
     peers: tuple[str, ...]
+    sweep: Sweep | None
 
     @property
     def device(self) -> str:
@@ -85,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
     add("--checkpoint", help="directory or hub id, in place of a shape")
-    add("--batch", default="1,8,32", help="live requests, a row each (default: 1,8,32)")
+    add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8)")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=256)
     add("--runs", type=int, default=5, help="of each row, behind one to warm up")
@@ -108,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="gaps of 7 requests while a prompt of N tokens (1024) is admitted",
     )
+    speculation.add_arguments(parser)
     add("--kernels", action="store_true", help="time of each kernel, without PDL; on a GPU")
     add("--peer", action="append", default=[], help=f"compare with: {', '.join(PEERS)}")
     add("--out", type=Path, help="JSON file to write")
@@ -118,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def bench(options: argparse.Namespace) -> None:
     """Measure, print, write. ValueError for bad options, before anything is measured."""
     if options.out is not None:
-        _check_out(options.out)
+        check_out(options.out)
     wanted = _read_options(options)
 
     def save(document: dict[str, Any]) -> None:
@@ -143,7 +153,8 @@ def _read_options(options: argparse.Namespace) -> Bench:
         if options.checkpoint is None
         else Subject.of_checkpoint(options.checkpoint)
     )
-    batches = integers(options.batch, "batch")
+    sweep = read_sweep(options, subject)
+    batches = integers(options.batch or ("1,8,32" if sweep is None else "1,8"), "batch")
     if options.max_batch is not None and options.max_batch < max(batches):
         raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
     lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
@@ -169,31 +180,17 @@ def _read_options(options: argparse.Namespace) -> Bench:
         works=works,
         max_batch=options.max_batch,
         max_seq_len=options.max_seq_len,
-        default_engine=1 in batches and not (sized or too_long or options.row_family == "fma"),
+        default_engine=1 in batches
+        and not (sized or too_long or sweep is not None or options.row_family == "fma"),
         ttft_tokens=tuple(lengths),
         long_tokens=options.long,
         admission=options.admission,
         kernels=options.kernels,
         peers=tuple(dict.fromkeys(options.peer)),
+        sweep=sweep,
     )
     _check_engines(asked)
     return asked
-
-
-def _check_out(path: Path) -> None:
-    """ValueError unless this file can be written; one that is there stays as it is."""
-    if path.is_dir():
-        raise ValueError(f"--out {path} is a folder: name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {path}: there is no such folder")
-    is_new = not os.path.lexists(path)
-    try:
-        # Nothing but the attempt tells it of every file system and user.
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"--out {path} cannot be written: {error.strerror}") from error
-    if is_new:
-        path.unlink()
 
 
 def _check_engines(bench: Bench) -> None:
@@ -205,6 +202,9 @@ def _check_engines(bench: Bench) -> None:
         sizes += [_kernel_sizes(bench, work) for work in bench.works]
     for chosen in sizes:
         EngineConfig(**bench.options | engine_options(chosen))
+    if bench.sweep is not None:
+        for _, chosen in _rows(bench):
+            check_sweep(bench.sweep, bench.subject, bench.options | engine_options(chosen))
     _check_device(bench.device)
     most, limit = bench.subject.model.max_positions, bench.limit
     if limit > most:
@@ -259,10 +259,13 @@ def measure_all(
         "peers": {},
     }
     for work, sizes in _rows(bench):
-        row = _measure_row(bench, work, sizes, ceiling)
-        document["rows"].append(rounded(row))
-        say(text_table(ROW_COLUMNS, [rounded(row)], header=len(document["rows"]) == 1))
+        row = rounded(_measure_row(bench, work, sizes, ceiling))
+        document["rows"].append(row)
+        say(text_table(ROW_COLUMNS, [row], header=len(document["rows"]) == 1))
         save(document)
+        for entries in _measure_speculation(bench, work, sizes, row):
+            say(text_table(SWEEP_COLUMNS, entries[-1:], header=len(entries) == 1))
+            save(document)
     if bench.admission:
         document["admission"] = rounded(_measure_admission(bench))
         save(document)
@@ -330,7 +333,32 @@ def _measure_row(
         row["long"] = measure.long_run(engine, work, bench.long_tokens) if wants_long else None
         row["start"] = asdict(start)
         row["engine"] = describe_engine(engine)
+        row["speculation"] = None
     return row
+
+
+def _measure_speculation(
+    bench: Bench, work: Work, sizes: dict[str, Any], row: dict[str, Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """The entries of `row["speculation"]`, after each one that was added."""
+    if bench.sweep is None:
+        return
+    entries: list[dict[str, Any]] = []
+    row["speculation"] = {
+        "mode": describe(bench.sweep.mode),
+        "random_vocab": bench.sweep.random_vocab,
+        "entries": entries,
+    }
+
+    @contextmanager
+    def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
+        with _engine(bench, options) as (engine, _):
+            yield engine
+
+    options = bench.options | engine_options(sizes)
+    for entry in measure_sweep(bench.sweep, work, options, open_engine):
+        entries.append(rounded(entry))
+        yield entries
 
 
 def _against_floor(
@@ -403,15 +431,11 @@ def _measure_peer(bench: Bench, peer: str, rows: Sequence[dict[str, Any]]) -> di
 @contextmanager
 def _engine(bench: Bench, sizes: dict[str, Any]) -> Iterator[tuple[Engine, StartUp]]:
     """An engine for one measurement; when it ends, the device's memory is free for the next."""
-    engine, start = build_engine(bench.subject, bench.options | engine_options(sizes))
-    try:
+    vocab = None if bench.sweep is None else bench.sweep.random_vocab
+    options = bench.options | engine_options(sizes)
+    engine, start = build_engine(bench.subject, options, random_vocab=vocab)
+    with freed(engine):
         yield engine, start
-    finally:
-        engine.close()
-        del engine
-        gc.collect()
-        if torch.device(bench.device).type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _say(text: str) -> None:

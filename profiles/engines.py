@@ -6,8 +6,10 @@ Options are `EngineConfig`'s. The private parts of an engine that measuring need
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,9 +17,11 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.config import EngineOptions
+from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, OwnGraphEagle
 from graphengine.memory import plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
-from graphengine.profiles.shapes import Subject, fill_random
+from graphengine.profiles.shapes import Subject, fill_random, random_module, random_tokens
+from graphengine.speculative import MTP, NGram, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +53,14 @@ def engine_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def build_engine(subject: Subject, options: Mapping[str, Any]) -> tuple[Engine, StartUp]:
-    """An engine of `subject` with `EngineConfig(**options)`, and what building it took."""
+def build_engine(
+    subject: Subject, options: Mapping[str, Any], *, random_vocab: int | None = None
+) -> tuple[Engine, StartUp]:
+    """An engine of `subject` with `EngineConfig(**options)`, and what building it took.
+
+    A shape's drafter has random weights, too, and drafts from `random_vocab` random tokens; from
+    all if that is None.
+    """
     started = time.perf_counter()
     loaded = started
 
@@ -63,17 +73,67 @@ def build_engine(subject: Subject, options: Mapping[str, Any]) -> tuple[Engine, 
             subject.checkpoint, progress=progress, **cast(EngineOptions, options)
         )
     else:
-        config = EngineConfig(**options)
-        memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16)
-        weights = allocate_weights(subject.model, device=config.device, dtype=memory.dtype)
-        fill_random(weights.named(subject.model))
-        if memory.device.type == "cuda":
-            torch.cuda.synchronize(memory.device)
-        progress(0, 0)
-        model = DenseModel(subject.model, weights, max_seq_len=memory.max_seq_len)
-        engine = Engine(model, memory, config)
+        engine = _random_engine(subject, EngineConfig(**options), random_vocab, progress)
     ready = time.perf_counter()
     return engine, _start_up(engine, total=ready - started, weights=loaded - started)
+
+
+def _random_engine(
+    subject: Subject,
+    config: EngineConfig,
+    random_vocab: int | None,
+    progress: Callable[[int, int], None],
+) -> Engine:
+    """`Engine.from_pretrained` for a shape: what would be read is drawn."""
+    drafter = random_drafter(subject, config, random_vocab)
+    memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+    weights = allocate_weights(subject.model, device=config.device, dtype=memory.dtype)
+    destinations = weights.named(subject.model)
+    if drafter is not None:
+        destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
+    fill_random(destinations)
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize(memory.device)
+    progress(0, 0)
+    model = DenseModel(subject.model, weights, max_seq_len=memory.max_seq_len)
+    return Engine(model, memory, config, drafter=drafter)
+
+
+@contextmanager
+def freed(engine: Engine) -> Iterator[Engine]:
+    """At the end the engine is closed and the device's memory free for the next one."""
+    on_gpu = engine.memory.device.type == "cuda"
+    try:
+        yield engine
+    finally:
+        engine.close()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def random_drafter(
+    subject: Subject, config: EngineConfig, vocab_size: int | None = None
+) -> Drafter | None:
+    """The drafter of `config` for a shape: an MTP module as the shape's layers are, or n-grams.
+
+    ValueError for what needs a checkpoint.
+    """
+    match config.mode:
+        case None:
+            return None
+        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None):
+            vocabulary = (
+                None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)
+            )
+            eagle = OwnGraphEagle if own_graph else EagleDrafter
+            return eagle(random_module(subject.model), k, vocabulary)
+        case NGram(k=k, max_n=max_n):
+            return NGramDrafter(k, max_n)
+        case other:
+            raise ValueError(
+                f"{describe(other)}: this needs a checkpoint, and {subject.name} has random weights"
+            )
 
 
 def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
@@ -115,4 +175,5 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "row_family": engine.row_family,
         "numerics_id": engine.numerics_id,
         "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
+        "speculative": describe(config.mode),
     }

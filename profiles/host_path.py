@@ -152,7 +152,7 @@ def _in_pieces(engine: Engine, graphs: Sequence[PublishingGraph]) -> tuple[float
     clock.append(time.perf_counter())
     engine._collect(None)
     clock.append(time.perf_counter())
-    engine._deliver()
+    engine._delivery.run_callbacks()
     clock.append(time.perf_counter())
     pieces = [after - before for before, after in pairwise(clock)]
     pieces[PIECES.index("launch")] -= sum(graph.seconds for graph in graphs) - written

@@ -1,5 +1,8 @@
 """Latencies of one engine, through its public interface.
 
+A step gives a row one token, or up to K + 1 with K drafts; they reach the caller at once. So gaps
+are those between steps, and rates are told by the step and by the token.
+
 Times are the host's, as tokens reached the caller. Python's garbage collector is left as it is:
 whoever embeds an engine will have it on.
 """
@@ -13,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-from graphengine import Engine, Request, Result, SamplingParams
+from graphengine import Engine, Request, Result, SamplingParams, Timings
 from graphengine.profiles.eager import check_against_eager, require_equal
 from graphengine.profiles.percentiles import percentiles
 
@@ -72,48 +75,67 @@ def random_prompt(vocab_size: int, tokens: int, seed: int) -> list[int]:
 class Steady:
     """The steps of one run in which every row decodes and no prompt is fed; in seconds.
 
-    gaps             between a request's tokens, of all requests
+    gaps             between a request's steps, of all requests
     steps, seconds   how many steps there were, and how long they took together
-    longest_outside  the longest gap between two tokens of a request outside of these steps
+    tokens           what all but the last of them gave: that one may be cut at a request's end
+    longest_outside  the longest gap between two steps of a request outside of these steps
     """
 
     gaps: list[float]
     steps: int
     seconds: float
+    tokens: int
     longest_outside: float | None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of all requests together."""
+        return self.tokens / (self.steps - 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step * self.steps / self.seconds
+
+
+def moments(timings: Timings) -> list[float]:
+    """When each of a request's steps reached the host; the tokens of one came at once."""
+    return list(dict.fromkeys(timings.tokens))
 
 
 def steady(results: Sequence[Result]) -> Steady:
-    """From the second token of the last request to get one, to the first request's last token.
+    """From the second step of the last request to get a token, to the first request's last step.
 
     ValueError if fewer than two steps are in between: `new_tokens` is too small for the batch.
     """
-    times = [result.timings.tokens for result in results]
-    latest = max(times, key=lambda tokens: tokens[0])
-    begin, end = latest[1], min(tokens[-1] for tokens in times)
+    times = [moments(result.timings) for result in results]
+    latest = max(times, key=lambda steps: steps[0])
+    # A single step, of a request that drafts ended at once, is no interval.
+    begin, end = latest[min(1, len(latest) - 1)], min(steps[-1] for steps in times)
     steps = sum(begin < moment <= end for moment in latest)
     if steps < 2:
         raise ValueError(
-            f"{len(latest)} new tokens a request leave {steps} steps in which all {len(times)} "
-            "requests decode: ask for more new tokens"
+            f"{len(results[0].token_ids)} new tokens a request leave {steps} steps in which all "
+            f"{len(times)} requests decode: ask for more new tokens"
         )
     inside: list[float] = []
     outside: list[float] = []
-    for tokens in times:
-        for before, after in pairwise(tokens):
+    for request in times:
+        for before, after in pairwise(request):
             (inside if begin <= before and after <= end else outside).append(after - before)
     return Steady(
         gaps=inside,
         steps=steps,
         seconds=end - begin,
+        tokens=sum(begin < moment < end for result in results for moment in result.timings.tokens),
         longest_outside=max(outside, default=None),
     )
 
 
-def decode(engine: Engine, work: Work) -> dict[str, Any]:
+def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None) -> dict[str, Any]:
     """Check the tokens, then run `work` once to warm up and `work.runs` times; milliseconds.
 
-    RuntimeError if graphs and eager steps, two runs, or a prompt alone and in its batch differ.
+    `tokens_per_step` are one row's; `tokens_per_s` those of all rows. RuntimeError if graphs and
+    eager steps, two runs, or a prompt alone and in its batch differ, or what is `expected`.
     """
     if work.prompt_tokens + work.new_tokens > engine.memory.max_seq_len:
         raise ValueError(f"{work} does not fit into max_seq_len={engine.memory.max_seq_len}")
@@ -121,6 +143,8 @@ def decode(engine: Engine, work: Work) -> dict[str, Any]:
     checked = min(CHECKED_TOKENS, work.new_tokens)
     equal = check_against_eager(engine, prompts, work.params(checked))
     warm: list[Result] = engine.generate(prompts, params)
+    for row, pair in enumerate(zip(expected or (), warm, strict=expected is not None)):
+        require_equal(pair, f"prompt {row} of another engine, expected and here:")
     measured: list[list[Result]] = [engine.generate(prompts, params) for _ in range(work.runs)]
     alone: Result = engine.generate(prompts[0], params[0])
     for row, of_prompt in enumerate(zip(warm, *measured, strict=True)):
@@ -132,9 +156,16 @@ def decode(engine: Engine, work: Work) -> dict[str, Any]:
     gaps = [1e3 * gap for run in runs for gap in run.gaps]
     return {
         "ms_per_step": median(1e3 * run.seconds / run.steps for run in runs),
+        "tokens_per_step": fmean(run.tokens_per_step for run in runs) / work.live,
+        "tokens_per_s": median(run.tokens_per_s for run in runs),
         "itl_ms": percentiles(gaps, independent=sum(run.steps for run in runs)),
         "itl_admission_ms": 1e3 * max(outside) if outside else None,
-        "checked": {"eager_tokens": equal, "equal_runs": 1 + work.runs, "alone": True},
+        "checked": {
+            "eager_tokens": equal,
+            "equal_runs": 1 + work.runs,
+            "alone": True,
+            "expected_tokens": sum(len(result.token_ids) for result in expected or ()),
+        },
     }
 
 
@@ -158,7 +189,7 @@ def time_to_first_token(
 
 
 def long_run(engine: Engine, work: Work, tokens: int) -> dict[str, Any]:
-    """Gaps of at least `tokens` tokens, of one request after another; milliseconds.
+    """At least `tokens` gaps between steps, of one request after another; milliseconds.
 
     `collections` counts what Python's collector did meanwhile, by generation.
     """
@@ -168,7 +199,8 @@ def long_run(engine: Engine, work: Work, tokens: int) -> dict[str, Any]:
     before = [generation["collections"] for generation in gc.get_stats()]
     requests = 0
     while len(gaps) < tokens:
-        gaps += [1e3 * gap for gap in engine.generate(prompt, params).timings.inter_token]
+        steps = moments(engine.generate(prompt, params).timings)
+        gaps += [1e3 * (after - before) for before, after in pairwise(steps)]
         requests += 1
     after = [generation["collections"] for generation in gc.get_stats()]
     found = percentiles(gaps)
@@ -249,10 +281,12 @@ def host_time(engine: Engine, work: Work) -> dict[str, float]:
 
 
 def _is_steady(requests: Sequence[Request], events: int) -> bool:
-    """Whether this step brought every request a token: not its first two, nor its last one."""
-    return events == len(requests) and all(
-        len(request.token_ids) > 2 and not request.finished for request in requests
-    )
+    """Whether it is a step of every request: not its first two, nor its last one."""
+    if events != len(requests) or any(request.finished for request in requests):
+        return False
+    # Told at once: whatever the host does between two steps, the next one's wait is shorter by it.
+    times = [request.timings.tokens for request in requests]
+    return all(len(tokens) > 2 and tokens[-1] > tokens[1] for tokens in times)
 
 
 def _read_us(engine: Engine, waits: Waits, repeats: int = 200) -> float:
@@ -303,7 +337,7 @@ def admission(
         gaps = [
             (1e3 * (after - before), before <= until and after >= since)
             for request in decoders
-            for before, after in pairwise(request.timings.tokens)
+            for before, after in pairwise(moments(request.timings))
         ]
         longest.append(max(gap for gap, disturbed in gaps if disturbed))
         undisturbed.append(median(gap for gap, disturbed in gaps if not disturbed))

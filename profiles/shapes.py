@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
 from graphengine.models.dense import DenseConfig
 from graphengine.models.families import read_model_config
+from graphengine.models.mtp import LAYOUTS, MtpConfig
 
 DEMO = "demo"
 SEED = 0
@@ -117,6 +118,25 @@ class Subject:
         )
 
 
+def random_module(model: DenseConfig) -> MtpConfig:
+    """One draft module for a model of random weights, as Qwen3 has it: `mtp.*`."""
+    layout = next(layout for layout in LAYOUTS if layout.name == "qwen3")
+    return MtpConfig(
+        layout=layout,
+        prefixes=(layout.module_prefix(model.num_layers, 0),),
+        dense=replace(model, num_layers=1),
+        norm_eps=model.norm_eps,
+    )
+
+
+def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
+    """A draft vocabulary of `size` random tokens: int64, ascending, on the CPU."""
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"a draft vocabulary of {size} tokens of {vocab_size}")
+    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+    return drawn[:size].sort().values
+
+
 def model_shape(name: str) -> DenseConfig:
     """The model of a shape of `NAMES`; ValueError lists them."""
     return Subject.of_shape(name).model
@@ -148,8 +168,10 @@ def step_bytes(model: DenseConfig, *, context: float, rows: int, itemsize: int) 
     hidden, q_and_kv = model.hidden_size, model.q_size + 2 * model.kv_size
     matrices = hidden * (q_and_kv + model.q_size + 3 * model.ffn_size)
     norms = 2 * hidden + (2 * model.head_dim if model.qk_norm else 0)
-    biases = (q_and_kv + hidden if model.attention_bias else 0) + (
-        2 * model.ffn_size + hidden if model.mlp_bias else 0
+    biases = (
+        (q_and_kv if model.attention_bias or model.qkv_bias else 0)
+        + (hidden if model.attention_bias else 0)
+        + (2 * model.ffn_size + hidden if model.mlp_bias else 0)
     )
     weights = model.num_layers * (matrices + norms + biases) + hidden * (model.vocab_size + 1)
     kv = rows * context * model.num_layers * 2 * model.kv_size

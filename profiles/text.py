@@ -72,6 +72,31 @@ ROW_COLUMNS = (
     Column("start s", lambda row: number(row["start"]["total_s"], 2)),
 )
 
+
+def accepted(entry: Row) -> str:
+    """By whose judgement: that of the target, or by force."""
+    if entry["k"] == 0:
+        return "plain"
+    return "strict" if entry["forced"] is None else f"force {entry['forced']}"
+
+
+def _ratio(name: str) -> Callable[[Row], str]:
+    return lambda entry: number(entry["ratio"][name], 3)
+
+
+SWEEP_COLUMNS = (
+    Column("drafts", lambda entry: str(entry["k"])),
+    Column("accepted", accepted),
+    Column("family", lambda entry: entry["row_family"]),
+    Column("ms/step", lambda entry: number(entry["ms_per_step"], 3)),
+    Column("/same", _ratio("same_family")),
+    Column("/fastest", _ratio("fastest")),
+    Column("tok/step", lambda entry: number(entry["tokens_per_step"], 2)),
+    Column("tok/s", lambda entry: number(entry["tokens_per_s"], 1)),
+    *(_itl(name) for name in ("p50", "p99")),
+    Column("drafts off", lambda entry: number(entry["drafts_off_ms"], 3)),
+)
+
 KERNEL_COLUMNS = (
     Column("part", lambda row: row["part"] or NOTHING),
     Column("grid", lambda row: "x".join(map(str, row["grid"]))),
@@ -98,6 +123,7 @@ def describe_document(document: Mapping[str, Any]) -> str:
     parts = [_heading(document), text_table(ROW_COLUMNS, document["rows"])]
     if any(row["itl_ms"]["unsupported"] for row in document["rows"]):
         parts.append("* fewer values than this percentile needs: their maximum by another name")
+    parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]
     parts += [_long(row) for row in document["rows"] if row["long"] is not None]
     if document["admission"] is not None:
         parts.append(_admission(document["admission"]))
@@ -115,6 +141,19 @@ def _heading(document: Mapping[str, Any]) -> str:
         f"{first['prompt_tokens']} prompt and {first['new_tokens']} new tokens, "
         f"{first['runs']} runs; milliseconds. Tokens checked: graphs and eager steps, all runs, "
         "alone and in the batch"
+    )
+
+
+def _speculation(row: Row) -> str:
+    found = row["speculation"]
+    trimmed = found["random_vocab"]
+    title = f"{found['mode']}, {row['live']} live of {row['max_batch']}"
+    if trimmed is not None:
+        title += f", {trimmed:,} random draft tokens"
+    return (
+        f"{title}: a step over a plain one of the same row family and of the fastest, which is "
+        "as many tokens a step as break even;\nITL is between steps. Strict tokens checked: those "
+        "of plain decoding\n" + text_table(SWEEP_COLUMNS, found["entries"])
     )
 
 

@@ -16,9 +16,10 @@ with the reference.
 
 Tried on an H200 and lost, which is why plans have no field for it: L2 prefetches of the program's
 own or the next weight in bulk (10 to 60 % slower) or of the first tiles line by line (3 to 5 %);
-first tiles of `dot` in registers before the wait (2 % won at 8 rows, 20 % lost at 32); triggering
-dependents before the wait (`fma` equal, `dot` 20 % slower on the 1B shape) or behind the product
-(`fma` 8 % slower, `dot` equal).
+first tiles of `dot` in registers before the wait (2 % won at 8 rows, 20 % lost at 32; they are in
+shared memory now, by `linear_gluon.py`, which won 1 to 4 %); triggering dependents before the wait
+(`fma` equal, `dot` 20 % slower on the 1B shape) or behind the product (`fma` 8 % slower, `dot`
+equal).
 
 Letters: N lanes, M weight rows, K input features, V vocabulary.
 """
@@ -59,6 +60,7 @@ from graphengine.kernels import (
     SamplingTensors,
     heuristic_plan,
     linear,
+    linear_gluon,
     linear_reference,
     linear_residual,
     linear_residual_reference,
@@ -95,6 +97,10 @@ FMA_REGISTERS = (12, 96)
 """Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
 DOT_SHARED_BYTES = 200 * 1024
 """Of a program: one has to fit an SM."""
+DOT_IN_FLIGHT_BYTES = 48 * 1024
+"""Of a program, at least: memory answers late, and an SM has room for few programs."""
+DOT_PROGRAMS = (90, 792)
+"""Of a launch: from two thirds of an H200's 132 SMs to six for each of them."""
 
 _BATCH, _REPLAYS = 16, 15
 _MAX_PROCESSES = 16
@@ -138,7 +144,12 @@ def targets_of(
 def candidate_plans(key: TuningKey) -> list[LinearPlan]:
     """The grid that found the best plans on an H200, and the heuristic. Every plan is valid."""
     heuristic = heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family)
-    grid = _fma_grid(key) if key.family == "fma" else _dot_grid(key, heuristic)
+    if key.family == "fma":
+        grid = _fma_grid(key)
+    elif key.kind == "sample" or key.dtype == torch.float32 or key.K % linear_gluon.ALIGNMENT:
+        grid = _pipelined_dot_grid(key, heuristic)
+    else:
+        grid = _dot_grid(key)
     return [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key)]
 
 
@@ -161,7 +172,31 @@ def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
             yield plan
 
 
-def _dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
+def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
+    """For the kernel of `linear_gluon.py`."""
+    rows = 2 if key.kind == "swiglu" else 1
+    for outputs, block_k, splits, stages, warps in product(
+        (32, 64, 128), (64, 128, 256), (1, 2, 4), (3, 4, 5, 6), (4, 8)
+    ):
+        plan = LinearPlan("dot", rows * outputs, block_k, splits, stages, warps)
+        programs = triton.cdiv(key.M, plan.block_m) * splits
+        least, most = DOT_PROGRAMS
+        # A weight too small or too large for that many still has the least or the most outputs.
+        if programs < least and (outputs, splits) != (32, 1):
+            continue
+        if programs > most and outputs < 128:
+            continue
+        even = splits == 1 or key.K % (block_k * splits) == 0
+        long = triton.cdiv(key.K, block_k * splits) >= stages - 1
+        room = tuning.shared_bytes(plan, key.dtype)
+        # 8 warps of fewer rows would be left with one instruction each.
+        busy = warps == 4 or plan.block_m >= 128
+        if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= DOT_SHARED_BYTES:
+            yield plan
+
+
+def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
+    """For the kernel of `linear_kernels.py`, whose loop Triton pipelines."""
     M, K = key.M, key.K
     # float32 multiplies from registers, of which large tiles want too many.
     sizes = (16, 32) if key.dtype == torch.float32 else (128, 256)

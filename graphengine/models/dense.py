@@ -1,7 +1,7 @@
 """A dense decoder: grouped-query attention with RoPE, RMSNorm before each block, SwiGLU.
 
-Llama 3 and Qwen3 are this program with other settings; their files map a checkpoint's config onto
-`DenseConfig`. `decode` runs a few rows through five fused kernels a layer; `prefill` runs the
+Llama 3, Qwen2 and Qwen3 are this program with other settings; their files map a checkpoint's config
+onto `DenseConfig`. `decode` runs a few rows through five fused kernels a layer; `prefill` runs the
 tokens of a chunk through the BLAS, whose bits depend on the number of lanes, which for a chunk
 follows from the prompt alone.
 
@@ -10,8 +10,9 @@ Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, F ffn width, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,9 @@ from graphengine.kernels import (
     RopeConfig,
     RowFamily,
     add_rms_norm,
+    arrivals_needed,
     decode_attention,
+    decode_attention_arrivals,
     embed,
     heuristic_plan,
     linear,
@@ -58,6 +61,9 @@ class DenseConfig:
     rope: RopeConfig
     tie_embeddings: bool = False
     attention_bias: bool = False
+    """Of q, k, v and the output."""
+    qkv_bias: bool = False
+    """Of q, k and v alone."""
     mlp_bias: bool = False
     qk_norm: bool = False
 
@@ -123,6 +129,11 @@ class LayerWeights:
         }
         return names | {name: tensor for name, tensor in optional.items() if tensor is not None}
 
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        values = (getattr(self, name) for name in LayerWeights.__slots__)
+        return [value for value in values if value is not None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseWeights:
@@ -152,12 +163,7 @@ class DenseWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor, tied ones twice."""
-        per_layer = [
-            value
-            for layer in self.layers
-            for value in (getattr(layer, name) for name in LayerWeights.__slots__)
-            if value is not None
-        ]
+        per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         return [self.embedding, self.final_norm, self.lm_head, *per_layer]
 
 
@@ -167,27 +173,9 @@ def allocate_weights(config: DenseConfig, *, device: str, dtype: torch.dtype) ->
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
 
-    def maybe(condition: bool, *shape: int) -> Tensor | None:
-        return new(*shape) if condition else None
-
-    hidden, ffn = config.hidden_size, config.ffn_size
-    qkv_size = config.q_size + 2 * config.kv_size
+    hidden = config.hidden_size
     layers = tuple(
-        LayerWeights(
-            input_norm=new(hidden),
-            qkv=new(qkv_size, hidden),
-            qkv_bias=maybe(config.attention_bias, qkv_size),
-            q_norm=maybe(config.qk_norm, config.head_dim),
-            k_norm=maybe(config.qk_norm, config.head_dim),
-            output=new(hidden, config.q_size),
-            output_bias=maybe(config.attention_bias, hidden),
-            ffn_norm=new(hidden),
-            gate_up=new(2 * ffn, hidden),
-            gate_up_bias=maybe(config.mlp_bias, 2 * ffn),
-            down=new(hidden, ffn),
-            down_bias=maybe(config.mlp_bias, hidden),
-        )
-        for _ in range(config.num_layers)
+        allocate_layer(config, device=device, dtype=dtype) for _ in range(config.num_layers)
     )
     embedding = new(config.vocab_size, hidden)
     return DenseWeights(
@@ -195,6 +183,33 @@ def allocate_weights(config: DenseConfig, *, device: str, dtype: torch.dtype) ->
         layers=layers,
         final_norm=new(hidden),
         lm_head=embedding if config.tie_embeddings else new(config.vocab_size, hidden),
+    )
+
+
+def allocate_layer(config: DenseConfig, *, device: str, dtype: torch.dtype) -> LayerWeights:
+    """`allocate_weights` for one layer."""
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    def maybe(condition: bool, *shape: int) -> Tensor | None:
+        return new(*shape) if condition else None
+
+    hidden, ffn = config.hidden_size, config.ffn_size
+    qkv_size = config.q_size + 2 * config.kv_size
+    return LayerWeights(
+        input_norm=new(hidden),
+        qkv=new(qkv_size, hidden),
+        qkv_bias=maybe(config.attention_bias or config.qkv_bias, qkv_size),
+        q_norm=maybe(config.qk_norm, config.head_dim),
+        k_norm=maybe(config.qk_norm, config.head_dim),
+        output=new(hidden, config.q_size),
+        output_bias=maybe(config.attention_bias, hidden),
+        ffn_norm=new(hidden),
+        gate_up=new(2 * ffn, hidden),
+        gate_up_bias=maybe(config.mlp_bias, 2 * ffn),
+        down=new(hidden, ffn),
+        down_bias=maybe(config.mlp_bias, hidden),
     )
 
 
@@ -233,17 +248,29 @@ def heuristic_plans(config: DenseConfig, dtype: torch.dtype, family: RowFamily) 
     return DecodePlans(**plans)
 
 
+def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:
+    """Counters that the kernels of a decode step share: what the neediest of them uses."""
+    linears = [
+        arrivals_needed(getattr(plans, name), M) for name, (_, M, _) in decode_shapes(model).items()
+    ]
+    attention = decode_attention_arrivals(
+        lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
+    )
+    return max(1, attention, *linears)
+
+
 class DecodeLaunch(NamedTuple):
     """What the decode kernels of one engine share besides the model.
 
     `split_tokens` is attention's; `arrivals` is int32 and zero between kernels; `pdl` says how they
-    are launched.
+    are launched. Each `tokens_per_row` lanes are tokens of one slot, at consecutive positions.
     """
 
     plans: DecodePlans
     split_tokens: int
     arrivals: Tensor
     pdl: bool
+    tokens_per_row: int = 1
 
 
 Attend = Callable[[Tensor, Tensor], Tensor]
@@ -251,13 +278,161 @@ Attend = Callable[[Tensor, Tensor], Tensor]
 `kv = [blocks, 2, block_size, G, D]`, which already holds the lanes' own keys and values."""
 
 
+class LayerContext(NamedTuple):
+    """What the layers of a model, and those of its draft modules, have in common."""
+
+    config: DenseConfig
+    cos: Tensor
+    """float32 `[P, D/2]` of P >= max_seq_len positions, and so is `sin`."""
+    sin: Tensor
+    max_seq_len: int
+
+
+def decode_layer(
+    layer: LayerWeights,
+    next_norm: Tensor,
+    row: DecodeLanes,
+    residual: Residual,
+    kv: Tensor,
+    block_table: Tensor,
+    context: LayerContext,
+    launch: DecodeLaunch,
+) -> Residual:
+    """One layer for `row`'s tokens: five kernels.
+
+    `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`, updated
+    in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`.
+    """
+    config, plans, slot = context.config, launch.plans, row.slot
+    shared: Any = {"arrivals": launch.arrivals, "pdl": launch.pdl}
+    several: Any = {"tokens_per_row": launch.tokens_per_row} if launch.tokens_per_row > 1 else {}
+    qkv = linear(
+        residual.scaled,
+        layer.qkv,
+        slot,
+        squares_TN=residual.squares,
+        eps=config.norm_eps,
+        bias=layer.qkv_bias,
+        plan=plans.qkv,
+        **shared,
+    )
+    attended = decode_attention(
+        qkv,
+        context.cos,
+        context.sin,
+        kv,
+        block_table,
+        slot,
+        row.position,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        scale=config.attention_scale,
+        max_seq_len=context.max_seq_len,
+        q_norm_weight=layer.q_norm,
+        k_norm_weight=layer.k_norm,
+        eps=config.norm_eps,
+        split_tokens=launch.split_tokens,
+        **several,
+        **shared,
+    )
+    residual = linear_residual(
+        attended,
+        layer.output,
+        slot,
+        residual,
+        layer.ffn_norm,
+        bias=layer.output_bias,
+        plan=plans.output,
+        **shared,
+    )
+    gated = linear(
+        residual.scaled,
+        layer.gate_up,
+        slot,
+        squares_TN=residual.squares,
+        eps=config.norm_eps,
+        bias=layer.gate_up_bias,
+        swiglu=True,
+        plan=plans.gate_up,
+        **shared,
+    )
+    return linear_residual(
+        gated,
+        layer.down,
+        slot,
+        residual,
+        next_norm,
+        bias=layer.down_bias,
+        plan=plans.down,
+        **shared,
+    )
+
+
+def prefill_attention(
+    layer: LayerWeights,
+    h: Tensor,
+    lanes: PrefillLanes,
+    kv: Tensor,
+    block_table: Tensor,
+    context: LayerContext,
+    attend: Attend,
+) -> Tensor:
+    """The first half of a layer for a chunk: `[T, Q*D]` attention of the normed `h` `[T, H]`.
+
+    `kv`, the layer's cache, receives the keys and values of the live lanes.
+    """
+    config = context.config
+    q = rope_append(
+        functional.linear(h, layer.qkv, layer.qkv_bias),
+        context.cos,
+        context.sin,
+        kv,
+        block_table,
+        lanes.slot,
+        lanes.position,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        q_norm_weight=layer.q_norm,
+        k_norm_weight=layer.k_norm,
+        eps=config.norm_eps,
+    )
+    return attend(q, kv)
+
+
+def prefill_behind_attention(
+    layer: LayerWeights,
+    next_norm: Tensor,
+    x: Tensor,
+    attended: Tensor,
+    slot: Tensor,
+    context: LayerContext,
+) -> Tensor:
+    """The other half, for any of the chunk's lanes: `x` behind `next_norm`, in the model's dtype.
+
+    `x`, the float32 residual stream, is updated in place.
+    """
+    norm: Any = {"eps": context.config.norm_eps, "out_dtype": layer.down.dtype}
+    output = functional.linear(attended, layer.output, layer.output_bias)
+    h = add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
+    gated = swiglu(functional.linear(h, layer.gate_up, layer.gate_up_bias), slot)
+    down = functional.linear(gated, layer.down, layer.down_bias)
+    return add_rms_norm(x, down, next_norm, slot, **norm)
+
+
 class PrefillEnd(NamedTuple):
-    """What `DenseModel.prefill` leaves of a chunk's T lanes for the one that is sampled."""
+    """What `DenseModel.prefill` leaves of a chunk's T lanes."""
 
     x: Tensor
     """The float32 residual stream `[T, H]` in front of the last layer's output product."""
     attended: Tensor
     """The last layer's attention `[T, Q*D]`."""
+    hidden: Tensor | None
+    """The stream behind the final norm `[T, H]` in the model's dtype, where it was asked for."""
+
+
+def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
+    if layer in streams:
+        streams[layer][: len(x)].copy_(x)
 
 
 class DenseModel:
@@ -266,13 +441,17 @@ class DenseModel:
     def __init__(self, config: DenseConfig, weights: DenseWeights, *, max_seq_len: int) -> None:
         self.config = config
         self.weights = weights
-        self.max_seq_len = max_seq_len
-        self.cos, self.sin = rope_tables(
+        cos, sin = rope_tables(
             config.rope,
             head_dim=config.head_dim,
             max_positions=max_seq_len,
             device=weights.embedding.device,
         )
+        self.context = LayerContext(config, cos, sin, max_seq_len)
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.context.max_seq_len
 
     @property
     def dtype(self) -> torch.dtype:
@@ -289,71 +468,19 @@ class DenseModel:
         """The residual stream of `row`'s tokens behind the last layer, scaled for the final norm.
 
         `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
-        place. `cache` is `[L, blocks, 2, block_size, G, D]`; each live row's keys and values are
+        place. `cache` is `[L, blocks, 2, block_size, G, D]`; each live lane's keys and values are
         written at its position through `block_table` `[S, B]`.
         """
-        config, weights, plans = self.config, self.weights, launch.plans
-        eps, slot = config.norm_eps, row.slot
-        shared: Any = {"arrivals": launch.arrivals, "pdl": launch.pdl}
-        for index, (layer, kv) in enumerate(zip(weights.layers, cache.unbind(0), strict=True)):
-            qkv = linear(
-                residual.scaled,
-                layer.qkv,
-                slot,
-                squares_TN=residual.squares,
-                eps=eps,
-                bias=layer.qkv_bias,
-                plan=plans.qkv,
-                **shared,
-            )
-            attended = decode_attention(
-                qkv,
-                self.cos,
-                self.sin,
+        for index, (layer, kv) in enumerate(zip(self.weights.layers, cache.unbind(0), strict=True)):
+            residual = decode_layer(
+                layer,
+                self.norm_behind(index),
+                row,
+                residual,
                 kv,
                 block_table,
-                slot,
-                row.position,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                scale=config.attention_scale,
-                max_seq_len=self.max_seq_len,
-                q_norm_weight=layer.q_norm,
-                k_norm_weight=layer.k_norm,
-                eps=eps,
-                split_tokens=launch.split_tokens,
-                **shared,
-            )
-            residual = linear_residual(
-                attended,
-                layer.output,
-                slot,
-                residual,
-                layer.ffn_norm,
-                bias=layer.output_bias,
-                plan=plans.output,
-                **shared,
-            )
-            gated = linear(
-                residual.scaled,
-                layer.gate_up,
-                slot,
-                squares_TN=residual.squares,
-                eps=eps,
-                bias=layer.gate_up_bias,
-                swiglu=True,
-                plan=plans.gate_up,
-                **shared,
-            )
-            residual = linear_residual(
-                gated,
-                layer.down,
-                slot,
-                residual,
-                self.norm_behind(index),
-                bias=layer.down_bias,
-                plan=plans.down,
-                **shared,
+                self.context,
+                launch,
             )
         return residual
 
@@ -364,48 +491,47 @@ class DenseModel:
         return layers[following].input_norm if following < len(layers) else self.weights.final_norm
 
     def prefill(
-        self, lanes: PrefillLanes, cache: Tensor, block_table: Tensor, attend: Attend
+        self,
+        lanes: PrefillLanes,
+        cache: Tensor,
+        block_table: Tensor,
+        attend: Attend,
+        *,
+        all_lanes: bool = False,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> PrefillEnd:
         """A prompt chunk through all layers, up to and with the attention of the last one.
 
         As in `decode` the cache receives the keys and values of the live lanes. What the last layer
-        does behind its attention matters to the sampled token alone: `prefill_logits` does it.
+        does behind its attention matters to the sampled token alone: `prefill_logits` does it. With
+        `all_lanes` it is done for every lane as well, for a draft module that reads them; the
+        logits' bits do not know of it.
+
+        `streams[layer]`, [T or more, H], receives the residual stream behind the layer, rounded to
+        its dtype; that of the last layer with `all_lanes` only.
         """
-        config, weights, slot = self.config, self.weights, lanes.slot
-        x = embed(lanes.token, weights.embedding, slot)
+        config, context, slot = self.config, self.context, lanes.slot
+        last = len(self.weights.layers) - 1
+        x = embed(lanes.token, self.weights.embedding, slot)
         h = rms_norm(x, self.norm_behind(-1), slot, eps=config.norm_eps, out_dtype=self.dtype)
-        for index, (layer, kv) in enumerate(zip(weights.layers, cache.unbind(0), strict=True)):
-            q = rope_append(
-                functional.linear(h, layer.qkv, layer.qkv_bias),
-                self.cos,
-                self.sin,
-                kv,
-                block_table,
-                slot,
-                lanes.position,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                q_norm_weight=layer.q_norm,
-                k_norm_weight=layer.k_norm,
-                eps=config.norm_eps,
-            )
-            attended = attend(q, kv)
-            if index + 1 < len(weights.layers):
+        for index, (layer, kv) in enumerate(zip(self.weights.layers, cache.unbind(0), strict=True)):
+            attended = prefill_attention(layer, h, lanes, kv, block_table, context, attend)
+            if index < last:
                 h = self._behind_attention(index, x, attended, slot)
-        return PrefillEnd(x, attended)
+                _keep_stream(x, index, streams)
+        hidden = None
+        if all_lanes:
+            stream = x.clone()
+            hidden = self._behind_attention(last, stream, attended, slot)
+            _keep_stream(stream, last, streams)
+        return PrefillEnd(x, attended, hidden)
 
     def prefill_logits(self, end: PrefillEnd, slot_1: Tensor, lane_1: Tensor) -> Tensor:
         """Float32 `[1, V]` of the chunk's lane `lane_1`, which works for `slot_1`."""
-        x_1H, attended_1A = (lanes.index_select(0, lane_1) for lanes in end)
+        x_1H, attended_1A = (lanes.index_select(0, lane_1) for lanes in (end.x, end.attended))
         h = self._behind_attention(len(self.weights.layers) - 1, x_1H, attended_1A, slot_1)
         return linear(h, self.weights.lm_head, slot_1, out_dtype=torch.float32)
 
     def _behind_attention(self, index: int, x: Tensor, attended: Tensor, slot: Tensor) -> Tensor:
-        """The rest of a layer for `x`, which is updated in place, and the norm behind it."""
-        layer = self.weights.layers[index]
-        norm: Any = {"eps": self.config.norm_eps, "out_dtype": self.dtype}
-        output = functional.linear(attended, layer.output, layer.output_bias)
-        h = add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
-        gated = swiglu(functional.linear(h, layer.gate_up, layer.gate_up_bias), slot)
-        down = functional.linear(gated, layer.down, layer.down_bias)
-        return add_rms_norm(x, down, self.norm_behind(index), slot, **norm)
+        layer, next_norm = self.weights.layers[index], self.norm_behind(index)
+        return prefill_behind_attention(layer, next_norm, x, attended, slot, self.context)

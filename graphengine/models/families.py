@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from graphengine.models import llama, qwen3
+from graphengine.models import llama, qwen2, qwen3
 from graphengine.models.dense import DenseConfig
 from graphengine.models.hf_config import HfConfig
 
 FAMILIES: Mapping[str, Callable[[HfConfig], DenseConfig]] = {
     "LlamaForCausalLM": llama.read_config,
+    "MiMoForCausalLM": qwen2.read_config,
+    "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
 }
 

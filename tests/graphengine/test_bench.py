@@ -132,7 +132,14 @@ def test_too_few_tokens_are_refused(moments: tuple[float, ...]) -> None:
 
 def test_decode_checks_and_measures(tiny: Engine) -> None:
     row = measure.decode(tiny, tiny_work())
-    assert row["checked"] == {"eager_tokens": 3 * 14, "equal_runs": 3, "alone": True}
+    assert row["checked"] == {
+        "eager_tokens": 3 * 14,
+        "equal_runs": 3,
+        "alone": True,
+        "expected_tokens": 0,
+    }
+    assert row["tokens_per_step"] == 1
+    assert row["tokens_per_s"] == pytest.approx(3e3 / row["ms_per_step"], rel=0.3)
     assert row["ms_per_step"] > 0 and row["itl_ms"]["n"] == 3 * row["itl_ms"]["independent"]
     assert row["itl_admission_ms"] > 0
 
@@ -315,6 +322,14 @@ def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, bi
     kv = step_bytes(model, context=10.5, rows=4, itemsize=2) - read
     # Keys and values of 2 layers, 2 heads of 64, for 42 tokens in all.
     assert kv == 2 * 2 * 2 * 64 * 42 * 2
+
+
+def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
+    model = read_model_config({**SHAPES["tiny"], "architectures": ["Qwen2ForCausalLM"]})
+    assert model.qkv_bias and not model.attention_bias
+    weights = allocate_weights(model, device="meta", dtype=torch.float16)
+    read = step_bytes(model, context=0, rows=1, itemsize=2)
+    assert read == weights.nbytes - weights.embedding.nbytes
 
 
 def test_linear_bytes_are_the_matrices() -> None:

@@ -33,6 +33,7 @@ GENERATED_KEYS = {
     "itl_p50_ms",
     "itl_p99_ms",
     "replays",
+    "acceptance",
     "device",
 }
 
@@ -188,6 +189,38 @@ def test_engine_options_reach_the_engine(cli: Cli) -> None:
     assert json.loads(out)["replays"] == {"prefill/16": 1, "decode/1/fast": 4}
 
 
+# Speculation.
+
+
+@pytest.mark.parametrize("mode", ["mtp:2", "ngram:3:2", "auto"])
+def test_speculation_changes_no_token_and_is_summed_up(cli: Cli, mode: str) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "24", "--ignore-eos", "--json")
+    status, out, _ = cli("generate", *arguments)
+    plain = json.loads(out)
+    assert status == 0 and plain["acceptance"] is None
+    status, out, err = cli("generate", *arguments, "--speculative", mode)
+    assert status == 0 and err == ""
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert document["token_ids"] == plain["token_ids"]
+    acceptance = document["acceptance"]
+    # The first token comes with the prompt.
+    assert acceptance["tokens"] == 23 and 1 <= acceptance["steps"] <= 23
+    assert 0 < document["itl_p50_ms"] <= document["itl_p99_ms"], "gaps are those between steps"
+    assert any(re.fullmatch(r"decode/1/k\d/fast", name) for name in document["replays"])
+
+
+def test_the_summary_says_what_became_of_the_drafts(cli: Cli) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "24", "--ignore-eos")
+    vocabulary = ("--draft-vocab", f"{Path(__file__)}:512")
+    status, out, _ = cli("generate", *arguments, "--speculative", "mtp:2", *vocabulary)
+    assert status == 0
+    shown = r"speculation: [\d.]+ tokens a step \(.* of 2.00 drafts; .* by position\) in \d+ steps"
+    # A request's last steps may verify fewer.
+    assert re.search(shown.replace("2.00", r"[\d.]+"), out), out
+    status, out, _ = cli("generate", *arguments, "--speculative", "off")
+    assert status == 0 and "speculation" not in out
+
+
 # chat
 
 
@@ -299,6 +332,26 @@ def test_info_prints_json(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
+def test_info_counts_the_drafter(cli: Cli) -> None:
+    plain, mtp = (
+        json.loads(cli("info", "--json", "--speculative", mode)[1]) for mode in ("off", "mtp:3")
+    )
+    assert (plain["speculative"], plain["draft_lengths"]) == ("off", [0])
+    assert (mtp["speculative"], mtp["draft_lengths"]) == ("mtp eagle, k=3", [0, 3])
+    # Two decode buckets with two samplers, of each draft length.
+    assert mtp["graphs"] - plain["graphs"] == 4
+    own = json.loads(cli("info", "--json", "--speculative", "mtp:3:own")[1])
+    assert own["graphs"] - mtp["graphs"] == 4, "one beside each of those buckets"
+    tensors = Checkpoint.open(checkpoint_path()).tensors.items()
+    module = sum(info.nbytes for name, info in tensors if name.startswith("mtp."))
+    (line,) = (line for line in mtp["budget"] if line["name"] == "drafter's weights")
+    # Stored in bfloat16; a CPU computes in float32.
+    assert line["bytes"] == 2 * module
+    status, out, _ = cli("info", "--speculative", "mtp:3")
+    assert status == 0 and re.search(r"^draft lengths +0, 3$", out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
 def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
     path = str(checkpoints["llama-biases"].path)
     status, out, _ = cli("info", "--checkpoint", path, "--json")
@@ -319,6 +372,11 @@ def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
         (("--lookahead", "2"), "lookahead=2"),
         (("--dtype", "int3"), "dtype=int3"),
         (("--memory-fraction", "1e-9"), "(?s)available.*KV cache.*total"),
+        (("--speculative", "mtp:x"), r"speculative='mtp:x' must be off, auto, mtp\[:K"),
+        (("--speculative", "mtp:0"), "k=0 drafts"),
+        (("--speculative", "mtp:14", "--max-batch", "8"), "feeds 120 tokens a step"),
+        (("--speculative", "mtp", "--draft-vocab", "512"), "must be TEXT:SIZE"),
+        (("--speculative", "ngram", "--draft-vocab", "x.txt:512"), "a draft vocabulary is for mtp"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "info"])

@@ -4,6 +4,9 @@ The simulated device knows no request. It sees what `host_updates` makes of each
 one does: slots, block tables, epochs, swap pairs. Its KV entries are (epoch, position), and the
 token at position p is p. A request's `stop_ids` name the position where it stops, which the
 scheduler does not read; so it plans rows that have stopped until their tokens are collected.
+
+With drafts a step writes W positions, of which it keeps as many as it accepts, and its drafter
+writes some more behind them. What a drafter wrote must still be there in the next step.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import copy
 import dataclasses
 import random
 import sys
+import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +39,8 @@ from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import BlockPool, Plan, Scheduler
 
 Entry = tuple[int, int]
+# How many of up to `width` tokens the step of a stay at a position gets: (epoch, position, width).
+Accept = Callable[[int, int, int], int]
 
 
 def make_request(
@@ -97,13 +103,16 @@ def assert_all_free(scheduler: Scheduler) -> None:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Launch:
-    """What one plan puts on the stream: the field updates, then swaps, prefill and decode."""
+    """What one plan puts on the stream: the field updates, then swaps, prefill and decode.
+
+    `width` is 0 where nothing decodes.
+    """
 
     updates: dict[str, Any]
     swapped_out: int
     swapped_in: int
     prefill: bool
-    decode: bool
+    width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,21 +124,47 @@ class Token:
     last: bool
 
 
+def accepting(seed: int) -> Accept:
+    """Reproducible counts: the least where `seed` is 0, the most where it is 1, else mixed."""
+
+    def accept(epoch: int, position: int, width: int) -> int:
+        mixed = zlib.crc32(f"{seed}/{epoch}/{position}".encode()) % width + 1
+        return {0: 1, 1: width}.get(seed, mixed)
+
+    return accept
+
+
+ALL = accepting(1)
+
+
 class Device:
     """Obeys launches in order. Checks that each token attends to its own request's whole past."""
 
-    def __init__(self, *, slots: int, kv_blocks: int, swap_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        kv_blocks: int,
+        swap_blocks: int,
+        block_size: int,
+        extra: int,
+        max_seq_len: int,
+        accept: Accept,
+    ) -> None:
         self.block_size = block_size
+        self.extra, self.max_seq_len, self.accept = extra, max_seq_len, accept
         self.cache: list[list[Entry | None]] = [[None] * block_size for _ in range(kv_blocks + 1)]
         self.swap_area: list[list[Entry | None]] = [[None] * block_size for _ in range(swap_blocks)]
         self.fields: dict[str, Any] = {}
         self.kv_len = [0] * slots
         self.running = [False] * slots
         self.epoch = [0] * slots
+        # Positions behind `kv_len` that the slot's drafter has written.
+        self.drafted = [0] * slots
         self.counters: Counter[str] = Counter()
 
-    def execute(self, launch: Launch) -> list[list[Token | None]]:
-        """Run one launch; a list of tokens for each replay, None for a lane that emitted none."""
+    def execute(self, launch: Launch) -> list[list[list[Token]]]:
+        """Run one launch; for each replay the tokens of each lane, none where it emitted none."""
         self.fields |= launch.updates
         pairs = self.fields.get("swap_pairs", ())
         _copy_blocks(self.cache, self.swap_area, pairs[: launch.swapped_out])
@@ -138,9 +173,10 @@ class Device:
         if launch.prefill:
             self._command()
             replays.append([self._prefill()])
-        if launch.decode:
+        if launch.width:
             self._command()
-            replays.append([self._decode(slot) for slot in self.fields["slot_of_row"]])
+            slots = self.fields["slot_of_row"]
+            replays.append([self._decode(slot, launch.width) for slot in slots])
         return replays
 
     def _command(self) -> None:
@@ -148,9 +184,9 @@ class Device:
         for slot, epoch in enumerate(self.fields["command_epoch"]):
             if self.epoch[slot] != (epoch or 0):
                 self.epoch[slot] = epoch or 0
-                self.kv_len[slot], self.running[slot] = 0, False
+                self.kv_len[slot], self.running[slot], self.drafted[slot] = 0, False, 0
 
-    def _prefill(self) -> Token | None:
+    def _prefill(self) -> list[Token]:
         slot, start, count, final = (
             self.fields[f"prefill_{name}"][0] for name in ("slot", "start", "count", "final")
         )
@@ -159,37 +195,73 @@ class Device:
         assert start == self.kv_len[slot], f"chunk at {start} behind {self.kv_len[slot]} tokens"
         for position in range(start, start + count):
             self._append(slot, position)
-        return self._emit(slot) if final else None
+        end = start + count
+        return self._emit(slot, [end], drafting=True) if final else []
 
-    def _decode(self, slot: int) -> Token | None:
+    def _decode(self, slot: int, width: int) -> list[Token]:
         if not self.running[slot]:
             self.counters["stopped_rows"] += 1
-            return None
-        self._append(slot, self.kv_len[slot])
-        return self._emit(slot)
+            return []
+        start, max_len = self.kv_len[slot], self.fields["max_len"][slot]
+        for position in range(start, start + self.drafted[slot]):
+            found = self._entry(slot, position)
+            assert found == self._draft(slot, position), f"{slot=} lost its draft at {position}"
+        # Lanes past the first are padded where what they would sample lies past the end.
+        live = min(width, max_len - 1 - start)
+        count = self.accept(self.epoch[slot], start, live)
+        for position in range(start + count, start + live):
+            self._write(slot, position, self._draft(slot, position))
+        for position in range(start, start + count):
+            self._append(slot, position)
+        self.counters["drafts"] += live - 1
+        return self._emit(slot, range(start + 1, start + 1 + count), drafting=width > 1)
 
     def _append(self, slot: int, position: int) -> None:
         """Write the KV of `position`, then attend from there to everything before it."""
-        table, epoch = self.fields["block_table"][slot], self.epoch[slot]
-        self.cache[self._block(table, position)][position % self.block_size] = (epoch, position)
+        epoch = self.epoch[slot]
+        self._write(slot, position, (epoch, position))
         self.kv_len[slot] = position + 1
         for past in range(position + 1):
-            found = self.cache[self._block(table, past)][past % self.block_size]
+            found = self._entry(slot, past)
             assert found == (epoch, past), f"{slot=} {epoch=} reads {found} for position {past}"
 
-    def _block(self, table: Sequence[int], position: int) -> int:
-        block = table[position // self.block_size]
-        assert block != 0, f"position {position} lies in the dummy block"
-        return block
+    def _draft(self, slot: int, position: int) -> Entry:
+        """What is written where no accepted token's KV lies."""
+        return self.epoch[slot], -1 - position
 
-    def _emit(self, slot: int) -> Token:
-        """Sample the token behind the last position; the same stop rules as `finish_decode`."""
-        position = self.kv_len[slot]
-        stopped = position in self.fields["stop_ids"][slot]
-        last = stopped or position + 1 >= self.fields["max_len"][slot]
-        self.running[slot] = not last
-        self.counters["stops"] += stopped
-        return Token(epoch=self.epoch[slot], position=position, last=last)
+    def _write(self, slot: int, position: int, entry: Entry) -> None:
+        self._block(slot, position)[position % self.block_size] = entry
+
+    def _entry(self, slot: int, position: int) -> Entry | None:
+        return self._block(slot, position)[position % self.block_size]
+
+    def _block(self, slot: int, position: int) -> list[Entry | None]:
+        """The cache block of `position`: there is one in the slot's table."""
+        table, index = self.fields["block_table"][slot], position // self.block_size
+        assert index < len(table), f"position {position} lies in the dummy block"
+        return self.cache[table[index]]
+
+    def _emit(self, slot: int, positions: Iterable[int], *, drafting: bool) -> list[Token]:
+        """Commit and publish the tokens at `positions` up to a stop: the rules of `finish_decode`.
+
+        The step's drafter, where it has one, writes behind them.
+        """
+        tokens: list[Token] = []
+        for position in positions:
+            if tokens and tokens[-1].last:
+                self.counters["cut_tokens"] += 1
+                continue
+            stopped = position in self.fields["stop_ids"][slot]
+            last = stopped or position + 1 >= self.fields["max_len"][slot]
+            tokens.append(Token(epoch=self.epoch[slot], position=position, last=last))
+            self.counters["stops"] += stopped
+        self.running[slot] = not tokens[-1].last
+        self.kv_len[slot] = start = tokens[-1].position
+        end = min(start + self.extra, self.max_seq_len) if drafting else start
+        for position in range(start, end):
+            self._write(slot, position, self._draft(slot, position))
+        self.drafted[slot] = end - start
+        return tokens
 
 
 def _copy_blocks(
@@ -209,16 +281,30 @@ def _copy_blocks(
 class Simulation:
     """`Engine.step` without the engine, with every invariant checked at every plan."""
 
-    def __init__(self, *, lookahead: int, kind: type[Scheduler] = Scheduler, **sizes: int) -> None:
+    def __init__(
+        self,
+        *,
+        lookahead: int,
+        kind: type[Scheduler] = Scheduler,
+        width: int = 1,
+        extra: int = 0,
+        max_seq_len: int = 64,
+        accept: Accept = ALL,
+        **sizes: int,
+    ) -> None:
         self.lookahead = lookahead
-        self.scheduler = kind(**sizes)
+        self.scheduler = kind(
+            **sizes, tokens_per_step=width, reserve_extra=extra, max_seq_len=max_seq_len
+        )
         self.max_chunk = sizes.pop("max_chunk")
-        self.device = Device(**sizes)
+        self.widest, self.extra, self.max_seq_len = width, extra, max_seq_len
+        self.device = Device(**sizes, extra=extra, max_seq_len=max_seq_len, accept=accept)
         self.requests: list[Request] = []
         self.cancelled: list[Request] = []
-        self.in_flight: deque[tuple[tuple[tuple[Request, int], ...], ...]] = deque()
+        # Of each launch its replays: the width (0 for a prefill) and the requests of the lanes.
+        self.in_flight: deque[list[tuple[int, list[tuple[Request, int]]]]] = deque()
         self.unexecuted: deque[Launch] = deque()
-        self.published: deque[list[list[Token | None]]] = deque()
+        self.published: deque[list[list[list[Token]]]] = deque()
         self.picture: dict[str, Any] = {"slot_of_row": []}
         self.plans = 0
         self.repeated = 0
@@ -236,13 +322,22 @@ class Simulation:
             top_k=5 if len(self.requests) % 3 == 2 else 0,
             cancelled=self.cancelled,
         )
-        if self.scheduler.blocks_for(prompt + new - 1) > self.scheduler.pool.count:
+        if self.need(request) > self.scheduler.pool.count:
             with pytest.raises(ValueError, match=f"the pool has {self.scheduler.pool.count}"):
                 self.scheduler.submit(request)
             return None
         self.scheduler.submit(request)
         self.requests.append(request)
         return request
+
+    def need(self, request: Request) -> int:
+        """Blocks of the request and its drafter at its greatest length."""
+        end = min(request.max_len - 1 + self.extra, self.max_seq_len)
+        return self.scheduler.blocks_for(end)
+
+    def set_width(self, width: int) -> None:
+        """What a gate does between steps."""
+        self.scheduler.width = min(width, self.widest)
 
     def step(self, *, collect: bool = True) -> None:
         """One engine step; without `collect` it times out, so that nothing new is known."""
@@ -258,8 +353,10 @@ class Simulation:
                 break
             self.check_plan(plan, oldest)
             self.launch(plan)
+            self.check_bounds()
         if collect and self.in_flight:
             self.collect()
+            self.check_bounds()
 
     def launch(self, plan: Plan) -> None:
         updates = copy.deepcopy(host_updates(plan, self.scheduler.slots))
@@ -273,13 +370,16 @@ class Simulation:
                 swapped_out=len(plan.swap_out),
                 swapped_in=len(plan.swap_in),
                 prefill=plan.prefill is not None,
-                decode=bool(plan.rows),
+                width=plan.width if plan.rows else 0,
             )
         )
-        replays = [(plan.prefill.request,)] if plan.prefill is not None else []
-        replays += [plan.rows] if plan.rows else []
+        replays = [(0, (plan.prefill.request,))] if plan.prefill is not None else []
+        replays += [(plan.width, plan.rows)] if plan.rows else []
         self.in_flight.append(
-            tuple(tuple((request, request.placed.epoch) for request in rows) for rows in replays)
+            [
+                (width, [(request, request.placed.epoch) for request in rows])
+                for width, rows in replays
+            ]
         )
 
     def execute(self) -> None:
@@ -292,18 +392,21 @@ class Simulation:
         if not self.published:
             self.execute()
         replays = zip(self.in_flight.popleft(), self.published.popleft(), strict=True)
-        for lanes, tokens in replays:
-            for (request, epoch), token in zip(lanes, tokens, strict=True):
-                if token is None:
-                    continue
-                assert token.epoch == epoch
-                if request.finish_reason is not None:
-                    self.counters["discarded_tokens"] += 1
-                    continue
-                request.token_ids.append(token.position)
-                if token.last:
-                    request.finish_reason = "stop"
-                    self.scheduler.retire(request)
+        for (width, lanes), published in replays:
+            for (request, epoch), tokens in zip(lanes, published, strict=True):
+                if width > 1:
+                    self.scheduler.collected(request, width, len(tokens))
+                self.read(request, epoch, tokens)
+
+    def read(self, request: Request, epoch: int, tokens: list[Token]) -> None:
+        assert all(token.epoch == epoch for token in tokens)
+        if request.finish_reason is not None:
+            self.counters["discarded_tokens"] += len(tokens)
+            return
+        request.token_ids += [token.position for token in tokens]
+        if tokens and tokens[-1].last:
+            request.finish_reason = "stop"
+            self.scheduler.retire(request)
 
     # What must hold.
 
@@ -321,18 +424,39 @@ class Simulation:
         for request in scheduler.active:
             placement = request.placed
             assert scheduler.slots[placement.slot] is request
-            assert placement.sampled <= request.max_new_tokens
-            assert len(placement.blocks) <= scheduler.blocks_for(request.max_len - 1)
+            assert len(placement.blocks) <= self.need(request)
+            assert len(placement.swap_blocks) <= self.need(request)
             assert not (placement.blocks and placement.swap_blocks), "both in the pool and swapped"
             assert request.phase is not Phase.PAUSED or not placement.blocks
         assert sum(slot is not None for slot in scheduler.slots) == len(scheduler.active)
+
+    def check_bounds(self) -> None:
+        """What the host has read and what the launches in flight may bring bound the truth."""
+        for request in self.scheduler.active:
+            placement, in_flight = request.placed, self.rows_in_flight(request)
+            if placement.least == 0 or request.finish_reason is not None:
+                continue
+            assert placement.least <= request.max_new_tokens, placement
+            known = max(1, len(request.token_ids))
+            assert placement.least == known + len(in_flight), placement
+            assert placement.most == known + sum(in_flight), placement
+            if not self.unexecuted:
+                slot = placement.slot
+                sampled = self.device.kv_len[slot] - request.prompt_len + 1
+                assert sampled <= min(placement.most, request.max_new_tokens)
+                assert placement.least <= sampled or not self.device.running[slot]
+
+    def rows_in_flight(self, request: Request) -> list[int]:
+        """Widths of the decode rows of `request` that were launched and not collected."""
+        launches = [replay for replays in self.in_flight for replay in replays if replay[0]]
+        return [width for width, lanes in launches if any(request is lane for lane, _ in lanes)]
 
     def check_idle(self) -> None:
         """No plan: nobody is left, or the oldest only waits for tokens in flight."""
         if self.scheduler.busy:
             assert self.in_flight, f"nothing runs, but {self.scheduler.active} wait"
             oldest = self.scheduler.active[0]
-            assert oldest.placed.sampled == oldest.max_new_tokens, oldest
+            assert oldest.placed.least == oldest.max_new_tokens, oldest
 
     def check_plan(self, plan: Plan, oldest: Request | None) -> None:
         rows = plan.rows
@@ -340,6 +464,7 @@ class Simulation:
         assert slots == sorted(set(slots)) and len(slots) <= len(self.scheduler.slots)
         assert all(request.phase is Phase.DECODE for request in rows)
         assert plan.epochs == tuple(request.placed.epoch for request in rows)
+        assert plan.width == self.scheduler.width
         assert plan.filtered == any(request.params.filtered for request in rows)
         assert not (plan.swap_out and plan.swap_in), "a plan swaps one way"
         pairs = plan.swap_out or plan.swap_in
@@ -353,7 +478,7 @@ class Simulation:
             assert chunk.count == self.max_chunk or chunk.final
         if oldest is not None:
             progress = oldest in rows or (plan.prefill and plan.prefill.request is oldest)
-            all_sampled = oldest.placed.sampled == oldest.max_new_tokens
+            all_sampled = oldest.placed.least == oldest.max_new_tokens
             assert progress or all_sampled, f"the oldest does not advance: {oldest!r}"
 
     def check_picture(self, plan: Plan, updates: dict[str, Any]) -> None:
@@ -451,7 +576,7 @@ def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_then_decodes() -> None:
     for _ in range(2):
         plan = plan_of(scheduler)
         assert plan.rows == (request,) and plan.prefill is None
-    assert request.placed.sampled == 3
+    assert request.placed.least == request.placed.most == 3
     assert scheduler.plan() is None, "all its tokens are in flight"
 
 
@@ -501,7 +626,7 @@ def test_in_steady_state_a_plan_is_the_one_before() -> None:
     plans = [plan_of(scheduler) for _ in range(12)]
     repeated = [after is before for before, after in pairwise(plans)]
     assert repeated == [False, *[False, *[True] * 4], *[False, False, *[True] * 3]]
-    assert first.placed.sampled == 12 and scheduler.plan() is None
+    assert first.placed.least == first.placed.most == 12 and scheduler.plan() is None
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -561,9 +686,17 @@ CALLS: st.SearchStrategy[list[Call]] = st.lists(
         st.tuples(st.just("step"), st.tuples(st.booleans())),
         st.tuples(st.just("steps"), st.tuples(st.integers(2, 12))),
         st.tuples(st.just("execute"), st.just(())),
+        st.tuples(st.just("width"), st.tuples(st.integers(1, 6))),
     ),
     max_size=40,
 )
+# A width, positions of a drafter behind it, and how the device accepts.
+DRAFTS = {
+    "width": st.just(1) | st.integers(2, 6),
+    "extra": st.integers(0, 5),
+    "max_seq_len": st.integers(28, 36),
+    "accept": st.integers(0, 9).map(accepting),
+}
 
 
 @settings(max_examples=300, deadline=None)
@@ -578,10 +711,11 @@ CALLS: st.SearchStrategy[list[Call]] = st.lists(
             "block_size": st.integers(1, 8),
             "max_chunk": st.integers(1, 6),
         }
+        | DRAFTS
     ),
 )
 def test_repeated_plans_are_what_planning_from_the_beginning_gives(
-    calls: list[Call], sizes: dict[str, int]
+    calls: list[Call], sizes: dict[str, Any]
 ) -> None:
     runs = [
         plans_of_a_run(calls, Simulation(kind=kind, **sizes)) for kind in (Scheduler, Forgetful)
@@ -600,6 +734,7 @@ def plans_of_a_run(calls: list[Call], simulation: Simulation) -> list[Any]:
             (
                 [request.id for request in plan.rows],
                 plan.epochs,
+                plan.width,
                 chunk and (chunk.request.id, chunk.start, chunk.count),
                 (plan.swap_out, plan.swap_in),
                 (plan.rows_changed, plan.slots_changed, plan.tables_changed),
@@ -620,11 +755,248 @@ def plans_of_a_run(calls: list[Call], simulation: Simulation) -> list[Any]:
         elif name == "steps":
             for _ in range(arguments[0]):
                 simulation.step()
+        elif name == "width":
+            simulation.set_width(arguments[0])
         else:
             simulation.execute()
         seen.append([(request.phase, repr(request.placement)) for request in simulation.requests])
     simulation.drain()
     return [*seen, simulation.scheduler.counters]
+
+
+# Drafts.
+
+
+def drafting(width: int = 4, extra: int = 2, **sizes: int) -> Scheduler:
+    defaults = {"tokens_per_step": width, "reserve_extra": extra, "max_seq_len": 64}
+    return make_scheduler(**(defaults | sizes))
+
+
+def bounds(request: Request) -> tuple[int, int]:
+    return request.placed.least, request.placed.most
+
+
+def test_a_step_samples_between_one_token_and_its_width_until_it_is_read() -> None:
+    scheduler = drafting(width=4)
+    request = submit(scheduler, 5, 20)
+    seen = []
+    for _ in range(3):
+        assert plan_of(scheduler).width == 4
+        seen.append(bounds(request))
+    assert seen == [(1, 1), (2, 5), (3, 9)]
+    scheduler.collected(request, 4, 3)
+    assert bounds(request) == (5, 8)
+    scheduler.collected(request, 4, 1)
+    assert bounds(request) == (5, 5)
+
+
+def test_a_row_that_was_a_no_op_has_sampled_nothing() -> None:
+    scheduler = drafting(width=4)
+    request = submit(scheduler, 5, 20)
+    plan_of(scheduler), plan_of(scheduler)
+    scheduler.collected(request, 4, 0)
+    assert bounds(request) == (1, 1)
+
+
+def test_what_is_collected_of_a_retired_request_changes_nothing() -> None:
+    scheduler = drafting(width=4)
+    request = submit(scheduler, 5, 20)
+    plan_of(scheduler), plan_of(scheduler)
+    scheduler.retire(request)
+    scheduler.collected(request, 4, 2)
+    assert_all_free(scheduler)
+
+
+def test_nothing_is_collected_that_cannot_have_been_sampled() -> None:
+    scheduler = drafting(width=4)
+    request = submit(scheduler, 5, 20)
+    plan_of(scheduler), plan_of(scheduler)
+    with pytest.raises(AssertionError, match="count=5 of width=4"):
+        scheduler.collected(request, 4, 5)
+    scheduler.collected(request, 4, 4)
+    with pytest.raises(AssertionError, match="no row of width=4 in flight"):
+        scheduler.collected(request, 4, 1)
+
+
+def test_a_row_has_blocks_for_all_that_its_step_and_its_drafter_may_write() -> None:
+    scheduler = drafting(width=4, extra=2, block_size=1, kv_blocks=40, max_chunk=16)
+    request = submit(scheduler, 5, 20)
+    held = []
+    for _ in range(4):
+        plan_of(scheduler)
+        held.append(len(request.placed.blocks))
+    # The prompt and its drafter; 4 more a step while none is read.
+    assert held == [5 + 2, 5 + 4 + 2, 9 + 4 + 2, 13 + 4 + 2]
+    for _ in range(3):
+        scheduler.collected(request, 4, 1)
+    plan_of(scheduler)
+    assert len(request.placed.blocks) == 19, "8 tokens, 4 more and 2: what it had suffices"
+    assert bounds(request) == (5, 8)
+
+
+@pytest.mark.parametrize(("max_seq_len", "blocks"), [(64, 16), (15, 15), (14, 14)])
+def test_no_row_has_blocks_past_its_end(max_seq_len: int, blocks: int) -> None:
+    """13 positions of the target's and 3 of the drafter's, which no table may exceed."""
+    scheduler = drafting(width=4, extra=3, block_size=1, kv_blocks=16, max_seq_len=max_seq_len)
+    request = submit(scheduler, 5, 9)
+    while scheduler.plan() is not None:
+        pass
+    assert bounds(request) == (9, 33), "a token a step at least: 8 steps in flight"
+    assert len(request.placed.blocks) == blocks
+
+
+def test_the_drafter_counts_where_a_request_is_refused() -> None:
+    scheduler = drafting(width=4, extra=3, block_size=4, kv_blocks=3, max_seq_len=15)
+    submit(scheduler, 7, 3)
+    with pytest.raises(ValueError) as refused:
+        submit(scheduler, 7, 4)
+    assert str(refused.value) == (
+        "a request of 11 tokens (prompt 7 + 4 new) and 3 more of its drafter needs 4 KV blocks of "
+        "4 tokens; the pool has 3"
+    )
+    with pytest.raises(ValueError, match=r"new\) and 1 more of its drafter needs 4 KV blocks"):
+        submit(scheduler, 7, 8)
+
+
+def test_a_row_runs_on_until_all_its_tokens_are_surely_in_flight() -> None:
+    scheduler = drafting(width=4, block_size=16)
+    request = submit(scheduler, 5, 6)
+    for _ in range(4):
+        plan_of(scheduler)
+    assert bounds(request) == (4, 13)
+    scheduler.collected(request, 4, 3)
+    assert bounds(request) == (6, 12), "3 read, and one each of 2 steps in flight"
+    assert scheduler.plan() is None
+
+
+def test_plans_repeat_while_the_widest_steps_have_blocks() -> None:
+    scheduler = drafting(width=4, extra=2, block_size=16, max_chunk=16)
+    request = submit(scheduler, 5, 30)
+    plans = [plan_of(scheduler) for _ in range(6)]
+    # 5 + 2 positions at first; 4 more in each of two steps; the third takes a block: 13 + 4 + 2.
+    assert [plan.tables_changed for plan in plans] == [True, False, False, True, False, False]
+    # The first plan that holds is made anew with its flags down; three more fit the two blocks.
+    assert [after is before for before, after in pairwise(plans)] == [False] * 4 + [True]
+    assert bounds(request) == (6, 21)
+
+
+def test_a_row_that_is_soon_done_ends_the_steady_state() -> None:
+    """The plans to repeat were counted at a token each; the third one has nothing to sample."""
+    scheduler = drafting(width=4, block_size=32)
+    request = submit(scheduler, 5, 6)
+    plans = [plan_of(scheduler) for _ in range(3)]
+    assert scheduler._repeats == 3
+    scheduler.collected(request, 4, 4)
+    assert bounds(request) == (6, 9) and scheduler.plan() is None
+    assert plans[-1].rows == (request,)
+
+
+def test_a_row_that_is_done_sooner_shortens_the_steady_state() -> None:
+    """The steps at width 1 that follow are never collected, so that nothing else would end it."""
+    scheduler = drafting(width=4, block_size=32)
+    request = submit(scheduler, 5, 9)
+    plan_of(scheduler), plan_of(scheduler)
+    scheduler.width = 1
+    plans = [plan_of(scheduler), plan_of(scheduler)]
+    scheduler.collected(request, 4, 4)
+    assert bounds(request) == (7, 7)
+    plans += [plan_of(scheduler), plan_of(scheduler)]
+    assert bounds(request) == (9, 9) and scheduler.plan() is None
+    assert all(plan.rows == (request,) for plan in plans)
+
+
+def test_another_width_ends_the_steady_state() -> None:
+    scheduler = drafting(width=4, block_size=64)
+    request = submit(scheduler, 5, 30)
+    plans = [plan_of(scheduler) for _ in range(5)]
+    assert plans[-1] is plans[-2]
+    scheduler.width = 4
+    assert scheduler.plan() is plans[-1]
+    scheduler.width = 1
+    before = bounds(request)
+    plan = plan_of(scheduler)
+    assert plan.width == 1 and not (plan.rows_changed or plan.tables_changed)
+    assert bounds(request) == (before[0] + 1, before[1] + 1)
+    assert host_updates(plan, scheduler.slots) == {}
+
+
+@pytest.mark.parametrize("width", [0, 5])
+def test_a_width_that_is_not_captured_is_refused(width: int) -> None:
+    scheduler = drafting(width=4)
+    with pytest.raises(AssertionError, match=f"width={width} of 4"):
+        scheduler.width = width
+
+
+def test_drafters_need_to_know_where_tables_end() -> None:
+    with pytest.raises(AssertionError, match="reserve_extra=1 without a bound"):
+        make_scheduler(tokens_per_step=2, reserve_extra=1)
+
+
+def paused_in_flight() -> tuple[Scheduler, Request, Request]:
+    """The younger request pauses behind three rows of its own that nobody has read."""
+    scheduler = drafting(width=4, extra=2, block_size=2, kv_blocks=24, swap_blocks=24, max_chunk=8)
+    older, younger = submit(scheduler, 4, 30), submit(scheduler, 4, 30)
+    for _ in range(5):
+        plan_of(scheduler)
+    assert bounds(younger) == (4, 13)
+    return scheduler, older, younger
+
+
+def test_a_pause_copies_all_that_the_rows_in_flight_may_write() -> None:
+    scheduler, older, younger = paused_in_flight()
+    held = list(younger.placed.blocks)
+    scheduler.pool.take(scheduler.pool.free)
+    plan = plan_of(scheduler)
+    assert younger.phase is Phase.PAUSED and plan.rows == (older,)
+    # 4 + 12 positions and 2 of the drafter's.
+    assert [origin for origin, _ in plan.swap_out] == held[:9]
+
+
+def test_a_resume_copies_only_what_was_written_after_all() -> None:
+    scheduler, older, younger = paused_in_flight()
+    scheduler.pool.take(scheduler.pool.free)
+    plan_of(scheduler)
+    saved = list(younger.placed.swap_blocks)
+    for count in (1, 2, 1):
+        scheduler.collected(younger, 4, count)
+    assert bounds(younger) == (5, 5)
+    scheduler.retire(older)
+    plan = plan_of(scheduler)
+    # 4 + 4 positions and 2 of the drafter's; the next step may write 4 more.
+    assert [origin for origin, _ in plan.swap_in] == saved[:5]
+    assert [to for _, to in plan.swap_in] == younger.placed.blocks[:5]
+    assert len(younger.placed.blocks) == 7 and plan.rows == (younger,)
+    assert scheduler.swap.free == scheduler.swap.count
+
+
+@pytest.mark.parametrize(("spare", "resumed"), [(3, 1), (4, 2)])
+def test_a_resumed_row_leaves_the_blocks_of_a_step_before_the_next(
+    spare: int, resumed: int
+) -> None:
+    sizes = {"kv_blocks": 99, "swap_blocks": 99, "block_size": 1}
+    scheduler = drafting(width=4, extra=0, **sizes)
+    oldest, *younger = (submit(scheduler, 4, new) for new in (40, 14, 14))
+    run_until(scheduler, younger[-1], Phase.DECODE)
+    for victim in reversed(younger):
+        while victim.phase is not Phase.PAUSED:
+            scheduler.pool.take(scheduler.pool.free)
+            plan_of(scheduler)
+    scheduler.retire(oldest)
+    needs = [len(request.placed.swap_blocks) + 4 for request in younger]
+    scheduler.pool.take(scheduler.pool.free - sum(needs) - spare)
+    assert plan_of(scheduler).rows == tuple(younger[:resumed])
+
+
+@pytest.mark.parametrize(("kv_blocks", "admitted"), [(19, 1), (20, 2)])
+def test_a_newcomer_leaves_each_row_the_blocks_of_a_step(kv_blocks: int, admitted: int) -> None:
+    """Prompts of 8 tokens and a drafter's 3 at a token a block, or less."""
+    scheduler = drafting(
+        width=5, extra=3, block_size=2, kv_blocks=kv_blocks, swap_blocks=99, max_seq_len=16
+    )
+    scheduler.pool.take(5)
+    submit(scheduler, 8, 2), submit(scheduler, 8, 2)
+    plan_of(scheduler)
+    assert len(scheduler.active) == admitted
 
 
 # Slots.
@@ -714,19 +1086,19 @@ def test_the_youngest_pauses_for_an_older_one() -> None:
 
 def test_a_paused_request_resumes_where_it_was_and_runs_at_once() -> None:
     scheduler, older, younger = short_pool_with_a_pause()
-    saved, sampled = list(younger.placed.swap_blocks), younger.placed.sampled
+    saved, sampled = list(younger.placed.swap_blocks), younger.placed.least
     scheduler.retire(older)
     plan = plan_of(scheduler)
     assert [origin for origin, _ in plan.swap_in] == saved
     assert [to for _, to in plan.swap_in] == younger.placed.blocks[: len(saved)]
     assert plan.rows == (younger,) and plan.swap_out == () and plan.tables_changed
-    assert younger.placed.sampled == sampled + 1 and younger.placed.swap_blocks == []
+    assert younger.placed.least == sampled + 1 and younger.placed.swap_blocks == []
     assert scheduler.counters["resumes"] == 1 and scheduler.swap.free == scheduler.swap.count
 
 
 def test_a_paused_request_waits_until_the_running_rows_can_still_grow() -> None:
     scheduler, older, younger = short_pool_with_a_pause()
-    assert scheduler.pool.free == 1 and scheduler.blocks_for(younger.placed.sampled + 4) == 2
+    assert scheduler.pool.free == 1 and scheduler.blocks_for(younger.placed.least + 4) == 2
     # Two blocks, and one for the row that runs: extra ones stand for a third request's.
     scheduler.pool.give_back([5])
     assert plan_of(scheduler).rows == (older,)
@@ -880,8 +1252,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_blocks=st.integers(0, 20),
         block_size=st.integers(1, 4),
         max_chunk=st.integers(1, 6),
+        **DRAFTS,
     )
-    def start(self, **sizes: int) -> None:
+    def start(self, **sizes: Any) -> None:
         self.simulation = Simulation(**sizes)
 
     @rule(prompt=st.integers(1, 12), new=st.integers(1, 16), stop=st.none() | st.integers(0, 8))
@@ -910,10 +1283,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self) -> None:
         self.simulation.execute()
 
+    @rule(width=st.integers(1, 6))
+    def set_width(self, width: int) -> None:
+        self.simulation.set_width(width)
+
     @invariant()
     def owned_once(self) -> None:
         if hasattr(self, "simulation"):
             self.simulation.check_ownership()
+            self.simulation.check_bounds()
 
     def teardown(self) -> None:
         # Not behind a failure: what the wreck does next would hide it.
@@ -927,7 +1305,9 @@ def test_any_order_of_calls_keeps_the_invariants() -> None:
     )
 
 
-def random_run(seed: int, *, requests: int, lookahead: int) -> Simulation:
+def random_run(
+    seed: int, *, requests: int, lookahead: int, width: int = 1, extra: int = 0
+) -> Simulation:
     """A pool that cannot hold the slots' requests together, beside swap that can."""
     rng = random.Random(seed)
     block_size, slots = rng.choice([1, 2, 4, 8]), rng.randint(2, 5)
@@ -939,6 +1319,10 @@ def random_run(seed: int, *, requests: int, lookahead: int) -> Simulation:
         swap_blocks=(slots - 1) * longest,
         block_size=block_size,
         max_chunk=rng.choice([1, 3, 8, 16]),
+        width=width,
+        extra=extra,
+        max_seq_len=longest * block_size,
+        accept=accepting(seed),
     )
     left = requests
     while left:
@@ -952,6 +1336,8 @@ def random_run(seed: int, *, requests: int, lookahead: int) -> Simulation:
             rng.choice(simulation.requests or [make_request(1, 1)]).cancel()
         if rng.random() < 0.3:
             simulation.execute()
+        if width > 1 and rng.random() < 0.05:
+            simulation.set_width(rng.choice([1, width]))
         simulation.step(collect=rng.random() < 0.9)
     simulation.drain()
     return simulation
@@ -972,17 +1358,35 @@ def test_small_pools_pause_and_resume_and_everything_finishes(lookahead: int) ->
         assert sum(run.counters["discarded_tokens"] for run in runs) > 0
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("width", "extra"), [(2, 0), (4, 2), (6, 5)])
+def test_small_pools_serve_drafts_too(lookahead: int, width: int, extra: int) -> None:
+    sizes = {"lookahead": lookahead, "width": width, "extra": extra}
+    runs = [random_run(seed, requests=20, **sizes) for seed in range(40)]
+    scheduler = _total(run.scheduler.counters for run in runs)
+    device = _total(run.device.counters for run in runs)
+    assert scheduler["admitted"] > 700 and scheduler["slot_reuses"] > 300
+    assert scheduler["pauses"] > 50 and scheduler["resumes"] > 50
+    assert scheduler["stalled_rows"] > 0
+    assert sum(run.repeated for run in runs) > 100
+    assert device["drafts"] > 1000 and device["stops"] > 50 and device["cut_tokens"] > 0
+    if lookahead:
+        assert device["stopped_rows"] > 0
+
+
 def _total(counters: Iterable[Counter[str]]) -> Counter[str]:
     return sum(counters, Counter())
 
 
-def test_pauses_do_not_change_the_tokens() -> None:
+@pytest.mark.parametrize("width", [1, 3])
+def test_pauses_do_not_change_the_tokens(width: int) -> None:
     """The same requests in a roomy pool and in a tight one."""
+    sizes = {"lookahead": 1, "slots": 4, "swap_blocks": 12, "block_size": 4, "max_chunk": 4}
     lengths = [(5, 11), (3, 13), (9, 7), (2, 14), (7, 9)]
     tokens = []
     for kv_blocks in (32, 5):
         simulation = Simulation(
-            lookahead=1, slots=4, kv_blocks=kv_blocks, swap_blocks=12, block_size=4, max_chunk=4
+            kv_blocks=kv_blocks, width=width, extra=width - 1, accept=accepting(2), **sizes
         )
         for prompt, new in lengths:
             simulation.submit(prompt, new)

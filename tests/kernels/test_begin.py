@@ -29,7 +29,7 @@ class Twin:
     begin: Callable[..., DecodeLanes]
     device: str
 
-    def ints(self, values: Sequence[int]) -> torch.Tensor:
+    def ints(self, values: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def state(self, slots: int = SLOTS) -> SlotState:
@@ -223,6 +223,100 @@ def test_tables_beyond_int32_offsets(device: str):
     check_residual(residual, [vocabulary - 1, 0], embedding, weight)
 
 
+# Rows of several tokens: the drafts behind the query.
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_drafts_become_lanes(twin: Twin, dtypes: tuple[torch.dtype, ...], data: st.DataObject):
+    drafts = data.draw(st.sampled_from([1, 2, 3, 5, 14]))
+    columns = drafts + data.draw(st.sampled_from([0, 0, 1]))
+    hidden = data.draw(st.sampled_from([1, 24, 100]))
+    dtype = data.draw(st.sampled_from(dtypes))
+    slots, width = 5, drafts + 1
+    rows = data.draw(st.permutations([0, 1, 3, 4, -1, HUGE]))[: data.draw(st.integers(1, 6))]
+    state = twin.state(slots)
+    state.running[3], state.next_token[4] = data.draw(st.integers(0, 1)), -1
+    command = [0, data.draw(st.integers(0, 1)), 0, 0, 0]
+    room = data.draw(st.lists(st.integers(0, drafts + 2), min_size=slots, max_size=slots))
+    max_len = [2000 + slot + 1 + room[slot] for slot in range(slots)]
+    # Any number below 0 is an absent draft, also with others behind it; some are in no table.
+    draft = st.sampled_from([*[1, 5, 1099] * 5, -1, LOWEST, 1100, HUGE])
+    table = data.draw(
+        st.lists(st.lists(draft, min_size=columns, max_size=columns), min_size=5, max_size=5)
+    )
+    wide = torch.full((slots, columns + 2), HUGE, dtype=torch.int32, device=twin.device)
+    wide[:, :columns] = twin.ints(table)
+    before = wide.clone()
+    embedding, weight = twin.table(1100, hidden, dtype)
+    residual = twin.residual(len(rows) * width, hidden, 2, dtype)
+    running, next_token = state.running.tolist(), state.next_token.tolist()
+
+    lanes = twin.begin(
+        *(state, twin.ints(command), twin.ints(rows), embedding, weight, residual),
+        draft_SK=wide[:, :columns],
+        max_len_S=twin.ints(max_len),
+        num_speculative_tokens=drafts,
+    )
+    tokens: list[int | None] = []
+    for r, slot in enumerate(rows):
+        live = 0 <= slot < slots and running[slot] and not command[slot]
+        for j in range(width):
+            lane = r * width + j
+            if live and j > 0:
+                live = table[slot][j - 1] >= 0 and 2000 + slot + j + 1 < max_len[slot]
+            assert lanes.slot[lane].item() == (slot if live else -1)
+            tokens.append([next_token[slot], *table[slot]][j] if live else None)
+            if live:
+                assert lanes.token[lane].item() == tokens[-1]
+                assert lanes.position[lane].item() == 2000 + slot + j
+    check_residual(residual, tokens, embedding, weight)
+    assert torch.equal(wide, before), "the table is read only"
+    assert state.epoch.tolist() == command
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [24, 2048, 3000])
+def test_bits_of_a_lane_do_not_depend_on_the_drafts(
+    twin: Twin, dtypes: tuple[torch.dtype, ...], hidden: int, dtype: torch.dtype
+):
+    if dtype not in dtypes:
+        pytest.skip("not computed by the interpreter")
+    table = twin.table(1100, hidden, dtype)
+    fed = torch.randint(0, 1100, (3, 15), dtype=torch.int32, device=twin.device)
+    command, rows = twin.ints([0] * 3), twin.ints([2, 0, 1])
+    for drafts in (0, 1, 3, 14):
+        state, width = twin.state(3), drafts + 1
+        state.next_token.copy_(fed[:, 0])
+        many = twin.residual(3 * width, hidden, dtype=dtype)
+        twin.begin(
+            *(state, command, rows, *table, many),
+            draft_SK=fed[:, 1:],
+            max_len_S=twin.ints([HUGE] * 3),
+            num_speculative_tokens=drafts,
+        )
+        for lane in range(3 * width):
+            r, j = divmod(lane, width)
+            one = twin.residual(1, hidden, dtype=dtype)
+            slot = [2, 0, 1][r]
+            state.next_token[slot] = fed[slot, j]
+            twin.begin(state, command, twin.ints([slot]), *table, one)
+            assert torch.equal(many.x[lane], one.x[0])
+            assert torch.equal(many.scaled[lane], one.scaled[0])
+            assert torch.equal(many.squares[:, lane], one.squares[:, 0])
+
+
+def test_without_drafts_neither_table_is_read(twin: Twin):
+    state, residual = twin.state(4), twin.residual(2)
+    lanes = twin.begin(
+        *(state, twin.ints([0] * 4), twin.ints([3, -1]), *twin.table(), residual),
+        draft_SK=torch.full((4, 3), 1, dtype=torch.int32, device=twin.device),
+        max_len_S=twin.ints([0] * 4),
+    )
+    assert lanes.slot.tolist() == [3, -1]
+    check_residual(residual, [1003, None], *twin.table())
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_captured_graph_follows_rows_and_commands(pdl: bool):
@@ -243,6 +337,41 @@ def test_a_captured_graph_follows_rows_and_commands(pdl: bool):
     assert lanes.slot.tolist() == [3, 0, -1]
     assert state.kv_len.tolist() == [2000, 2001, 0, 2003]
     check_residual(residual, [1003, 1000, None], *table)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_captured_graph_follows_drafts(pdl: bool):
+    twin = Twin(begin_decode, "cuda")
+    state, residual, table = twin.state(4), twin.residual(6), twin.table()
+    command, rows, max_len = twin.ints([0] * 4), twin.ints([3, -1]), twin.ints([HUGE] * 4)
+    draft = torch.full((4, 2), -1, dtype=torch.int32, device="cuda")
+
+    def step() -> DecodeLanes:
+        return begin_decode(
+            *(state, command, rows, *table, residual),
+            draft_SK=draft,
+            max_len_S=max_len,
+            num_speculative_tokens=2,
+            pdl=pdl,
+        )
+
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        lanes = step()
+    draft.copy_(twin.ints([9, 8, 7, 6, 5, 4, 3, 2]).view(4, 2))
+    rows.copy_(twin.ints([1, 3]))
+    max_len[3] = 2003 + 3
+    graph.replay()
+    assert lanes.slot.tolist() == [1, 1, 1, 3, 3, -1]
+    assert lanes.token[:5].tolist() == [1001, 7, 6, 1003, 3]
+    assert lanes.position[:5].tolist() == [2001, 2002, 2003, 2003, 2004]
+    check_residual(residual, [1001, 7, 6, 1003, 3, None], *table)
 
 
 def _good_arguments() -> list[Any]:
@@ -274,3 +403,32 @@ def test_a_residual_for_other_rows_is_refused():
     for residual in (twin.residual(3), twin.residual(2, HIDDEN + 1), twin.residual(2, groups=0)):
         with pytest.raises(ValueError, match=r"must be"):
             begin_decode(*arguments[:5], residual)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("num_speculative_tokens", -1, r"num_speculative_tokens=-1, not 0\.\.14"),
+        ("num_speculative_tokens", 15, r"num_speculative_tokens=15, not 0\.\.14"),
+        ("num_speculative_tokens", 1, r"squares must be .* \[T, 4\]|out must be .* \[4, 24\]"),
+        ("draft_SK", None, r"2 drafts a row want draft_SK and max_len_S"),
+        ("max_len_S", None, r"2 drafts a row want draft_SK and max_len_S"),
+        ("max_len_S", torch.zeros(4), r"max_len must be int32"),
+        ("max_len_S", torch.zeros(3, dtype=torch.int32), r"max_len must be a dense \[4\]"),
+        ("draft_SK", torch.zeros(4, 2), r"draft must be int32 \[4, 2 or more\].*float32"),
+        ("draft_SK", torch.zeros(4, 1, dtype=torch.int32), r"\[4, 2 or more\].*\(4, 1\)"),
+        ("draft_SK", torch.zeros(3, 2, dtype=torch.int32), r"\[4, 2 or more\].*\(3, 2\)"),
+        ("draft_SK", torch.zeros(2, 4, dtype=torch.int32).T, r"strides \(1, 4\)"),
+    ],
+)
+def test_drafts_that_do_not_fit_are_refused(option: str, value: Any, message: str):
+    twin = Twin(begin_decode, "cpu")
+    arguments = [*_good_arguments()[:5], twin.residual(6)]
+    options: dict[str, Any] = {
+        "draft_SK": torch.zeros(4, 3, dtype=torch.int32),
+        "max_len_S": twin.ints([HUGE] * 4),
+        "num_speculative_tokens": 2,
+    }
+    begin_decode(*arguments, **options)
+    with pytest.raises(ValueError, match=message):
+        begin_decode(*arguments, **options | {option: value})

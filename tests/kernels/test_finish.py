@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from finishing import (
+    HUGE,
+    LAST_ID,
+    LOWEST,
+    STOP_IDS,
+    UNTOUCHED,
+    Record,
+    Twin,
+    read_entry,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.begin import begin_decode, begin_decode_reference
-from graphengine.kernels.finish import finish_decode, finish_decode_reference
+from graphengine.kernels.begin import begin_decode
+from graphengine.kernels.finish import finish_decode
 from graphengine.kernels.residual import new_residual
 from graphengine.kernels.state import (
     EMITTED,
     INVALID,
     LENGTH,
     STOP,
-    DecodeLanes,
     SlotState,
-    StopTensors,
     apply_commands,
     apply_commands_reference,
     commit_prefill,
@@ -32,85 +40,6 @@ from graphengine.kernels.state import (
     publish_reference,
 )
 
-HUGE, LOWEST = 2**31 - 1, -(2**31)
-STOP_IDS = 3
-LAST_ID = 2**31 - 1
-NOTHING = -(2**63)
-FINITE, NAN = 1, 2
-UNTOUCHED = -3
-
-
-@dataclass(frozen=True)
-class Twin:
-    """One twin of the ops of both phases, and the device it runs on."""
-
-    device: str
-    reference: bool
-
-    def ints(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def state(self, slots: int, sequence: int = 0) -> SlotState:
-        fields = (torch.zeros(slots, dtype=torch.int32, device=self.device) for _ in range(4))
-        return SlotState(*fields, sequence=self.ints([sequence], torch.int64))
-
-    def limits(self, slots: int, max_len: int = HUGE, stop_ids: int = STOP_IDS) -> StopTensors:
-        return StopTensors(
-            stop_ids=torch.full((slots, stop_ids), -1, dtype=torch.int32, device=self.device),
-            max_len=torch.full((slots,), max_len, dtype=torch.int32, device=self.device),
-        )
-
-    def lanes(self, slot: Sequence[int]) -> DecodeLanes:
-        """Of a padded lane the token and the position are poison."""
-        garbage = self.ints([HUGE] * len(slot))
-        return DecodeLanes(garbage, self.ints(slot), garbage)
-
-    def mailbox(self, entries: int, lanes: int) -> torch.Tensor:
-        """As the engine has it: in pinned host memory where there is a GPU."""
-        pinned = self.device == "cuda"
-        return torch.full((entries, lanes, 2), UNTOUCHED, dtype=torch.int64, pin_memory=pinned)
-
-    def tiles(self, tokens: Sequence[int | None], tiles: int = 3) -> list[torch.Tensor]:
-        """Best and health of rows that yield these tokens; None for a padded row, full of poison.
-
-        The best tile is another in every row, and each of the rest loses by its value.
-        """
-        best = torch.full((len(tokens), tiles), NOTHING, dtype=torch.int64)
-        health = torch.zeros((len(tokens), tiles), dtype=torch.int32)
-        for row, token in enumerate(tokens):
-            for tile in range(tiles):
-                best[row, tile] = (tile - tiles - 7) << 32 | (LAST_ID - tile)
-            if token is None:
-                best[row], health[row] = 2**63 - 1, NAN
-            elif token < 0:
-                health[row, (5 * row) % tiles] = (0, NAN)[row % 2]
-            else:
-                best[row, (7 * row) % tiles] = 1 << 32 | (LAST_ID - token)
-                health[row, (5 * row) % tiles] = FINITE
-        return [best.to(self.device), health.to(self.device)]
-
-    def begin(self, *arguments: Any) -> DecodeLanes:
-        return (begin_decode_reference if self.reference else begin_decode)(*arguments)
-
-    def finish(
-        self,
-        best: torch.Tensor,
-        health: torch.Tensor,
-        lanes: DecodeLanes,
-        state: SlotState,
-        limits: StopTensors,
-        mailbox: torch.Tensor,
-    ) -> tuple[list[int], list[int]]:
-        """(tokens, flags); the arrivals must be as they were."""
-        arguments = (best, health, lanes, state, limits, mailbox)
-        if self.reference:
-            token, flags = finish_decode_reference(*arguments)
-        else:
-            arrivals = self.ints([0, 77])
-            token, flags = finish_decode(*arguments, arrivals)
-            assert arrivals.tolist() == [0, 77]
-        return token.tolist(), flags.tolist()
-
 
 @pytest.fixture(scope="module", params=["reference", "kernel"])
 def twin(request: pytest.FixtureRequest) -> Twin:
@@ -119,23 +48,11 @@ def twin(request: pytest.FixtureRequest) -> Twin:
     return Twin(request.getfixturevalue("device"), reference=False)
 
 
-Record = tuple[int, int, int, int]
-
-
-def read(twin: Twin, mailbox: torch.Tensor, entry: int) -> list[Record | None]:
-    """(tag, token, epoch, flags) of every lane of an entry; None for one that was not written."""
-    if twin.device == "cuda":
-        torch.cuda.synchronize()
-    records: list[Record | None] = []
-    for first, second in mailbox[entry].tolist():
-        if first == UNTOUCHED:
-            assert second == UNTOUCHED
-            records.append(None)
-            continue
-        tag = first >> 32 & 0xFFFFFFFF
-        assert tag == second >> 32 & 0xFFFFFFFF
-        records.append((tag, first & 0xFFFFFFFF, second >> 8 & 0xFFFFFF, second & 0xFF))
-    return records
+def _record(tag: int, token: int | None, epoch: int, flags: int) -> Record:
+    """Of a row of one token, None for a padded one."""
+    if token is None:
+        return Record(tag, (), 0, 0)
+    return Record(tag, (token,) * (flags & EMITTED), epoch, flags)
 
 
 def test_flags_state_and_records(twin: Twin):
@@ -163,11 +80,12 @@ def test_flags_state_and_records(twin: Twin):
     ]
     slot, tokens, expected = (list(column) for column in zip(*rows, strict=True))
     mailbox = twin.mailbox(entries=3, lanes=12)
-    token, flags = twin.finish(*twin.tiles(tokens), twin.lanes(slot), state, limits, mailbox)
+    token, flags, count = twin.finish(*twin.tiles(tokens), twin.lanes(slot), state, limits, mailbox)
     assert [t for t, s in zip(token, slot, strict=True) if s >= 0] == [
         t for t in tokens if t is not None
     ]
     assert flags == expected
+    assert count == [flag & EMITTED for flag in expected]
 
     running, kv_len, next_token = [1] * slots, [9] * slots, [77] * slots
     for number, new, flag in rows:
@@ -181,15 +99,12 @@ def test_flags_state_and_records(twin: Twin):
     assert state.sequence.tolist() == [1]
 
     epochs = {1: 0x234567, 149: 0xFFFFFF}
-    assert read(twin, mailbox, 1) == [
-        *(
-            (1, 0, 0, 0) if new is None else (1, new & 0xFFFFFFFF, epochs.get(number, 0), flag)
-            for number, new, flag in rows
-        ),
+    assert read_entry(mailbox, 1) == [
+        *(_record(1, new, epochs.get(number, 0), flag) for number, new, flag in rows),
         None,
         None,
     ]
-    assert read(twin, mailbox, 0) == read(twin, mailbox, 2) == [None] * 12
+    assert read_entry(mailbox, 0) == read_entry(mailbox, 2) == [None] * 12
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 100, 4097, 8200])
@@ -202,7 +117,7 @@ def test_any_number_of_tiles(twin: Twin, tiles: int):
     best, health = twin.tiles(tokens, tiles)
     # Of equal values the lowest id wins, in whatever tile it is.
     best[3, -1], best[3, 0] = 1 << 32 | (LAST_ID - 2), 1 << 32 | (LAST_ID - (2, 8)[tiles > 1])
-    token, _ = twin.finish(best, health, twin.lanes(slot), state, twin.limits(5), mailbox)
+    token, *_ = twin.finish(best, health, twin.lanes(slot), state, twin.limits(5), mailbox)
     assert [token[row] for row in (0, 1, 3, 4, 5)] == [LAST_ID - 5, -1, 2, -1, 70_000]
     assert state.next_token.tolist() == [LAST_ID - 5, 9, 2, 9, 70_000]
 
@@ -218,8 +133,8 @@ def test_the_sequence_moves_once_and_tags_wrap(twin: Twin, rows: int):
         twin.finish(*tiles, twin.lanes(slot), state, limits, mailbox)
         assert state.sequence.tolist() == [sequence]
         tag = sequence % 2**32
-        assert read(twin, mailbox, sequence % 5) == [
-            *((tag, row, 0, EMITTED) if row >= 0 else (tag, 0, 0, 0) for row in slot),
+        assert read_entry(mailbox, sequence % 5) == [
+            *(_record(tag, row if row >= 0 else None, 0, EMITTED) for row in slot),
             *[None] * (64 - rows),
         ]
 
@@ -230,8 +145,8 @@ def test_any_number_of_stop_ids(twin: Twin, stop_ids: int):
     if stop_ids:
         limits.stop_ids[1, -1] = 4
     tiles = twin.tiles([4, 4])
-    _, flags = twin.finish(*tiles, twin.lanes([1, 2]), state, limits, twin.mailbox(2, 2))
-    assert flags == [EMITTED | LENGTH | STOP * bool(stop_ids), EMITTED | LENGTH]
+    step = twin.finish(*tiles, twin.lanes([1, 2]), state, limits, twin.mailbox(2, 2))
+    assert step.flags == [EMITTED | LENGTH | STOP * bool(stop_ids), EMITTED | LENGTH]
 
 
 # A request's whole life, many at once, against plain Python.
@@ -302,9 +217,9 @@ def test_requests_live_and_die_as_in_plain_python(twin: Twin, data: st.DataObjec
         return twin.ints(commands)
 
     def record(token: int, flags: int, slot: int) -> Record:
-        if slot < 0:
-            return (sequence % 2**32, 0, 0, 0)
-        return (sequence % 2**32, token & 0xFFFFFFFF, slots[slot].epoch, flags)
+        live = slot >= 0
+        epoch = slots[slot].epoch if live else 0
+        return _record(sequence % 2**32, token if live else None, epoch, flags)
 
     for _ in range(6):
         # One chunk of one prompt, of a slot that does not run, or none.
@@ -331,7 +246,7 @@ def test_requests_live_and_die_as_in_plain_python(twin: Twin, data: st.DataObjec
         _check(state, slots)
         publish_chunk(mailbox, state, twin.ints([token]), flags, chunk[0])
         sequence += 1
-        assert read(twin, mailbox, sequence % 3) == [
+        assert read_entry(mailbox, sequence % 3) == [
             record(token, expected, number),
             *[record(0, 0, -1)] * 5,
         ]
@@ -351,7 +266,7 @@ def test_requests_live_and_die_as_in_plain_python(twin: Twin, data: st.DataObjec
         tokens = [data.draw(token_ids) if slot >= 0 else None for slot in of_row]
         mailbox.fill_(UNTOUCHED)
         tiles = twin.tiles(tokens, tiles=data.draw(st.integers(1, 5)))
-        _, found = twin.finish(*tiles, decode_lanes, state, limits, mailbox)
+        found = twin.finish(*tiles, decode_lanes, state, limits, mailbox).flags
         sequence += 1
         records: list[Record | None] = []
         for slot, new in zip(of_row, tokens, strict=True):
@@ -360,10 +275,10 @@ def test_requests_live_and_die_as_in_plain_python(twin: Twin, data: st.DataObjec
                 slots[slot].kv_len += 1
                 flag = slots[slot].commit(new)
             records.append(record(new or 0, flag, slot))
-        assert found == [record[3] for record in records if record is not None]
+        assert found == [record.flags for record in records if record is not None]
         _check(state, slots)
         assert state.sequence.tolist() == [sequence]
-        assert read(twin, mailbox, sequence % 3) == [*records, *[None] * (6 - len(rows))]
+        assert read_entry(mailbox, sequence % 3) == [*records, *[None] * (6 - len(rows))]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
@@ -403,11 +318,11 @@ def test_a_captured_step_advances_by_replays_alone(pdl: bool):
     assert state.kv_len.tolist() == [10, 11, 2, 12]
     assert state.running.tolist() == [1, 1, 1, 0]
     assert state.next_token.tolist() == [9, 10, 0, 11]
-    assert read(twin, mailbox, 10 % 3) == [
-        (10, 0, 0, 0),
-        (10, 9, 0, EMITTED),
-        (10, 0, 0, 0),
-        (10, 10, 0, EMITTED),
+    assert read_entry(mailbox, 10 % 3) == [
+        (10, (), 0, 0),
+        (10, (9,), 0, EMITTED),
+        (10, (), 0, 0),
+        (10, (10,), 0, EMITTED),
     ]
 
 

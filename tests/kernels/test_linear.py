@@ -160,10 +160,13 @@ def test_fma_matches_reference(
     [
         (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
         (128, LinearPlan("dot", block_m=64, block_k=64, splits=2, stages=3)),
-        # Five tiles over four splits: the last split is empty, the last tile masked.
+        # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
+        # of `linear_gluon.py` K must be a multiple of 8.
         (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+        (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
         # Fewer tiles than splits: two, and one, which needs no other program.
         (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
+        (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
         (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
     ],
 )

@@ -14,6 +14,7 @@ from graphengine.kernels.plans import (
     LinearKind,
     LinearPlan,
     RowFamily,
+    attention_split,
     check_kind,
     heuristic_plan,
     row_family,
@@ -55,7 +56,7 @@ def assert_fits_a_gpu(plan: LinearPlan, kind: LinearKind, K: int, dtype: torch.d
         return
     assert plan.splits in ((1,) if kind == "sample" else (1, 2, 4))
     staged = plan.stages * plan.block_k * dtype.itemsize * (plan.block_m + 32)
-    assert staged <= 100 * 1024, f"{staged} bytes of shared memory keep a successor out"
+    assert staged <= 200 * 1024, f"{staged} bytes of shared memory leave no room for results"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +68,7 @@ def test_llama_shapes(kind, M, K, family):
         assert_fits_a_gpu(plan, kind, K, dtype)
         assert K % (plan.block_k * plan.splits) == 0, "off the path without masks"
         programs = -(-M // plan.block_m) * plan.splits
-        assert programs >= 132, "an H200 has as many SMs"
+        assert programs >= (132 if family == "fma" else 90), "an H200 has 132 SMs"
 
 
 def test_large_weights_are_not_split():
@@ -141,3 +142,14 @@ def test_every_name_passes():
     for kind in KINDS:
         for family in FAMILIES:
             check_kind(kind, family)
+
+
+def test_a_long_split_of_attention_must_fit_an_sm():
+    for head_dim, dtype, dot in (
+        (64, torch.float32, 128),
+        (128, torch.float32, 128),
+        (256, torch.bfloat16, 128),
+        (256, torch.float32, 64),
+    ):
+        assert attention_split("dot", head_dim, dtype) == dot
+        assert attention_split("fma", head_dim, dtype) == 64

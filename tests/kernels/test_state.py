@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from finishing import new_mailbox, read_entry
 
 from graphengine.kernels import state as state_ops
 from graphengine.kernels.state import (
@@ -126,60 +127,43 @@ def test_without_stop_ids_only_the_length_stops(ops: Ops):
     assert ops.commit_prefill(state, *scalars, limits).tolist() == [EMITTED | LENGTH]
 
 
-def _mailbox(ops: Ops, entries: int, lanes: int) -> torch.Tensor:
-    """As the engine has it: in pinned host memory where there is a GPU."""
-    return torch.full((entries, lanes, 2), -1, dtype=torch.int64, pin_memory=ops.device == "cuda")
-
-
-def _read(ops: Ops, mailbox: torch.Tensor) -> list[list[tuple[int, int, int, int]]]:
-    """(tag, token, epoch, flags) of every lane of every entry."""
-    if ops.device == "cuda":
-        torch.cuda.synchronize()
-    records = []
-    for entry in mailbox.tolist():
-        lanes = []
-        for first, second in entry:
-            tag = first >> 32 & 0xFFFFFFFF
-            assert tag == second >> 32 & 0xFFFFFFFF
-            lanes.append((tag, first & 0xFFFFFFFF, second >> 8 & 0xFFFFFF, second & 0xFF))
-        records.append(lanes)
-    return records
-
-
-def test_publish_layout(ops: Ops):
+@pytest.mark.parametrize("items", [2, 3, 5, 16])
+def test_publish_layout(ops: Ops, items: int):
     state = ops.state()
     state.epoch[9], state.epoch[4] = 0x1234567, -1
-    mailbox = _mailbox(ops, entries=3, lanes=6)
-    untouched = [(0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFF, 0xFF)] * 6
-    tokens, flags = ops.ints([123456, HUGE, LOWEST, -1]), ops.ints([EMITTED, HUGE, -1, INVALID])
-    ops.publish(mailbox, state, tokens, flags, ops.ints([9, -1, LOWEST, 4]))
+    mailbox = new_mailbox(3, 7, items, ops.device)
+    tokens = ops.ints([123456, HUGE, LOWEST, -1, 77])
+    flags = ops.ints([EMITTED | STOP, HUGE, -1, INVALID, 0])
+    ops.publish(mailbox, state, tokens, flags, ops.ints([9, -1, LOWEST, 4, 5]))
 
     assert state.sequence.tolist() == [1]
-    assert _read(ops, mailbox) == [
-        untouched,
-        [
-            (1, 123456, 0x234567, EMITTED),
-            (1, 0, 0, 0),
-            (1, 0, 0, 0),
-            (1, 0xFFFFFFFF, 0xFFFFFF, INVALID),
-            (1, 0, 0, 0),
-            (1, 0, 0, 0),
-        ],
-        untouched,
+    assert read_entry(mailbox, 1) == [
+        (1, (123456,), 0x234567, EMITTED | STOP),
+        (1, (), 0, 0),
+        (1, (), 0, 0),
+        (1, (), 0xFFFFFF, INVALID),
+        (1, (), 0, 0),
+        (1, (), 0, 0),
+        (1, (), 0, 0),
     ]
+    assert read_entry(mailbox, 0) == read_entry(mailbox, 2) == [None] * 7
+    # To the bit, once.
+    state_item = 0x234567 << 8 | 1 << 4 | EMITTED | STOP
+    assert mailbox[1, 0, 0].item() == 1 << 32 | 123456
+    assert mailbox[1, 0, -1].item() == 1 << 32 | state_item
 
 
 def test_sequence_tags_wrap(ops: Ops):
     """The entry follows the whole sequence number, the tag its low 32 bits."""
     state = ops.state(sequence=2**32 - 3)
-    mailbox = _mailbox(ops, entries=5, lanes=2)
+    mailbox = new_mailbox(5, 2, 3, ops.device)
     token, flags, slot = ops.ints([1]), ops.ints([EMITTED]), ops.ints([0])
     for sequence in range(2**32 - 2, 2**32 + 3):
         ops.publish(mailbox, state, token, flags, slot)
         assert state.sequence.tolist() == [sequence]
-        assert _read(ops, mailbox)[sequence % 5] == [
-            (sequence % 2**32, 1, 0, EMITTED),
-            (sequence % 2**32, 0, 0, 0),
+        assert read_entry(mailbox, sequence % 5) == [
+            (sequence % 2**32, (1,), 0, EMITTED),
+            (sequence % 2**32, (), 0, 0),
         ]
 
 
@@ -208,9 +192,13 @@ def test_wrong_dtypes_and_shapes_are_refused(op: str, arguments: tuple[Any, ...]
                 getattr(state_ops, op)(*arguments[:number], value, *arguments[number + 1 :])
 
 
-def test_more_rows_than_mailbox_lanes_is_refused():
+def test_a_mailbox_without_room_is_refused():
     ops = Ops("cpu", lambda op: op)
     lanes = ops.ints([0, 1, 2, 3])
     with pytest.raises(ValueError, match=r"4 rows do not fit a mailbox of 2 entries x 3 lanes"):
         mailbox = torch.zeros(2, 3, 2, dtype=torch.int64)
+        ops.publish(mailbox, ops.state(4), lanes, lanes, lanes)
+    message = r"a mailbox must be of 2 items a lane or more for 1 tokens and the state, not 1"
+    with pytest.raises(ValueError, match=message):
+        mailbox = torch.zeros(2, 4, 1, dtype=torch.int64)
         ops.publish(mailbox, ops.state(4), lanes, lanes, lanes)

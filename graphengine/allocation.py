@@ -1,0 +1,168 @@
+"""All that an engine holds, allocated once, and the steps that its graphs are captured from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Mailbox, StaticBuffers
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, DraftSetting, FieldSizes
+from graphengine.fields import field_table
+from graphengine.kernels import attention_split
+from graphengine.memory import MemoryPlan
+from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel, arrival_counters
+from graphengine.relaxed import Relaxation, relaxed_field
+from graphengine.step import Sampler, StepProgram, decode_bucket, draft_bucket
+from graphengine.tuning import PlanSources, choose_plans
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """Every tensor a replay can see, and the host's side of them.
+
+    caches  (KV of every block of the pool, the dummy block 0 included, its swap area): the
+            target's, then the drafter's if it has any
+    stream  of all replays and copies; None on a CPU
+    """
+
+    plans: DecodePlans
+    plan_sources: PlanSources
+    buffers: StaticBuffers
+    mailbox: Mailbox
+    caches: tuple[tuple[Tensor, Tensor], ...]
+    program: StepProgram
+    stream: torch.cuda.Stream | None
+
+
+def allocate(
+    model: DenseModel, memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None
+) -> Allocation:
+    """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
+    on_gpu = memory.device.type == "cuda"
+    plans, plan_sources = choose_plans(model.config, memory.dtype, config.family, memory.device)
+    buffers = _new_buffers(model, memory, config, drafter, plans)
+    mailbox = Mailbox(
+        entries=2 * (config.lookahead + 2),
+        lanes=config.max_batch,
+        # The tokens of a step, and one of state.
+        items_per_lane=memory.tokens_per_step + 1,
+        device=memory.device,
+    )
+    block = model.config.kv_block_shape(memory.block_size)
+    caches = [_new_cache(memory, model.config.num_layers, *block)]
+    launch = DecodeLaunch(
+        plans=plans,
+        split_tokens=attention_split(plans.family, model.config.head_dim, memory.dtype),
+        arrivals=buffers["arrivals"],
+        pdl=config.pdl and on_gpu,
+    )
+    if drafter is not None:
+        own_cache, own_area = _new_cache(memory, *drafter.kv_block_shape(memory.block_size))
+        if own_cache.shape[0]:
+            caches.append((own_cache, own_area))
+        drafter.open(DraftSetting(model, buffers, launch, config.max_batch), own_cache)
+    relaxed = config.relaxed_acceptance
+    program = StepProgram(
+        model,
+        buffers,
+        caches[0][0],
+        mailbox,
+        launch,
+        drafter=drafter,
+        relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
+        forced_acceptance=config.forced_acceptance,
+    )
+    stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
+    if on_gpu:
+        torch.cuda.synchronize(memory.device)
+    return Allocation(
+        plans=plans,
+        plan_sources=plan_sources,
+        buffers=buffers,
+        mailbox=mailbox,
+        caches=tuple(caches),
+        program=program,
+        stream=stream,
+    )
+
+
+def _new_buffers(
+    model: DenseModel,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter | None,
+    plans: DecodePlans,
+) -> StaticBuffers:
+    lanes = memory.ladder.sizes[-1] * memory.tokens_per_step
+    prefill_tokens = memory.prefill_ladder.sizes[-1]
+    fields = field_table(
+        slots=config.max_batch,
+        table_blocks=memory.table_blocks,
+        prefill_tokens=prefill_tokens,
+        stop_ids=config.max_stop_ids,
+        swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
+        drafts=memory.tokens_per_step - 1,
+        host_drafts=drafter is not None and drafter.host_drafts,
+        arrivals=max(
+            arrival_counters(model.config, plans, lanes),
+            0 if drafter is None else drafter.arrivals(lanes),
+        ),
+    )
+    if drafter is not None:
+        fields += drafter.fields(
+            FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype)
+        )
+    relaxed = config.relaxed_acceptance
+    if relaxed is not None:
+        relaxed.check_vocabulary(model.config.vocab_size)
+        fields.append(relaxed_field(config.max_batch))
+    buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
+    log.debug("static buffers\n%s", buffers.describe())
+    return buffers
+
+
+def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.zeros(
+            (layers, memory.kv_blocks + 1, *block), dtype=memory.dtype, device=memory.device
+        ),
+        torch.zeros(
+            (layers, memory.swap_blocks, *block),
+            dtype=memory.dtype,
+            pin_memory=memory.device.type == "cuda",
+        ),
+    )
+
+
+def graph_steps(
+    program: StepProgram, memory: MemoryPlan, samplers: Sequence[Sampler]
+) -> dict[str, Callable[[], object]]:
+    """The step of every bucket by its graph's name, largest first, as they are to be captured."""
+    steps: dict[str, Callable[[], object]] = {
+        f"prefill/{tokens}": partial(program.prefill, tokens)
+        for tokens in reversed(memory.prefill_ladder.sizes)
+    }
+    shapes = [
+        (rows, drafts)
+        for rows in reversed(memory.ladder.sizes)
+        for drafts in reversed(memory.draft_lengths)
+    ]
+    for rows, drafts in shapes:
+        # The full one holds logits: the fast one then finds its memory taken already.
+        for sampler in reversed(samplers):
+            steps[decode_bucket(rows, drafts, sampler)] = partial(
+                program.decode, rows, sampler, drafts
+            )
+    drafter = program.drafter
+    if drafter is not None and drafter.own_graph:
+        for rows, drafts in shapes:
+            steps[draft_bucket(rows, drafts)] = partial(drafter.draft, rows, drafts)
+    return steps

@@ -1,0 +1,149 @@
+"""From a replay's record to what the caller sees: tokens and text, events, callbacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from graphengine.acceptance import Acceptance
+from graphengine.gate import Gate
+from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP
+from graphengine.request import Event, FinishReason, Request
+from graphengine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Delivery:
+    """Reads mailbox lanes, finishes requests, and keeps events until a caller has had them.
+
+    scheduler  retires what finishes, and learns how many tokens a speculative row came to
+    gate       learns how many drafts were accepted
+    forced     whether acceptance is, so that nothing was judged
+
+    `cancelled` collects requests that their owners end; `acceptance` is of all requests. A wait or
+    a callback that raises, or a `generate` in between, delays events but loses none.
+    """
+
+    def __init__(self, scheduler: Scheduler, gate: Gate | None, *, forced: bool) -> None:
+        self.counters = scheduler.counters
+        self.acceptance = Acceptance()
+        self.cancelled: list[Request] = []
+        self._scheduler = scheduler
+        self._gate = gate
+        self._forced = forced
+        # Events whose callbacks have not run, and events that no step has returned.
+        self._undelivered: list[Event] = []
+        self._unreturned: list[Event] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether a cancelled request or an event is left."""
+        return bool(self.cancelled or self._undelivered or self._unreturned)
+
+    def clear(self) -> None:
+        """Drop all that is left, as the engine closes."""
+        for left in (self.cancelled, self._undelivered, self._unreturned):
+            left.clear()
+
+    def keep(self, events: Sequence[Event]) -> None:
+        """Events that the next step is to return, in front of its own."""
+        self._unreturned = list(events)
+
+    def read(
+        self, request: Request, epoch: int, items: tuple[int, ...], width: int, now: float
+    ) -> None:
+        """One lane of a mailbox entry, of a graph that feeds `width` tokens a row.
+
+        Its tokens go to the request, unless that has ended; the event awaits its callback.
+        """
+        state = items[-1]
+        flags, count = state & 0xF, state >> 4 & 0xF
+        if width > 1:
+            self._account(request, epoch, width, count, stopped=bool(flags & STOP))
+        if not flags & (EMITTED | INVALID):
+            return
+        if request.finish_reason is not None or state >> 8 != epoch & 0xFFFFFF:
+            self.counters["discarded_tokens"] += count
+            return
+        if flags & INVALID:
+            log.error("request %d: the logits hold no finite value", request.id)
+            self._finish(request, "error", (), "", now)
+            return
+        tokens, text, stopped = items[:count], "", False
+        if request.stream is not None:
+            for index, token in enumerate(tokens):
+                piece, stopped = request.stream.push(token)
+                text += piece
+                if stopped:
+                    # What the step emitted behind a stop string is none of the caller's.
+                    self.counters["discarded_tokens"] += count - index - 1
+                    tokens = tokens[: index + 1]
+                    break
+            request.text += text
+        request.token_ids += tokens
+        request.timings.tokens += [now] * len(tokens)
+        self.counters["tokens"] += len(tokens)
+        if stopped or flags & STOP:
+            self._finish(request, "stop", tokens, text, now)
+        elif flags & LENGTH:
+            self._finish(request, "length", tokens, text, now)
+        else:
+            self._undelivered.append(Event(request, tokens, text, None, now))
+
+    def _account(
+        self, request: Request, epoch: int, width: int, count: int, *, stopped: bool
+    ) -> None:
+        """Tell the scheduler, the statistics and the gate what a speculative row came to."""
+        placement = request.placement
+        if placement is None or placement.epoch != epoch:
+            return
+        self._scheduler.collected(request, width, count)
+        # Lanes past the request's end were padded, and nobody judged the drafts behind a stop.
+        room = request.max_len - request.prompt_len - len(request.token_ids)
+        verified = count if stopped else min(width, room)
+        if count and request.finish_reason is None:
+            for acceptance in (request.acceptance, self.acceptance):
+                acceptance.record(verified, count, None if self._forced else count - 1)
+            if self._gate is not None:
+                self._gate.record(count - 1, 1)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: tuple[int, ...],
+        text: str,
+        now: float,
+    ) -> None:
+        """Retire the request; its last event brings the text that was held back."""
+        tail = request.stream.flush() if request.stream is not None else ""
+        request.text += tail
+        request.finish_reason = reason
+        request.timings.finished = now
+        self._scheduler.retire(request)
+        self.counters[f"finished/{reason}"] += 1
+        self._undelivered.append(Event(request, token_ids, text + tail, reason, now))
+
+    def end_cancelled(self) -> None:
+        """Finish what was cancelled since the last call."""
+        while self.cancelled:
+            request = self.cancelled.pop(0)
+            self._finish(request, "cancelled", (), "", time.perf_counter())
+
+    def run_callbacks(self) -> list[Event]:
+        """Run the callbacks of new events; return these behind those left from earlier steps."""
+        failure: BaseException | None = None
+        while self._undelivered:
+            event = self._undelivered.pop(0)
+            self._unreturned.append(event)
+            if event.request.callback is not None:
+                try:
+                    event.request.callback(event)
+                except BaseException as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        events, self._unreturned = self._unreturned, []
+        return events

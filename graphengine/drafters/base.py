@@ -1,0 +1,185 @@
+"""What a drafter is to the engine: who proposes a row's next tokens, inside the captured step.
+
+A drafter has two moments. `prepare` runs in the prefill graphs: it takes a prompt chunk into the
+drafter's state and, behind the last chunk, makes the first drafts. `propose` runs in the decode
+graphs, behind verification: it takes in what was emitted and makes the drafts of the next step.
+Both write `draft_tokens[slot]`, which the slot's next replay feeds and verifies; -1 is no draft.
+Drafts never change a token, only how many come at once: a drafter that fails costs speed alone.
+
+Letters: S slots, R rows of a bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill
+bucket, H hidden, K drafts, B blocks of the pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field, StaticBuffers
+from graphengine.kernels import DecodeLanes, FinishedStep, PrefillLanes, Residual, RowFamily
+
+if TYPE_CHECKING:
+    from graphengine.models.dense import (
+        Attend,
+        DecodeLaunch,
+        DenseConfig,
+        DenseModel,
+        Destinations,
+    )
+    from graphengine.scheduler import PrefillChunk
+
+
+class Verified(NamedTuple):
+    """What a decode replay knows once it has published its tokens."""
+
+    lanes: DecodeLanes
+    """The N lanes that were fed; lane r * W + j is token j of row r."""
+    hidden: Residual
+    """The target's residual stream of the N lanes, scaled for its final norm."""
+    step: FinishedStep
+    """The target's token behind each lane, and how many of them each row emitted."""
+    drafts: int
+    """Drafts that this graph verified: W = drafts + 1."""
+
+
+class Prefilled(NamedTuple):
+    """What a prefill replay knows once it has published."""
+
+    chunk: PrefillLanes
+    next_prompt_token: Tensor | None
+    """int32 [1]: the prompt's token behind the chunk; it means nothing behind the last one. None
+    where nothing is drafted."""
+    hidden: Tensor | None
+    """[T, H] in the model's dtype, behind the final norm; None where `wants_hidden` is not set."""
+    token: Tensor
+    """int32 [1]: the sampled token; it means something behind the last chunk alone."""
+    final: Tensor
+    """int32 [1]: not 0 for the last chunk."""
+    attention: Callable[..., Tensor]
+    """`paged_prefill_attention` of the chunk; `attend` gives it the scale of a model."""
+
+    @property
+    def following(self) -> Tensor:
+        """int32 [T]: the token behind each lane's, at the chunk's end the sampled one if final."""
+        token, last = self.chunk.token, self.chunk.last
+        assert self.next_prompt_token is not None, "nothing is drafted"
+        behind = torch.where(self.final != 0, self.token, self.next_prompt_token)
+        lane = torch.arange(token.shape[0], dtype=last.dtype, device=token.device)
+        return torch.where(lane == last, behind, token.roll(-1))
+
+    def attend(self, config: DenseConfig) -> Attend:
+        """The chunk's attention over a layer of a cache, for a model of heads as `config` has."""
+        return partial(self.attention, scale=config.attention_scale)
+
+    def last_lane(self, token_T: Tensor) -> DecodeLanes:
+        """The chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
+        chunk = self.chunk
+        token, slot, position = (
+            lanes.index_select(0, chunk.last) for lanes in (token_T, chunk.slot, chunk.position)
+        )
+        return DecodeLanes(token, torch.where(self.final != 0, slot, -1), position)
+
+
+class FieldSizes(NamedTuple):
+    """What the shapes of a drafter's static fields follow from."""
+
+    slots: int
+    max_seq_len: int
+    prefill_tokens: int
+    """Tokens of the largest prefill bucket."""
+    dtype: torch.dtype
+    """The model's."""
+
+
+class DraftSetting(NamedTuple):
+    """What an engine lends its drafter, once it is allocated."""
+
+    model: DenseModel
+    buffers: StaticBuffers
+    launch: DecodeLaunch
+    slots: int
+
+    @property
+    def limit(self) -> int:
+        """Positions that a cache has."""
+        return self.model.max_seq_len
+
+
+class Drafter(ABC):
+    """One way to propose `length` tokens a step; `graphengine.speculative` has its options."""
+
+    length: int
+    """K: drafts a step, at most."""
+    reserve: int = 0
+    """Positions past the last verified one that it writes into its own KV."""
+    wants_hidden: bool = False
+    """Whether `prepare` is to get the hidden states of the prompt."""
+    host_drafts: bool = False
+    """Whether the host writes `draft_tokens`; then no replay may be launched ahead."""
+    own_graph: bool = False
+    """Whether `draft` is to be captured, and replayed behind each decode step."""
+    prompts_only: bool = False
+    """Whether a request samples one token and is over; then no replay may be launched ahead."""
+    streams: Mapping[int, Tensor] = MappingProxyType({})
+    """[T or more, H] by layer of the target: where prefill leaves the residual stream behind it."""
+
+    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+        """Allocate its weights and choose its kernels' plans, if it has any of both.
+
+        Returns where the tensors of the target's checkpoint that are its own are to be read to.
+        """
+        return {}
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of weights that it adds to the target's."""
+        return 0
+
+    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
+        """[layers, 2, block_size, G, D] of a block of its own KV; [0] without any."""
+        return (0,)
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        """The static fields that are its own."""
+        return []
+
+    @property
+    def lanes_of_row(self) -> int:
+        """Lanes of a row in its widest launch."""
+        return 1 + self.length
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that its kernels need beside decode steps of `lanes` lanes."""
+        return 0
+
+    @abstractmethod
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D] of blocks
+        as in the target's cache, or empty.
+        """
+
+    @abstractmethod
+    def prepare(self, prefilled: Prefilled) -> None:
+        """Take a prompt chunk in; behind the last one write the first drafts."""
+
+    @abstractmethod
+    def propose(self, verified: Verified) -> None:
+        """Take in what a step emitted, and write the drafts of the next one.
+
+        Of a graph that verified none (K = 0) only the drafter's state moves on.
+        """
+
+    def draft(self, rows: int, drafts: int) -> None:
+        """What `propose` left to a graph of its own, behind a step of so many rows and drafts."""
+        raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
+
+    def collect(self, chunk: PrefillChunk) -> None:  # noqa: B027
+        """The host has read the replay of a prompt chunk. The current stream is the replays'."""
+
+    def close(self) -> None:  # noqa: B027
+        """The engine closes; its buffers and the device are no longer to be used."""

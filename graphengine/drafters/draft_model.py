@@ -1,0 +1,150 @@
+"""A smaller model drafts: its own layers and KV, in the target's graphs.
+
+As in Leviathan, Kalman, Matias (arXiv:2211.17192), with greedy drafts. The model is fed the last
+two tokens behind each verified step, since the last draft of the step before was never fed to it,
+and then its own drafts.
+
+Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphengine.checkpoint import Checkpoint
+from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
+from graphengine.drafters.head import DraftHead
+from graphengine.kernels import (
+    DecodeLanes,
+    Residual,
+    RowFamily,
+    advance_model_draft,
+    attention_split,
+    begin_model_draft,
+    commit_draft,
+    new_residual,
+    residual_groups,
+)
+from graphengine.models.dense import (
+    DecodeLaunch,
+    DenseConfig,
+    DenseModel,
+    Destinations,
+    allocate_weights,
+    arrival_counters,
+)
+from graphengine.tuning import choose_plans
+
+
+class DraftModelDrafter(Drafter):
+    """`DraftModel(path, k)`.
+
+    config      of the draft model
+    length      K
+    checkpoint  where its weights are read from; None: somebody else fills `weights`
+    """
+
+    def __init__(
+        self, config: DenseConfig, length: int, checkpoint: Checkpoint | None = None
+    ) -> None:
+        self.config = config
+        self.length = length
+        # The chain's last run stands K positions behind the last that the target verified.
+        self.reserve = length
+        self._checkpoint = checkpoint
+
+    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+        self.weights = allocate_weights(self.config, device=str(device), dtype=dtype)
+        self.plans, self.plan_sources = choose_plans(self.config, dtype, family, device)
+        if self._checkpoint is not None:
+            self._checkpoint.load(self.weights.named(self.config))
+        return {}
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return allocate_weights(self.config, device="meta", dtype=dtype).nbytes
+
+    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
+        return (self.config.num_layers, *self.config.kv_block_shape(block_size))
+
+    def arrivals(self, lanes: int) -> int:
+        # Its launches have two lanes a row at most, as the target's have.
+        return arrival_counters(self.config, self.plans, lanes)
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        self._model = DenseModel(self.config, self.weights, max_seq_len=setting.limit)
+        self._cache = cache
+        self._head = DraftHead(
+            self.weights.lm_head,
+            None,
+            plan=self.plans.lm_head,
+            eps=self.config.norm_eps,
+            slots=setting.slots,
+        )
+        self._launch = setting.launch._replace(
+            plans=self.plans,
+            split_tokens=attention_split(
+                self.plans.family, self.config.head_dim, self._model.dtype
+            ),
+        )
+        self._limit = setting.limit
+        self._block_table = setting.buffers["block_table"]
+        self._draft_tokens = setting.buffers["draft_tokens"]
+
+    def prepare(self, prefilled: Prefilled) -> None:
+        chunk = prefilled.chunk
+        attend = prefilled.attend(self.config)
+        self._model.prefill(chunk, self._cache, self._block_table, attend)
+        # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
+        emitted = (prefilled.final != 0).to(torch.int32)
+        launch = self._launch._replace(pdl=False)
+        last = prefilled.last_lane(chunk.token)
+        self._draft(prefilled.token, emitted, last, self.length, launch)
+
+    def propose(self, verified: Verified) -> None:
+        step, length = verified.step, self.length if verified.drafts else 0
+        self._draft(step.token_N, step.count_R, verified.lanes, length, self._launch)
+
+    def _draft(
+        self,
+        token_N: Tensor,
+        count_R: Tensor,
+        lanes: DecodeLanes,
+        length: int,
+        launch: DecodeLaunch,
+    ) -> None:
+        """Feed each row's last two tokens, then draft `length` times."""
+        model, limit, pdl = self._model, self._limit, launch.pdl
+        embedding, norm = model.weights.embedding, model.norm_behind(-1)
+        residual = self._new_stream(2 * count_R.numel())
+        first = begin_model_draft(
+            token_N, count_R, lanes, embedding, norm, residual, limit=limit, pdl=pdl
+        )
+        fed, rows = first.lanes, first.rows
+        source: Tensor | None = first.source
+        two = launch._replace(tokens_per_row=2)
+        hidden = model.decode(fed, residual, self._cache, self._block_table, two)
+        for index in range(length):
+            tiles = self._head.tiles(hidden, fed, launch)
+            shared: Any = {"index": index, "limit": limit, "source_R": source, "pdl": pdl}
+            if index + 1 == length:
+                commit_draft(tiles, rows, self._draft_tokens, **shared)
+                return
+            residual = self._new_stream(count_R.numel())
+            rows = advance_model_draft(
+                tiles, rows, self._draft_tokens, embedding, norm, residual, **shared
+            )
+            fed, source = rows, None
+            hidden = model.decode(rows, residual, self._cache, self._block_table, launch)
+
+    def _new_stream(self, lanes: int) -> Residual:
+        config = self.config
+        return new_residual(
+            lanes,
+            config.hidden_size,
+            residual_groups(self.plans.down, config.hidden_size),
+            dtype=self._model.dtype,
+            device=self._block_table.device,
+        )

@@ -1,0 +1,139 @@
+"""From the options of a mode to a drafter that fits the checkpoint, or to why none does."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from graphengine.checkpoint import Checkpoint, eos_token_ids
+from graphengine.config import EngineConfig
+from graphengine.drafters.base import Drafter
+from graphengine.drafters.draft_model import DraftModelDrafter
+from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.ngram import NGramDrafter
+from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.user import UserDrafter
+from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
+from graphengine.kernels import MAX_LANES
+from graphengine.models.dense import DenseConfig
+from graphengine.models.families import read_model_config
+from graphengine.models.mtp import read_mtp_config
+from graphengine.speculative import (
+    MTP,
+    DraftModel,
+    DraftVocabulary,
+    NGram,
+    SaveHiddenStates,
+    UserProvided,
+    frequent_tokens,
+    read_offsets,
+    target_ids,
+)
+from graphengine.text import Tokenizer
+
+
+def make_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: DenseConfig
+) -> Drafter | None:
+    """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
+
+    None where the engine does not speculate. ValueError says why a mode does not fit.
+    """
+    match config.mode:
+        case None:
+            return None
+        case MTP() as options:
+            return _mtp(options, config, checkpoint, model)
+        case NGram(k=k, max_n=max_n):
+            return NGramDrafter(k, max_n)
+        case DraftModel() as options:
+            return _draft_model(options, config, checkpoint, model)
+        case UserProvided(k=k):
+            return UserDrafter(k)
+        case SaveHiddenStates() as options:
+            return HiddenStatesDrafter(options, model)
+
+
+def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: DenseConfig) -> Drafter:
+    mtp = read_mtp_config(checkpoint)
+    if options.style == "vanilla":
+        _check_vanilla(options.k, mtp.modules, config.max_batch)
+    wanted = options.draft_vocab
+    vocabulary = None if wanted is None else draft_vocabulary(wanted, checkpoint, model)
+    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
+    drafter = VanillaDrafter if options.style == "vanilla" else eagle
+    return drafter(mtp, options.k, vocabulary)
+
+
+def _check_vanilla(k: int, modules: int, max_batch: int) -> None:
+    """ValueError unless there are k modules, and the kernels hold the lanes of the last one."""
+    if k > modules:
+        raise ValueError(
+            f"vanilla MTP with k={k} needs {k} modules, the checkpoint has {modules}; "
+            f"style='eagle' runs one of them k times"
+        )
+    width = vanilla_lanes(k)
+    if max_batch * width > MAX_LANES:
+        raise ValueError(
+            f"vanilla MTP with k={k} and max_batch={max_batch} feeds {max_batch * width} tokens "
+            f"to the last module, {width} a row, and at most {MAX_LANES} fit: "
+            f"max_batch={MAX_LANES // width} does with k={k}"
+        )
+
+
+def _draft_model(
+    options: DraftModel, config: EngineConfig, target: Checkpoint, model: DenseConfig
+) -> Drafter:
+    checkpoint = Checkpoint.open(options.path)
+    draft = read_model_config(checkpoint.config)
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the draft model {checkpoint.path} has {draft.vocab_size} tokens, the target "
+            f"{model.vocab_size}: they must share a tokenizer"
+        )
+    if _token_ids(checkpoint) != _token_ids(target):
+        raise ValueError(
+            f"the draft model {checkpoint.path} has another tokenizer than {target.path}: a token "
+            f"id must mean the same to both"
+        )
+    wanted = config.max_seq_len or min(model.max_positions, 4096)
+    if draft.max_positions < wanted:
+        raise ValueError(
+            f"the draft model {checkpoint.path} has max_position_embeddings="
+            f"{draft.max_positions}, and max_seq_len is {wanted}"
+        )
+    return DraftModelDrafter(draft, options.k, checkpoint)
+
+
+def _token_ids(checkpoint: Checkpoint) -> object:
+    """The tokens of `tokenizer.json` with their ids; None where there is none."""
+    if not checkpoint.has_tokenizer:
+        return None
+    parsed = json.loads((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"))
+    return parsed.get("model", {}).get("vocab"), parsed.get("added_tokens")
+
+
+def draft_vocabulary(
+    options: DraftVocabulary, checkpoint: Checkpoint, model: DenseConfig
+) -> Tensor:
+    """The target ids that may be drafted: int64 [D] on the CPU, ascending."""
+    if options.tensor is not None:
+        info = checkpoint.tensors.get(options.tensor)
+        if info is None:
+            raise ValueError(f"{checkpoint.path} has no tensor {options.tensor!r} of offsets")
+        offsets = read_offsets(info.file, options.tensor, model.vocab_size)
+        return target_ids(offsets, model.vocab_size, options.tensor)
+    assert options.text is not None and options.size is not None
+    if not checkpoint.has_tokenizer:
+        raise ValueError(f"{checkpoint.path} has no tokenizer.json to split {options.text} with")
+    try:
+        text = Path(options.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"draft_vocab text {os.fspath(options.text)}: {error}") from error
+    ids = Tokenizer.from_directory(checkpoint.path).encode(text)
+    always = eos_token_ids(checkpoint)
+    return frequent_tokens(ids, options.size, model.vocab_size, always=always)

@@ -1,0 +1,76 @@
+"""Drafts that follow from the request's own tokens: what came behind the last ones before.
+
+Prompt lookup decoding, matched on the device: nothing is computed but the search.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field
+from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.kernels import ngram_prompt, ngram_propose
+
+
+class NGramDrafter(Drafter):
+    """`NGram(k, max_n)`. `ngram_unmatched` counts the proposals of a slot without a match.
+
+    length  K
+    max_n   tokens of the longest suffix that is looked for
+    """
+
+    def __init__(self, length: int, max_n: int) -> None:
+        self.length = length
+        self.max_n = max_n
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        int32 = torch.int32
+        return [
+            Field(
+                name="token_history",
+                shape=(sizes.slots, sizes.max_seq_len),
+                dtype=int32,
+                owner="device",
+                meaning="the slot's tokens by position",
+            ),
+            Field(
+                name="ngram_unmatched",
+                shape=(sizes.slots,),
+                dtype=int32,
+                owner="device",
+                meaning="proposals without a match",
+            ),
+        ]
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        buffers = setting.buffers
+        self._history = buffers["token_history"]
+        self._unmatched = buffers["ngram_unmatched"]
+        self._draft_tokens = buffers["draft_tokens"]
+        self._pdl = setting.launch.pdl
+
+    def prepare(self, prefilled: Prefilled) -> None:
+        ngram_prompt(
+            self._history,
+            prefilled.chunk,
+            prefilled.token,
+            prefilled.final,
+            self._draft_tokens,
+            max_n=self.max_n,
+            num_speculative_tokens=self.length,
+            unmatched_S=self._unmatched,
+        )
+
+    def propose(self, verified: Verified) -> None:
+        ngram_propose(
+            self._history,
+            verified.step.token_N,
+            verified.step.count_R,
+            verified.lanes,
+            self._draft_tokens,
+            max_n=self.max_n,
+            num_speculative_tokens=self.length if verified.drafts else 0,
+            unmatched_S=self._unmatched,
+            pdl=self._pdl,
+        )

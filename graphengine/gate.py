@@ -1,0 +1,145 @@
+"""When to speculate: a gate among the draft lengths that an engine has captured.
+
+TensorRT-LLM's gate switches speculation off for good once a rolling mean of accepted drafts is
+low; this one comes back. It sees only numbers, so the same calls give the same lengths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+
+class Gate:
+    """Chooses the draft length of each step by how many drafts are accepted.
+
+    lengths      draft lengths that may be used, ascending; it starts with the last one
+    window       records that it takes to judge a length
+    off_below    mean accepted drafts a step below which a length gives way to the one before
+    on_above     mean accepted drafts a step that the next length must exceed to be kept
+    probe_every  steps after which the next length is tried
+    max_live     rows above which the shortest length is used; None: however many
+    counters     where it counts; of its own by default
+
+    The rule. A *settled* length is judged by the `window` latest records since it was settled, once
+    there are that many: with a mean below `off_below` the length before it is settled. And each
+    `probe_every` steps planned at a settled length that is not the last start a *probe*: the next
+    length is used until it has `window` records, which must have a mean above `on_above` for it to
+    be settled; else the length before the probe is settled again. Records are forgotten at each of
+    these changes, so that a length is kept for `window` records or `probe_every` steps. A mean is
+    that of steps: of accepted drafts, over the steps of the records.
+
+    `max_live` stands apart: while more rows live, steps use the first length and count for nothing;
+    behind them the gate goes on where it was.
+
+    Counters: `gate/off` and `gate/on` (a shorter, a longer length was settled), `gate/probes`,
+    `gate/overloaded` (steps at the first length due to `max_live`), `gate/steps/K` (steps of
+    length K).
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: Sequence[int],
+        window: int,
+        off_below: float,
+        on_above: float,
+        probe_every: int,
+        max_live: int | None = None,
+        counters: Counter[str] | None = None,
+    ) -> None:
+        self.lengths = tuple(lengths)
+        if not self.lengths or self.lengths != tuple(sorted({*self.lengths})):
+            raise ValueError(f"lengths={self.lengths} must be ascending draft lengths")
+        if self.lengths[0] < 0:
+            raise ValueError(f"lengths={self.lengths} must not be negative")
+        for name, value in (("window", window), ("probe_every", probe_every)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not 0 <= off_below <= on_above:
+            raise ValueError(f"{off_below=} must lie between 0 and {on_above=}")
+        if max_live is not None and max_live < 1:
+            raise ValueError(f"{max_live=} must be at least 1, or None")
+        self.window = window
+        self.off_below = off_below
+        self.on_above = on_above
+        self.probe_every = probe_every
+        self.max_live = max_live
+        self.counters: Counter[str] = Counter() if counters is None else counters
+        self._level = len(self.lengths) - 1
+        self._probing = False
+        self._steps = 0
+        self._forget()
+
+    @property
+    def drafts(self) -> int:
+        """The length in use, `max_live` aside."""
+        return self.lengths[self._level]
+
+    @property
+    def probing(self) -> bool:
+        """Whether that length is on trial."""
+        return self._probing
+
+    @property
+    def mean(self) -> float | None:
+        """Mean accepted drafts a step of the records it has of that length; None without any."""
+        return self._accepted / self._recorded if self._recorded else None
+
+    def record(self, accepted: int, steps: int) -> None:
+        """Add what `steps` steps that verified drafts accepted: a request's, or a single row's.
+
+        Without a step it is no record. While the length is 0 there is nothing to judge: what comes
+        then was in flight at the change.
+        """
+        assert accepted >= 0 and steps >= 0, f"{accepted=} {steps=}"
+        if not steps or not self.drafts:
+            return
+        if len(self._records) == self.window:
+            old_accepted, old_steps = self._records.popleft()
+            self._accepted -= old_accepted
+            self._recorded -= old_steps
+        self._records.append((accepted, steps))
+        self._accepted += accepted
+        self._recorded += steps
+        if len(self._records) == self.window:
+            self._judge(self._accepted / self._recorded)
+
+    def width(self, live_rows: int) -> int:
+        """The drafts of the next step, which `live_rows` rows run. To be called once a step."""
+        if self.max_live is not None and live_rows > self.max_live:
+            self.counters["gate/overloaded"] += 1
+            drafts = self.lengths[0]
+        else:
+            self._maybe_probe()
+            drafts = self.drafts
+        self.counters[f"gate/steps/{drafts}"] += 1
+        return drafts
+
+    def _maybe_probe(self) -> None:
+        if self._probing or self._level + 1 == len(self.lengths):
+            return
+        if self._steps == self.probe_every:
+            self.counters["gate/probes"] += 1
+            self._use(self._level + 1, probing=True)
+        else:
+            self._steps += 1
+
+    def _judge(self, mean: float) -> None:
+        """A full window says `mean`."""
+        if self._probing:
+            kept = mean > self.on_above
+            self.counters["gate/on"] += kept
+            self._use(self._level if kept else self._level - 1, probing=False)
+        elif mean < self.off_below and self._level:
+            self.counters["gate/off"] += 1
+            self._use(self._level - 1, probing=False)
+
+    def _use(self, level: int, *, probing: bool) -> None:
+        self._level, self._probing = level, probing
+        self._steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._records: deque[tuple[int, int]] = deque()
+        self._accepted = self._recorded = 0

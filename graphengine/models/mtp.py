@@ -1,0 +1,427 @@
+"""Multi-token prediction modules: what a checkpoint carries to draft its own next tokens.
+
+A module pairs the hidden state of the token at position p with the token at p + 1:
+
+    x = projection [norm_e(E(token)); norm_h(hidden)]     (MiMo has the halves in the other order)
+    y = a decoder layer of x
+    u = final_norm(y)                                      logits = lm_head(u)
+
+E and lm_head are the target's. `hidden` is the target's behind its final norm, or the `u` of the
+row before. Three layouts of checkpoints are read, each a row of `LAYOUTS`. The input [2H] of the
+projection is made by its caller, who knows where token and hidden state come from.
+
+A wrong choice of what is fed or of the order of the halves is silent: only acceptance drops.
+
+Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphengine.checkpoint import Checkpoint
+from graphengine.kernels import (
+    DecodeLanes,
+    LinearKind,
+    LinearPlan,
+    PrefillLanes,
+    Residual,
+    linear_residual,
+    rms_norm,
+)
+from graphengine.models import hf_config
+from graphengine.models.dense import (
+    Attend,
+    DecodeLaunch,
+    DecodePlans,
+    DenseConfig,
+    Destinations,
+    LayerContext,
+    LayerWeights,
+    allocate_layer,
+    allocate_weights,
+    decode_layer,
+    decode_shapes,
+    prefill_attention,
+    prefill_behind_attention,
+)
+from graphengine.models.families import read_model_config
+
+HiddenFeed = Literal["normed"]
+"""Which hidden state a module reads, and which of its own the next one does: `normed` is behind the
+final norm, as all families here have it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpLayout:
+    """Where a family of checkpoints keeps its draft modules, by names below a module's prefix.
+
+    prefix        of module `index`, in a model of `layers` layers: a format
+    several       whether there may be more than one module
+    layer         prefix of the decoder layer, below the module's
+    ignored       copies of what is shared with the target
+    hidden_first  the order of the projection's halves
+    """
+
+    name: str
+    prefix: str
+    several: bool
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    layer: str
+    final_norm: str
+    ignored: tuple[str, ...] = ()
+    hidden_first: bool = False
+
+    def module_prefix(self, layers: int, index: int) -> str:
+        return self.prefix.format(index=index, layer=layers + index)
+
+    def first_name(self, layers: int) -> str:
+        """The tensor that shows that a checkpoint has this layout."""
+        return self.module_prefix(layers, 0) + self.projection
+
+    def prefixes(self, names: Mapping[str, object], layers: int) -> tuple[str, ...]:
+        """Of the modules that are there."""
+        found: list[str] = []
+        while (prefix := self.module_prefix(layers, len(found))) + self.projection in names:
+            found.append(prefix)
+            if not self.several:
+                break
+        return tuple(found)
+
+
+LAYOUTS = (
+    MtpLayout(
+        name="qwen3",
+        prefix="mtp.",
+        several=False,
+        embedding_norm="pre_fc_norm_embedding.weight",
+        hidden_norm="pre_fc_norm_hidden.weight",
+        projection="fc.weight",
+        layer="layers.0.",
+        final_norm="norm.weight",
+    ),
+    MtpLayout(
+        name="mimo",
+        prefix="model.mtp_layers.{index}.",
+        several=True,
+        embedding_norm="token_layernorm.weight",
+        hidden_norm="hidden_layernorm.weight",
+        projection="input_proj.weight",
+        layer="",
+        final_norm="final_layernorm.weight",
+        hidden_first=True,
+    ),
+    MtpLayout(
+        name="deepseek",
+        prefix="model.layers.{layer}.",
+        several=True,
+        embedding_norm="enorm.weight",
+        hidden_norm="hnorm.weight",
+        projection="eh_proj.weight",
+        layer="",
+        final_norm="shared_head.norm.weight",
+        ignored=("embed_tokens.weight", "shared_head.head.weight"),
+    ),
+)
+
+# What names below a decoder layer show that it is not a dense one of grouped-query attention.
+_OTHER_LAYERS = {
+    "self_attn.kv_a_proj": "latent attention (MLA)",
+    "self_attn.kv_b_proj": "latent attention (MLA)",
+    "self_attn.q_a_proj": "latent attention (MLA)",
+    "mlp.experts.": "experts (MoE)",
+    "mlp.shared_expert": "experts (MoE)",
+    "mlp.gate.": "experts (MoE)",
+}
+_NAMED_IN_ERRORS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpConfig:
+    """The draft modules of a checkpoint.
+
+    layout       one of `LAYOUTS`
+    prefixes     of each module's tensors, in order
+    dense        of the decoder layer that each module has: the target's, with one layer
+    norm_eps     of the norms in front of the projection
+    hidden_feed  which hidden state of the target a module reads
+    recycle      which one of a module the next run reads
+    """
+
+    layout: MtpLayout
+    prefixes: tuple[str, ...]
+    dense: DenseConfig
+    norm_eps: float
+    hidden_feed: HiddenFeed = "normed"
+    recycle: HiddenFeed = "normed"
+
+    @property
+    def modules(self) -> int:
+        return len(self.prefixes)
+
+    @property
+    def hidden_first(self) -> bool:
+        return self.layout.hidden_first
+
+    def first(self, modules: int) -> MtpConfig:
+        """The same with the first `modules` of them alone."""
+        return replace(self, prefixes=self.prefixes[:modules])
+
+
+def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
+    """The draft modules of a checkpoint, from its `config.json` and the names of its tensors.
+
+    ValueError, with what was looked for and what is there, where there is none, where modules are
+    missing or incomplete, or where they hold more than a dense decoder layer is made of.
+    """
+    config, names = checkpoint.config, checkpoint.tensors
+    layers = hf_config.positive_int(config, "num_hidden_layers")
+    found = {layout.name: layout.prefixes(names, layers) for layout in LAYOUTS}
+    layout = next((layout for layout in LAYOUTS if found[layout.name]), None)
+    if layout is None:
+        raise ValueError(_no_module(checkpoint, layers))
+    prefixes = found[layout.name]
+    _check_count(checkpoint, layout, len(prefixes))
+    _check_layers(checkpoint, layout, prefixes)
+    target = read_model_config(config)
+    mtp = MtpConfig(
+        layout=layout,
+        prefixes=prefixes,
+        dense=replace(target, num_layers=1),
+        norm_eps=target.norm_eps,
+    )
+    _check_names(checkpoint, mtp)
+    return mtp
+
+
+def _no_module(checkpoint: Checkpoint, layers: int) -> str:
+    wanted = " or ".join(f"{layout.first_name(layers)} ({layout.name})" for layout in LAYOUTS)
+    target = read_model_config(checkpoint.config)
+    own = allocate_weights(target, device="meta", dtype=torch.float32).named(target)
+    beside = sorted(checkpoint.tensors.keys() - own.keys())
+    return (
+        f"{checkpoint.path} has no draft module (MTP): neither {wanted}; it is a "
+        f"{target.architecture} of {layers} layers, and beside its own weights it has "
+        f"{_some(beside) if beside else 'nothing'}"
+    )
+
+
+def _check_count(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> None:
+    told = checkpoint.config.get("num_nextn_predict_layers")
+    if told is not None and told != found:
+        raise ValueError(
+            f"{checkpoint.path} has {found} draft modules of the layout {layout.name}, but "
+            f"num_nextn_predict_layers={told!r}"
+        )
+
+
+def _check_layers(checkpoint: Checkpoint, layout: MtpLayout, prefixes: tuple[str, ...]) -> None:
+    """Refuse what is no dense decoder layer, with the reason rather than with a list of names."""
+    for prefix in prefixes:
+        layer = prefix + layout.layer
+        for part, meaning in _OTHER_LAYERS.items():
+            shown = [name for name in checkpoint.tensors if name.startswith(layer + part)]
+            if shown:
+                raise ValueError(
+                    f"{checkpoint.path} has a draft module with {meaning}, which is not "
+                    f"supported yet: {_some(sorted(shown))}"
+                )
+
+
+def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
+    """All tensors of a module must be there, and all that are there must be understood.
+
+    One that nobody reads is part of a formula that is not this one.
+    """
+    layout, names = config.layout, checkpoint.tensors
+    weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
+    wanted = weights.named(config).keys()
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise ValueError(
+            f"{checkpoint.path} has an incomplete draft module of the layout {layout.name}: it "
+            f"lacks {_some(missing)}"
+        )
+    ignored = {prefix + name for prefix in config.prefixes for name in layout.ignored}
+    unknown = [
+        name
+        for name in names
+        if name.startswith(config.prefixes) and name not in wanted and name not in ignored
+    ]
+    if unknown:
+        raise ValueError(
+            f"{checkpoint.path} has a draft module of the layout {layout.name} with tensors that "
+            f"a {config.dense.architecture} layer does not have: {_some(sorted(unknown))}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpModuleWeights:
+    """One module; `projection` is `[H, 2H]`, in the order of halves that its layout has."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Tensor
+    layer: LayerWeights
+    final_norm: Tensor
+
+    def named(self, config: MtpConfig, prefix: str) -> Destinations:
+        """Checkpoint names under `prefix` -> the views of these weights that hold them."""
+        layout = config.layout
+        return {
+            prefix + layout.embedding_norm: self.embedding_norm,
+            prefix + layout.hidden_norm: self.hidden_norm,
+            prefix + layout.projection: self.projection,
+            prefix + layout.final_norm: self.final_norm,
+        } | self.layer.named(config.dense, prefix + layout.layer)
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        own = [self.embedding_norm, self.hidden_norm, self.projection, self.final_norm]
+        return own + self.layer.tensors()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpWeights:
+    """All draft modules, on one device, in the model dtype."""
+
+    modules: tuple[MtpModuleWeights, ...]
+
+    def named(self, config: MtpConfig) -> Destinations:
+        """Checkpoint tensor names -> the views that are to hold them."""
+        names: Destinations = {}
+        for module, prefix in zip(self.modules, config.prefixes, strict=True):
+            names |= module.named(config, prefix)
+        return names
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        return [tensor for module in self.modules for tensor in module.tensors()]
+
+
+def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) -> MtpWeights:
+    """Uninitialised weights of the right shapes; `device="meta"` allocates nothing."""
+    hidden = config.dense.hidden_size
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    modules = tuple(
+        MtpModuleWeights(
+            embedding_norm=new(hidden),
+            hidden_norm=new(hidden),
+            projection=new(hidden, 2 * hidden),
+            layer=allocate_layer(config.dense, device=device, dtype=dtype),
+            final_norm=new(hidden),
+        )
+        for _ in config.prefixes
+    )
+    return MtpWeights(modules=modules)
+
+
+class MtpPlans(NamedTuple):
+    """How each linear of a draft module is cut; one set serves every bucket."""
+
+    projection: LinearPlan
+    qkv: LinearPlan
+    output: LinearPlan
+    gate_up: LinearPlan
+    down: LinearPlan
+    lm_head: LinearPlan
+    """Of the draft's logits, whose vocabulary may be trimmed."""
+
+    @property
+    def layer(self) -> DecodePlans:
+        """What a `DecodeLaunch` of the module has as its plans."""
+        return DecodePlans(*self[1:])
+
+
+def mtp_shapes(
+    config: MtpConfig, *, draft_vocab_size: int | None = None
+) -> dict[str, tuple[LinearKind, int, int]]:
+    """Kind, rows and columns of the weight behind each field of `MtpPlans`.
+
+    All but the projection, and the logits of a trimmed vocabulary, are as in the target.
+    """
+    hidden = config.dense.hidden_size
+    vocab_size = config.dense.vocab_size if draft_vocab_size is None else draft_vocab_size
+    projection: tuple[LinearKind, int, int] = ("residual", hidden, 2 * hidden)
+    return {"projection": projection} | decode_shapes(replace(config.dense, vocab_size=vocab_size))
+
+
+def mtp_decode(
+    module: MtpModuleWeights,
+    projection: LinearPlan,
+    combined_N2H: Tensor,
+    residual: Residual,
+    row: DecodeLanes,
+    kv: Tensor,
+    block_table: Tensor,
+    context: LayerContext,
+    launch: DecodeLaunch,
+) -> Residual:
+    """A module for `row`'s lanes: six kernels. Its output, scaled for the final norm.
+
+    combined_N2H  the normed embedding and hidden state, in the layout's order
+    residual      `x` is zero in live lanes; updated in place. The other parts are not read.
+    kv            the module's layer of the cache: each live lane's keys and values are written at
+                  `row.position`
+    context       the target's, or with the module's own `dense`
+    launch        with `MtpPlans.layer` as its plans
+
+    Logits are `lm_head` of the result's `scaled` by its `squares`, as of the target's; so is the
+    hidden state that the next run reads.
+    """
+    residual = linear_residual(
+        combined_N2H,
+        module.projection,
+        row.slot,
+        residual,
+        module.layer.input_norm,
+        plan=projection,
+        arrivals=launch.arrivals,
+        pdl=launch.pdl,
+    )
+    return decode_layer(
+        module.layer, module.final_norm, row, residual, kv, block_table, context, launch
+    )
+
+
+def mtp_prefill(
+    module: MtpModuleWeights,
+    combined_T2H: Tensor,
+    chunk: PrefillLanes,
+    kv: Tensor,
+    block_table: Tensor,
+    context: LayerContext,
+    attend: Attend,
+) -> Tensor:
+    """A module for a chunk's lanes: its output `u` `[T, H]` behind the final norm, model dtype.
+
+    Arguments as of `mtp_decode`; `attend` as of `DenseModel.prefill`. Padded lanes hold anything.
+    """
+    layer = module.layer
+    x = functional.linear(combined_T2H, module.projection).float()
+    h = rms_norm(
+        x, layer.input_norm, chunk.slot, eps=context.config.norm_eps, out_dtype=combined_T2H.dtype
+    )
+    attended = prefill_attention(layer, h, chunk, kv, block_table, context, attend)
+    return prefill_behind_attention(layer, module.final_norm, x, attended, chunk.slot, context)

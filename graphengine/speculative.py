@@ -1,0 +1,471 @@
+"""What the embedding program chooses about speculation: who drafts, and which drafts are accepted.
+
+Each drafter's options are one class here; `graphengine.drafters` has the drafters themselves. With
+options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
+when an engine opens.
+
+A trimmed draft vocabulary is a choice of N target ids, ascending, one for each row of a smaller
+lm_head. It is written down as EAGLE3 checkpoints do: `target = draft + d2t[draft]`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from graphengine.kernels import MAX_LANES
+from graphengine.sampling_params import INT32_MAX, is_int
+
+log = logging.getLogger(__name__)
+
+# A mailbox record counts the emitted tokens, one more than drafts, in four bits.
+MAX_DRAFTS = 14
+MAX_NGRAM = 16
+# Above so many live requests a step is better spent on them than on drafts.
+AUTO_MAX_LIVE = 32
+FORCE_ACCEPTED = "GRAPHENGINE_FORCE_ACCEPTED"
+
+Style = Literal["eagle", "vanilla"]
+PathName = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftVocabulary:
+    """The part of the vocabulary that a draft module scores: either a text's or a checkpoint's.
+
+    text    a UTF-8 file, of whose tokens the `size` most frequent are taken
+    size    how many; only with `text`
+    tensor  name of the checkpoint's tensor of offsets, `d2t`; int64, one for each draft id
+    """
+
+    text: PathName | None = None
+    size: int | None = None
+    tensor: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.tensor is None):
+            raise ValueError(
+                f"a draft vocabulary is of a text or of a tensor, one of them: "
+                f"text={self.text!r}, tensor={self.tensor!r}"
+            )
+        if self.tensor is not None:
+            if not isinstance(self.tensor, str) or not self.tensor:
+                raise ValueError(f"tensor={self.tensor!r} must be the name of a tensor")
+            if self.size is not None:
+                raise ValueError(f"size={self.size!r} is for a text: the tensor has its own")
+            return
+        _check_path("text", self.text)
+        _check_at_least("size", self.size, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MTP:
+    """The checkpoint's own multi-token-prediction modules draft.
+
+    k            drafts a step
+    style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
+    own_graph    an eagle module in a graph of its own behind the step's, not inside it
+    draft_vocab  the part of the vocabulary that is scored; None: all of it
+    """
+
+    k: int = 3
+    _: KW_ONLY
+    style: Style = "eagle"
+    own_graph: bool = False
+    draft_vocab: DraftVocabulary | None = None
+
+    def __post_init__(self) -> None:
+        check_drafts(self.k)
+        if self.style not in ("eagle", "vanilla"):
+            raise ValueError(f"style={self.style!r} must be 'eagle' or 'vanilla'")
+        if not isinstance(self.own_graph, bool):
+            raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
+        if self.own_graph and self.style != "eagle":
+            raise ValueError(f"own_graph=True goes with style='eagle', not {self.style!r}")
+        if not isinstance(self.draft_vocab, DraftVocabulary | None):
+            raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
+
+
+@dataclass(frozen=True, slots=True)
+class NGram:
+    """Drafts are what followed the last tokens where the request had them before.
+
+    k      drafts a step
+    max_n  tokens that are looked for at most; then one less, down to one
+    """
+
+    k: int = 3
+    _: KW_ONLY
+    max_n: int = 5
+
+    def __post_init__(self) -> None:
+        check_drafts(self.k)
+        if not is_int(self.max_n) or not 1 <= self.max_n <= MAX_NGRAM:
+            raise ValueError(f"max_n={self.max_n!r} must be an integer in [1, {MAX_NGRAM}]")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A smaller model with the same tokenizer drafts, with its own KV and in the same graph.
+
+    path  its checkpoint: a directory or a hub id
+    k     drafts a step
+    """
+
+    path: PathName
+    k: int = 3
+
+    def __post_init__(self) -> None:
+        _check_path("path", self.path)
+        check_drafts(self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class UserProvided:
+    """The caller writes up to k drafts a request before each step; nothing is launched ahead.
+
+    k  drafts a step at most
+    """
+
+    k: int = 3
+
+    def __post_init__(self) -> None:
+        check_drafts(self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHiddenStates:
+    """No drafts: each prompt's hidden states go to a safetensors file, to train a drafter with.
+
+    directory       where the files go
+    layers          auxiliary layers to save beside the last one's output; None: 1, n // 2 - 1 and
+                    n - 4 of a model of n layers
+    write_interval  prompts between two writes
+    """
+
+    directory: PathName
+    _: KW_ONLY
+    layers: Sequence[int] | None = None
+    write_interval: int = 20
+
+    k: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_path("directory", self.directory)
+        _check_at_least("write_interval", self.write_interval, 1)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
+
+    def layers_of(self, model_layers: int) -> tuple[int, ...]:
+        """The auxiliary layers of a model of so many, ascending. ValueError if it lacks one."""
+        if self.layers is None:
+            usual = {1, model_layers // 2 - 1, model_layers - 4}
+            return tuple(sorted(layer for layer in usual if 0 <= layer < model_layers))
+        beyond = [layer for layer in self.layers if layer >= model_layers]
+        if beyond:
+            raise ValueError(f"layers={self.layers}: the model has layers 0 to {model_layers - 1}")
+        return tuple(sorted(self.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """N-grams, of a length that follows from max_batch; `resolve_auto` says which."""
+
+
+Mode = MTP | NGram | DraftModel | UserProvided | SaveHiddenStates
+Speculative = Mode | Auto
+
+_MODES = (MTP, NGram, DraftModel, UserProvided, SaveHiddenStates, Auto)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelaxedAcceptance:
+    """While a greedy request thinks, drafts are accepted that are not the most probable token.
+
+    topk             a draft must be among so many most probable tokens
+    delta            and at most so much less probable than the first, as probabilities
+    begin_token_ids  each of these tokens begins a thinking phase
+    end_token_ids    each of these ends it
+    """
+
+    topk: int = 10
+    delta: float = 0.6
+    begin_token_ids: Sequence[int]
+    end_token_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        _check_at_least("topk", self.topk, 1)
+        if not _is_number(self.delta) or not 0.0 <= self.delta <= 1.0:
+            raise ValueError(f"delta={self.delta!r} must be a number in [0, 1]")
+        for name in ("begin_token_ids", "end_token_ids"):
+            ids = _ids(name, getattr(self, name), "token ids")
+            if not ids:
+                raise ValueError(f"{name} must name at least one token")
+            object.__setattr__(self, name, ids)
+        both = sorted({*self.begin_token_ids} & {*self.end_token_ids})
+        if both:
+            raise ValueError(f"tokens {both} are among both begin_token_ids and end_token_ids")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError unless the vocabulary has all the tokens."""
+        for name in ("begin_token_ids", "end_token_ids"):
+            ids = getattr(self, name)
+            if max(ids) >= vocab_size:
+                raise ValueError(f"{name}={ids} exceed the vocabulary of {vocab_size} tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateOptions:
+    """When to stop speculating and when to begin again; `graphengine.gate` has the exact rule.
+
+    window       records that it takes to judge a draft length
+    off_below    mean accepted drafts a step below which a length is given up
+    on_above     mean accepted drafts a step above which a length that is tried is kept
+    probe_every  steps after which a longer length is tried
+    max_live     rows above which nothing is drafted; None: however many
+    """
+
+    window: int = 64
+    off_below: float = 0.3
+    on_above: float = 0.5
+    probe_every: int = 512
+    max_live: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least("window", self.window, 1)
+        _check_at_least("probe_every", self.probe_every, 1)
+        for name in ("off_below", "on_above"):
+            value = getattr(self, name)
+            if not _is_number(value) or not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value!r} must be a finite number from 0 up")
+        if self.off_below > self.on_above:
+            raise ValueError(f"off_below={self.off_below} exceeds on_above={self.on_above}")
+        if self.max_live is not None:
+            _check_at_least("max_live", self.max_live, 1)
+
+
+def check_drafts(k: int) -> None:
+    """Raise ValueError unless a step may have `k` drafts a row."""
+    if not is_int(k) or not 1 <= k <= MAX_DRAFTS:
+        raise ValueError(f"k={k!r} drafts a step must be an integer in [1, {MAX_DRAFTS}]")
+
+
+def check_rows(max_batch: int, k: int) -> None:
+    """Raise ValueError unless the kernels hold `max_batch` rows of `k` drafts and a token each."""
+    lanes = max_batch * (k + 1)
+    if lanes > MAX_LANES:
+        shorter = MAX_LANES // max_batch - 1
+        raise ValueError(
+            f"max_batch={max_batch} with k={k} drafts feeds {lanes} tokens a step, and at most "
+            f"{MAX_LANES} fit: max_batch={MAX_LANES // (k + 1)} does with k={k}"
+            + (f", k={shorter} with max_batch={max_batch}" if shorter > 0 else "")
+        )
+
+
+def check_speculative(speculative: object) -> None:
+    """Raise ValueError unless it is the options of a mode, or None."""
+    if speculative is not None and not isinstance(speculative, _MODES):
+        names = ", ".join(mode.__name__ for mode in _MODES)
+        raise ValueError(f"speculative={speculative!r} must be one of {names}, or None")
+
+
+def resolve_auto(max_batch: int) -> NGram:
+    """What `Auto` stands for: longer drafts where few rows share a step.
+
+    It goes with a gate that stops drafting above `AUTO_MAX_LIVE` live rows. Whether the rows fit
+    the kernels is for `check_rows`.
+    """
+    return NGram(k=5, max_n=3) if max_batch <= 4 else NGram(k=3, max_n=5)
+
+
+def forced_acceptance(
+    configured: int | None, environ: Mapping[str, str] = os.environ
+) -> int | None:
+    """Drafts that every row takes whatever the target says; None: as the target says.
+
+    `GRAPHENGINE_FORCE_ACCEPTED`, where it is set, goes before what is configured. It measures what
+    a step costs: the text is nonsense, and a warning says so. 0 forces too, unlike None. ValueError
+    for anything but integers from 0 up.
+    """
+    forced, origin = configured, "forced_acceptance"
+    text = environ.get(FORCE_ACCEPTED)
+    if text is not None:
+        # isdecimal alone knows the digits of all scripts.
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(f"{FORCE_ACCEPTED}={text!r} must be an integer from 0 up, or unset")
+        forced, origin = int(text), FORCE_ACCEPTED
+    if forced is None:
+        return None
+    if not is_int(forced) or forced < 0:
+        raise ValueError(f"{origin}={forced!r} must be an integer from 0 up, or None")
+    log.warning(
+        "%s=%d: EVERY STEP ACCEPTS THAT MANY DRAFTS, RIGHT OR WRONG. The text is nonsense; "
+        "this is for measuring speed alone.",
+        origin,
+        forced,
+    )
+    return forced
+
+
+def describe(speculative: Speculative | None) -> str:
+    """One line for reports: "mtp eagle, k=3", "off"."""
+    match speculative:
+        case None:
+            return "off"
+        case MTP(k=k, style=style, own_graph=own_graph, draft_vocab=vocabulary):
+            parts = [f"mtp {style}, k={k}"]
+            if own_graph:
+                parts.append("own graph")
+            if vocabulary is not None:
+                parts.append(_describe_vocabulary(vocabulary))
+            return ", ".join(parts)
+        case NGram(k=k, max_n=max_n):
+            return f"n-gram, k={k}, max_n={max_n}"
+        case DraftModel(path=path, k=k):
+            return f"draft model {os.fspath(path)}, k={k}"
+        case UserProvided(k=k):
+            return f"user-provided, k={k}"
+        case SaveHiddenStates(directory=directory):
+            return f"hidden states to {os.fspath(directory)}"
+        case Auto():
+            return "auto"
+
+
+def _describe_vocabulary(vocabulary: DraftVocabulary) -> str:
+    if vocabulary.text is None:
+        return f"draft vocabulary {vocabulary.tensor}"
+    return f"draft vocabulary of {vocabulary.size} tokens from {Path(vocabulary.text).name}"
+
+
+# Trimmed vocabularies.
+
+
+def frequent_tokens(
+    token_ids: Iterable[int], size: int, vocab_size: int, always: Iterable[int] = ()
+) -> torch.Tensor:
+    """The `size` most frequent ids of a tokenized text, ascending: int64 [size] on the CPU.
+
+    Equally frequent ones go by lower id, and so do those that make up for a text of fewer tokens.
+
+    Args:
+        token_ids: the text's, in any order.
+        size: how many to take, at most `vocab_size`.
+        vocab_size: ids are 0 .. vocab_size - 1; ValueError for any other.
+        always: ids that are taken in any case, end-of-sequence ids above all. ValueError if there
+            are more of them than `size`.
+    """
+    if not is_int(size) or not 1 <= size <= vocab_size:
+        raise ValueError(f"size={size!r} must be an integer in [1, {vocab_size}], the vocabulary")
+    chosen = set(always)
+    counts = Counter(token_ids)
+    for name, ids in (("always", chosen), ("the text", counts.keys())):
+        for token in ids:
+            if not is_int(token) or not 0 <= token < vocab_size:
+                raise ValueError(f"{name} has token {token!r}, the vocabulary has {vocab_size}")
+    if len(chosen) > size:
+        raise ValueError(f"always has {len(chosen)} tokens, more than size={size}")
+
+    for token in chosen:
+        counts.pop(token, None)
+    ranked = heapq.nsmallest(
+        size - len(chosen), counts.items(), key=lambda item: (-item[1], item[0])
+    )
+    chosen.update(token for token, _ in ranked)
+    for token in range(vocab_size):
+        if len(chosen) == size:
+            break
+        chosen.add(token)
+    return torch.tensor(sorted(int(token) for token in chosen), dtype=torch.int64)
+
+
+def offsets(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`d2t` of the target ids that a draft vocabulary holds: new int64 [N].
+
+    `target_ids` is the way back. ValueError unless `ids` is int64 [N], strictly ascending and
+    within the vocabulary.
+    """
+    _check_targets("ids", ids, ids, vocab_size)
+    return ids - torch.arange(ids.numel(), device=ids.device)
+
+
+def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
+    """The target's id of each draft id, `draft + d2t[draft]`: new int64 [N], ascending.
+
+    ValueError, which calls the tensor `name`, unless `d2t` is int64 [N] and the targets are
+    strictly ascending and within the vocabulary.
+    """
+    ids = d2t + torch.arange(d2t.numel(), device=d2t.device) if d2t.dim() == 1 else d2t
+    _check_targets(name, d2t, ids, vocab_size)
+    return ids
+
+
+def read_offsets(file: str | os.PathLike[str], name: str, vocab_size: int) -> torch.Tensor:
+    """The tensor of offsets `name` of a safetensors file, checked as by `target_ids`; on the CPU.
+
+    ValueError names the file.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            if name not in tensors.keys():  # noqa: SIM118  (no mapping: it has only the method)
+                raise ValueError(f"{os.fspath(file)} has no tensor {name}")
+            d2t: torch.Tensor = tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from error
+    target_ids(d2t, vocab_size, f"{os.fspath(file)}: {name}")
+    return d2t
+
+
+def _check_targets(name: str, given: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> None:
+    """ValueError about `given` unless the target ids that follow from it can be a vocabulary."""
+    shape = tuple(given.shape)
+    if given.dtype != torch.int64 or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"{name} must be int64 [N], not {given.dtype} {shape}")
+    outside = torch.nonzero((ids < 0) | (ids >= vocab_size))
+    if outside.numel():
+        draft = int(outside[0])
+        raise ValueError(
+            f"{name} maps draft {draft} to token {int(ids[draft])}, the vocabulary has {vocab_size}"
+        )
+    falling = torch.nonzero(ids[1:] <= ids[:-1])
+    if falling.numel():
+        draft = int(falling[0])
+        raise ValueError(
+            f"{name} maps drafts {draft} and {draft + 1} to tokens {int(ids[draft])} and "
+            f"{int(ids[draft + 1])}: they must ascend"
+        )
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError(f"{name}={value!r} must be a path")
+
+
+def _check_at_least(name: str, value: object, least: int) -> None:
+    if not is_int(value) or not least <= value <= INT32_MAX:  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _ids(name: str, value: Any, meaning: str) -> tuple[int, ...]:
+    """The ids as a tuple, in their order: the caller may change the list later."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ValueError(f"{name}={value!r} must be a list of {meaning}")
+    for item in value:
+        if not is_int(item) or not 0 <= item <= INT32_MAX:
+            raise ValueError(f"{name} holds {item!r}, which is none of {meaning}")
+    if len(set(value)) < len(value):
+        raise ValueError(f"{name}={tuple(value)} repeats itself")
+    return tuple(value)

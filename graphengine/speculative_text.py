@@ -1,0 +1,81 @@
+"""Modes of speculation as text, for command lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphengine.speculative import (
+    MTP,
+    Auto,
+    DraftModel,
+    DraftVocabulary,
+    NGram,
+    Speculative,
+)
+
+GRAMMAR = "off, auto, mtp[:K[:eagle|vanilla|own]], ngram[:K[:MAX_N]] or model:PATH[:K]"
+VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
+
+
+def parse_speculative(text: str) -> Speculative | None:
+    """The options that a `GRAMMAR` text names, what it leaves out at its default; None for "off".
+
+    `mtp:K:own` is eagle in a graph of its own. The last part of `model:PATH:K` is K where it is a
+    number, so that a path may hold colons.
+    ValueError shows the text and the grammar, or says which value cannot be.
+    """
+    name, *values = text.split(":")
+    match name, values:
+        case "off", []:
+            return None
+        case "auto", []:
+            return Auto()
+        case "mtp", [] | [_] | [_, _]:
+            options = MTP() if not values else MTP(_number(values[0], text))
+            return _styled(options, values[1], text) if values[1:] else options
+        case "ngram", [] | [_] | [_, _]:
+            numbers = [_number(value, text) for value in values]
+            ngram = NGram(*numbers[:1])
+            return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
+        case "model", [_, *_] if any(values):
+            *path, last = values
+            if path and last.isdecimal():
+                return DraftModel(":".join(path), _number(last, text))
+            return DraftModel(":".join(values))
+    raise _wrong(text)
+
+
+def parse_draft_vocabulary(text: str) -> DraftVocabulary:
+    """The vocabulary that `TEXT:SIZE` names. ValueError for any other text."""
+    path, _, size = text.rpartition(":")
+    if not path or not (size.isascii() and size.isdecimal()):
+        raise ValueError(f"draft vocabulary {text!r} must be {VOCABULARY_GRAMMAR}")
+    return DraftVocabulary(text=path, size=int(size))
+
+
+def with_draft_vocabulary(
+    speculative: Speculative | None, vocabulary: DraftVocabulary
+) -> Speculative:
+    """The same mode over this part of the vocabulary. ValueError where it scores none."""
+    if not isinstance(speculative, MTP):
+        raise ValueError(f"a draft vocabulary is for mtp, not for speculative={speculative!r}")
+    return replace(speculative, draft_vocab=vocabulary)
+
+
+def _number(value: str, text: str) -> int:
+    if not (value.isascii() and value.isdecimal()):
+        raise _wrong(text)
+    return int(value)
+
+
+def _styled(options: MTP, value: str, text: str) -> MTP:
+    match value:
+        case "eagle" | "vanilla":
+            return replace(options, style=value)
+        case "own":
+            return replace(options, own_graph=True)
+    raise _wrong(text)
+
+
+def _wrong(text: str) -> ValueError:
+    return ValueError(f"speculative={text!r} must be {GRAMMAR}")

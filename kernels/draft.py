@@ -1,0 +1,843 @@
+"""What surrounds the runs of a draft module: its input made, its drafts committed.
+
+    decode    begin_module_draft -> (module, lm_head) -> advance_module_draft -> (module, lm_head)
+              -> ... -> commit_draft
+    prefill   combine_hidden -> (module, lm_head of the last lane) -> advance_module_draft -> ...
+
+A module's run at position p takes the hidden state at p and the token at p + 1, as
+`[norm_e(E(token)); norm_h(hidden)]` (DeepSeek-V3, arXiv:2412.19437, section 2.2), and what it says
+is the draft of position p + 2. The kernels in between fold all the small work of a chain into one
+launch: reduce the tiles of the run before to a draft, write that down, embed it, normalise.
+
+Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before, C tiles of
+the draft vocabulary, D its size, V vocabulary, H hidden, T groups of columns, K drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.dispatch import use_triton
+from graphengine.kernels.embedding import embed_reference
+from graphengine.kernels.lanes import (
+    FLOAT_DTYPES,
+    check_lanes,
+    check_rows,
+    check_vector,
+    live_lanes,
+    output_rows,
+)
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.residual import Residual
+from graphengine.kernels.sampling import check_tiles, token_of_tiles, token_of_tiles_reference
+from graphengine.kernels.state import DecodeLanes
+
+Hidden = Residual | torch.Tensor
+"""Hidden states behind their final norm: a stream that is scaled for that norm and not yet divided
+by its root mean square, or a plain [M, H] that is. Padded lanes hold anything."""
+
+
+class Fusion(NamedTuple):
+    """How the input of a draft module is made of a token and a hidden state."""
+
+    embedding: torch.Tensor
+    """float [V, H], dense rows; may exceed 2**31 elements. The target's."""
+    embedding_norm: torch.Tensor
+    """float [H]"""
+    hidden_norm: torch.Tensor
+    """float [H]"""
+    eps: float
+    """Of both norms."""
+    hidden_first: bool = False
+    """The hidden state's half in front of the token's."""
+
+
+class FirstDraft(NamedTuple):
+    """The first run of a module behind a verified step; valid until the next replay."""
+
+    lanes: DecodeLanes
+    """N lanes: those that emitted a token, which each takes in; the rest are padded."""
+    rows: DecodeLanes
+    """R lanes: the last live one of each row; padded where the row emitted nothing."""
+    source: torch.Tensor
+    """int32 [R]: the number of that lane among the N; a row's first where it emitted nothing."""
+    combined: torch.Tensor
+    """[N, 2H]: the module's input."""
+
+
+class NextDraft(NamedTuple):
+    """A later run of a module: one lane a row; valid until the next replay."""
+
+    lanes: DecodeLanes
+    combined: torch.Tensor
+    """[R, 2H]: the module's input."""
+
+
+class DraftTiles(NamedTuple):
+    """The drafts of a run, before they are reduced over the vocabulary."""
+
+    best: torch.Tensor
+    """int64 [M, C], from an lm_head with the sampler folded in, as `health` is."""
+    health: torch.Tensor
+    """int32 [M, C]"""
+    d2t: torch.Tensor | None = None
+    """int64 [D]: the target's token is draft + d2t[draft]; None where they share a vocabulary."""
+
+
+def combine_hidden(
+    token_N: torch.Tensor,
+    slot_N: torch.Tensor,
+    hidden: Hidden,
+    source_N: torch.Tensor | None,
+    fusion: Fusion,
+    *,
+    hidden_eps: float = 0.0,
+    residual: Residual | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The input of a draft module for each live lane: both halves normed, side by side.
+
+    norm(v) = v / sqrt(mean(v**2) + eps) * weight in float32, rounded once. The hidden state of a
+    stream is rounded before, once, as a model does behind its final norm.
+
+    Args:
+        token_N, slot_N: int32; a prefill chunk's lanes as well as those of decode.
+        hidden: M >= N lanes, or any number with `source_N`.
+        source_N: int32, the lane of `hidden` that each lane takes; None for its own.
+        hidden_eps: of the norm whose scaled stream `hidden` is; unused with a plain one.
+        residual: where the module's projection adds to: `x` of the live lanes is set to 0.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
+            may be as new as that one.
+
+    Returns:
+        New [N, 2H] of hidden's dtype. A live lane whose token is outside 0..V-1 becomes NaN; padded
+        lanes are not written. ValueError for a shape or dtype that does not fit.
+    """
+    lanes = token_N.numel()
+    check_lanes(lanes, token=token_N, slot=slot_N)
+    sources = {} if source_N is None else {"source": source_N}
+    check_lanes(lanes, **sources)
+    check_hidden(hidden, fusion, None if sources else lanes)
+    check_stream(residual, lanes, fusion)
+    if not use_triton(token_N):
+        return combine_hidden_reference(
+            token_N, slot_N, hidden, source_N, fusion, hidden_eps=hidden_eps, residual=residual
+        )
+    args, options = fusion_args(hidden, fusion, hidden_eps, lanes, residual)
+    _combine_kernel[(lanes,)](token_N, slot_N, source_N, args, **options, **launch_options(pdl))
+    return args.combined
+
+
+def combine_hidden_reference(
+    token_N: torch.Tensor,
+    slot_N: torch.Tensor,
+    hidden: Hidden,
+    source_N: torch.Tensor | None,
+    fusion: Fusion,
+    *,
+    hidden_eps: float = 0.0,
+    residual: Residual | None = None,
+) -> torch.Tensor:
+    """`combine_hidden` in plain PyTorch: on a CPU too a lane's bits depend on that lane alone."""
+    live = live_lanes(slot_N)
+    source = live if source_N is None else source_N[live].long()
+    value = hidden_rows(hidden, source, hidden_eps)
+    token = token_N[live]
+    embedded = embed_reference(token, fusion.embedding, torch.zeros_like(token))
+    parts = [
+        _normed_rows(embedded, fusion.embedding_norm, fusion.eps),
+        _normed_rows(value.float(), fusion.hidden_norm, fusion.eps),
+    ]
+    unknown = (token < 0) | (token >= fusion.embedding.shape[0])
+    row = torch.cat(parts[::-1] if fusion.hidden_first else parts, dim=1)
+    combined = value.new_empty(token_N.numel(), row.shape[1])
+    combined[live] = row.masked_fill(unknown[:, None], math.nan).to(value.dtype)
+    if residual is not None:
+        residual.x[live] = 0
+    return combined
+
+
+def begin_module_draft(
+    token_N: torch.Tensor,
+    count_R: torch.Tensor,
+    lanes: DecodeLanes,
+    hidden: Hidden,
+    fusion: Fusion,
+    *,
+    hidden_eps: float = 0.0,
+    residual: Residual,
+    pdl: bool = False,
+) -> FirstDraft:
+    """The lanes and the input of a module's first run behind a verified step; one launch.
+
+    Lane j of a row pairs the target's hidden state at its position with the target's token behind
+    that, so that the module's cache gets what was verified. Of a row that emitted `count` tokens
+    its lanes 0 .. count - 1 are live; it drafts on behind the last of them.
+
+    Args:
+        token_N: int32, the target's token behind each lane; read where the lane is live.
+        count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
+        lanes: what the target was fed.
+        hidden: the target's, N lanes. hidden_eps, residual: as of `combine_hidden`.
+        pdl: as of `combine_hidden`; `count_R` too may be as new as the launch before.
+
+    Returns:
+        New tensors. ValueError for a shape or dtype that does not fit.
+    """
+    N = check_steps(token_N, count_R, lanes)
+    check_hidden(hidden, fusion, N)
+    check_stream(residual, N, fusion)
+    if not use_triton(token_N):
+        return begin_module_draft_reference(
+            token_N, count_R, lanes, hidden, fusion, hidden_eps=hidden_eps, residual=residual
+        )
+    args, options = fusion_args(hidden, fusion, hidden_eps, N, residual)
+    draft = FirstDraft(
+        lanes=new_lanes(N, token_N),
+        rows=new_lanes(count_R.numel(), token_N),
+        source=torch.empty_like(count_R),
+        combined=args.combined,
+    )
+    _begin_kernel[(N,)](
+        token_N,
+        count_R,
+        lanes.slot,
+        lanes.position,
+        *draft.lanes,
+        *draft.rows,
+        draft.source,
+        args,
+        W=N // count_R.numel(),
+        **options,
+        **launch_options(pdl),
+    )
+    return draft
+
+
+def begin_module_draft_reference(
+    token_N: torch.Tensor,
+    count_R: torch.Tensor,
+    lanes: DecodeLanes,
+    hidden: Hidden,
+    fusion: Fusion,
+    *,
+    hidden_eps: float = 0.0,
+    residual: Residual,
+) -> FirstDraft:
+    """`begin_module_draft` in plain PyTorch."""
+    rows = count_R.numel()
+    W = token_N.numel() // rows
+    slot_RW = lanes.slot.view(rows, W)
+    number_W = torch.arange(W, dtype=torch.int32, device=token_N.device)
+    fed_RW = (slot_RW >= 0) & (number_W < count_R[:, None])
+    fed = DecodeLanes(
+        token=token_N.clone(),
+        slot=slot_RW.where(fed_RW, -1).flatten(),
+        position=lanes.position.clone(),
+    )
+    first_R = torch.arange(rows, dtype=torch.int32, device=token_N.device) * W
+    source = (first_R + count_R - 1).where(fed_RW[:, 0], first_R)
+    combined = combine_hidden_reference(
+        fed.token, fed.slot, hidden, None, fusion, hidden_eps=hidden_eps, residual=residual
+    )
+    rows_of = DecodeLanes(*(field[source.long()] for field in fed))
+    return FirstDraft(fed, rows_of, source, combined)
+
+
+def advance_module_draft(
+    tiles: DraftTiles,
+    rows: DecodeLanes,
+    hidden: Hidden,
+    fusion: Fusion,
+    draft_SK: torch.Tensor,
+    *,
+    index: int,
+    limit: int,
+    source_R: torch.Tensor | None = None,
+    hidden_eps: float = 0.0,
+    residual: Residual,
+    pdl: bool = False,
+) -> NextDraft:
+    """Commit each row's draft, then make it and its hidden state the module's next input.
+
+    This is `commit_draft` and `combine_hidden` in one launch: the row's next lane takes the draft,
+    and the hidden state of the lane that made it.
+
+    Args:
+        tiles, rows, draft_SK, index, limit, source_R: as of `commit_draft`.
+        hidden: of the run before, M lanes as its tiles. hidden_eps: of the norm behind that run.
+        residual: R lanes, as of `combine_hidden`.
+        pdl: as of `combine_hidden`; only the tiles may be as new as the launch before.
+
+    Returns:
+        New tensors. ValueError for a shape or dtype that does not fit.
+    """
+    count = check_commit(tiles, rows, draft_SK, index, source_R)
+    check_hidden(hidden, fusion, tiles.best.shape[0])
+    check_stream(residual, count, fusion)
+    if not use_triton(rows.slot):
+        lanes = commit_draft_reference(
+            tiles, rows, draft_SK, index=index, limit=limit, source_R=source_R
+        )
+        combined = combine_hidden_reference(
+            lanes.token,
+            lanes.slot,
+            hidden,
+            source_R,
+            fusion,
+            hidden_eps=hidden_eps,
+            residual=residual,
+        )
+        return NextDraft(lanes, combined)
+    lanes = new_lanes(count, rows.slot)
+    args, options = fusion_args(hidden, fusion, hidden_eps, count, residual)
+    _advance_kernel[(count,)](
+        commit_args(tiles, rows, draft_SK, source_R, lanes),
+        index,
+        limit,
+        args,
+        **commit_blocks(tiles, draft_SK, options["num_warps"]),
+        **options,
+        **launch_options(pdl),
+    )
+    return NextDraft(lanes, args.combined)
+
+
+def commit_draft(
+    tiles: DraftTiles,
+    rows: DecodeLanes,
+    draft_SK: torch.Tensor,
+    *,
+    index: int,
+    limit: int,
+    source_R: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> DecodeLanes:
+    """Write each live row's draft into `draft_SK[slot, index]`; behind it no draft, -1, is left.
+
+    The draft is -1, too, where the run had no valid logits, or where `d2t` leads to no token.
+
+    Args:
+        tiles: of M lanes.
+        rows: the lanes, one a row, that the drafts stand behind; their tokens are not read.
+        draft_SK: int32 [S, K], updated in place.
+        index: 0 <= index < K.
+        limit: positions that the cache has; no lane is put at it or past it.
+        source_R: int32, the lane of the tiles for each row; None for its own, and M is R.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only the tiles
+            may be as new as that one.
+
+    Returns:
+        New lanes for the next run: the draft, at the position behind. Padded where the row is,
+        where there is no draft, and where the position would reach the limit. ValueError for a
+        shape or dtype that does not fit.
+    """
+    count = check_commit(tiles, rows, draft_SK, index, source_R)
+    if not use_triton(rows.slot):
+        return commit_draft_reference(
+            tiles, rows, draft_SK, index=index, limit=limit, source_R=source_R
+        )
+    lanes = new_lanes(count, rows.slot)
+    warps = min(max(triton.next_power_of_2(tiles.best.shape[1]) // 256, 1), 16)
+    _commit_kernel[(count,)](
+        commit_args(tiles, rows, draft_SK, source_R, lanes),
+        index,
+        limit,
+        **commit_blocks(tiles, draft_SK, warps),
+        num_warps=warps,
+        **launch_options(pdl),
+    )
+    return lanes
+
+
+def commit_draft_reference(
+    tiles: DraftTiles,
+    rows: DecodeLanes,
+    draft_SK: torch.Tensor,
+    *,
+    index: int,
+    limit: int,
+    source_R: torch.Tensor | None = None,
+) -> DecodeLanes:
+    """`commit_draft` in plain PyTorch."""
+    live = live_lanes(rows.slot)
+    source = live if source_R is None else source_R[live].long()
+    draft = token_of_tiles_reference(tiles.best[source], tiles.health[source])
+    if tiles.d2t is not None:
+        valid = (draft >= 0) & (draft < tiles.d2t.numel())
+        target = draft + tiles.d2t[draft.where(valid, 0).long()]
+        draft = target.where(valid, -1).clamp(min=-1).to(draft.dtype)
+    slot = rows.slot[live].long()
+    draft_SK[slot, index:] = -1
+    draft_SK[slot, index] = draft
+    lanes = DecodeLanes(
+        token=rows.slot.clone(), slot=torch.full_like(rows.slot, -1), position=rows.position + 1
+    )
+    lanes.token[live] = draft
+    goes_on = (draft >= 0) & (lanes.position[live] < limit)
+    lanes.slot[live] = rows.slot[live].where(goes_on, -1)
+    return lanes
+
+
+def new_lanes(count: int, like: torch.Tensor) -> DecodeLanes:
+    """Uninitialised lanes on `like`'s device."""
+    return DecodeLanes(*(like.new_empty(count, dtype=torch.int32) for _ in DecodeLanes._fields))
+
+
+def check_steps(token_N: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes) -> int:
+    """N; ValueError unless what a verified step left fits its lanes and rows."""
+    N, rows = token_N.numel(), count_R.numel()
+    check_lanes(N, token=token_N, **{f"lanes.{name}": x for name, x in lanes._asdict().items()})
+    check_lanes(rows, count=count_R)
+    if rows < 1 or N < 1 or N % rows:
+        raise ValueError(f"{N} lanes are no whole number of lanes for each of {rows} rows")
+    return N
+
+
+def check_draft_table(draft_SK: torch.Tensor) -> int:
+    """K; ValueError unless the table is dense int32 [S, K] with K >= 1."""
+    shape, dtype = tuple(draft_SK.shape), draft_SK.dtype
+    if len(shape) != 2 or 0 in shape or dtype != torch.int32 or not draft_SK.is_contiguous():
+        raise ValueError(f"draft_tokens must be a dense int32 [S, K], not {dtype} {shape}")
+    return shape[1]
+
+
+def check_commit(
+    tiles: DraftTiles,
+    rows: DecodeLanes,
+    draft_SK: torch.Tensor,
+    index: int,
+    source_R: torch.Tensor | None,
+) -> int:
+    """R; ValueError unless the operands of a commit fit each other."""
+    count = rows.slot.numel()
+    check_lanes(count, **{f"rows.{name}": field for name, field in rows._asdict().items()})
+    if source_R is not None:
+        check_lanes(count, source=source_R)
+    check_tiles(tiles.best, tiles.health, count if source_R is None else tiles.best.shape[0])
+    if tiles.d2t is not None:
+        check_vector("d2t", tiles.d2t, tiles.d2t.numel(), torch.int64)
+    columns = check_draft_table(draft_SK)
+    if not 0 <= index < columns:
+        raise ValueError(f"draft index {index} is not in a table of {columns} drafts a slot")
+    return count
+
+
+def check_hidden(hidden: Hidden, fusion: Fusion, lanes: int | None) -> None:
+    """ValueError unless `hidden` has the fusion's width and at least `lanes` lanes."""
+    check_rows(embedding=fusion.embedding)
+    H = fusion.embedding.shape[1]
+    for name in ("embedding_norm", "hidden_norm"):
+        weight: torch.Tensor = getattr(fusion, name)
+        if weight.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} must be one of {FLOAT_DTYPES}, not {weight.dtype}")
+        check_vector(name, weight, H, weight.dtype)
+    value = hidden.scaled if isinstance(hidden, Residual) else hidden
+    check_rows(hidden=value)
+    rows, width = value.shape
+    if width != H or (lanes is not None and rows < lanes):
+        raise ValueError(f"hidden must be [{lanes or 'M'} or more, {H}], not {[rows, width]}")
+    if isinstance(hidden, Residual):
+        squares = hidden.squares
+        shape = tuple(squares.shape)
+        dense = squares.dtype == torch.float32 and squares.is_contiguous()
+        if len(shape) != 2 or shape[0] < 1 or shape[1] != rows or not dense:
+            raise ValueError(
+                f"squares must be a dense float32 [T, {rows}], not {squares.dtype} {shape}"
+            )
+
+
+def check_stream(residual: Residual | None, lanes: int, fusion: Fusion) -> None:
+    """ValueError unless the stream that the projection adds to has these lanes."""
+    if residual is not None:
+        x = residual.x
+        output_rows(x, (lanes, fusion.embedding.shape[1]), dtype=torch.float32, like=x)
+
+
+def hidden_rows(hidden: Hidden, source: torch.Tensor, eps: float) -> torch.Tensor:
+    """Rows `source` of hidden states behind their norm, in the model's dtype."""
+    if not isinstance(hidden, Residual):
+        return hidden[source]
+    value = hidden.scaled[source]
+    total = _row_sums(hidden.squares.t()[source].contiguous())
+    scale = 1 / torch.sqrt(total / value.shape[1] + eps)
+    return (value.float() * scale[:, None]).to(value.dtype)
+
+
+def _normed_rows(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32 x / sqrt(mean(x**2) + eps) * weight."""
+    scale = 1 / torch.sqrt(_row_sums(x.square()) / x.shape[1] + eps)
+    return x * scale[:, None] * weight_H.float()
+
+
+def _row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sum of each row. torch splits a single long row among threads, but never one of two."""
+    return torch.cat((x, x)).sum(dim=1)[: len(x)] if len(x) == 1 else x.sum(dim=1)
+
+
+class FusionArgs(NamedTuple):
+    """Operands of `combine_hidden` for a kernel; without squares the hidden state is plain."""
+
+    hidden: torch.Tensor
+    squares: torch.Tensor | None
+    embedding: torch.Tensor
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    combined: torch.Tensor
+    x: torch.Tensor | None
+    hidden_lanes: int
+    hidden_stride: int
+    embedding_stride: int
+    x_stride: int
+    V: int
+    eps: float
+    hidden_eps: float
+
+
+class CommitArgs(NamedTuple):
+    """Operands of `commit_draft` for a kernel."""
+
+    best: torch.Tensor
+    health: torch.Tensor
+    d2t: torch.Tensor | None
+    source: torch.Tensor | None
+    row_slot: torch.Tensor
+    row_position: torch.Tensor
+    draft: torch.Tensor
+    token: torch.Tensor
+    slot: torch.Tensor
+    position: torch.Tensor
+    tiles: int
+    draft_ids: int
+    columns: int
+
+
+def fusion_args(
+    hidden: Hidden, fusion: Fusion, hidden_eps: float, lanes: int, residual: Residual | None
+) -> tuple[FusionArgs, dict[str, Any]]:
+    """Operands, with a new `combined`, and the sizes and warps of a launch; these follow from H."""
+    squares = hidden.squares if isinstance(hidden, Residual) else None
+    value = hidden.scaled if isinstance(hidden, Residual) else hidden
+    V, H = fusion.embedding.shape
+    args = FusionArgs(
+        hidden=value,
+        squares=squares,
+        embedding=fusion.embedding,
+        embedding_norm=fusion.embedding_norm,
+        hidden_norm=fusion.hidden_norm,
+        combined=value.new_empty(lanes, 2 * H),
+        x=None if residual is None else residual.x,
+        hidden_lanes=value.shape[0],
+        hidden_stride=value.stride(0),
+        embedding_stride=fusion.embedding.stride(0),
+        x_stride=0 if residual is None else residual.x.stride(0),
+        V=V,
+        eps=fusion.eps,
+        hidden_eps=hidden_eps,
+    )
+    groups = 0 if squares is None else squares.shape[0]
+    block_h = triton.next_power_of_2(H)
+    options = {
+        "H": H,
+        "GROUPS": groups,
+        "HIDDEN_FIRST": fusion.hidden_first,
+        "BLOCK_H": block_h,
+        "BLOCK_T": triton.next_power_of_2(max(groups, 1)),
+        # Latency counts: few numbers a thread.
+        "num_warps": min(max(block_h // 256, 4), 16),
+    }
+    return args, options
+
+
+def commit_args(
+    tiles: DraftTiles,
+    rows: DecodeLanes,
+    draft_SK: torch.Tensor,
+    source_R: torch.Tensor | None,
+    lanes: DecodeLanes,
+) -> CommitArgs:
+    """Operands of `commit_lane`, which writes `lanes`."""
+    return CommitArgs(
+        best=tiles.best,
+        health=tiles.health,
+        d2t=tiles.d2t,
+        source=source_R,
+        row_slot=rows.slot,
+        row_position=rows.position,
+        draft=draft_SK,
+        token=lanes.token,
+        slot=lanes.slot,
+        position=lanes.position,
+        tiles=tiles.best.shape[1],
+        draft_ids=0 if tiles.d2t is None else tiles.d2t.numel(),
+        columns=draft_SK.shape[1],
+    )
+
+
+def commit_blocks(tiles: DraftTiles, draft_SK: torch.Tensor, warps: int) -> dict[str, int]:
+    """Tile sizes for `commit_lane` in a kernel of so many warps: at most 16 tiles a thread."""
+    return {
+        "BLOCK_C": min(triton.next_power_of_2(tiles.best.shape[1]), 512 * warps),
+        "BLOCK_K": triton.next_power_of_2(draft_SK.shape[1]),
+    }
+
+
+@triton.jit
+def _combine_kernel(
+    token_ptr,
+    slot_ptr,
+    source_ptr,
+    fusion,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HIDDEN_FIRST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane. Of all that it reads only the tokens are as new as the launch before."""
+    lane = tl.program_id(0)
+    live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
+    source = lane
+    if source_ptr is not None:
+        source = tl.load(source_ptr + lane, mask=live, other=0, cache_modifier=".cg")
+    hidden = _normed_hidden(fusion, source, live, H, GROUPS, BLOCK_H, BLOCK_T)
+    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
+    wait_for_inputs(PDL)
+
+    token = tl.load(token_ptr + lane, mask=live, other=0)
+    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
+
+
+@triton.jit
+def _begin_kernel(
+    target_ptr,
+    count_ptr,
+    fed_slot_ptr,
+    fed_position_ptr,
+    token_ptr,
+    slot_ptr,
+    position_ptr,
+    row_token_ptr,
+    row_slot_ptr,
+    row_position_ptr,
+    source_ptr,
+    fusion,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HIDDEN_FIRST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane; that of a row's first lane says where the row goes on.
+
+    Only the target's tokens and the counts are as new as the launch before.
+    """
+    lane = tl.program_id(0)
+    row = lane // W
+    slot = tl.load(fed_slot_ptr + lane, cache_modifier=".cg")
+    fed = slot >= 0
+    position = tl.load(fed_position_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
+    hidden = _normed_hidden(fusion, lane, fed, H, GROUPS, BLOCK_H, BLOCK_T)
+    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
+    wait_for_inputs(PDL)
+
+    count = tl.load(count_ptr + row)
+    live = fed & (lane % W < count)
+    token = tl.load(target_ptr + lane, mask=live, other=0)
+    store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, live)
+    if lane % W == 0:
+        last = tl.where(live, lane + count - 1, lane)
+        last_token = tl.load(target_ptr + last, mask=live, other=0)
+        store_lane(
+            row_token_ptr,
+            row_slot_ptr,
+            row_position_ptr,
+            row,
+            last_token,
+            slot,
+            position + count - 1,
+            live,
+        )
+        tl.store(source_ptr + row, last)
+    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
+
+
+@triton.jit(do_not_specialize=["index", "limit"])
+def _advance_kernel(
+    commit,
+    index,
+    limit,
+    fusion,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HIDDEN_FIRST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row. Of all that it reads only the tiles are as new as the launch before."""
+    row = tl.program_id(0)
+    slot, position, source = load_row(commit, row)
+    hidden = _normed_hidden(fusion, source, slot >= 0, H, GROUPS, BLOCK_H, BLOCK_T)
+    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
+    wait_for_inputs(PDL)
+
+    token, live = commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
+    store_combined(fusion, hidden, weight, token, row, live, H, HIDDEN_FIRST, BLOCK_H)
+
+
+@triton.jit(do_not_specialize=["index", "limit"])
+def _commit_kernel(
+    commit, index, limit, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+):
+    """One program a row."""
+    row = tl.program_id(0)
+    slot, position, source = load_row(commit, row)
+    wait_for_inputs(PDL)
+
+    commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
+
+
+@triton.jit
+def load_row(commit, row):
+    """Slot, position and source of a row, for loads before the wait."""
+    slot = tl.load(commit.row_slot + row, cache_modifier=".cg")
+    live = slot >= 0
+    position = tl.load(commit.row_position + row, mask=live, other=0, cache_modifier=".cg")
+    source = row
+    if commit.source is not None:
+        source = tl.load(commit.source + row, mask=live, other=0, cache_modifier=".cg")
+    return slot, position, source
+
+
+@triton.jit
+def commit_lane(
+    commit,
+    row,
+    slot,
+    position,
+    source,
+    index,
+    limit,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write a row's draft into the table and its next lane; returns the draft and whether that
+    lane is live."""
+    live = slot >= 0
+    draft = token_of_tiles(commit.best, commit.health, source, commit.tiles, live, BLOCK_C)
+    if commit.d2t is not None:
+        valid = live & (draft >= 0) & (draft < commit.draft_ids)
+        target = draft + tl.load(commit.d2t + draft, mask=valid, other=0)
+        draft = tl.maximum(tl.where(valid, target, -1), -1).to(tl.int32)
+    k = tl.arange(0, BLOCK_K)
+    drafts = tl.where(k == index, draft, -1)
+    mask = live & (k >= index) & (k < commit.columns)
+    tl.store(commit.draft + slot.to(tl.int64) * commit.columns + k, drafts, mask=mask)
+    goes_on = live & (draft >= 0) & (position + 1 < limit)
+    store_lane(commit.token, commit.slot, commit.position, row, draft, slot, position + 1, goes_on)
+    return draft, goes_on
+
+
+@triton.jit
+def store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, live):
+    """Write a lane, padded if it is not live."""
+    tl.store(slot_ptr + lane, tl.where(live, slot, -1))
+    tl.store(token_ptr + lane, token, mask=live)
+    tl.store(position_ptr + lane, position, mask=live)
+
+
+@triton.jit
+def load_weight(weight_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """float32 [BLOCK_H], 0 past the end."""
+    h = tl.arange(0, BLOCK_H)
+    return tl.load(weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normed_hidden(
+    fusion,
+    lane,
+    live,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """The hidden state's half of a combined row, float32 [BLOCK_H]; before the wait."""
+    weight = load_weight(fusion.hidden_norm, H, BLOCK_H)
+    value = load_hidden(fusion, lane, live, H, GROUPS, BLOCK_H, BLOCK_T)
+    return normed(value, weight, fusion.eps, H)
+
+
+@triton.jit
+def load_hidden(
+    stream,
+    lane,
+    live,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """A lane's hidden state as the model's dtype has it, float32 [BLOCK_H]; before the wait."""
+    h = tl.arange(0, BLOCK_H)
+    source = stream.hidden + lane.to(tl.int64) * stream.hidden_stride + h
+    value = tl.load(source, mask=live & (h < H), other=0.0, cache_modifier=".cg").to(tl.float32)
+    if GROUPS > 0:
+        t = tl.arange(0, BLOCK_T)
+        squares = tl.load(
+            stream.squares + t * stream.hidden_lanes + lane,
+            mask=live & (t < GROUPS),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        value *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / H + stream.hidden_eps)
+        value = value.to(stream.hidden.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def normed(value, weight, eps, H: tl.constexpr):
+    """value / sqrt(mean(value**2) + eps) * weight; value and weight are 0 past the end."""
+    return value * (1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / H + eps)) * weight
+
+
+@triton.jit
+def store_combined(
+    fusion,
+    hidden,
+    weight,
+    token,
+    lane,
+    live,
+    H: tl.constexpr,
+    HIDDEN_FIRST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Embed a live lane's token, write both halves of its row, and clear its residual stream."""
+    h = tl.arange(0, BLOCK_H)
+    mask = live & (h < H)
+    known = (token >= 0) & (token < fusion.V)
+    source = fusion.embedding + token.to(tl.int64) * fusion.embedding_stride + h
+    value = tl.load(source, mask=mask & known, other=0.0).to(tl.float32)
+    embedded = tl.where(known, normed(value, weight, fusion.eps, H), float("nan"))
+    hidden = tl.where(known, hidden, float("nan"))
+    wide_lane = lane.to(tl.int64)
+    target = fusion.combined + wide_lane * (2 * H) + h
+    dtype: tl.constexpr = fusion.combined.dtype.element_ty
+    tl.store(target + (H if HIDDEN_FIRST else 0), embedded.to(dtype), mask=mask)
+    tl.store(target + (0 if HIDDEN_FIRST else H), hidden.to(dtype), mask=mask)
+    if fusion.x is not None:
+        zeros = tl.zeros((BLOCK_H,), tl.float32)
+        tl.store(fusion.x + wide_lane * fusion.x_stride + h, zeros, mask=mask)

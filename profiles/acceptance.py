@@ -1,0 +1,315 @@
+"""`graphengine acceptance`: how many tokens a step drafters are worth on a text.
+
+Prompts are cut from the text and continued, by each drafter at each temperature. A drafter's tokens
+must be those of plain decoding in its row family before its figures are told. Beside them stands
+the share of 4-grams that a continuation repeats: a model that loops is easily drafted for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from graphengine import Engine, EngineConfig, Result, SamplingParams
+from graphengine.checkpoint import Checkpoint
+from graphengine.config import DTYPES, EngineOptions
+from graphengine.demo import checkpoint_path, heldout_text
+from graphengine.kernels import RowFamily
+from graphengine.profiles.arguments import check_out
+from graphengine.profiles.eager import require_equal
+from graphengine.profiles.engines import engine_options, freed
+from graphengine.profiles.environment import environment
+from graphengine.profiles.percentiles import rounded
+from graphengine.profiles.text import Column, Row, number, text_table
+from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe
+from graphengine.speculative_text import GRAMMAR, parse_speculative
+from graphengine.text import Tokenizer
+
+SCHEMA = 1
+MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")
+TEMPERATURES = "0,1"
+GRAM = 4
+CPU_PROMPTS = 4
+"""Prompts on a CPU where nothing else is asked for; a GPU takes the whole text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """One invocation.
+
+    options  of every engine
+    modes    by the text that named them
+    prompts  token ids, one list for each continuation
+    behind   what the text itself has behind each prompt, as long as a continuation
+    """
+
+    name: str
+    checkpoint: Path
+    text: str
+    options: dict[str, Any]
+    modes: Mapping[str, Speculative]
+    temperatures: tuple[float, ...]
+    prompts: list[list[int]]
+    behind: list[list[int]]
+    new_tokens: int
+
+    def params(self, temperature: float) -> list[SamplingParams]:
+        """Of each prompt: its own seed, the same for every engine."""
+        return [
+            SamplingParams(temperature=temperature, seed=index, max_tokens=self.new_tokens)
+            for index in range(len(self.prompts))
+        ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `graphengine acceptance`."""
+    add = parser.add_argument
+    add("--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model")
+    add("--text", type=Path, help="UTF-8 file (default: what the demo model was not trained on)")
+    add("--speculative", action="append", metavar="MODE",
+        help=f"may be repeated (default: {', '.join(MODES)}): {GRAMMAR}")  # fmt: skip
+    add("--temperature", default=TEMPERATURES, help=f"one or several (default: {TEMPERATURES})")
+    add("--stride", type=int, default=512, help="tokens from one prompt's begin to the next one's")
+    add("--prompt-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=128, help="of each continuation, at most")
+    add("--prompts", type=int, help=f"spread over the text (default: all; {CPU_PROMPTS} on a CPU)")
+    add("--max-batch", type=int, default=1, help="continuations at a time")
+    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, float32 on a CPU")
+    add("--row-family", choices=("fma", "dot"), help="arithmetic of the decode kernels")
+    add("--out", type=Path, help="JSON file to write")
+    add("--json", action="store_true", help="print the JSON instead of tables")
+    add("--verbose", action="store_true", help="log budget and captures")
+
+
+def acceptance(options: argparse.Namespace) -> None:
+    """Measure, print, write. ValueError for bad options, before anything is measured."""
+    if options.out is not None:
+        check_out(options.out)
+    study = _read_options(options)
+
+    def say(row: Row, first: bool) -> None:
+        if not options.json:
+            print(text_table(COLUMNS, [row], header=first), file=sys.stderr, flush=True)
+
+    document = measure(study, say)
+    if options.out is not None:
+        options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(document, indent=2) if options.json else describe_document(document))
+
+
+def _read_options(options: argparse.Namespace) -> Study:
+    """The options, checked as far as can be done before anything is built."""
+    for name in ("stride", "prompt_tokens", "new_tokens", "prompts"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    names = ("device", "dtype", "max_batch", "row_family")
+    engine = engine_options({name: getattr(options, name) for name in names})
+    engine["max_seq_len"] = options.prompt_tokens + options.new_tokens
+    modes = _modes(options.speculative or MODES)
+    for mode in modes.values():
+        config = EngineConfig(**engine | {"speculative": mode})
+        if config.forced_acceptance is not None:
+            raise ValueError(f"{FORCE_ACCEPTED} is set: then acceptance is what it says")
+    temperatures = tuple(dict.fromkeys(_numbers(options.temperature)))
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature)
+
+    demo = options.checkpoint == "demo"
+    checkpoint = Checkpoint.open(checkpoint_path() if demo else options.checkpoint)
+    if not checkpoint.has_tokenizer:
+        raise ValueError(f"{checkpoint.path} has no tokenizer.json to split a text with")
+    ids = Tokenizer.from_directory(checkpoint.path).encode(_text(options.text))
+    on_gpu = EngineConfig(**engine).device.startswith("cuda")
+    most = options.prompts or (None if on_gpu else CPU_PROMPTS)
+    starts = prompt_starts(
+        len(ids), options.prompt_tokens, options.new_tokens, stride=options.stride, most=most
+    )
+    ends = [start + options.prompt_tokens for start in starts]
+    return Study(
+        name="demo" if demo else checkpoint.path.name,
+        checkpoint=checkpoint.path,
+        text="the demo's held-out text" if options.text is None else options.text.name,
+        options=engine,
+        modes=modes,
+        temperatures=temperatures,
+        prompts=[ids[start:end] for start, end in zip(starts, ends, strict=True)],
+        behind=[ids[end : end + options.new_tokens] for end in ends],
+        new_tokens=options.new_tokens,
+    )
+
+
+def _modes(texts: Sequence[str]) -> dict[str, Speculative]:
+    found = {text: parse_speculative(text) for text in dict.fromkeys(texts)}
+    modes = {text: mode for text, mode in found.items() if mode is not None}
+    if len(modes) < len(found):
+        raise ValueError("--speculative off accepts nothing: plain decoding is measured anyway")
+    return modes
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--temperature {text!r} must be numbers, comma-separated: 0,1") from None
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return heldout_text()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {path}: {error}") from error
+
+
+def prompt_starts(
+    tokens: int, prompt_tokens: int, new_tokens: int, *, stride: int, most: int | None = None
+) -> list[int]:
+    """Where prompts begin in a text of `tokens`, each with its continuation inside of it.
+
+    Every `stride` tokens; of more than `most` prompts those that are spread evenly. ValueError if
+    the text is too short for one.
+    """
+    last = tokens - prompt_tokens - new_tokens
+    if last < 0:
+        raise ValueError(
+            f"a text of {tokens} tokens is too short for a prompt of {prompt_tokens} and "
+            f"{new_tokens} tokens behind it"
+        )
+    starts = list(range(0, last + 1, stride))
+    if most is None or most >= len(starts):
+        return starts
+    return [starts[index * len(starts) // most] for index in range(most)]
+
+
+def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
+    """The JSON document; `say` gets each row as it comes, and whether it is the first."""
+    config = EngineConfig(**study.options)
+    rows: list[dict[str, Any]] = []
+    plain: dict[RowFamily, dict[float, _Run]] = {}
+    for name, mode in study.modes.items():
+        options = study.options | {"speculative": mode}
+        family = EngineConfig(**options).family
+        if family not in plain:
+            with _open(study, study.options | {"row_family": family}) as engine:
+                plain[family] = {heat: _run(engine, study, heat) for heat in study.temperatures}
+        with _open(study, options) as engine:
+            for temperature in study.temperatures:
+                row = _row(engine, study, temperature, plain[family][temperature])
+                rows.append(rounded({"speculative": name, **row}))
+                say(rows[-1], len(rows) == 1)
+    return {
+        "schema": SCHEMA,
+        "environment": environment(config.device),
+        "checkpoint": study.name,
+        "text": study.text,
+        "prompts": len(study.prompts),
+        "prompt_tokens": len(study.prompts[0]),
+        "new_tokens": study.new_tokens,
+        "max_batch": config.max_batch,
+        "text_repeated_4grams": rounded(repeated_grams(study.behind)),
+        "rows": rows,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """All continuations of one engine at one temperature, and the seconds they took together."""
+
+    numerics_id: str
+    results: list[Result]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(result.token_ids) for result in self.results) / self.seconds
+
+
+def _run(engine: Engine, study: Study, temperature: float) -> _Run:
+    params = study.params(temperature)
+    # What a first replay brings up is none of its speed.
+    engine.generate(study.prompts[0], params[0])
+    engine.acceptance.reset()
+    started = time.perf_counter()
+    results: list[Result] = engine.generate(study.prompts, params)
+    seconds = time.perf_counter() - started
+    return _Run(numerics_id=engine.numerics_id, results=results, seconds=seconds)
+
+
+def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[str, Any]:
+    """One drafter at one temperature; RuntimeError unless its tokens are those of plain decoding.
+
+    `tokens_per_s` of all continuations, their prompts' prefill included.
+    """
+    run, mode = _run(engine, study, temperature), describe(engine.config.mode)
+    if run.numerics_id != plain.numerics_id:
+        raise RuntimeError(
+            f"{mode} has numerics {run.numerics_id}, plain decoding {plain.numerics_id}: their "
+            "tokens cannot be compared"
+        )
+    for index, pair in enumerate(zip(plain.results, run.results, strict=True)):
+        require_equal(pair, f"prompt {index} at temperature {temperature}, plain and {mode}:")
+    return {
+        "mode": mode,
+        "temperature": temperature,
+        "acceptance": engine.acceptance.as_dict(),
+        "repeated_4grams": repeated_grams([result.token_ids for result in run.results]),
+        "equal_tokens": sum(len(result.token_ids) for result in run.results),
+        "tokens_per_s": run.tokens_per_s,
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "row_family": engine.row_family,
+        "numerics_id": run.numerics_id,
+    }
+
+
+def repeated_grams(texts: Sequence[Sequence[int]], size: int = GRAM) -> float | None:
+    """Share of the texts' n-grams that came before in the same text; None of texts too short."""
+    total = repeated = 0
+    for text in texts:
+        grams = [tuple(text[start : start + size]) for start in range(len(text) - size + 1)]
+        total += len(grams)
+        repeated += len(grams) - len({*grams})
+    return repeated / total if total else None
+
+
+def _open(study: Study, options: Mapping[str, Any]) -> AbstractContextManager[Engine]:
+    return freed(Engine.from_pretrained(study.checkpoint, **cast(EngineOptions, options)))
+
+
+def _shares(rates: Sequence[float]) -> str:
+    return " ".join(f"{100 * rate:.0f}" for rate in rates)
+
+
+COLUMNS = (
+    Column("temperature", lambda row: f"{row['temperature']:g}"),
+    Column("tok/step", lambda row: number(row["acceptance"]["mean_length"], 2)),
+    Column("accepted %", lambda row: number(100 * (row["acceptance"]["rate"] or 0), 1)),
+    Column("by position %", lambda row: _shares(row["acceptance"]["rates"])),
+    Column("looping %", lambda row: number(100 * (row["repeated_4grams"] or 0), 1)),
+    Column("tok/s", lambda row: number(row["tokens_per_s"], 1)),
+    Column("plain", lambda row: number(row["plain_tokens_per_s"], 1)),
+    Column("family", lambda row: row["row_family"]),
+    Column("speculative mode", lambda row: row["speculative"]),
+)
+
+
+def describe_document(document: Mapping[str, Any]) -> str:
+    """All of a document's figures, for a terminal."""
+    looping = 100 * (document["text_repeated_4grams"] or 0)
+    heading = (
+        f"{document['checkpoint']} on {document['environment']['device']}: "
+        f"{document['prompts']} prompts of {document['prompt_tokens']} tokens from "
+        f"{document['text']}, {document['new_tokens']} new tokens each, {document['max_batch']} at "
+        f"a time. Tokens checked against plain decoding of the same row family.\n"
+        f"looping: share of repeated {GRAM}-grams, in the text itself {looping:.1f} %"
+    )
+    return f"{heading}\n\n{text_table(COLUMNS, document['rows'])}"

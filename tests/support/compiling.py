@@ -1,0 +1,150 @@
+"""What a wrapper would launch, compiled for sm_90 without a GPU, and where its PTX loads from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Launch(NamedTuple):
+    """A launch that a wrapper asked for."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    """The kernel's, by name."""
+    options: dict[str, int]
+    """The compiler's."""
+
+
+class _Recorder:
+    """Stands in for a kernel; `kernel[grid](...)` is noted, not run."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def note(*positional: Any, **named: Any) -> None:
+            names = self.kernel.arg_names
+            arguments = dict(zip(names, positional, strict=False)) | named
+            options = {name: arguments.pop(name) for name in named if name not in names}
+            options.pop("launch_pdl", None)
+            assert arguments.keys() == set(names)
+            self.launches.append(Launch(self.kernel, grid, arguments, options))
+
+        return note
+
+
+def record_launch(module: ModuleType, call: Callable[[], Any]) -> Launch:
+    """The one launch of `module`'s kernels that `call` makes; its tensors may be on `meta`."""
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "use_triton", lambda x: True)
+        for name, value in vars(module).items():
+            if name.endswith("_kernel"):
+                patch.setattr(module, name, _Recorder(value, launches))
+        call()
+    (launch,) = launches
+    return launch
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether Triton compiles the value in: None and 1, but neither 1.0 nor a tensor."""
+    return value is None or (type(value) is int and value == 1)
+
+
+def _signature(value: Any) -> Any:
+    """Triton's word for the type of an argument; tuples keep their fields' names."""
+    if _is_constant(value):
+        return "constexpr"
+    if isinstance(value, tuple):
+        return value._make(map(_signature, value))
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def compile_launch(launch: Launch) -> tuple[str, list[str]]:
+    """The PTX for sm_90 of a launch, and its arguments' names in order, "" for a number.
+
+    Names of what a tuple holds are "tuple.field".
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, _, arguments, options = launch
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    names: list[str] = []
+
+    def add(path: tuple[int, ...], name: str, value: Any) -> None:
+        if _is_constant(value):
+            constants[path] = value
+        elif isinstance(value, tuple):
+            for index, field in enumerate(value._fields):
+                add((*path, index), f"{name}.{field}", value[index])
+        elif isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            names.append(name)
+        else:
+            if name.endswith("stride"):
+                attributes[path] = [["tt.divisibility", 16]]
+            names.append("")
+
+    for index, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if kernel.params[index].is_constexpr:
+            signature[name] = "constexpr"
+            constants[index,] = value
+        else:
+            signature[name] = _signature(value)
+            add((index,), name, value)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled.asm["ptx"], names
+
+
+def global_loads(ptx: str, names: list[str]) -> Iterator[tuple[str, bool, bool]]:
+    """Every load from global memory, in the order of the text: (argument, after the wait, past L1).
+
+    A register stems from the pointers of whatever it is computed from, up to a load.
+    """
+    stems: dict[str, set[str]] = {}
+    waits = ptx.index("griddepcontrol.wait")
+    for match in re.finditer(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*?);", ptx, re.MULTILINE):
+        opcode, text = match.groups()
+        if opcode.startswith("ld.param"):
+            register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
+            name = names[int(parameter)] if int(parameter) < len(names) else ""
+            stems[register] = {name} - {""}
+        elif opcode.startswith("ld.global"):
+            (argument,) = stems[re.findall(r"\[ ?(%\w+)", text)[-1]]
+            yield argument, match.start() > waits, ".cg" in opcode
+        elif not opcode.startswith(("st.", "bra", "bar", "ld.")):
+            target, *sources = re.findall(r"%\w+", text) or [""]
+            for source in sources:
+                stems.setdefault(target, set()).update(stems.get(source, ()))
+
+
+def assert_waits_before_it_shows(ptx: str) -> None:
+    """One wait, then one trigger, then whatever is stored; and no way out before the wait."""
+    assert ptx.count("griddepcontrol.wait") == 1
+    assert ptx.count("griddepcontrol.launch_dependents") == 1
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in after
+    for word in ("st.global", "atom.", "red.global", "ret;"):
+        assert word not in before, f"{word} before the wait"

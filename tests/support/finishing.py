@@ -1,0 +1,122 @@
+"""What the tests of a step's last kernel share: both twins of it, its inputs, its mailbox read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from graphengine.kernels.begin import begin_decode, begin_decode_reference
+from graphengine.kernels.finish import finish_decode, finish_decode_reference
+from graphengine.kernels.state import DecodeLanes, SlotState, StopTensors
+
+HUGE, LOWEST = 2**31 - 1, -(2**31)
+STOP_IDS = 3
+LAST_ID = 2**31 - 1
+NOTHING = -(2**63)
+FINITE, NAN = 1, 2
+UNTOUCHED = -3
+
+
+class Record(NamedTuple):
+    """What one lane of a mailbox entry says."""
+
+    tag: int
+    tokens: tuple[int, ...]
+    epoch: int
+    flags: int
+
+
+def new_mailbox(entries: int, lanes: int, items: int = 2, device: str = "cpu") -> torch.Tensor:
+    """As the engine has it, in pinned host memory where there is a GPU; nothing was written."""
+    pinned = device == "cuda"
+    return torch.full((entries, lanes, items), UNTOUCHED, dtype=torch.int64, pin_memory=pinned)
+
+
+def read_entry(mailbox: torch.Tensor, entry: int) -> list[Record | None]:
+    """Every lane of an entry; None for one of which nothing was written."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    records: list[Record | None] = []
+    for items in mailbox[entry].tolist():
+        if all(item == UNTOUCHED for item in items):
+            records.append(None)
+            continue
+        (tag,) = {item >> 32 & 0xFFFFFFFF for item in items}
+        *payloads, last = (item & 0xFFFFFFFF for item in items)
+        count = last >> 4 & 0xF
+        assert not any(payloads[count:]), f"{payloads=} behind {count=}"
+        records.append(Record(tag, tuple(payloads[:count]), last >> 8, last & 0xF))
+    return records
+
+
+class Finished(NamedTuple):
+    """A `FinishedStep` as lists."""
+
+    token: list[int]
+    flags: list[int]
+    count: list[int]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """One twin of a decode step's first and last kernel, and the device it runs on."""
+
+    device: str
+    reference: bool
+
+    def ints(self, values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def state(self, slots: int, sequence: int = 0) -> SlotState:
+        fields = (torch.zeros(slots, dtype=torch.int32, device=self.device) for _ in range(4))
+        return SlotState(*fields, sequence=self.ints([sequence], torch.int64))
+
+    def limits(self, slots: int, max_len: int = HUGE, stop_ids: int = STOP_IDS) -> StopTensors:
+        return StopTensors(
+            stop_ids=torch.full((slots, stop_ids), -1, dtype=torch.int32, device=self.device),
+            max_len=torch.full((slots,), max_len, dtype=torch.int32, device=self.device),
+        )
+
+    def lanes(self, slot: Sequence[int], token: Sequence[int] = ()) -> DecodeLanes:
+        """Of a padded lane the token, and of all lanes the position is poison."""
+        garbage = self.ints([HUGE] * len(slot))
+        return DecodeLanes(self.ints(token) if token else garbage, self.ints(slot), garbage)
+
+    def mailbox(self, entries: int, lanes: int, items: int = 2) -> torch.Tensor:
+        return new_mailbox(entries, lanes, items, self.device)
+
+    def tiles(self, tokens: Sequence[int | None], tiles: int = 3) -> list[torch.Tensor]:
+        """Best and health of lanes that yield these tokens; None for a padded one, full of poison.
+
+        The best tile is another in every lane, and each of the rest loses by its value.
+        """
+        best = torch.full((len(tokens), tiles), NOTHING, dtype=torch.int64)
+        health = torch.zeros((len(tokens), tiles), dtype=torch.int32)
+        for lane, token in enumerate(tokens):
+            for tile in range(tiles):
+                best[lane, tile] = (tile - tiles - 7) << 32 | (LAST_ID - tile)
+            if token is None:
+                best[lane], health[lane] = 2**63 - 1, NAN
+            elif token < 0:
+                health[lane, (5 * lane) % tiles] = (0, NAN)[lane % 2]
+            else:
+                best[lane, (7 * lane) % tiles] = 1 << 32 | (LAST_ID - token)
+                health[lane, (5 * lane) % tiles] = FINITE
+        return [best.to(self.device), health.to(self.device)]
+
+    def begin(self, *arguments: Any, **options: Any) -> DecodeLanes:
+        begin = begin_decode_reference if self.reference else begin_decode
+        return begin(*arguments, **options)
+
+    def finish(self, *arguments: Any, **options: Any) -> Finished:
+        """All arguments but the arrivals, which must be as they were."""
+        if self.reference:
+            step = finish_decode_reference(*arguments, **options)
+        else:
+            arrivals = self.ints([0, 77])
+            step = finish_decode(*arguments, arrivals, **options)
+            assert arrivals.tolist() == [0, 77]
+        return Finished(*(tensor.tolist() for tensor in step))
