@@ -15,7 +15,9 @@ demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
 		--prompt 'def read_lines(path):'
 
-test: install lint types tests interpreter
+# The last two side by side: each keeps one core busy.
+test: install lint types
+	$(MAKE) -j2 --output-sync=target tests interpreter
 
 lint:
 	$(BIN)/ruff check .
@@ -26,10 +28,10 @@ types:
 		-p graphengine.profiles
 
 tests:
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 interpreter:
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
 
 install: $(VENV)/stamp
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \

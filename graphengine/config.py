@@ -56,7 +56,7 @@ class EngineConfig:
     max_stop_ids           EOS and stop token ids that one request may have
     pdl                    programmatic dependent launch between the decode kernels of a GPU
     row_family             "fma" (1 or 2 rows) or "dot": the decode kernels' arithmetic, part of the
-                           numerics; None: "fma" where a step has 1 or 2 lanes, else "dot"
+                           numerics; None: "fma" where a step has a single lane, else "dot"
     speculative            who drafts, of `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a
                            step then feeds k + 1 tokens a row. None: nobody
     gate                   when to stop speculating and when to try again; None: always speculate

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from graphengine.acceptance import Acceptance
 from graphengine.gate import Gate
-from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP
+from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
 from graphengine.request import Event, FinishReason, Request
 from graphengine.scheduler import Scheduler
 
@@ -61,10 +61,12 @@ class Delivery:
         state = items[-1]
         flags, count = state & 0xF, state >> 4 & 0xF
         if width > 1:
-            self._account(request, epoch, width, count, stopped=bool(flags & STOP))
+            # Nobody judged the drafts behind a stop.
+            verified = count if flags & STOP else state >> 8 & 0xF
+            self._account(request, epoch, width, count, verified)
         if not flags & (EMITTED | INVALID):
             return
-        if request.finish_reason is not None or state >> 8 != epoch & 0xFFFFFF:
+        if request.finish_reason is not None or state >> 12 != epoch & EPOCH_MASK:
             self.counters["discarded_tokens"] += count
             return
         if flags & INVALID:
@@ -92,21 +94,19 @@ class Delivery:
         else:
             self._undelivered.append(Event(request, tokens, text, None, now))
 
-    def _account(
-        self, request: Request, epoch: int, width: int, count: int, *, stopped: bool
-    ) -> None:
-        """Tell the scheduler, the statistics and the gate what a speculative row came to."""
+    def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
+        """Tell the scheduler, the statistics and the gate what a speculative row came to.
+
+        verified  tokens that it fed and that were judged: drafts that were not there are not
+        """
         placement = request.placement
         if placement is None or placement.epoch != epoch:
             return
         self._scheduler.collected(request, width, count)
-        # Lanes past the request's end were padded, and nobody judged the drafts behind a stop.
-        room = request.max_len - request.prompt_len - len(request.token_ids)
-        verified = count if stopped else min(width, room)
         if count and request.finish_reason is None:
             for acceptance in (request.acceptance, self.acceptance):
                 acceptance.record(verified, count, None if self._forced else count - 1)
-            if self._gate is not None:
+            if self._gate is not None and verified > 1:
                 self._gate.record(count - 1, 1)
 
     def _finish(

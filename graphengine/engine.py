@@ -243,9 +243,7 @@ class Engine:
             self._delivery.end_cancelled()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
-                    if self.gate is not None:
-                        self.scheduler.width = 1 + self.gate.width(len(self.scheduler.active))
-                    plan = self.scheduler.plan()
+                    plan = self._plan()
                     if plan is None:
                         break
                     self._load(plan)
@@ -370,11 +368,14 @@ class Engine:
         acceptance  `Acceptance.as_dict()` of all requests: tokens a step, rates by position
         gate        the draft length in use; None without a gate
         counters    tokens, replays by graph, pauses, discarded tokens, what the gate did, ...
+
+        Of some drafters it waits for the device, which holds a counter.
         """
+        own = {} if self.drafter is None else self.drafter.counters()
         return {
             "acceptance": self.acceptance.as_dict(),
             "gate": None if self.gate is None else {"drafts": self.gate.drafts},
-            "counters": dict(self.counters),
+            "counters": dict(self.counters) | own,
         }
 
     def close(self) -> None:
@@ -409,6 +410,17 @@ class Engine:
         self.close()
 
     # One step, piece by piece.
+
+    def _plan(self) -> Plan | None:
+        """The scheduler's next plan, at the width that the gate allows."""
+        if self.gate is None:
+            return self.scheduler.plan()
+        live_rows = len(self.scheduler.active)
+        self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
+        plan = self.scheduler.plan()
+        if plan is not None and plan.rows:
+            self.gate.launched(live_rows)
+        return plan
 
     def _load(self, plan: Plan) -> None:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""

@@ -105,25 +105,23 @@ class Gate:
         if len(self._records) == self.window:
             self._judge(self._accepted / self._recorded)
 
-    def width(self, live_rows: int) -> int:
-        """The drafts of the next step, which `live_rows` rows run. To be called once a step."""
-        if self.max_live is not None and live_rows > self.max_live:
-            self.counters["gate/overloaded"] += 1
-            drafts = self.lengths[0]
-        else:
-            self._maybe_probe()
-            drafts = self.drafts
-        self.counters[f"gate/steps/{drafts}"] += 1
-        return drafts
+    def next_drafts(self, live_rows: int) -> int:
+        """The drafts of the next step, while `live_rows` rows live. Nothing is counted."""
+        return self.lengths[0] if self._overloaded(live_rows) else self.drafts
 
-    def _maybe_probe(self) -> None:
-        if self._probing or self._level + 1 == len(self.lengths):
-            return
-        if self._steps == self.probe_every:
-            self.counters["gate/probes"] += 1
-            self._use(self._level + 1, probing=True)
-        else:
+    def launched(self, live_rows: int) -> None:
+        """Count a step that decodes, of `next_drafts(live_rows)` drafts."""
+        self.counters[f"gate/steps/{self.next_drafts(live_rows)}"] += 1
+        if self._overloaded(live_rows):
+            self.counters["gate/overloaded"] += 1
+        elif not self._probing and self._level + 1 < len(self.lengths):
             self._steps += 1
+            if self._steps == self.probe_every:
+                self.counters["gate/probes"] += 1
+                self._use(self._level + 1, probing=True)
+
+    def _overloaded(self, live_rows: int) -> bool:
+        return self.max_live is not None and live_rows > self.max_live
 
     def _judge(self, mean: float) -> None:
         """A full window says `mean`."""

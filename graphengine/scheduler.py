@@ -140,6 +140,9 @@ class Scheduler:
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
+        # A pool that holds every slot's longest request has nothing to save: a request gets all its
+        # blocks at once, and the tables stay as they are while it decodes.
+        self._roomy = slots * self.blocks_for(self._max_seq_len) <= kv_blocks
         self._width = tokens_per_step
         self._changes = _Changes()
         # The plan before; the next `_repeats` calls return it again, unless requests come or go.
@@ -373,12 +376,17 @@ class Scheduler:
         return rows
 
     def _admit(self) -> None:
-        """Give waiting requests slots and the blocks of their prompts; paused ones go first."""
+        """Give waiting requests slots and blocks; paused ones go first.
+
+        The blocks are those of the prompt, or all that the request may ever need where the pool is
+        roomy.
+        """
         while self.waiting and None in self.slots:
             if any(request.phase is Phase.PAUSED for request in self.active):
                 return
             request = self.waiting[0]
-            need = self.blocks_for(self._reach(request, request.prompt_len))
+            tokens = request.max_len if self._roomy else request.prompt_len
+            need = self.blocks_for(self._reach(request, tokens))
             headroom = self._headroom(len(self.active))
             if need + headroom > self.pool.free or not self._can_always_pause(request):
                 return
@@ -397,8 +405,8 @@ class Scheduler:
             self._changes.slots = self._changes.tables = True
 
     def _headroom(self, rows: int) -> int:
-        """Blocks that `rows` rows may take in their next step."""
-        return rows * self.blocks_for(self._tokens_per_step)
+        """Blocks that `rows` rows may take in their next step: none where they have all."""
+        return 0 if self._roomy else rows * self.blocks_for(self._tokens_per_step)
 
     def _can_always_pause(self, newcomer: Request) -> bool:
         needs = [self._greatest_need(request) for request in [*self.active, newcomer]]

@@ -147,6 +147,9 @@ class UserProvided:
 class SaveHiddenStates:
     """No drafts: each prompt's hidden states go to a safetensors file, to train a drafter with.
 
+    A request is its prompt alone (`max_tokens` 1). Its file is `{request id:08d}.safetensors`; ids
+    begin at 1 in each engine, and a file that is there is replaced.
+
     directory       where the files go
     layers          auxiliary layers to save beside the last one's output; None: 1, n // 2 - 1 and
                     n - 4 of a model of n layers

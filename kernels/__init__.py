@@ -47,6 +47,7 @@ from graphengine.kernels.draft_vanilla import (
 )
 from graphengine.kernels.embedding import embed, embed_reference
 from graphengine.kernels.finish import FinishedStep, finish_decode, finish_decode_reference
+from graphengine.kernels.handover import HandOver, hand_over, hand_over_reference
 from graphengine.kernels.linear import (
     MAX_LANES,
     arrivals_needed,
@@ -112,6 +113,7 @@ from graphengine.kernels.speculative import (
 )
 from graphengine.kernels.state import (
     EMITTED,
+    EPOCH_MASK,
     INVALID,
     LENGTH,
     STOP,
@@ -128,6 +130,7 @@ from graphengine.kernels.swap import copy_blocks, copy_blocks_reference
 
 __all__ = [
     "EMITTED",
+    "EPOCH_MASK",
     "FMA_LANES",
     "INVALID",
     "LENGTH",
@@ -140,6 +143,7 @@ __all__ = [
     "FinishedStep",
     "FirstDraft",
     "Fusion",
+    "HandOver",
     "LinearKind",
     "LinearPlan",
     "ModelDraft",
@@ -186,6 +190,8 @@ __all__ = [
     "finish_decode",
     "finish_decode_reference",
     "gather_prefill",
+    "hand_over",
+    "hand_over_reference",
     "heuristic_plan",
     "linear",
     "linear_reference",

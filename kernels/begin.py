@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.embedding import embed_reference
-from graphengine.kernels.lanes import (
-    FLOAT_DTYPES,
-    check_lanes,
-    check_rows,
-    check_vector,
-    live_lanes,
-    output_rows,
+from graphengine.kernels.embedding import (
+    check_embedding,
+    embed_residual_reference,
+    load_embedding,
+    store_embedding,
 )
+from graphengine.kernels.lanes import check_lanes
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import (
@@ -82,7 +80,7 @@ def begin_decode(
     rows = slot_of_row_R.numel()
     check_lanes(rows, slot_of_row=slot_of_row_R)
     width = check_draft_count(num_speculative_tokens)
-    groups = _check_floats(embedding_VH, norm_weight_H, residual, rows * width)
+    groups = check_embedding(embedding_VH, norm_weight_H, residual, rows * width)
     if width == 1:
         draft_SK = max_len_S = None
     elif draft_SK is None or max_len_S is None:
@@ -117,7 +115,7 @@ def begin_decode(
         *lanes,
         embedding_VH,
         norm_weight_H,
-        *residual,
+        residual,
         0 if draft_SK is None else draft_SK.stride(0),
         embedding_VH.stride(0),
         residual.x.stride(0),
@@ -156,12 +154,7 @@ def begin_decode_reference(
     if num_speculative_tokens:
         assert draft_SK is not None and max_len_S is not None
         lanes = _widen_reference(lanes, draft_SK[:, :num_speculative_tokens], max_len_S)
-    embed_reference(lanes.token, embedding_VH, lanes.slot, out=residual.x)
-    live = live_lanes(lanes.slot)
-    x = residual.x[live]
-    residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
-    residual.squares[:, live] = 0
-    residual.squares[0, live] = (x * x).sum(dim=1)
+    embed_residual_reference(lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual)
     return lanes
 
 
@@ -197,27 +190,6 @@ def _widen_reference(
     )
 
 
-def _check_floats(
-    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, lanes: int
-) -> int:
-    """The residual's number of groups; ValueError unless everything fits these lanes."""
-    check_rows(embedding_VH=embedding_VH)
-    H = embedding_VH.shape[1]
-    if norm_weight_H.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"norm_weight must be one of {FLOAT_DTYPES}, not {norm_weight_H.dtype}")
-    check_vector("norm_weight", norm_weight_H, H, norm_weight_H.dtype)
-    x, scaled, squares = residual
-    output_rows(x, (lanes, H), dtype=torch.float32, like=x)
-    output_rows(scaled, (lanes, H), dtype=scaled.dtype, like=scaled)
-    shape = tuple(squares.shape)
-    dense = squares.dtype == torch.float32 and squares.is_contiguous()
-    if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
-        raise ValueError(
-            f"squares must be a dense float32 [T, {lanes}], not {squares.dtype} {shape}"
-        )
-    return shape[0]
-
-
 @triton.jit
 def _begin_decode_kernel(
     command_epoch_ptr,
@@ -233,9 +205,7 @@ def _begin_decode_kernel(
     position_ptr,
     embedding_ptr,
     norm_weight_ptr,
-    x_ptr,
-    scaled_ptr,
-    squares_ptr,
+    residual,
     draft_stride,
     embedding_stride,
     x_stride,
@@ -304,19 +274,16 @@ def _begin_decode_kernel(
             tl.store(slot_ptr + lane, tl.where(live, slot, -1))
             tl.store(token_ptr + lane, token, mask=live)
             tl.store(position_ptr + lane, position + j, mask=live)
-            mask = live & (token >= 0) & (token < V) & (h < H)
-            source = embedding_ptr + token.to(tl.int64) * embedding_stride + h
-            xs += (tl.load(source, mask=mask, other=float("nan")),)  # type: ignore[assignment]
+            x = load_embedding(embedding_ptr, token, live, embedding_stride, V, H, BLOCK_H)
+            xs += (x,)  # type: ignore[assignment]
             lives += (live,)  # type: ignore[assignment]
         for j in tl.static_range(W):
-            _store_lane(
+            store_embedding(
                 xs[j],
                 weight,
                 row * W + j,
                 lives[j],
-                x_ptr,
-                scaled_ptr,
-                squares_ptr,
+                residual,
                 x_stride,
                 scaled_stride,
                 rows * W,
@@ -325,35 +292,6 @@ def _begin_decode_kernel(
                 BLOCK_H,
                 BLOCK_T,
             )
-
-
-@triton.jit
-def _store_lane(
-    embedding_H,
-    weight_H,
-    lane,
-    live,
-    x_ptr,
-    scaled_ptr,
-    squares_ptr,
-    x_stride,
-    scaled_stride,
-    lanes,
-    H: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Start a lane's residual stream with its token's embedding."""
-    h = tl.arange(0, BLOCK_H)
-    mask = live & (h < H)
-    x = embedding_H.to(tl.float32)
-    tl.store(x_ptr + lane.to(tl.int64) * x_stride + h, x, mask=mask)
-    scaled = (x * weight_H).to(scaled_ptr.dtype.element_ty)
-    tl.store(scaled_ptr + lane.to(tl.int64) * scaled_stride + h, scaled, mask=mask)
-    square = tl.sum(tl.where(h < H, x * x, 0.0), 0)
-    t = tl.arange(0, BLOCK_T)
-    tl.store(squares_ptr + t * lanes + lane, tl.where(t == 0, square, 0.0), mask=live & (t < T))
 
 
 @triton.jit

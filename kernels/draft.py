@@ -7,7 +7,8 @@
 A module's run at position p takes the hidden state at p and the token at p + 1, as
 `[norm_e(E(token)); norm_h(hidden)]` (DeepSeek-V3, arXiv:2412.19437, section 2.2), and what it says
 is the draft of position p + 2. The kernels in between fold all the small work of a chain into one
-launch: reduce the tiles of the run before to a draft, write that down, embed it, normalise.
+launch (`draft_kernels.py`): reduce the tiles of the run before to a draft, write that down, embed
+it, normalise.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before, C tiles of
 the draft vocabulary, D its size, V vocabulary, H hidden, T groups of columns, K drafts.
@@ -20,21 +21,29 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
+from graphengine.kernels.draft_kernels import (
+    CommitArgs,
+    FusionArgs,
+    advance_kernel,
+    begin_kernel,
+    combine_kernel,
+    commit_kernel,
+)
 from graphengine.kernels.embedding import embed_reference
 from graphengine.kernels.lanes import (
-    FLOAT_DTYPES,
     check_lanes,
     check_rows,
     check_vector,
+    check_weight,
     live_lanes,
     output_rows,
+    sum_rows,
 )
-from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.residual import Residual
-from graphengine.kernels.sampling import check_tiles, token_of_tiles, token_of_tiles_reference
+from graphengine.kernels.pdl import launch_options
+from graphengine.kernels.residual import Residual, check_squares
+from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference
 from graphengine.kernels.state import DecodeLanes
 
 Hidden = Residual | torch.Tensor
@@ -129,7 +138,7 @@ def combine_hidden(
             token_N, slot_N, hidden, source_N, fusion, hidden_eps=hidden_eps, residual=residual
         )
     args, options = fusion_args(hidden, fusion, hidden_eps, lanes, residual)
-    _combine_kernel[(lanes,)](token_N, slot_N, source_N, args, **options, **launch_options(pdl))
+    combine_kernel[(lanes,)](token_N, slot_N, source_N, args, **options, **launch_options(pdl))
     return args.combined
 
 
@@ -203,7 +212,7 @@ def begin_module_draft(
         source=torch.empty_like(count_R),
         combined=args.combined,
     )
-    _begin_kernel[(N,)](
+    begin_kernel[(N,)](
         token_N,
         count_R,
         lanes.slot,
@@ -296,7 +305,7 @@ def advance_module_draft(
         return NextDraft(lanes, combined)
     lanes = new_lanes(count, rows.slot)
     args, options = fusion_args(hidden, fusion, hidden_eps, count, residual)
-    _advance_kernel[(count,)](
+    advance_kernel[(count,)](
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
         limit,
@@ -344,7 +353,7 @@ def commit_draft(
         )
     lanes = new_lanes(count, rows.slot)
     warps = min(max(triton.next_power_of_2(tiles.best.shape[1]) // 256, 1), 16)
-    _commit_kernel[(count,)](
+    commit_kernel[(count,)](
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
         limit,
@@ -433,23 +442,14 @@ def check_hidden(hidden: Hidden, fusion: Fusion, lanes: int | None) -> None:
     check_rows(embedding=fusion.embedding)
     H = fusion.embedding.shape[1]
     for name in ("embedding_norm", "hidden_norm"):
-        weight: torch.Tensor = getattr(fusion, name)
-        if weight.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} must be one of {FLOAT_DTYPES}, not {weight.dtype}")
-        check_vector(name, weight, H, weight.dtype)
+        check_weight(name, getattr(fusion, name), H)
     value = hidden.scaled if isinstance(hidden, Residual) else hidden
     check_rows(hidden=value)
     rows, width = value.shape
     if width != H or (lanes is not None and rows < lanes):
         raise ValueError(f"hidden must be [{lanes or 'M'} or more, {H}], not {[rows, width]}")
     if isinstance(hidden, Residual):
-        squares = hidden.squares
-        shape = tuple(squares.shape)
-        dense = squares.dtype == torch.float32 and squares.is_contiguous()
-        if len(shape) != 2 or shape[0] < 1 or shape[1] != rows or not dense:
-            raise ValueError(
-                f"squares must be a dense float32 [T, {rows}], not {squares.dtype} {shape}"
-            )
+        check_squares(hidden.squares, rows)
 
 
 def check_stream(residual: Residual | None, lanes: int, fusion: Fusion) -> None:
@@ -464,57 +464,15 @@ def hidden_rows(hidden: Hidden, source: torch.Tensor, eps: float) -> torch.Tenso
     if not isinstance(hidden, Residual):
         return hidden[source]
     value = hidden.scaled[source]
-    total = _row_sums(hidden.squares.t()[source].contiguous())
+    total = sum_rows(hidden.squares.t()[source].contiguous())
     scale = 1 / torch.sqrt(total / value.shape[1] + eps)
     return (value.float() * scale[:, None]).to(value.dtype)
 
 
 def _normed_rows(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """float32 x / sqrt(mean(x**2) + eps) * weight."""
-    scale = 1 / torch.sqrt(_row_sums(x.square()) / x.shape[1] + eps)
+    scale = 1 / torch.sqrt(sum_rows(x.square()) / x.shape[1] + eps)
     return x * scale[:, None] * weight_H.float()
-
-
-def _row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Sum of each row. torch splits a single long row among threads, but never one of two."""
-    return torch.cat((x, x)).sum(dim=1)[: len(x)] if len(x) == 1 else x.sum(dim=1)
-
-
-class FusionArgs(NamedTuple):
-    """Operands of `combine_hidden` for a kernel; without squares the hidden state is plain."""
-
-    hidden: torch.Tensor
-    squares: torch.Tensor | None
-    embedding: torch.Tensor
-    embedding_norm: torch.Tensor
-    hidden_norm: torch.Tensor
-    combined: torch.Tensor
-    x: torch.Tensor | None
-    hidden_lanes: int
-    hidden_stride: int
-    embedding_stride: int
-    x_stride: int
-    V: int
-    eps: float
-    hidden_eps: float
-
-
-class CommitArgs(NamedTuple):
-    """Operands of `commit_draft` for a kernel."""
-
-    best: torch.Tensor
-    health: torch.Tensor
-    d2t: torch.Tensor | None
-    source: torch.Tensor | None
-    row_slot: torch.Tensor
-    row_position: torch.Tensor
-    draft: torch.Tensor
-    token: torch.Tensor
-    slot: torch.Tensor
-    position: torch.Tensor
-    tiles: int
-    draft_ids: int
-    columns: int
 
 
 def fusion_args(
@@ -585,259 +543,3 @@ def commit_blocks(tiles: DraftTiles, draft_SK: torch.Tensor, warps: int) -> dict
         "BLOCK_C": min(triton.next_power_of_2(tiles.best.shape[1]), 512 * warps),
         "BLOCK_K": triton.next_power_of_2(draft_SK.shape[1]),
     }
-
-
-@triton.jit
-def _combine_kernel(
-    token_ptr,
-    slot_ptr,
-    source_ptr,
-    fusion,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HIDDEN_FIRST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a lane. Of all that it reads only the tokens are as new as the launch before."""
-    lane = tl.program_id(0)
-    live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
-    source = lane
-    if source_ptr is not None:
-        source = tl.load(source_ptr + lane, mask=live, other=0, cache_modifier=".cg")
-    hidden = _normed_hidden(fusion, source, live, H, GROUPS, BLOCK_H, BLOCK_T)
-    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
-    wait_for_inputs(PDL)
-
-    token = tl.load(token_ptr + lane, mask=live, other=0)
-    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
-
-
-@triton.jit
-def _begin_kernel(
-    target_ptr,
-    count_ptr,
-    fed_slot_ptr,
-    fed_position_ptr,
-    token_ptr,
-    slot_ptr,
-    position_ptr,
-    row_token_ptr,
-    row_slot_ptr,
-    row_position_ptr,
-    source_ptr,
-    fusion,
-    W: tl.constexpr,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HIDDEN_FIRST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a lane; that of a row's first lane says where the row goes on.
-
-    Only the target's tokens and the counts are as new as the launch before.
-    """
-    lane = tl.program_id(0)
-    row = lane // W
-    slot = tl.load(fed_slot_ptr + lane, cache_modifier=".cg")
-    fed = slot >= 0
-    position = tl.load(fed_position_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
-    hidden = _normed_hidden(fusion, lane, fed, H, GROUPS, BLOCK_H, BLOCK_T)
-    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
-    wait_for_inputs(PDL)
-
-    count = tl.load(count_ptr + row)
-    live = fed & (lane % W < count)
-    token = tl.load(target_ptr + lane, mask=live, other=0)
-    store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, live)
-    if lane % W == 0:
-        last = tl.where(live, lane + count - 1, lane)
-        last_token = tl.load(target_ptr + last, mask=live, other=0)
-        store_lane(
-            row_token_ptr,
-            row_slot_ptr,
-            row_position_ptr,
-            row,
-            last_token,
-            slot,
-            position + count - 1,
-            live,
-        )
-        tl.store(source_ptr + row, last)
-    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
-
-
-@triton.jit(do_not_specialize=["index", "limit"])
-def _advance_kernel(
-    commit,
-    index,
-    limit,
-    fusion,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HIDDEN_FIRST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a row. Of all that it reads only the tiles are as new as the launch before."""
-    row = tl.program_id(0)
-    slot, position, source = load_row(commit, row)
-    hidden = _normed_hidden(fusion, source, slot >= 0, H, GROUPS, BLOCK_H, BLOCK_T)
-    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
-    wait_for_inputs(PDL)
-
-    token, live = commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
-    store_combined(fusion, hidden, weight, token, row, live, H, HIDDEN_FIRST, BLOCK_H)
-
-
-@triton.jit(do_not_specialize=["index", "limit"])
-def _commit_kernel(
-    commit, index, limit, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
-):
-    """One program a row."""
-    row = tl.program_id(0)
-    slot, position, source = load_row(commit, row)
-    wait_for_inputs(PDL)
-
-    commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
-
-
-@triton.jit
-def load_row(commit, row):
-    """Slot, position and source of a row, for loads before the wait."""
-    slot = tl.load(commit.row_slot + row, cache_modifier=".cg")
-    live = slot >= 0
-    position = tl.load(commit.row_position + row, mask=live, other=0, cache_modifier=".cg")
-    source = row
-    if commit.source is not None:
-        source = tl.load(commit.source + row, mask=live, other=0, cache_modifier=".cg")
-    return slot, position, source
-
-
-@triton.jit
-def commit_lane(
-    commit,
-    row,
-    slot,
-    position,
-    source,
-    index,
-    limit,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Write a row's draft into the table and its next lane; returns the draft and whether that
-    lane is live."""
-    live = slot >= 0
-    draft = token_of_tiles(commit.best, commit.health, source, commit.tiles, live, BLOCK_C)
-    if commit.d2t is not None:
-        valid = live & (draft >= 0) & (draft < commit.draft_ids)
-        target = draft + tl.load(commit.d2t + draft, mask=valid, other=0)
-        draft = tl.maximum(tl.where(valid, target, -1), -1).to(tl.int32)
-    k = tl.arange(0, BLOCK_K)
-    drafts = tl.where(k == index, draft, -1)
-    mask = live & (k >= index) & (k < commit.columns)
-    tl.store(commit.draft + slot.to(tl.int64) * commit.columns + k, drafts, mask=mask)
-    goes_on = live & (draft >= 0) & (position + 1 < limit)
-    store_lane(commit.token, commit.slot, commit.position, row, draft, slot, position + 1, goes_on)
-    return draft, goes_on
-
-
-@triton.jit
-def store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, live):
-    """Write a lane, padded if it is not live."""
-    tl.store(slot_ptr + lane, tl.where(live, slot, -1))
-    tl.store(token_ptr + lane, token, mask=live)
-    tl.store(position_ptr + lane, position, mask=live)
-
-
-@triton.jit
-def load_weight(weight_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """float32 [BLOCK_H], 0 past the end."""
-    h = tl.arange(0, BLOCK_H)
-    return tl.load(weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _normed_hidden(
-    fusion,
-    lane,
-    live,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """The hidden state's half of a combined row, float32 [BLOCK_H]; before the wait."""
-    weight = load_weight(fusion.hidden_norm, H, BLOCK_H)
-    value = load_hidden(fusion, lane, live, H, GROUPS, BLOCK_H, BLOCK_T)
-    return normed(value, weight, fusion.eps, H)
-
-
-@triton.jit
-def load_hidden(
-    stream,
-    lane,
-    live,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """A lane's hidden state as the model's dtype has it, float32 [BLOCK_H]; before the wait."""
-    h = tl.arange(0, BLOCK_H)
-    source = stream.hidden + lane.to(tl.int64) * stream.hidden_stride + h
-    value = tl.load(source, mask=live & (h < H), other=0.0, cache_modifier=".cg").to(tl.float32)
-    if GROUPS > 0:
-        t = tl.arange(0, BLOCK_T)
-        squares = tl.load(
-            stream.squares + t * stream.hidden_lanes + lane,
-            mask=live & (t < GROUPS),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        value *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / H + stream.hidden_eps)
-        value = value.to(stream.hidden.dtype.element_ty).to(tl.float32)
-    return value
-
-
-@triton.jit
-def normed(value, weight, eps, H: tl.constexpr):
-    """value / sqrt(mean(value**2) + eps) * weight; value and weight are 0 past the end."""
-    return value * (1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / H + eps)) * weight
-
-
-@triton.jit
-def store_combined(
-    fusion,
-    hidden,
-    weight,
-    token,
-    lane,
-    live,
-    H: tl.constexpr,
-    HIDDEN_FIRST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Embed a live lane's token, write both halves of its row, and clear its residual stream."""
-    h = tl.arange(0, BLOCK_H)
-    mask = live & (h < H)
-    known = (token >= 0) & (token < fusion.V)
-    source = fusion.embedding + token.to(tl.int64) * fusion.embedding_stride + h
-    value = tl.load(source, mask=mask & known, other=0.0).to(tl.float32)
-    embedded = tl.where(known, normed(value, weight, fusion.eps, H), float("nan"))
-    hidden = tl.where(known, hidden, float("nan"))
-    wide_lane = lane.to(tl.int64)
-    target = fusion.combined + wide_lane * (2 * H) + h
-    dtype: tl.constexpr = fusion.combined.dtype.element_ty
-    tl.store(target + (H if HIDDEN_FIRST else 0), embedded.to(dtype), mask=mask)
-    tl.store(target + (0 if HIDDEN_FIRST else H), hidden.to(dtype), mask=mask)
-    if fusion.x is not None:
-        zeros = tl.zeros((BLOCK_H,), tl.float32)
-        tl.store(fusion.x + wide_lane * fusion.x_stride + h, zeros, mask=mask)

@@ -23,18 +23,14 @@ from graphengine.kernels.draft import (
     commit_args,
     commit_blocks,
     commit_draft_reference,
-    commit_lane,
-    load_row,
     new_lanes,
-    store_lane,
 )
-from graphengine.kernels.embedding import embed_reference
-from graphengine.kernels.lanes import (
-    FLOAT_DTYPES,
-    check_rows,
-    check_vector,
-    live_lanes,
-    output_rows,
+from graphengine.kernels.draft_kernels import commit_lane, load_row, load_weight, store_lane
+from graphengine.kernels.embedding import (
+    check_embedding,
+    embed_residual_reference,
+    load_embedding,
+    store_embedding,
 )
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
@@ -84,7 +80,7 @@ def begin_model_draft(
         New tensors. ValueError for a shape or dtype that does not fit.
     """
     N, rows = check_steps(token_N, count_R, lanes), count_R.numel()
-    _check_floats(embedding_VH, norm_weight_H, residual, 2 * rows)
+    check_embedding(embedding_VH, norm_weight_H, residual, 2 * rows)
     if not use_triton(token_N):
         return begin_model_draft_reference(
             token_N, count_R, lanes, embedding_VH, norm_weight_H, residual, limit=limit
@@ -134,7 +130,7 @@ def begin_model_draft_reference(
         slot=slot_R[:, None].where(live_R[:, None] & (position < limit), -1).flatten(),
         position=position.flatten(),
     )
-    _embed_reference(fed, embedding_VH, norm_weight_H, residual)
+    embed_residual_reference(fed.token, embedding_VH, norm_weight_H, fed.slot, residual)
     return ModelDraft(fed, DecodeLanes(*(field[1::2].clone() for field in fed)), 2 * row_R + 1)
 
 
@@ -161,12 +157,12 @@ def advance_model_draft(
         New lanes, as of `commit_draft`. ValueError for a shape or dtype that does not fit.
     """
     count = check_commit(tiles, rows, draft_SK, index, source_R)
-    _check_floats(embedding_VH, norm_weight_H, residual, count)
+    check_embedding(embedding_VH, norm_weight_H, residual, count)
     if not use_triton(rows.slot):
         lanes = commit_draft_reference(
             tiles, rows, draft_SK, index=index, limit=limit, source_R=source_R
         )
-        _embed_reference(lanes, embedding_VH, norm_weight_H, residual)
+        embed_residual_reference(lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual)
         return lanes
     lanes = new_lanes(count, rows.slot)
     args, options = _embed_args(embedding_VH, norm_weight_H, residual)
@@ -180,38 +176,6 @@ def advance_model_draft(
         **launch_options(pdl),
     )
     return lanes
-
-
-def _embed_reference(
-    lanes: DecodeLanes, embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual
-) -> None:
-    """The stream of the live lanes' tokens, scaled for the first norm."""
-    embed_reference(lanes.token, embedding_VH, lanes.slot, out=residual.x)
-    live = live_lanes(lanes.slot)
-    x = residual.x[live]
-    residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
-    residual.squares[:, live] = 0
-    residual.squares[0, live] = (x * x).sum(dim=1)
-
-
-def _check_floats(
-    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, lanes: int
-) -> None:
-    """ValueError unless the embedding, the norm and a stream of `lanes` lanes fit each other."""
-    check_rows(embedding=embedding_VH)
-    H = embedding_VH.shape[1]
-    if norm_weight_H.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"norm_weight must be one of {FLOAT_DTYPES}, not {norm_weight_H.dtype}")
-    check_vector("norm_weight", norm_weight_H, H, norm_weight_H.dtype)
-    x, scaled, squares = residual
-    output_rows(x, (lanes, H), dtype=torch.float32, like=x)
-    output_rows(scaled, (lanes, H), dtype=scaled.dtype, like=scaled)
-    shape = tuple(squares.shape)
-    dense = squares.dtype == torch.float32 and squares.is_contiguous()
-    if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
-        raise ValueError(
-            f"squares must be a dense float32 [T, {lanes}], not {squares.dtype} {shape}"
-        )
 
 
 class EmbedArgs(NamedTuple):
@@ -288,8 +252,7 @@ def _begin_kernel(
     slot = tl.load(fed_slot_ptr + row * W, cache_modifier=".cg")
     live = slot >= 0
     start = tl.load(fed_position_ptr + row * W, mask=live, other=0, cache_modifier=".cg")
-    h = tl.arange(0, BLOCK_H)
-    weight = tl.load(stream.norm + h, mask=h < H, other=0.0).to(tl.float32)
+    weight = load_weight(stream.norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
     count = tl.load(count_ptr + row)
@@ -324,8 +287,7 @@ def _advance_kernel(
     """One program a row. Of all that it reads only the tiles are as new as the launch before."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
-    h = tl.arange(0, BLOCK_H)
-    weight = tl.load(stream.norm + h, mask=h < H, other=0.0).to(tl.float32)
+    weight = load_weight(stream.norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
     token, live = commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
@@ -345,16 +307,18 @@ def _embed_lane(
     BLOCK_T: tl.constexpr,
 ):
     """Write the stream of a live lane's token, as `begin_decode` does; NaN for an unknown one."""
-    h = tl.arange(0, BLOCK_H)
-    mask = live & (h < H)
-    known = (token >= 0) & (token < stream.V)
-    source = stream.embedding + token.to(tl.int64) * stream.embedding_stride + h
-    x = tl.load(source, mask=mask & known, other=float("nan")).to(tl.float32)
-    wide_lane = lane.to(tl.int64)
-    tl.store(stream.x + wide_lane * stream.x_stride + h, x, mask=mask)
-    scaled = (x * weight).to(stream.scaled.dtype.element_ty)
-    tl.store(stream.scaled + wide_lane * stream.scaled_stride + h, scaled, mask=mask)
-    square = tl.sum(tl.where(h < H, x * x, 0.0), 0)
-    t = tl.arange(0, BLOCK_T)
-    squares = tl.where(t == 0, square, 0.0)
-    tl.store(stream.squares + t * stream.lanes + lane, squares, mask=live & (t < T))
+    x = load_embedding(stream.embedding, token, live, stream.embedding_stride, stream.V, H, BLOCK_H)
+    store_embedding(
+        x,
+        weight,
+        lane,
+        live,
+        stream,
+        stream.x_stride,
+        stream.scaled_stride,
+        stream.lanes,
+        H,
+        T,
+        BLOCK_H,
+        BLOCK_T,
+    )

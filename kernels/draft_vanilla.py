@@ -40,13 +40,16 @@ from graphengine.kernels.draft import (
     commit_args,
     commit_blocks,
     commit_draft_reference,
-    commit_lane,
     fusion_args,
     hidden_rows,
+    new_lanes,
+)
+from graphengine.kernels.draft_kernels import (
+    StreamArgs,
+    commit_lane,
     load_hidden,
     load_row,
     load_weight,
-    new_lanes,
     normed,
     store_combined,
     store_lane,
@@ -327,16 +330,6 @@ def _check_chain(chain: DraftChain, hidden: Hidden, fusion: Fusion, rows: int, m
         raise ValueError(f"chain.hidden is {chain.hidden.dtype}, the hidden states {wanted}")
     if not (chain.token.is_contiguous() and chain.hidden.is_contiguous()):
         raise ValueError("chain.token and chain.hidden must be dense")
-
-
-class StreamArgs(NamedTuple):
-    """Operands of `load_hidden`, as `FusionArgs` has them."""
-
-    hidden: torch.Tensor
-    squares: torch.Tensor | None
-    hidden_lanes: int
-    hidden_stride: int
-    hidden_eps: float
 
 
 # What a launch without drafts leaves out.

@@ -1,6 +1,9 @@
 """Token embedding: rows of the table become the float32 residual stream.
 
-Letters: N lanes, V vocabulary, H hidden.
+`embed` is a launch of its own. Kernels that start a decode step's `Residual` with the embedding of
+a token share the parts here: `load_embedding` and `store_embedding`, with their checks and twin.
+
+Letters: N lanes, V vocabulary, H hidden, T groups of columns.
 """
 
 from __future__ import annotations
@@ -12,7 +15,14 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.lanes import check_lanes, check_rows, live_lanes, output_rows
+from graphengine.kernels.lanes import (
+    check_lanes,
+    check_rows,
+    check_weight,
+    live_lanes,
+    output_rows,
+)
+from graphengine.kernels.residual import Residual, check_squares
 
 _BLOCK_H = 1024
 
@@ -90,3 +100,73 @@ def embed_reference(
     rows = table_VH[token.masked_fill(unknown, 0).long()].float()
     out[live] = rows.masked_fill(unknown[:, None], math.nan)
     return out
+
+
+def check_embedding(
+    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, lanes: int
+) -> int:
+    """T; ValueError unless the embedding, the norm and a stream of `lanes` lanes fit each other."""
+    check_rows(embedding=embedding_VH)
+    H = embedding_VH.shape[1]
+    check_weight("norm_weight", norm_weight_H, H)
+    x, scaled, squares = residual
+    output_rows(x, (lanes, H), dtype=torch.float32, like=x)
+    output_rows(scaled, (lanes, H), dtype=scaled.dtype, like=scaled)
+    check_squares(squares, lanes)
+    return squares.shape[0]
+
+
+def embed_residual_reference(
+    token_N: torch.Tensor,
+    embedding_VH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    slot_N: torch.Tensor,
+    residual: Residual,
+) -> None:
+    """`load_embedding` and `store_embedding` of every live lane, in plain PyTorch."""
+    embed_reference(token_N, embedding_VH, slot_N, out=residual.x)
+    live = live_lanes(slot_N)
+    x = residual.x[live]
+    residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
+    residual.squares[:, live] = 0
+    residual.squares[0, live] = (x * x).sum(dim=1)
+
+
+@triton.jit
+def load_embedding(embedding_ptr, token, live, stride, V, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The row [BLOCK_H] of a live lane's token, NaN past its end; all NaN for an unknown token."""
+    h = tl.arange(0, BLOCK_H)
+    mask = live & (token >= 0) & (token < V) & (h < H)
+    source = embedding_ptr + token.to(tl.int64) * stride + h
+    return tl.load(source, mask=mask, other=float("nan"))
+
+
+@triton.jit
+def store_embedding(
+    embedding_H,
+    weight_H,
+    lane,
+    live,
+    stream,
+    x_stride,
+    scaled_stride,
+    lanes,
+    H: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Start a live lane's residual stream, which has `lanes` lanes, with its token's embedding.
+
+    `stream` has the fields of `Residual`; `weight_H` is the next norm's, float32.
+    """
+    h = tl.arange(0, BLOCK_H)
+    mask = live & (h < H)
+    wide_lane = lane.to(tl.int64)
+    x = embedding_H.to(tl.float32)
+    tl.store(stream.x + wide_lane * x_stride + h, x, mask=mask)
+    scaled = (x * weight_H).to(stream.scaled.dtype.element_ty)
+    tl.store(stream.scaled + wide_lane * scaled_stride + h, scaled, mask=mask)
+    square = tl.sum(tl.where(h < H, x * x, 0.0), 0)
+    t = tl.arange(0, BLOCK_T)
+    tl.store(stream.squares + t * lanes + lane, tl.where(t == 0, square, 0.0), mask=live & (t < T))

@@ -223,7 +223,10 @@ def finish_decode_reference(
     if draft_SK is not None:
         draft_SK[slot] = -1
     rows = slot_R.numel()
-    publish_tokens_reference(mailbox_items[:, :rows], state, token_RW, flags_R, count_R, slot_R)
+    fed_R = (slot_RW >= 0).sum(dim=1)
+    publish_tokens_reference(
+        mailbox_items[:, :rows], state, token_RW, flags_R, count_R, fed_R, slot_R
+    )
     return FinishedStep(token_RW.flatten(), flags_R, count_R)
 
 
@@ -337,7 +340,8 @@ def _finish_decode_kernel(
     item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * ITEMS
     tl.store(item_ptr + j, tag | tl.where(j < count, token_W, 0).to(tl.int64), mask=j < W)
     i = tl.arange(0, BLOCK_I)
-    payload = tl.where(i == ITEMS - 1, state_payload(epoch, count, flags), 0)
+    fed = tl.sum(live_W.to(tl.int32), 0)
+    payload = tl.where(i == ITEMS - 1, state_payload(epoch, fed, count, flags), 0)
     tl.store(item_ptr + i, tag | payload, mask=(i >= W) & (i < ITEMS))
     tl.store(token_ptr + lane, token_W, mask=live_W)
     tl.store(flags_ptr + row, flags)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.draft import check_steps, hidden_rows, load_hidden
+from graphengine.kernels.draft import check_steps, hidden_rows
+from graphengine.kernels.draft_kernels import StreamArgs, load_hidden
 from graphengine.kernels.lanes import check_lanes, check_rows, live_lanes, output_rows
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
@@ -88,7 +89,7 @@ def hand_over(
         return
     H, groups = hidden.scaled.shape[1], hidden.squares.shape[0]
     block_h = triton.next_power_of_2(H)
-    stream = _StreamArgs(
+    stream = StreamArgs(
         hidden=hidden.scaled,
         squares=hidden.squares,
         hidden_lanes=N,
@@ -150,16 +151,6 @@ def _check(lanes: int, hidden: Residual, into: HandOver, rows: int) -> None:
     check_lanes(rows, emitted=named.pop("emitted"))
     check_lanes(lanes, **named)
     output_rows(into.hidden, tuple(scaled.shape), dtype=scaled.dtype, like=scaled)
-
-
-class _StreamArgs(NamedTuple):
-    """Operands of `load_hidden`."""
-
-    hidden: torch.Tensor
-    squares: torch.Tensor
-    hidden_lanes: int
-    hidden_stride: int
-    hidden_eps: float
 
 
 @triton.jit

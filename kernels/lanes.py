@@ -50,6 +50,13 @@ def check_vector(name: str, tensor: torch.Tensor, length: int, dtype: torch.dtyp
         )
 
 
+def check_weight(name: str, weight: torch.Tensor, length: int) -> None:
+    """Raise ValueError unless `weight` is a dense vector [length] of any float dtype."""
+    if weight.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be one of {FLOAT_DTYPES}, not {weight.dtype}")
+    check_vector(name, weight, length, weight.dtype)
+
+
 def output_rows(
     out: torch.Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, like: torch.Tensor
 ) -> torch.Tensor:
@@ -72,3 +79,11 @@ def output_rows(
 def live_lanes(slot_N: torch.Tensor) -> torch.Tensor:
     """Indices of the live lanes, for references: on a GPU this waits for the device."""
     return torch.nonzero(slot_N >= 0).squeeze(1)
+
+
+def sum_rows(x: torch.Tensor) -> torch.Tensor:
+    """Sum of each row of a matrix, for references: its bits do not depend on the other rows.
+
+    torch splits a single long row among threads, but never one of two.
+    """
+    return torch.cat((x, x)).sum(dim=1)[: len(x)] if len(x) == 1 else x.sum(dim=1)

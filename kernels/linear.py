@@ -35,6 +35,7 @@ from graphengine.kernels.lanes import (
     check_vector,
     live_lanes,
     output_rows,
+    sum_rows,
 )
 from graphengine.kernels.linear_kernels import ResidualArgs, SamplerArgs, dot_kernel, fma_kernel
 from graphengine.kernels.pdl import launch_options
@@ -457,7 +458,7 @@ def linear_residual_reference(
     columns = triton.cdiv(x.shape[1], groups)
     residual.squares[:, live] = 0
     for group, part in enumerate(x.square().split(columns, dim=1)):
-        residual.squares[group, live] = _sum_columns(part)
+        residual.squares[group, live] = sum_rows(part)
     return residual
 
 
@@ -467,11 +468,6 @@ def _sum_in_order(squares: torch.Tensor) -> torch.Tensor:
     for group in squares:
         total = total + group
     return total
-
-
-def _sum_columns(x: torch.Tensor) -> torch.Tensor:
-    """Sum of each row. torch splits a single long row among threads, but never one of two."""
-    return torch.cat((x, x)).sum(dim=1)[: len(x)] if len(x) == 1 else x.sum(dim=1)
 
 
 def _matmul_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

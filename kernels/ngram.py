@@ -144,17 +144,13 @@ def ngram_prompt(
     check_lanes(tokens, token=chunk.token, slot=chunk.slot, position=chunk.position)
     check_lanes(1, last=chunk.last, token=token_1, final=final_1)
     _check(history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S)
+    options: dict[str, Any] = {
+        "max_n": max_n,
+        "num_speculative_tokens": num_speculative_tokens,
+        "unmatched_S": unmatched_S,
+    }
     if not use_triton(history_SP):
-        ngram_prompt_reference(
-            history_SP,
-            chunk,
-            token_1,
-            final_1,
-            draft_SK,
-            max_n=max_n,
-            num_speculative_tokens=num_speculative_tokens,
-            unmatched_S=unmatched_S,
-        )
+        ngram_prompt_reference(history_SP, chunk, token_1, final_1, draft_SK, **options)
         return
     _prompt_kernel[(1,)](
         history_SP,
@@ -301,22 +297,20 @@ def _propose_kernel(
         target = position + 1 + w
         new = tl.load(token_ptr + row * W + w, mask=w < count, other=0)
         tl.store(tokens_ptr + target, new, mask=(w < count) & (target < positions))
-        if K > 0:
-            # Other threads than stored the new tokens read them.
-            tl.debug_barrier()
-            length = tl.minimum(position + 1 + count, positions)
-            _write_slot_drafts(
-                tokens_ptr,
-                length,
-                slot,
-                draft_ptr,
-                unmatched_ptr,
-                columns,
-                MAX_N,
-                K,
-                BLOCK,
-                BLOCK_K,
-            )
+        _propose(
+            tokens_ptr,
+            position,
+            count,
+            positions,
+            slot,
+            draft_ptr,
+            unmatched_ptr,
+            columns,
+            MAX_N,
+            K,
+            BLOCK,
+            BLOCK_K,
+        )
 
 
 @triton.jit
@@ -359,27 +353,28 @@ def _prompt_kernel(
     sampled = tl.load(token_ptr, mask=live & final, other=-1)
     if sampled >= 0:
         tl.store(tokens_ptr + position + 1, sampled, mask=position + 1 < positions)
-        if K > 0:
-            # Other threads than stored the new tokens read them.
-            tl.debug_barrier()
-            _write_slot_drafts(
-                tokens_ptr,
-                tl.minimum(position + 2, positions),
-                slot,
-                draft_ptr,
-                unmatched_ptr,
-                columns,
-                MAX_N,
-                K,
-                BLOCK,
-                BLOCK_K,
-            )
+        _propose(
+            tokens_ptr,
+            position,
+            1,
+            positions,
+            slot,
+            draft_ptr,
+            unmatched_ptr,
+            columns,
+            MAX_N,
+            K,
+            BLOCK,
+            BLOCK_K,
+        )
 
 
 @triton.jit
-def _write_slot_drafts(
+def _propose(
     tokens_ptr,
-    length,
+    position,
+    count,
+    positions,
     slot,
     draft_ptr,
     unmatched_ptr,
@@ -389,7 +384,16 @@ def _write_slot_drafts(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Look up the end of a slot's `length` >= 1 tokens, and write the slot's drafts."""
+    """Look up the end of a slot's tokens and write the slot's drafts; nothing with K = 0.
+
+    The tokens behind `position`, of which there are `count`, were stored just now; from `positions`
+    on there are none.
+    """
+    if K == 0:
+        return
+    # Other threads than stored the new tokens read them.
+    tl.debug_barrier()
+    length = tl.minimum(position + 1 + count, positions)
     found = _longest_match(tokens_ptr, length, MAX_N, BLOCK)
     matched = found > 0
     k = tl.arange(0, BLOCK_K)

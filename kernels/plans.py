@@ -18,7 +18,7 @@ LONG_SPLIT_BYTES = 512
 """Bytes of a key with which a split of 128 still fits an SM's shared memory."""
 
 FMA_LANES = 2
-"""Lanes up to which an engine takes the `fma` family unless told otherwise."""
+"""Lanes that the kernels of the `fma` family take."""
 
 # Of a `dot` plan, where K can be split for them: two thirds of an H200's 132 SMs. To have more of
 # them costs more, in inputs and parts of sums, than the SMs bring that would be idle.
@@ -51,8 +51,12 @@ class LinearPlan(NamedTuple):
 
 
 def row_family(lanes: int) -> RowFamily:
-    """The family of an engine whose largest launch has `lanes` rows."""
-    return "fma" if lanes <= FMA_LANES else "dot"
+    """The family of an engine whose largest launch has `lanes` lanes.
+
+    Two lanes of `fma` cost half as much again as one, and `dot` costs 5 % more than that one (an
+    8B model on an H200): what is multiplied in registers is no longer hidden behind the weights.
+    """
+    return "fma" if lanes == 1 else "dot"
 
 
 def dot_columns(columns: int) -> int:

@@ -178,8 +178,8 @@ def update_relaxed_delta(
 
     ValueError for a shape or dtype that does not fit.
     """
-    rows, width = _check_step(token_N, count_R, lanes, delta_S)
-    marks = _check_marks(begin_ids, end_ids)
+    rows, width = _check_step(token_N, count_R, lanes)
+    scan = _scan_args(delta_S, begin_ids, end_ids, relaxed_delta)
     if not use_triton(delta_S):
         update_relaxed_delta_reference(
             token_N, count_R, lanes, delta_S, begin_ids, end_ids, relaxed_delta
@@ -190,11 +190,7 @@ def update_relaxed_delta(
             token_N,
             count_R,
             lanes.slot,
-            delta_S,
-            begin_ids,
-            end_ids,
-            float(relaxed_delta),
-            *marks,
+            *scan,
             W=width,
             BLOCK_W=triton.next_power_of_2(width),
             num_warps=1,
@@ -258,8 +254,7 @@ def relaxed_delta_prompt(
         prefill_count=prefill_count_1,
         prefill_final=prefill_final_1,
     )
-    check_vector("delta", delta_S, delta_S.numel(), torch.float32)
-    marks = _check_marks(begin_ids, end_ids)
+    scan = _scan_args(delta_S, begin_ids, end_ids, relaxed_delta)
     chunk = (prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1)
     if not use_triton(delta_S):
         relaxed_delta_prompt_reference(
@@ -270,11 +265,7 @@ def relaxed_delta_prompt(
         tokens_T,
         token_1,
         *chunk,
-        delta_S,
-        begin_ids,
-        end_ids,
-        float(relaxed_delta),
-        *marks,
+        *scan,
         tokens,
         BLOCK_T=triton.next_power_of_2(max(tokens, 1)),
     )
@@ -351,13 +342,12 @@ def _check_acceptance(
 
 
 def _check_step(
-    token_N: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes, delta_S: torch.Tensor
+    token_N: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes
 ) -> tuple[int, int]:
     """(rows, lanes a row) of a step; ValueError unless everything fits."""
     count, rows = token_N.numel(), count_R.numel()
     check_lanes(count, token=token_N, slot=lanes.slot)
     check_lanes(rows, count=count_R)
-    check_vector("delta", delta_S, delta_S.numel(), torch.float32)
     if count == rows == 0:
         return 0, 1
     if rows == 0 or count == 0 or count % rows != 0:
@@ -365,13 +355,16 @@ def _check_step(
     return rows, count // rows
 
 
-def _check_marks(begin_ids: torch.Tensor, end_ids: torch.Tensor) -> tuple[int, int]:
-    """How many ids begin a thinking phase and how many end it; ValueError unless they fit."""
+def _scan_args(
+    delta_S: torch.Tensor, begin_ids: torch.Tensor, end_ids: torch.Tensor, relaxed_delta: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int]:
+    """What a scan for marks hands its kernel, the counts of ids last; ValueError unless it fits."""
+    check_vector("delta", delta_S, delta_S.numel(), torch.float32)
     for name, ids in (("begin_ids", begin_ids), ("end_ids", end_ids)):
         check_int32(**{name: ids})
         if ids.dim() != 1 or not ids.is_contiguous():
             raise ValueError(f"{name} must be a dense vector, not {tuple(ids.shape)}")
-    return begin_ids.numel(), end_ids.numel()
+    return delta_S, begin_ids, end_ids, float(relaxed_delta), begin_ids.numel(), end_ids.numel()
 
 
 @triton.jit

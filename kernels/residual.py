@@ -26,6 +26,14 @@ class Residual(NamedTuple):
     """float32 [T, N]: partial sums of x * x; their sum in order of T is the whole."""
 
 
+def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
+    """Raise ValueError unless these are the sums of one group or more of so many lanes."""
+    shape, dtype = tuple(squares_TN.shape), squares_TN.dtype
+    dense = dtype == torch.float32 and squares_TN.is_contiguous()
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
+        raise ValueError(f"squares must be a dense float32 [T, {lanes}], not {dtype} {shape}")
+
+
 def new_residual(
     lanes: int, hidden: int, groups: int, *, dtype: torch.dtype, device: torch.device | str
 ) -> Residual:

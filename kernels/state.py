@@ -37,6 +37,11 @@ STOP = 2  # which is one of the slot's stop ids
 LENGTH = 4  # or fills the sequence up to the slot's max_len
 INVALID = 8  # no token: the row's logits were not finite
 
+# The bits of an epoch that a mailbox record has room for: two that share them are a million stays
+# apart, and no replay is in flight for so long.
+EPOCH_MASK = 0xFFFFF
+
+_EPOCH_MASK = tl.constexpr(EPOCH_MASK)
 _EMITTED = tl.constexpr(EMITTED)
 _STOP = tl.constexpr(STOP)
 _LENGTH = tl.constexpr(LENGTH)
@@ -316,9 +321,10 @@ def publish(
 
         items[entry, lane, i] = (seq & 0xffffffff) << 32 | payload i
 
-    The last item's payload is (epoch[slot] & 0xffffff) << 8 | count << 4 | flags, those before it
-    are the row's `count` new tokens and then zeros: here one token where the flags have EMITTED,
-    else none. Of padded lanes and those past R every payload is 0, and nothing is read.
+    The last item's payload is (epoch[slot] & EPOCH_MASK) << 12 | fed << 8 | count << 4 | flags,
+    those before it are the row's `count` new tokens and then zeros: here one token where the flags
+    have EMITTED, else none. `fed` are the live lanes that the row had, here as many as `count`. Of
+    padded lanes and those past R every payload is 0, and nothing is read.
 
     Args:
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= 2; the device's memory
@@ -358,7 +364,9 @@ def publish_reference(
 ) -> None:
     """Plain twin of `publish`."""
     count_R = flags_R & EMITTED
-    publish_tokens_reference(mailbox_items, state, token_R[:, None], flags_R, count_R, slot_R)
+    publish_tokens_reference(
+        mailbox_items, state, token_R[:, None], flags_R, count_R, count_R, slot_R
+    )
 
 
 def publish_tokens_reference(
@@ -367,6 +375,7 @@ def publish_tokens_reference(
     token_RW: torch.Tensor,
     flags_R: torch.Tensor,
     count_R: torch.Tensor,
+    fed_R: torch.Tensor,
     slot_R: torch.Tensor,
 ) -> None:
     """As `publish`, with the first `count` of a row's W tokens; W below the mailbox's items."""
@@ -377,7 +386,8 @@ def publish_tokens_reference(
     emitted = torch.arange(width, device=token_RW.device) < count_R.where(live, 0)[:, None]
     payload = torch.zeros(lanes, items, dtype=torch.int64)
     payload[:rows, :width] = token_RW.long().where(emitted, 0)
-    payload[:rows, -1] = ((epoch.long() & 0xFFFFFF) << 8 | count_R << 4 | flags_R).where(live, 0)
+    numbers = fed_R << 8 | count_R << 4 | flags_R
+    payload[:rows, -1] = ((epoch.long() & EPOCH_MASK) << 12 | numbers).where(live, 0)
     sequence = state.sequence + 1
     mailbox_items[sequence % entries] = (sequence & 0xFFFFFFFF) << 32 | payload
     state.sequence.copy_(sequence)
@@ -571,9 +581,10 @@ def _commit_prefill_kernel(
 
 
 @triton.jit
-def state_payload(epoch, count, flags):
+def state_payload(epoch, fed, count, flags):
     """What a lane's last item says, int64."""
-    return ((epoch.to(tl.int64) & 0xFFFFFF) << 8) | (count << 4 | flags).to(tl.int64)
+    numbers = (fed << 8) | (count << 4) | flags
+    return ((epoch.to(tl.int64) & _EPOCH_MASK) << 12) | numbers.to(tl.int64)
 
 
 @triton.jit
@@ -601,7 +612,7 @@ def _publish_kernel(
     epoch = tl.load(epoch_ptr + slot, mask=live, other=0)
 
     i = tl.arange(0, BLOCK_I)[None, :]
-    state = state_payload(epoch, count, flags)[:, None]
+    state = state_payload(epoch, count, count, flags)[:, None]
     payload = tl.where(i == 0, token[:, None].to(tl.int64), tl.where(i == ITEMS - 1, state, 0))
     item_ptr = items_ptr + ((sequence % entries) * lanes + lane)[:, None] * ITEMS + i
     tag = (sequence & 0xFFFFFFFF) << 32

@@ -34,7 +34,7 @@ import numpy as np
 
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
-from graphengine.kernels import EMITTED
+from graphengine.kernels import EMITTED, EPOCH_MASK
 
 # The larger the fewer steps enter a new block.
 BLOCK_SIZE = 128
@@ -84,11 +84,13 @@ class PublishingGraph:
         self.seconds += time.perf_counter() - started
 
     def _live_lanes(self) -> Any:
-        """Payloads of the lanes that serve a slot: token, then epoch and flags."""
+        """Payloads of the lanes that serve a slot: token, then epoch, counts and flags."""
         slots = self.engine.buffers[self.field].numpy()
         epochs = self.engine.buffers["command_epoch"].numpy()[slots[slots >= 0]]
-        states = (epochs.astype(np.uint64) & np.uint64(0xFFFFFF)) << np.uint64(8)
-        return np.stack([np.zeros_like(states), states | np.uint64(EMITTED)], axis=1)
+        states = (epochs.astype(np.uint64) & np.uint64(EPOCH_MASK)) << np.uint64(12)
+        # One lane fed, one token emitted.
+        said = np.uint64(1 << 8 | 1 << 4 | EMITTED)
+        return np.stack([np.zeros_like(states), states | said], axis=1)
 
     def close(self) -> None:
         """Nothing is held."""

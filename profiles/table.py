@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ def markdown(results: Path = RESULTS) -> str:
         dict(row) | {"shape": document["shape"], "peers": document["peers"]}
         for document in documents.values()
         for row in document["rows"]
+        # A speculating run has its plain engine in the other table.
+        if row.get("speculation") is None
     ]
     rows.sort(key=lambda row: (row["shape"], row["sampler"]))
     peers = sorted({name for row in rows for name in row["peers"]})
@@ -50,11 +52,45 @@ def markdown(results: Path = RESULTS) -> str:
     if all(row["engine"]["dtype"] == rows[0]["engine"]["dtype"] for row in rows):
         columns = [column for column in columns if column.title != "dtype"]
     parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
+    parts += _speculation(documents.values())
     notes = [note for document in documents.values() for note in _notes(document)]
     if notes:
         parts.append("\n".join(notes))
     parts.append("\n".join(_source(name, document) for name, document in documents.items()))
     return "\n\n".join(parts)
+
+
+def _speculation(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A table with a line for each draft length of each speculating run, if there is any."""
+    titles = ("shape", "live", "drafts", "family", "ms/step", "to same", "to fastest", "K = 0 ms")
+    head = [*titles, "tokens/s by accepted drafts"]
+    lines = []
+    for document in documents:
+        for row in document["rows"]:
+            entries = (row.get("speculation") or {"entries": []})["entries"]
+            for entry in (entry for entry in entries if entry["forced"] is None):
+                forced = [
+                    f"{other['forced']}: {other['tokens_per_s']:,.0f}"
+                    for other in entries
+                    if other["forced"] is not None and other["k"] == entry["k"]
+                ]
+                vocab = row["speculation"]["random_vocab"]
+                of = f", {vocab:,} tokens drafted" if vocab else ""
+                cells = (
+                    document["shape"],
+                    str(row["live"]),
+                    f"{entry['k']}{of if entry['k'] else ''}",
+                    entry["row_family"],
+                    number(entry["ms_per_step"], 3),
+                    number(entry["ratio"]["same_family"], 3),
+                    number(entry["ratio"]["fastest"], 3),
+                    number(entry["drafts_off_ms"], 3),
+                    "; ".join(forced) or f"0: {entry['tokens_per_s']:,.0f}",
+                )
+                lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return ["\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines])]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -157,6 +157,10 @@ class Drafter(ABC):
         """Counters that its kernels need beside decode steps of `lanes` lanes."""
         return 0
 
+    def counters(self) -> dict[str, int]:
+        """What it counts on the device; reading it waits for the device."""
+        return {}
+
     @abstractmethod
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D] of blocks

@@ -43,6 +43,9 @@ class NGramDrafter(Drafter):
             ),
         ]
 
+    def counters(self) -> dict[str, int]:
+        return {"ngram/unmatched": int(self._unmatched.sum())}
+
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         buffers = setting.buffers
         self._history = buffers["token_history"]

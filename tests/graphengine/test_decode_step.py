@@ -30,7 +30,7 @@ from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.models import dense
 from graphengine.models.dense import DecodePlans, DenseConfig, decode_shapes, heuristic_plans
 from graphengine.models.families import read_model_config
-from graphengine.step import Sampler, StepOutputs, StepProgram
+from graphengine.step import Sampler, StepOutputs, StepProgram, decode_bucket
 from graphengine.tuning import TunedPlan, TuningKey, device_name, user_table_path, write_table
 
 SAMPLERS = get_args(Sampler)
@@ -328,7 +328,7 @@ def test_a_decode_graph_is_one_chain_of_kernels(
 ) -> None:
     pytest.importorskip("cuda.bindings.driver")
     with open_engine(case, checkpoints, max_batch=max_batch, pdl=pdl) as engine:
-        assert engine.row_family == ("dot" if max_batch == 8 else "fma")
+        assert engine.row_family == ("fma" if max_batch == 1 else "dot")
         layers = engine.model.config.num_layers
         for rows, sampler in product(engine.memory.ladder.sizes, SAMPLERS):
             captured = engine._graphs[f"decode/{rows}/{sampler}"]
@@ -426,12 +426,12 @@ def recorded_captures(*, keep: bool) -> Iterator[dict[str, Intermediates]]:
     found: dict[str, Intermediates] = {}
     original = StepProgram.decode
 
-    def decode(self: StepProgram, rows: int, sampler: Sampler) -> StepOutputs:
+    def decode(self: StepProgram, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
         recorder = Intermediates(keep=keep)
         with recorder:
-            outputs = original(self, rows, sampler)
+            outputs = original(self, rows, sampler, drafts)
         if torch.cuda.is_current_stream_capturing():
-            found[f"decode/{rows}/{sampler}"] = recorder
+            found[decode_bucket(rows, drafts, sampler)] = recorder
         return outputs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -553,7 +553,8 @@ def use_kernels(
                 name: plan._replace(splits=2) for name, plan in plans.items() if name != "lm_head"
             }
             write_user_table(config, dtype, case[0], split)
-        return {"max_batch": kernels.max_batch}
+        family = "fma" if kernels.max_batch == 2 else "dot"
+        return {"max_batch": kernels.max_batch, "row_family": family}
 
     return use
 

@@ -38,8 +38,14 @@ GPU_CASES = [FLOAT32_ON_GPU, BFLOAT16_ON_GPU]
 CASES = [pytest.param(("cpu", "qwen3-biases", "float32"), id="cpu"), *GPU_CASES]
 Case = tuple[str, str, str]
 SAMPLERS = get_args(Sampler)
-# By max_batch: what an engine of so many slots computes with.
+# By max_batch: what an engine of so many slots is to compute with.
 FAMILIES = {2: "fma", 8: "dot"}
+
+
+def sized(max_batch: int) -> dict[str, Any]:
+    """Options of an engine of `FAMILIES`."""
+    return {"max_batch": max_batch, "row_family": FAMILIES[max_batch]}
+
 
 MAX_TOKENS = 100
 # Every sampler setting; all run on to MAX_TOKENS, the last because no stop id may come before.
@@ -197,7 +203,7 @@ def test_a_replay_equals_the_eager_step(
     case: Case, checkpoints: dict[str, Any], max_batch: int
 ) -> None:
     checked: Counter[str] = Counter()
-    with open_engine(case, checkpoints, max_batch=max_batch, prefill_buckets=(8, 32)) as engine:
+    with open_engine(case, checkpoints, **sized(max_batch), prefill_buckets=(8, 32)) as engine:
         assert engine.row_family == FAMILIES[max_batch]
         for name in engine._graphs:
             engine._graphs[name] = CheckedGraph(engine, name, checked)  # type: ignore[assignment]
@@ -220,7 +226,8 @@ def test_a_replay_equals_the_eager_step(
 
 REPLAYS = 1000
 TRACED_STEPS = 200
-LONG = {"max_batch": 4, "max_seq_len": 1280, "block_size": 16}
+# One block less than all slots can need: blocks are handed out, and tables loaded, on the way.
+LONG = {"max_batch": 4, "max_seq_len": 1280, "block_size": 16, "kv_blocks": 4 * 80 - 1}
 
 # Calls that wait for the device; not the ...Async ones.
 WAITS = re.compile(r"(?<!A)sync|Memcpy(?!\w*Async)|Memset(?!\w*Async)", re.IGNORECASE)
@@ -469,7 +476,7 @@ def test_padded_rows_of_a_decode_step(
     sampler: str,
     padding: str,
 ) -> None:
-    with open_engine(case, checkpoints, max_batch=max_batch) as engine:
+    with open_engine(case, checkpoints, **sized(max_batch)) as engine:
         assert engine.row_family == FAMILIES[max_batch]
         requests = decode_some(engine, (5, 17, 30, 64, 90, 8)[:max_batch])
         for request in requests[1::2]:
@@ -538,7 +545,7 @@ def test_a_rows_bits_do_not_depend_on_its_bucket_or_sampler(
     case: Case, checkpoints: dict[str, Any], max_batch: int, filtered: bool
 ) -> None:
     samplers: tuple[Sampler, ...] = ("full",) if filtered else SAMPLERS
-    with open_engine(case, checkpoints, max_batch=max_batch) as engine:
+    with open_engine(case, checkpoints, **sized(max_batch)) as engine:
         assert engine.row_family == FAMILIES[max_batch]
         lengths = (1, 5, 17, 40, 63, 64, 65, 90)[-max_batch:]
         requests = decode_some(engine, lengths, **({} if filtered else UNFILTERED))

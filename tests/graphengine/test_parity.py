@@ -24,7 +24,7 @@ def open_engine(oracle: Any, **options: Any) -> Engine:
 
 @pytest.mark.parametrize(
     ("max_batch", "asked", "family"),
-    [(4, None, "dot"), (1, None, "fma"), (2, None, "fma"), (1, "dot", "dot")],
+    [(4, None, "dot"), (1, None, "fma"), (2, "fma", "fma"), (1, "dot", "dot")],
 )
 def test_logits_and_greedy_tokens(
     oracle: Any,

@@ -870,7 +870,8 @@ def test_a_row_runs_on_until_all_its_tokens_are_surely_in_flight() -> None:
 
 
 def test_plans_repeat_while_the_widest_steps_have_blocks() -> None:
-    scheduler = drafting(width=4, extra=2, block_size=16, max_chunk=16)
+    # A pool that could hold all slots at their longest would give the request all its blocks.
+    scheduler = drafting(width=4, extra=2, block_size=16, max_chunk=16, slots=8)
     request = submit(scheduler, 5, 30)
     plans = [plan_of(scheduler) for _ in range(6)]
     # 5 + 2 positions at first; 4 more in each of two steps; the third takes a block: 13 + 4 + 2.
@@ -1394,3 +1395,19 @@ def test_pauses_do_not_change_the_tokens(width: int) -> None:
         tokens.append([request.token_ids for request in simulation.requests])
         assert (simulation.scheduler.counters["pauses"] > 0) == (kv_blocks == 5)
     assert tokens[0] == tokens[1]
+
+
+def test_a_roomy_pool_gives_a_request_all_its_blocks_at_once() -> None:
+    """Then its tables stay as they are, and a full house is admitted without one more block."""
+    sizes = {"slots": 3, "kv_blocks": 24, "swap_blocks": 0, "block_size": 8, "max_chunk": 64}
+    scheduler = Scheduler(**sizes, max_seq_len=64)
+    requests = [submit(scheduler, 5, 59) for _ in range(3)]
+    plans = [plan_of(scheduler) for _ in range(40)]
+    assert [len(request.placed.blocks) for request in requests] == [8, 8, 8]
+    assert scheduler.pool.free == 0
+    assert not any(plan.tables_changed for plan in plans[4:])
+    # Of a pool that is one block short each takes what it needs.
+    scheduler = Scheduler(**(sizes | {"kv_blocks": 23, "swap_blocks": 24}), max_seq_len=64)
+    request = submit(scheduler, 5, 59)
+    plan_of(scheduler)
+    assert len(request.placed.blocks) == 1

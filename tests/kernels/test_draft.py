@@ -667,8 +667,8 @@ def test_only_what_is_new_is_read_behind_the_wait(name):
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    late = {argument for argument, after_wait, _ in loads if after_wait}
+    late = {load.argument for load in loads if load.after_wait}
     assert late == NEW[name] | ({"fusion.embedding"} if name != "commit" else set())
-    early = {(argument, past_l1) for argument, after_wait, past_l1 in loads if not after_wait}
+    early = {(load.argument, load.past_l1) for load in loads if not load.after_wait}
     assert early.isdisjoint({(argument, True) for argument in late})
     assert {argument for argument, past_l1 in early if not past_l1} <= WEIGHTS

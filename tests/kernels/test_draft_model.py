@@ -270,8 +270,8 @@ def test_only_what_is_new_is_read_behind_the_wait(name, new):
     ptx, names = compile_launch(launch_of(name))
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    late = {argument for argument, after_wait, _ in loads if after_wait}
+    late = {load.argument for load in loads if load.after_wait}
     assert late == new | {"stream.embedding"}
-    past_caches = {argument for argument, after_wait, past_l1 in loads if past_l1}
-    early = {argument for argument, after_wait, _ in loads if not after_wait}
+    past_caches = {load.argument for load in loads if load.past_l1}
+    early = {load.argument for load in loads if not load.after_wait}
     assert early - past_caches == {"stream.norm"}

@@ -98,7 +98,7 @@ def test_flags_state_and_records(twin: Twin):
     assert state.next_token.tolist() == next_token
     assert state.sequence.tolist() == [1]
 
-    epochs = {1: 0x234567, 149: 0xFFFFFF}
+    epochs = {1: 0x34567, 149: 0xFFFFF}
     assert read_entry(mailbox, 1) == [
         *(_record(1, new, epochs.get(number, 0), flag) for number, new, flag in rows),
         None,

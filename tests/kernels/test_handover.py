@@ -242,6 +242,6 @@ def test_what_it_reads_before_the_wait():
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    late = {argument for argument, after_wait, _ in loads if after_wait}
+    late = {load.argument for load in loads if load.after_wait}
     assert late == {"target_ptr", "count_ptr"}
-    assert all(past_l1 for _, after_wait, past_l1 in loads if not after_wait)
+    assert all(load.past_l1 for load in loads if not load.after_wait)

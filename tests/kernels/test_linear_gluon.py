@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import triton
+from compiling import Launch, compile_kernel, record_launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,32 +42,6 @@ SHAPES = [
     ("swiglu", 16384, 2048, PLAN._replace(block_m=128)),
     ("swiglu", 3000, 1000, SPLIT._replace(block_m=128, splits=2, stages=3)),
 ]
-_POINTERS = {BF16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-
-
-class Launch(NamedTuple):
-    """A launch that a wrapper asked for."""
-
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-
-class Recorder:
-    """Stands in for the kernel; `kernel[grid](...)` is noted, not run."""
-
-    def __init__(self, launches: list[Launch]) -> None:
-        self.kernel, self.launches = linear_gluon.dot_kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def note(*positional: Any, **named: Any) -> None:
-            names = self.kernel.arg_names
-            arguments = dict(zip(names, positional, strict=False)) | named
-            options = {name: arguments.pop(name) for name in named if name not in names}
-            assert arguments.keys() == set(names)
-            self.launches.append(Launch(grid, arguments, options))
-
-        return note
 
 
 def launch_of(
@@ -94,48 +67,25 @@ def launch_of(
         "bias": new(M) if bias else None,
     }
     x, weight, slot = new(lanes, K), new(M, K), new(lanes, dtype=torch.int32)
-    launches: list[Launch] = []
-    with pytest.MonkeyPatch.context() as patch:
-        module = importlib.import_module("graphengine.kernels.linear")
-        patch.setattr(module, "use_triton", lambda x: True)
-        patch.setattr(linear_gluon, "_runs_on", lambda tensor: True)
-        patch.setattr(linear_gluon, "dot_kernel", Recorder(launches))
+
+    def call() -> None:
         if kind == "residual":
             stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0))
             linear_residual(x, weight, slot, stream, new(M), **options)
         else:
             squares = new(groups, lanes, dtype=torch.float32) if groups else None
             linear(x, weight, slot, squares_TN=squares, swiglu=kind == "swiglu", **options)
-    (launch,) = launches
-    return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_gluon, "_runs_on", lambda tensor: True)
+        module = importlib.import_module("graphengine.kernels.linear")
+        return record_launch(module, call, linear_gluon)
 
 
 def compile_linear(kind: str, M: int, K: int, plan: LinearPlan, **case: Any) -> Any:
     """What the launch of `launch_of` compiles to for sm_90."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel, launch = linear_gluon.dot_kernel, launch_of(kind, M, K, plan, **case)
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    aligned = [["tt.divisibility", 16]]
-    for index, name in enumerate(kernel.arg_names):
-        value = launch.arguments[name]
-        if value is None or kernel.params[index].is_constexpr:
-            signature[name] = "constexpr"
-            constants[index,] = value
-        elif isinstance(value, tuple):
-            signature[name] = value._make(_POINTERS[field.dtype] for field in value)
-            attributes |= {(index, field): aligned for field in range(len(value))}
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            attributes[index,] = aligned
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": launch.options["num_warps"]}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled, _ = compile_kernel(launch_of(kind, M, K, plan, **case))
+    return compiled
 
 
 # Which launches.

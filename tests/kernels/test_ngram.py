@@ -332,11 +332,11 @@ def test_tokens_are_read_behind_the_wait(prompt, K):
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    early = {argument for argument, after_wait, past_l1 in loads if not after_wait and past_l1}
+    early = {load.argument for load in loads if not load.after_wait and load.past_l1}
     assert early == (
         {"last_ptr", "chunk_slot_ptr", "chunk_position_ptr"}
         if prompt
         else {"slot_ptr", "position_ptr"}
     )
-    assert not [load for load in loads if not load[1] and not load[2]]
-    assert any(argument == "history_ptr" for argument, _, _ in loads) == (K > 0)
+    assert not [load for load in loads if not load.after_wait and not load.past_l1]
+    assert any(load.argument == "history_ptr" for load in loads) == (K > 0)

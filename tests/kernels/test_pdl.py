@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from compiling import (
+    Launch,
+    assert_waits_before_it_shows,
+    compile_kernel,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
-from graphengine.kernels import linear_kernels
 from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.linear import (
@@ -47,53 +53,6 @@ PLANS = [*((plan, lanes) for plan in (DOT, DOT_SPLIT) for lanes in DOT_LANES), (
 # What the PTX says.
 
 
-class Load(NamedTuple):
-    """A load from global memory, also one into shared memory."""
-
-    argument: str
-    """The kernel's pointer that the address comes from."""
-    size: int
-    """Bytes a thread."""
-    after_wait: bool
-
-
-_POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-class Launch(NamedTuple):
-    """A launch that a wrapper asked for."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    """The kernel's, by name."""
-    options: dict[str, int]
-    """The compiler's."""
-
-
-class _Recorder:
-    """Stands in for a kernel; `kernel[grid](...)` is noted, not run."""
-
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def note(*positional: Any, **named: Any) -> None:
-            names = self.kernel.arg_names
-            arguments = dict(zip(names, positional, strict=False)) | named
-            options = {name: arguments.pop(name) for name in named if name not in names}
-            del options["launch_pdl"]
-            assert arguments.keys() == set(names)
-            self.launches.append(Launch(self.kernel, grid, arguments, options))
-
-        return note
-
-
 def params_of_slots(slots: int, device: str) -> SamplingTensors:
     """Every other slot is greedy; no filters, no stop ids."""
     return SamplingTensors(
@@ -119,13 +78,9 @@ def launch_linear(
     squares = new(groups, lanes, dtype=torch.float32) if groups else None
     counters = new(arrivals_needed(plan, M), dtype=torch.int32)
     options: dict[str, Any] = {"plan": plan, "arrivals": counters, "pdl": True}
-    module = importlib.import_module("graphengine.kernels.linear")
-    launches: list[Launch] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "use_triton", lambda x: True)
-        for kernel in ("fma_kernel", "dot_kernel"):
-            patch.setattr(module, kernel, _Recorder(getattr(linear_kernels, kernel), launches))
-        x, weight = new(lanes, K), new(M, K)
+    x, weight = new(lanes, K), new(M, K)
+
+    def call() -> None:
         if kind == "residual":
             stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0))
             linear_residual(x, weight, slot, stream, new(M), **options)
@@ -135,86 +90,16 @@ def launch_linear(
         else:
             swiglu = kind == "swiglu"
             linear(x, weight, slot, squares_TN=squares, bias=new(M), swiglu=swiglu, **options)
-    (launch,) = launches
-    return launch
+
+    return record_launch(importlib.import_module("graphengine.kernels.linear"), call)
 
 
 def compile_linear(
     kind: str, plan: LinearPlan, M: int, K: int, *, lanes: int = 1, groups: int = 64
 ) -> tuple[dict[str, str], list[str]]:
-    """The code for sm_90 of a linear kernel with PDL in bfloat16, and its pointers' names in order.
-
-    Names of what a tuple holds are "tuple.field"; numbers have the name "".
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, _, arguments, options = launch_linear(kind, plan, M, K, lanes=lanes, groups=groups)
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    names: list[str] = []
-    aligned = [["tt.divisibility", 16]]
-    for index, name in enumerate(kernel.arg_names):
-        value = arguments[name]
-        if value is None or kernel.params[index].is_constexpr:
-            signature[name] = "constexpr"
-            constants[index,] = value
-        elif isinstance(value, tuple):
-            signature[name] = value._make(_POINTERS[field.dtype] for field in value)
-            for field_index, field in enumerate(value._fields):
-                attributes[index, field_index] = aligned
-                names.append(f"{name}.{field}")
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            attributes[index,] = aligned
-            names.append(name)
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if name.endswith("stride"):
-                attributes[index,] = aligned
-            names.append("")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    """The code for sm_90 of a linear kernel with PDL in bfloat16, and its arguments' names."""
+    compiled, names = compile_kernel(launch_linear(kind, plan, M, K, lanes=lanes, groups=groups))
     return compiled.asm, names
-
-
-def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
-    """Every load from global memory, in the order of the text.
-
-    A register stems from the pointers of whatever it is computed from, up to a load.
-    """
-    stems: dict[str, set[str]] = {}
-    waits = ptx.index("griddepcontrol.wait")
-    for match in re.finditer(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*?);", ptx, re.MULTILINE):
-        opcode, text = match.groups()
-        if opcode.startswith("ld.param"):
-            register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
-            name = names[int(parameter)] if int(parameter) < len(names) else ""
-            stems[register] = {name} - {""}
-        elif opcode.startswith(("ld.global", "cp.async.c")):
-            address = re.findall(r"\[ ?(%\w+)", text)[-1]
-            (argument,) = stems[address]
-            if opcode.startswith("ld"):
-                vector, bits = re.search(r"(?:\.v(\d))?\.[bfsu](\d+)$", opcode).groups()
-                size = int(vector or 1) * int(bits) // 8
-            else:
-                size = int(re.search(r"\], (0x[0-9a-f]+|\d+)", text)[1], 0)
-            yield Load(argument, size, match.start() > waits)
-        elif not opcode.startswith(("st.", "bra", "bar", "ld.")):
-            target, *sources = re.findall(r"%\w+", text) or [""]
-            for source in sources:
-                stems.setdefault(target, set()).update(stems.get(source, ()))
-
-
-def assert_waits_before_it_shows(ptx: str) -> None:
-    """One wait, then one trigger, then whatever is stored; and no way out before the wait."""
-    assert ptx.count("griddepcontrol.wait") == 1
-    assert ptx.count("griddepcontrol.launch_dependents") == 1
-    before, after = ptx.split("griddepcontrol.wait")
-    assert "griddepcontrol.launch_dependents" in after
-    for word in ("st.global", "atom.", "red.global", "ret;"):
-        assert word not in before, f"{word} before the wait"
 
 
 @compiles
@@ -508,16 +393,10 @@ def _copy(source_ptr, target_ptr, N: tl.constexpr, RACES: tl.constexpr, PDL: tl.
 @compiles
 @pytest.mark.parametrize("races", [False, True])
 def test_the_racing_kernel_reads_before_its_wait(races):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {"N": 1024, "RACES": races, "PDL": launch_options(True)["PDL"]}
-    signature = {"source_ptr": "*fp32", "target_ptr": "*fp32"} | dict.fromkeys(
-        constants, "constexpr"
-    )
-    named = {(_copy.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=_copy, signature=signature, constexprs=named)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    buffers = (torch.empty(1024, device="meta") for _ in range(2))
+    values = (*buffers, 1024, races, launch_options(True)["PDL"])
+    arguments = dict(zip(_copy.arg_names, values, strict=True))
+    ptx, _ = compile_launch(Launch(_copy, (1,), arguments, {}))
     assert (ptx.index("ld.global") < ptx.index("griddepcontrol.wait")) == races
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.plans import (
-    FMA_LANES,
     LinearKind,
     LinearPlan,
     RowFamily,
@@ -119,8 +118,7 @@ def test_three_times_64_columns_need_no_masks():
 
 
 def test_family_follows_the_largest_launch():
-    assert [row_family(lanes) for lanes in (1, FMA_LANES)] == ["fma", "fma"]
-    assert [row_family(lanes) for lanes in (FMA_LANES + 1, 8, 64)] == ["dot"] * 3
+    assert [row_family(lanes) for lanes in (1, 2, 3, 64)] == ["fma", "dot", "dot", "dot"]
 
 
 @pytest.mark.parametrize(

@@ -138,17 +138,17 @@ def test_publish_layout(ops: Ops, items: int):
 
     assert state.sequence.tolist() == [1]
     assert read_entry(mailbox, 1) == [
-        (1, (123456,), 0x234567, EMITTED | STOP),
+        (1, (123456,), 0x34567, EMITTED | STOP),
         (1, (), 0, 0),
         (1, (), 0, 0),
-        (1, (), 0xFFFFFF, INVALID),
+        (1, (), 0xFFFFF, INVALID),
         (1, (), 0, 0),
         (1, (), 0, 0),
         (1, (), 0, 0),
     ]
     assert read_entry(mailbox, 0) == read_entry(mailbox, 2) == [None] * 7
     # To the bit, once.
-    state_item = 0x234567 << 8 | 1 << 4 | EMITTED | STOP
+    state_item = 0x34567 << 12 | 1 << 8 | 1 << 4 | EMITTED | STOP
     assert mailbox[1, 0, 0].item() == 1 << 32 | 123456
     assert mailbox[1, 0, -1].item() == 1 << 32 | state_item
 

@@ -30,6 +30,17 @@ class Launch(NamedTuple):
     """The compiler's."""
 
 
+class Load(NamedTuple):
+    """A load from global memory, also one into shared memory."""
+
+    argument: str
+    """The kernel's pointer that the address comes from."""
+    after_wait: bool
+    past_l1: bool
+    size: int
+    """Bytes a thread."""
+
+
 class _Recorder:
     """Stands in for a kernel; `kernel[grid](...)` is noted, not run."""
 
@@ -48,14 +59,18 @@ class _Recorder:
         return note
 
 
-def record_launch(module: ModuleType, call: Callable[[], Any]) -> Launch:
-    """The one launch of `module`'s kernels that `call` makes; its tensors may be on `meta`."""
+def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> Launch:
+    """The one launch that `call` makes of a kernel of `module`, or of `more` that launch for it.
+
+    Its tensors may be on `meta`.
+    """
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "use_triton", lambda x: True)
-        for name, value in vars(module).items():
-            if name.endswith("_kernel"):
-                patch.setattr(module, name, _Recorder(value, launches))
+        for each in (module, *more):
+            for name, value in list(vars(each).items()):
+                if name.endswith("_kernel"):
+                    patch.setattr(each, name, _Recorder(value, launches))
         call()
     (launch,) = launches
     return launch
@@ -78,12 +93,19 @@ def _signature(value: Any) -> Any:
 
 
 def compile_launch(launch: Launch) -> tuple[str, list[str]]:
-    """The PTX for sm_90 of a launch, and its arguments' names in order, "" for a number.
+    """The PTX for sm_90 of a launch, and its arguments' names as of `compile_kernel`."""
+    compiled, names = compile_kernel(launch)
+    return compiled.asm["ptx"], names
+
+
+def compile_kernel(launch: Launch) -> tuple[Any, list[str]]:
+    """What Triton or Gluon compiles for sm_90, and the arguments' names in order, "" for a number.
 
     Names of what a tuple holds are "tuple.field".
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel, _, arguments, options = launch
     signature: dict[str, Any] = {}
@@ -110,16 +132,19 @@ def compile_launch(launch: Launch) -> tuple[str, list[str]]:
         if kernel.params[index].is_constexpr:
             signature[name] = "constexpr"
             constants[index,] = value
+        elif kernel.params[index].do_not_specialize and isinstance(value, int):
+            signature[name] = "i32"
+            names.append("")
         else:
             signature[name] = _signature(value)
             add((index,), name, value)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return compiled.asm["ptx"], names
+    new_source = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = new_source(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options), names
 
 
-def global_loads(ptx: str, names: list[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Every load from global memory, in the order of the text: (argument, after the wait, past L1).
+def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
+    """Every load from global memory, in the order of the text.
 
     A register stems from the pointers of whatever it is computed from, up to a load.
     """
@@ -131,9 +156,14 @@ def global_loads(ptx: str, names: list[str]) -> Iterator[tuple[str, bool, bool]]
             register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
             name = names[int(parameter)] if int(parameter) < len(names) else ""
             stems[register] = {name} - {""}
-        elif opcode.startswith("ld.global"):
+        elif opcode.startswith(("ld.global", "cp.async.c")):
             (argument,) = stems[re.findall(r"\[ ?(%\w+)", text)[-1]]
-            yield argument, match.start() > waits, ".cg" in opcode
+            if opcode.startswith("ld"):
+                vector, bits = re.search(r"(?:\.v(\d))?\.[bfsu](\d+)$", opcode).groups()
+                size = int(vector or 1) * int(bits) // 8
+            else:
+                size = int(re.search(r"\], (0x[0-9a-f]+|\d+)", text)[1], 0)
+            yield Load(argument, match.start() > waits, ".cg" in opcode, size)
         elif not opcode.startswith(("st.", "bra", "bar", "ld.")):
             target, *sources = re.findall(r"%\w+", text) or [""]
             for source in sources:

@@ -48,7 +48,8 @@ def read_entry(mailbox: torch.Tensor, entry: int) -> list[Record | None]:
         *payloads, last = (item & 0xFFFFFFFF for item in items)
         count = last >> 4 & 0xF
         assert not any(payloads[count:]), f"{payloads=} behind {count=}"
-        records.append(Record(tag, tuple(payloads[:count]), last >> 8, last & 0xF))
+        assert count <= last >> 8 & 0xF, f"more tokens than lanes: {last:x}"
+        records.append(Record(tag, tuple(payloads[:count]), last >> 12, last & 0xF))
     return records
 
 

@@ -1,0 +1,272 @@
+"""Requests come and go, pause and are cancelled, while drafts are made: each says what it says
+alone and without drafts.
+
+The pool is too short for all of them, a block holds 8 tokens, so that steps of several tokens cross
+and rewind blocks at every offset. The counters show that all of that happened.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from mtp_checkpoints import VOCAB, write_random
+from speculating import DEMO, Script, outcome, step_with, write_draft_model
+
+from graphengine import Engine, Request, SamplingParams
+from graphengine.speculative import (
+    MTP,
+    DraftModel,
+    GateOptions,
+    NGram,
+    Speculative,
+    UserProvided,
+)
+from stepping import open_engine
+
+MAX_SEQ_LEN = 128
+COUNTED = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
+
+
+class Size(NamedTuple):
+    tokens: int
+    occurrences: int
+    max_batch: int
+    kv_blocks: int
+
+
+SIZES = {"cpu": Size(700, 4, 5, 32), "cuda": Size(8_000, 30, 12, 72)}
+
+
+class Churn(NamedTuple):
+    """What drafts and under what gate. Random modules draft on a CPU, the demo model's on a GPU."""
+
+    mode: Callable[[Path], Speculative]
+    gate: GateOptions | None = None
+    lookahead: tuple[int, ...] = (0, 1)
+
+
+def qwen3(folder: Path) -> Path:
+    return write_random(folder / "modules", "qwen3")
+
+
+def draft(folder: Path) -> Path:
+    target = json.loads((folder / "modules" / "config.json").read_text())
+    tokenizer = DEMO if (folder / "modules" / "tokenizer.json").exists() else None
+    return write_draft_model(folder / "draft", "qwen3", target["vocab_size"], tokenizer)
+
+
+# So short a window that the drafts go off and come back at once.
+RESTLESS = GateOptions(window=3, off_below=0.6, on_above=0.6, probe_every=3)
+
+CHURNS = {
+    "mtp": Churn(lambda folder: MTP(k=3)),
+    "mtp-own-graph": Churn(lambda folder: MTP(k=3, own_graph=True)),
+    "ngram": Churn(lambda folder: NGram(k=3, max_n=2)),
+    "model-itself": Churn(lambda folder: DraftModel(folder / "modules", k=3)),
+    "model": Churn(lambda folder: DraftModel(draft(folder), k=2)),
+    "user": Churn(lambda folder: UserProvided(3), lookahead=(0,)),
+    "mtp-gate": Churn(lambda folder: MTP(k=3), RESTLESS),
+    "model-gate": Churn(lambda folder: DraftModel(folder / "modules", k=3), RESTLESS),
+}
+CASES = [
+    pytest.param(name, lookahead, id=f"{name}-{lookahead}")
+    for name, churn in CHURNS.items()
+    for lookahead in churn.lookahead
+]
+
+
+def random_params(dice: random.Random) -> SamplingParams:
+    max_tokens = dice.randrange(1, 50)
+    if dice.random() < 0.6:
+        ignore_eos = dice.random() < 0.5
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    return SamplingParams(
+        temperature=dice.choice([0.3, 1.0]),
+        top_k=dice.choice([0, 0, 1, 20]),
+        top_p=dice.choice([1.0, 1.0, 0.8]),
+        min_p=dice.choice([0.0, 0.0, 0.05]),
+        min_tokens=dice.randrange(max_tokens + 1),
+        max_tokens=max_tokens,
+    )
+
+
+def random_prompt(dice: random.Random, vocab_size: int) -> list[int]:
+    """Half of them say a few tokens over and over, which n-grams find."""
+    length = dice.randrange(1, 60)
+    if dice.random() < 0.5:
+        words = [dice.randrange(vocab_size) for _ in range(dice.randrange(1, 6))]
+        return [words[index % len(words)] for index in range(length)]
+    return [dice.randrange(vocab_size) for _ in range(length)]
+
+
+def churn(engine: Engine, size: Size, dice: random.Random) -> list[Request]:
+    """Drive `engine` until it has done `size`; every request, finished."""
+    vocab_size = engine.model.config.vocab_size
+    user = isinstance(engine.config.mode, UserProvided)
+
+    def guess(request: Request) -> list[int]:
+        # The caller may say nothing, or anything; one guess in so few tokens is right.
+        said = [*request.prompt_token_ids, *request.token_ids]
+        return [dice.choice(said) for _ in range(dice.randrange(4))]
+
+    requests: list[Request] = []
+    counters = engine.counters
+
+    def enough() -> bool:
+        return counters["tokens"] >= size.tokens and all(
+            counters[name] >= size.occurrences for name in COUNTED
+        )
+
+    while not enough() and counters["tokens"] < 20 * size.tokens:
+        for _ in range(dice.randrange(2 * size.max_batch)):
+            prompt = random_prompt(dice, vocab_size)
+            requests.append(engine.submit(prompt, random_params(dice)))
+        for _ in range(dice.randrange(25)):
+            step_with(engine, guess if user else None)
+            unfinished = [request for request in requests if not request.finished]
+            if unfinished and dice.random() < 0.1:
+                dice.choice(unfinished).cancel()
+        while dice.random() < 0.3 and engine.busy:
+            engine.step(timeout=dice.choice([None, 0, 0.001]))
+    while engine.busy:
+        step_with(engine, guess if user else None)
+    return requests
+
+
+@pytest.mark.parametrize(("name", "lookahead"), CASES)
+def test_each_request_says_what_it_says_alone_without_drafts(
+    device: str, tmp_path: Path, name: str, lookahead: int
+) -> None:
+    case, size = CHURNS[name], SIZES[device]
+    path = tmp_path / "modules"
+    if device == "cpu":
+        qwen3(tmp_path)
+    else:
+        path.symlink_to(DEMO)
+    options: dict[str, Any] = {
+        "device": device, "max_batch": size.max_batch, "max_seq_len": MAX_SEQ_LEN,
+        "row_family": "dot",
+    }  # fmt: skip
+    drafting: dict[str, Any] = {
+        "speculative": case.mode(tmp_path), "gate": case.gate, "lookahead": lookahead,
+        "kv_blocks": size.kv_blocks, "swap_blocks": 400,
+    }  # fmt: skip
+    with open_engine(path, **options, **drafting) as engine:
+        requests = churn(engine, size, random.Random(f"{name}{lookahead}"))
+        counters = engine.counters
+        for counted in COUNTED:
+            assert counters[counted] >= size.occurrences, f"{counted}: {counters[counted]}"
+        k = engine.config.drafts
+        for sampler in ("fast", "full"):
+            replays = sum(
+                n for bucket, n in counters.items() if bucket.endswith(f"/k{k}/{sampler}")
+            )
+            assert replays > 0, f"no speculative replay with the {sampler} sampler"
+        if case.gate is not None:
+            # Each probe brings the drafts back, for a while at least.
+            assert counters["gate/off"] >= 1 and counters["gate/probes"] >= 3, dict(counters)
+            assert counters["gate/steps/0"] > 10 and counters[f"gate/steps/{k}"] > 10
+        assert engine.acceptance.accepted > 0
+        assert engine.scheduler.pool.free == engine.scheduler.pool.count
+        assert engine.scheduler.swap.free == engine.scheduler.swap.count
+        assert not any(engine.scheduler.slots)
+
+    assert all(request.finished for request in requests)
+    with open_engine(path, **options) as alone:
+        for request in requests:
+            if not request.token_ids:
+                continue
+            names = set(SamplingParams.__slots__) - {"seed"}
+            same = {name: getattr(request.params, name) for name in names}
+            expected = alone.generate(
+                list(request.prompt_token_ids), SamplingParams(**same, seed=request.seed)
+            )
+            if request.finish_reason == "cancelled":
+                got = tuple(request.token_ids)
+                assert got == expected.token_ids[: len(got)], f"{request}"
+            else:
+                assert outcome(request) == outcome(expected), f"{request}"
+
+
+@pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3)], ids=["mtp", "ngram"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahead: int) -> None:
+    """The drafter's KV and tables come back with the request: its steps are those it has alone."""
+    options: dict[str, Any] = {
+        "device": device, "row_family": "dot", "speculative": mode, "lookahead": lookahead,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    prompts = [[5, 6, 7] * 4, [9, 8] * 7, [11, 12, 13, 14] * 3]
+
+    def steps_of(engine: Engine, requests: list[Request]) -> list[list[tuple[int, ...]]]:
+        events = []
+        while engine.busy:
+            events += engine.step()
+        return [
+            [event.token_ids for event in events if event.request is request]
+            for request in requests
+        ]
+
+    with open_engine(**options) as engine:
+        requests = [engine.submit(prompt, params) for prompt in prompts]
+        expected = steps_of(engine, requests)
+        assert not engine.counters["pauses"]
+        assert any(len(tokens) > 1 for steps in expected for tokens in steps)
+    with open_engine(**options, kv_blocks=16, swap_blocks=60) as engine:
+        requests = [engine.submit(prompt, params) for prompt in prompts]
+        got = steps_of(engine, requests)
+        assert engine.counters["pauses"] > 0 and any(request.pauses for request in requests)
+    assert got == expected
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_pool_of_the_greatest_need_serves_one_after_the_other(
+    device: str, tmp_path: Path, lookahead: int
+) -> None:
+    """The drafter's positions past the request's end are part of that need; less is refused."""
+    path = qwen3(tmp_path)
+    options: dict[str, Any] = {
+        "device": device, "row_family": "dot", "dtype": "float32", "lookahead": lookahead,
+    }  # fmt: skip
+    prompt, params = (
+        [1, 2, 3, 4, 5],
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    )
+    with open_engine(path, **options) as engine:
+        expected = engine.generate(prompt, params)
+    # 5 + 20 tokens: K and V of 24 of them fill 3 blocks, and the module's own need a fourth.
+    with open_engine(path, **options, kv_blocks=3) as engine:
+        assert outcome(engine.generate(prompt, params)) == outcome(expected)
+    drafting: dict[str, Any] = {**options, "speculative": MTP(k=3)}
+    with (
+        open_engine(path, **drafting, kv_blocks=3) as engine,
+        pytest.raises(ValueError, match=r"25 tokens .*and 2 more of its drafter needs 4 KV blocks"),
+    ):
+        engine.submit(prompt, params)
+    with open_engine(path, **drafting, kv_blocks=4, swap_blocks=8) as engine:
+        for result in engine.generate([prompt] * 4, params):
+            assert outcome(result) == outcome(expected)
+
+
+def test_a_caller_who_repeats_the_past_is_right_again(device: str, tmp_path: Path) -> None:
+    """Drafts of a script stay right through pauses: nothing of a step is lost or said twice."""
+    path = qwen3(tmp_path)
+    options: dict[str, Any] = {"device": device, "row_family": "dot", "dtype": "float32"}
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    prompts = [[5, 6, 7] * 4, [9, 8] * 7, [11, 12, 13, 14] * 3]
+    with open_engine(path, **options) as engine:
+        expected = [outcome(result) for result in engine.generate(prompts, params)]
+    pool: dict[str, Any] = {"kv_blocks": 16, "swap_blocks": 60}
+    with open_engine(path, **options, **pool, speculative=UserProvided(4)) as engine:
+        requests = [engine.submit(prompt, params) for prompt in prompts]
+        known = [tokens for tokens, *_ in expected]
+        drafts = Script(known, 4, VOCAB, right=lambda step: 9).of(requests)
+        while engine.busy:
+            step_with(engine, drafts)
+        assert engine.counters["pauses"] > 0
+        assert [outcome(request) for request in requests] == expected
