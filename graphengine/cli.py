@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from importlib import import_module
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from graphengine.speculative_text import (
     parse_speculative,
     with_draft_vocabulary,
 )
-from graphengine.step import Sampler
 
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens a step drafters are worth on a text.",
@@ -104,9 +103,6 @@ def info(options: argparse.Namespace) -> None:
     config = EngineConfig(**_engine_options(options))
     drafter = make_drafter(config, checkpoint, model)
     memory = plan_memory(model, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter)
-    # A drafter may have a graph of its own beside each bucket's.
-    parts = len(get_args(Sampler)) + (drafter is not None and drafter.own_graph)
-    decode_graphs = parts * len(memory.draft_lengths) * len(memory.ladder.sizes)
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "layers": model.num_layers,
@@ -119,7 +115,7 @@ def info(options: argparse.Namespace) -> None:
         "prefill_buckets": memory.prefill_ladder.sizes,
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
-        "graphs": decode_graphs + len(memory.prefill_ladder.sizes),
+        "graphs": memory.graphs,
     }
     if options.json:
         budget = [asdict(line) for line in memory.budget.lines]

@@ -199,6 +199,19 @@ class EngineConfig:
         """The row family of the engine: the one asked for, or what the lanes of a step call for."""
         return self.row_family or row_family(self.max_batch * (1 + self.drafts))
 
+    def sequence_limit(self, max_positions: int) -> int:
+        """Tokens of the longest request with a model of so many positions; ValueError if
+        `max_seq_len` asks for more.
+        """
+        if self.max_seq_len is None:
+            return min(max_positions, 4096)
+        if self.max_seq_len > max_positions:
+            raise ValueError(
+                f"max_seq_len={self.max_seq_len} exceeds the model's "
+                f"max_position_embeddings={max_positions}"
+            )
+        return self.max_seq_len
+
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """`dtype`, whose name may be given instead; None where the checkpoint decides."""

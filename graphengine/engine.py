@@ -113,6 +113,9 @@ class Engine:
         self._busy_in: str | None = None
         self._closed = False
         self._broken: str | None = None
+        # The samplers that are captured; relaxed acceptance reads logits, so has no fast one.
+        relaxed = config.relaxed_acceptance is not None
+        self._samplers: tuple[Sampler, ...] = ("full",) if relaxed else get_args(Sampler)
         self._allocate(model)
         self._capture()
 
@@ -327,11 +330,6 @@ class Engine:
     def row_family(self) -> RowFamily:
         """The arithmetic of the decode kernels, in every bucket: "fma" or "dot"."""
         return self.plans.family
-
-    @property
-    def _samplers(self) -> tuple[Sampler, ...]:
-        """The samplers that are captured; relaxed acceptance reads logits, so has no fast one."""
-        return get_args(Sampler) if self.config.relaxed_acceptance is None else ("full",)
 
     @property
     def numerics_id(self) -> str:

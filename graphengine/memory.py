@@ -31,6 +31,7 @@ class MemoryPlan:
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
+    graphs         how many are captured; with relaxed acceptance fewer
     """
 
     device: torch.device
@@ -43,6 +44,7 @@ class MemoryPlan:
     kv_blocks: int
     swap_blocks: int
     draft_lengths: tuple[int, ...]
+    graphs: int
     budget: MemoryBudget
 
     @property
@@ -74,7 +76,7 @@ def plan_memory(
     """
     device = torch.device(config.device)
     dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
-    max_seq_len = _max_seq_len(model, config)
+    max_seq_len = config.sequence_limit(model.max_positions)
     ladder = BucketLadder(config.max_batch, config.buckets)
     longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
     prefill_sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
@@ -96,10 +98,11 @@ def plan_memory(
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
         budget.add("drafter's state", sum(field.nbytes for field in fields), where)
         block_bytes += math.prod(drafter.kv_block_shape(config.block_size)) * dtype.itemsize
-    lanes_of_row = 1 if drafter is None else max(1 + draft_lengths[-1], drafter.lanes_of_row)
+    lanes_of_row = 1 if drafter is None else drafter.lanes_of_row
     lanes = ladder.sizes[-1] * lanes_of_row
     workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
     budget.add("workspace (estimate)", workspace, where)
+    # A drafter may have a graph of its own beside each bucket's.
     own = drafter is not None and drafter.own_graph
     graphs = (_SAMPLERS + own) * len(draft_lengths) * len(ladder.sizes) + len(prefill_ladder.sizes)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
@@ -129,19 +132,9 @@ def plan_memory(
         kv_blocks=kv_blocks,
         swap_blocks=swap_blocks,
         draft_lengths=draft_lengths,
+        graphs=graphs,
         budget=budget,
     )
-
-
-def _max_seq_len(model: DenseConfig, config: EngineConfig) -> int:
-    if config.max_seq_len is None:
-        return min(model.max_positions, 4096)
-    if config.max_seq_len > model.max_positions:
-        raise ValueError(
-            f"max_seq_len={config.max_seq_len} exceeds the model's "
-            f"max_position_embeddings={model.max_positions}"
-        )
-    return config.max_seq_len
 
 
 def _swap_blocks(config: EngineConfig, kv_blocks: int, table_blocks: int, block_bytes: int) -> int:

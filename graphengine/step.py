@@ -104,9 +104,7 @@ class StepProgram:
         """Advance the requests of rows `0 .. rows - 1` by one token each, or by 1 + `drafts`."""
         buffers, model, pdl = self.buffers, self.model, self.launch.pdl
         config, weights, plans = model.config, model.weights, self.launch.plans
-        speculative: Any = {"num_speculative_tokens": drafts}
-        if self._drafts:
-            speculative["draft_SK"] = buffers["draft_tokens"]
+        table = buffers["draft_tokens"] if self._drafts else None
         residual = new_residual(
             rows * (1 + drafts),
             config.hidden_size,
@@ -121,20 +119,19 @@ class StepProgram:
             weights.embedding,
             model.norm_behind(-1),
             residual,
+            draft_SK=table,
             max_len_S=self.stopping.max_len,
+            num_speculative_tokens=drafts,
             pdl=pdl,
-            **speculative,
         )
         launch = self.launch._replace(tokens_per_row=1 + drafts)
         residual = model.decode(lanes, residual, self.cache, buffers["block_table"], launch)
         logits, best, health = self._sample(lanes, residual, sampler)
+        relaxed = None
         if self.relaxation is not None and drafts:
             assert logits is not None, "relaxed acceptance reads logits: the full sampler has them"
-            speculative["relaxed_N"] = self.relaxation.judge(
-                logits, lanes, self.sampling, drafts, pdl
-            )
-        if self.drafter is not None and self.drafter.host_drafts:
-            del speculative["draft_SK"]
+            relaxed = self.relaxation.judge(logits, lanes, self.sampling, drafts, pdl)
+        host_drafts = self.drafter is not None and self.drafter.host_drafts
         step = finish_decode(
             best,
             health,
@@ -143,9 +140,12 @@ class StepProgram:
             self.stopping,
             self.mailbox.tensor,
             self.launch.arrivals,
+            num_speculative_tokens=drafts,
+            relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
+            # Used drafts are cleared by whoever owns their table.
+            draft_SK=None if host_drafts else table,
             pdl=pdl,
-            **speculative,
         )
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)

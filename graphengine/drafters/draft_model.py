@@ -44,12 +44,10 @@ class DraftModelDrafter(Drafter):
 
     config      of the draft model
     length      K
-    checkpoint  where its weights are read from; None: somebody else fills `weights`
+    checkpoint  where its weights are read from
     """
 
-    def __init__(
-        self, config: DenseConfig, length: int, checkpoint: Checkpoint | None = None
-    ) -> None:
+    def __init__(self, config: DenseConfig, length: int, checkpoint: Checkpoint) -> None:
         self.config = config
         self.length = length
         # The chain's last run stands K positions behind the last that the target verified.
@@ -59,8 +57,7 @@ class DraftModelDrafter(Drafter):
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_weights(self.config, device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self.config, dtype, family, device)
-        if self._checkpoint is not None:
-            self._checkpoint.load(self.weights.named(self.config))
+        self._checkpoint.load(self.weights.named(self.config))
         return {}
 
     def weight_bytes(self, dtype: torch.dtype) -> int:

@@ -100,7 +100,7 @@ def _draft_model(
             f"the draft model {checkpoint.path} has another tokenizer than {target.path}: a token "
             f"id must mean the same to both"
         )
-    wanted = config.max_seq_len or min(model.max_positions, 4096)
+    wanted = config.sequence_limit(model.max_positions)
     if draft.max_positions < wanted:
         raise ValueError(
             f"the draft model {checkpoint.path} has max_position_embeddings="

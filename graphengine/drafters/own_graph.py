@@ -14,7 +14,7 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes, Verified
 from graphengine.drafters.eagle import EagleDrafter
-from graphengine.kernels.handover import HandOver, hand_over
+from graphengine.kernels import HandOver, hand_over
 
 # Of the static fields that hold the `HandOver`.
 _PREFIX = "handover_"

@@ -305,7 +305,6 @@ def decode_layer(
     """
     config, plans, slot = context.config, launch.plans, row.slot
     shared: Any = {"arrivals": launch.arrivals, "pdl": launch.pdl}
-    several: Any = {"tokens_per_row": launch.tokens_per_row} if launch.tokens_per_row > 1 else {}
     qkv = linear(
         residual.scaled,
         layer.qkv,
@@ -332,7 +331,7 @@ def decode_layer(
         k_norm_weight=layer.k_norm,
         eps=config.norm_eps,
         split_tokens=launch.split_tokens,
-        **several,
+        tokens_per_row=launch.tokens_per_row,
         **shared,
     )
     residual = linear_residual(

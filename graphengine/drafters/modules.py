@@ -1,0 +1,118 @@
+"""What the drafters of MTP modules have in common: weights, plans, KV, and a module's run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.drafters.base import Drafter, DraftSetting
+from graphengine.drafters.head import DraftHead
+from graphengine.kernels import (
+    DecodeLanes,
+    Fusion,
+    Residual,
+    RowFamily,
+    arrivals_needed,
+    new_residual,
+)
+from graphengine.models.dense import DecodeLaunch, Destinations, arrival_counters
+from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, mtp_decode
+from graphengine.tuning import choose_mtp_plans
+
+
+class ModuleDrafter(Drafter):
+    """The modules of `config`, each with a layer of KV; how they are chained is the subclass's.
+
+    config      of the modules that are run
+    length      K
+    vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    """
+
+    wants_hidden = True
+
+    def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None) -> None:
+        self.config = config
+        self.length = length
+        self.vocabulary = vocabulary
+
+    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+        self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
+        drafted = None if self.vocabulary is None else self.vocabulary.numel()
+        self.plans, self.plan_sources = choose_mtp_plans(
+            self.config, dtype, family, device, draft_vocab_size=drafted
+        )
+        return self.weights.named(self.config)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
+        rows = 0 if self.vocabulary is None else self.vocabulary.numel()
+        return own + rows * self.config.dense.hidden_size * dtype.itemsize
+
+    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
+        return (self.config.modules, *self.config.dense.kv_block_shape(block_size))
+
+    def arrivals(self, lanes: int) -> int:
+        dense, plans = self.config.dense, self.plans
+        widest = lanes // (1 + self.length) * self.lanes_of_row
+        projection = arrivals_needed(plans.projection, dense.hidden_size)
+        return max(projection, arrival_counters(dense, plans.layer, widest))
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        target, dense = setting.model, self.config.dense
+        self._modules = self.weights.modules
+        self._kv = cache
+        self._fusions = [
+            Fusion(
+                embedding=target.weights.embedding,
+                embedding_norm=module.embedding_norm,
+                hidden_norm=module.hidden_norm,
+                eps=self.config.norm_eps,
+                hidden_first=self.config.hidden_first,
+            )
+            for module in self._modules
+        ]
+        self._head = DraftHead(
+            target.weights.lm_head,
+            self.vocabulary,
+            plan=self.plans.lm_head,
+            eps=dense.norm_eps,
+            slots=setting.slots,
+        )
+        self._context = target.context._replace(config=dense)
+        self._launch = setting.launch._replace(plans=self.plans.layer)
+        self._target_eps = target.config.norm_eps
+        self._limit = setting.limit
+        self._block_table = setting.buffers["block_table"]
+        self._draft_tokens = setting.buffers["draft_tokens"]
+
+    def _run(
+        self,
+        index: int,
+        combined: Tensor,
+        residual: Residual,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """Module `index` for decode lanes: its output, scaled for its final norm."""
+        return mtp_decode(
+            self._modules[index],
+            self.plans.projection,
+            combined,
+            residual,
+            lanes,
+            self._kv[index],
+            self._block_table,
+            self._context,
+            launch,
+        )
+
+    def _new_stream(self, lanes: int) -> Residual:
+        """A residual stream whose sums of squares the projection makes anew."""
+        projection = self._modules[0].projection
+        return new_residual(
+            lanes,
+            self.config.dense.hidden_size,
+            1,
+            dtype=projection.dtype,
+            device=projection.device,
+        )
