@@ -82,7 +82,7 @@ class Ring:
     """`capacity` records of one type, the newest in place of the oldest once it is full.
 
     array   the records, number n at `n % capacity`; each may have `width` values
-    memory  its bytes, for `struct.pack_into`: at a third of what NumPy takes for a record
+    memory  its bytes, for `struct.pack_into`, which writes neighbouring fields in one call
     made    records written so far; whoever writes one counts it
     """
 

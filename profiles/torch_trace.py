@@ -26,7 +26,9 @@ from graphengine.profiles.nsys_export import activities_of, kernels_of
 from graphengine.profiles.run_file import (
     STAGES,
     UNKNOWN,
+    Activities,
     Floats,
+    Kernel,
     Replays,
     Run,
     names,
@@ -279,10 +281,10 @@ def _replays_alone(
     """What a trace alone tells of replays: their times, and how many kernels they had."""
     numbers = _numbers(launches, work)
     by_number = {launch["args"]["correlation"]: launch for launch in launches}
-    launch = _microseconds(float(by_number[number]["ts"]) for number in numbers)
-    launched = _microseconds(_end(by_number[number]) for number in numbers)
-    begin = _microseconds(float(work[number][0]["ts"]) for number in numbers)
-    end = _microseconds(max(map(_end, work[number])) for number in numbers)
+    launch = _nanoseconds(float(by_number[number]["ts"]) for number in numbers)
+    launched = _nanoseconds(_end(by_number[number]) for number in numbers)
+    begin = _nanoseconds(float(work[number][0]["ts"]) for number in numbers)
+    end = _nanoseconds(max(map(_end, work[number])) for number in numbers)
     count = len(numbers)
     zeros, unknown = np.zeros(count, dtype=np.int64), np.full(count, UNKNOWN, dtype=np.int64)
     return Replays(
@@ -303,12 +305,14 @@ def _replays_alone(
     )
 
 
-def _microseconds(values: Iterator[float]) -> Floats:
-    """As nanoseconds."""
+def _nanoseconds(values: Iterator[float]) -> Floats:
+    """Of microseconds."""
     return np.array(list(values), dtype=np.float64) * 1e3
 
 
-def _kernels(replays: Replays, of_replay: Sequence[Sequence[Mapping[str, Any]]]) -> Any:
+def _kernels(
+    replays: Replays, of_replay: Sequence[Sequence[Mapping[str, Any]]]
+) -> tuple[Kernel, ...]:
     groups: dict[tuple[str, str], tuple[list[float], list[int]]] = defaultdict(lambda: ([], []))
     for index, nodes in enumerate(of_replay):
         for node in nodes:
@@ -318,8 +322,8 @@ def _kernels(replays: Replays, of_replay: Sequence[Sequence[Mapping[str, Any]]])
     return kernels_of(groups)
 
 
-def _activities(events: Sequence[Mapping[str, Any]], offset_us: float) -> Any:
-    """Calls other than graph launches, operators, and what ran on the device outside of graphs."""
+def _activities(events: Sequence[Mapping[str, Any]], offset_us: float) -> Activities:
+    """Calls other than graph launches, and what ran on the device outside of graphs."""
     found = []
     launched = {launch["args"]["correlation"] for launch in _launch_events(events)}
     for event in events:

@@ -572,32 +572,34 @@ def clocked(engine: Engine, clock: Clock) -> Iterator[Recorder]:
 
 def test_device_times_belong_to_their_replays() -> None:
     clock = Clock(16)
-    with open_engine(device="cpu", speculative=MTP(2, own_graph=True)) as engine:
-        with clocked(engine, clock) as recorder:
-            request = engine.submit(LONG, sampled(60))
-            while engine.busy:
-                # All but the replays in flight are done, as their records tell.
-                clock.done = clock.begun
-                engine.step()
-            made = clock.begun
-            assert made > 40 and request.finished
-            # One look at each, as soon as a later one was read: none is asked for in vain.
-            known = recorder.replays()["device_us"]
-            assert clock.asked == made or math.isnan(known[-1])
-            clock.done = made
-            first = recorder.dropped
-            assert recorder.replays()["device_us"].tolist() == list(range(first, made))
-            # They go on behind a pause, and are unknown in between where none are taken.
-            recorder.stop()
-            recorder.start(capacity=64, device_times=False)
-            engine.generate("x", greedy(1))
-            assert math.isnan(recorder.replays()["device_us"][-1])
-            recorder.stop()
-            recorder.start(capacity=64)
-            engine.generate("x", greedy(1))
+    with (
+        open_engine(device="cpu", speculative=MTP(2, own_graph=True)) as engine,
+        clocked(engine, clock) as recorder,
+    ):
+        request = engine.submit(LONG, sampled(60))
+        while engine.busy:
+            # All but the replays in flight are done, as their records tell.
             clock.done = clock.begun
-            assert recorder.replays()["device_us"][-1] == made
-            assert math.isnan(recorder.replays()["device_us"][-2])
+            engine.step()
+        made = clock.begun
+        assert made > 40 and request.finished
+        # One look at each, as soon as a later one was read: none is asked for in vain.
+        known = recorder.replays()["device_us"]
+        assert clock.asked == made or math.isnan(known[-1])
+        clock.done = made
+        first = recorder.dropped
+        assert recorder.replays()["device_us"].tolist() == list(range(first, made))
+        # They go on behind a pause, and are unknown in between where none are taken.
+        recorder.stop()
+        recorder.start(capacity=64, device_times=False)
+        engine.generate("x", greedy(1))
+        assert math.isnan(recorder.replays()["device_us"][-1])
+        recorder.stop()
+        recorder.start(capacity=64)
+        engine.generate("x", greedy(1))
+        clock.done = clock.begun
+        assert recorder.replays()["device_us"][-1] == made
+        assert math.isnan(recorder.replays()["device_us"][-2])
 
 
 def test_times_that_come_too_late_are_given_up() -> None:
