@@ -94,6 +94,7 @@ class Engine:
             tokens_per_step=memory.tokens_per_step,
             reserve_extra=0 if drafter is None else drafter.reserve,
             max_seq_len=memory.max_seq_len,
+            ladder=memory.ladder,
         )
         gate = config.gate_options
         self.gate: Gate | None = None
@@ -269,14 +270,13 @@ class Engine:
             self._delivery.end_cancelled()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
-                    with span("step/plan", live=len(self.scheduler.active)):
+                    with span("step/plan", 0, len(self.scheduler.active)):
                         plan = self._plan()
                     if plan is None:
                         break
-                    counts = self._bucket_rows(plan), len(plan.rows)
-                    with span("step/load", *counts):
+                    with span("step/load", plan.bucket, len(plan.rows)):
                         self._load(plan)
-                    with span("step/replay", *counts):
+                    with span("step/replay", plan.bucket, len(plan.rows)):
                         self._in_flight.append(self._replay(plan))
             except BaseException as error:
                 self._break(error)
@@ -452,10 +452,6 @@ class Engine:
             self.gate.launched(live_rows)
         return plan
 
-    def _bucket_rows(self, plan: Plan) -> int:
-        """Rows of the smallest bucket that holds the plan's; 0 where nobody decodes."""
-        return self.memory.ladder.pick(len(plan.rows)) if plan.rows else 0
-
     def _load(self, plan: Plan) -> None:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
         if self.recorder.recording:
@@ -484,7 +480,7 @@ class Engine:
             with span("prefill", tokens, chunk.count):
                 replays.append(self._launch(f"prefill/{tokens}", requests, epochs, chunk=chunk))
         if plan.rows:
-            rows, drafts = self._bucket_rows(plan), plan.width - 1
+            rows, drafts = plan.bucket, plan.width - 1
             bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.filtered else 0])
             replays.append(self._launch(bucket, plan.rows, plan.epochs, plan.width, rows=rows))
             if self.drafter is not None and self.drafter.own_graph:
