@@ -18,8 +18,9 @@ IDLE = 0.2
 PADDED = 0.5
 """Shares of the device's time and of a bucket's rows from which on they are worth a line."""
 SYNC_SLACK = 0.15
-SYNC_SLACK_US = 30.0
-"""How long behind the device's end the caller may come back and still have waited for it."""
+SYNC_SLACK_US = 50.0
+"""How long behind the device's end the caller may come back and still have waited for it: on an
+H200 `torch.cuda.synchronize` takes 30 us to say that the device is done."""
 
 READ_US = 10.0
 """Within which a record that is there already is read."""
