@@ -6,6 +6,8 @@ import argparse
 import io
 import json
 import logging
+import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -61,7 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command: Callable[[argparse.Namespace], int | None] = options.command
         status = command(options)
-    except ValueError as error:
+        # What reads the output may be gone, or its disk full: here that can still be said.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # As `head` leaves it. Nothing is left for the interpreter to flush at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (ValueError, OSError) as error:
         print(f"graphengine: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ A step is what one plan launches: at most a prefill, a decode and a drafter's ow
 all times but `replay` and `launched`:
 
     plan       the scheduler began
-    load       it was done; what changed is staged, copied, swapped
+    load       it was done; what changed is staged, copied, swapped, until the first launch
     replay     the launch of this replay began
     launched   it returned
     collect    the call of `Engine.step` that read the step began to wait for it
@@ -38,17 +38,17 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import CaptureReport, ReplayTimer
 from graphengine.environment import environment
-from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, STAMPS, Ring
+from graphengine.record_lines import SCHEMA, capture_object, replay_object, request_object
+from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, Ring, first_launches
 
 if TYPE_CHECKING:
     import torch
 
     from graphengine.request import Request
 
-SCHEMA = 1
 LEAST_CAPACITY = 64
 
-_REPLAY = struct.Struct("<6q6id3q4i")
+_REPLAY = struct.Struct("<7q6id3q4i")
 _COLLECTED = struct.Struct("<3q4i")
 _TIME = struct.Struct("<q")
 _MICROSECONDS = struct.Struct("<d")
@@ -96,15 +96,20 @@ class Recorder:
         self._allocate(0, 0)
         self._plan = self._load = self._collect = NEVER
         self._step = NEVER
+        self._starts = 0
         self._undelivered: list[int] = []
         # Lanes change seldom, so that their ids are packed once for many replays.
         self._requests, self._ids = _NO_REQUESTS, b""
 
     def _allocate(self, capacity: int, requests: int) -> None:
-        self._replays = Ring(REPLAY, capacity)
-        self._lane_ids = Ring(np.int64, capacity, self._lanes)
-        self._lane_tokens = Ring(np.uint8, capacity, self._lanes)
-        self._finished = Ring(FINISHED, requests)
+        """New rings, or, where there is no room for all of them, those that were there."""
+        made = (
+            Ring(REPLAY, capacity),
+            Ring(np.int64, capacity, self._lanes),
+            Ring(np.uint8, capacity, self._lanes),
+            Ring(FINISHED, requests),
+        )
+        self._replays, self._lane_ids, self._lane_tokens, self._finished = made
         self._timed = 0
 
     # What a user calls.
@@ -114,30 +119,42 @@ class Recorder:
     ) -> None:
         """Begin to record, or go on behind a `stop()`: other sizes than before drop what is there.
 
-        capacity      replays to keep, each 120 bytes and 9 for each slot of the engine
+        What is recorded behind another start has a number of its own, and no gap between tokens
+        reaches from one into the other.
+
+        capacity      replays to keep, each 128 bytes and 9 for each slot of the engine
         requests      finished requests to keep
         device_times  time each replay with a pair of CUDA events; no effect on a CPU
 
         Replays in flight by now are not recorded. ValueError while it records, for capacities below
-        64 and 1, and once the engine is closed.
+        64 and 1 and those that memory has no room for, and once the engine is closed.
         """
         if self._closed:
             raise ValueError("the engine is closed: nothing is left to record")
         if self.recording:
             raise ValueError("it is recording: stop() comes first")
-        if capacity < LEAST_CAPACITY or requests < 1:
-            raise ValueError(
-                f"capacity={capacity} must be at least {LEAST_CAPACITY}, requests={requests} at "
-                "least 1"
-            )
+        for name, value, least in (
+            ("capacity", capacity, LEAST_CAPACITY),
+            ("requests", requests, 1),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
+        if not isinstance(device_times, bool):
+            raise ValueError(f"device_times={device_times!r} must be True or False")
         # Of what was in flight at a stop; its events are about to be used again.
         self._read_times(self._replays.made)
         if (capacity, requests) != (self._replays.capacity, self._finished.capacity):
-            self._allocate(capacity, requests)
+            try:
+                self._allocate(capacity, requests)
+            except (MemoryError, ValueError) as error:
+                raise ValueError(
+                    f"capacity={capacity}, requests={requests}: memory has no room for as many"
+                ) from error
         if self._timer is None and self._stream is not None and device_times:
             self._timer = ReplayTimer(self._stream, len(self._launches))
         self._times_device = device_times and self._timer is not None
         self._timed = self._replays.made
+        self._starts += 1
         self.recording = True
 
     def stop(self) -> None:
@@ -192,12 +209,18 @@ class Recorder:
         return self._finished.oldest_first()
 
     def stages(self) -> dict[str, NDArray[np.float64]]:
-        """Microseconds of each replay in each of `STAGES`; NaN where one of its ends never came."""
+        """Microseconds of each replay in each of `STAGES`; NaN where one of its ends never came.
+
+        Replays of one step share all but "launch".
+        """
         records = self.replays()
         found = {}
         for stage, (begin, end) in STAGES.items():
-            known = (records[begin] != NEVER) & (records[end] != NEVER)
-            took = (records[end] - records[begin]) / 1e3
+            ends = records[end]
+            if stage == "load":
+                ends = first_launches(records["load"], ends)
+            known = (records[begin] != NEVER) & (ends != NEVER)
+            took = (ends - records[begin]) / 1e3
             found[stage] = np.where(known, took, math.nan)
         return found
 
@@ -208,16 +231,7 @@ class Recorder:
             "kind": "header",
             "environment": environment(str(self._description["device"])),
             "engine": self._description,
-            "captures": [
-                {
-                    "bucket": capture.name,
-                    "seconds": round(capture.capture_ms / 1e3, 6),
-                    "warm_up_seconds": round(capture.warm_up_ms / 1e3, 6),
-                    "bytes": capture.bytes,
-                    "nodes": capture.nodes,
-                }
-                for capture in self._captures
-            ],
+            "captures": [capture_object(capture) for capture in self._captures],
             "recorder": {
                 "capacity": self._replays.capacity,
                 "records": len(self),
@@ -234,31 +248,12 @@ class Recorder:
         Times are nanoseconds since the first replay's plan began; None where one did not come. A
         request that was submitted before has a negative one.
         """
-        replays, requests = self.replays(), self.requests()
+        replays, (ids, tokens) = self.replays(), self.lanes()
         origin = int(replays["plan"][0]) if len(replays) else 0
-
-        def since(time: int) -> int | None:
-            return None if time == NEVER else time - origin
-
-        ids, tokens = self.lanes()
         for record, of_lane, given in zip(replays, ids, tokens, strict=True):
-            values = dict(zip(REPLAY.names or (), record.item(), strict=True))
-            lanes, kind, microseconds = (
-                values.pop(name) for name in ("lanes", "kind", "device_us")
-            )
-            yield {
-                "kind": "replay",
-                **values,
-                "bucket": self.buckets[values["bucket"]],
-                "type": KINDS[kind],
-                "device_us": None if math.isnan(microseconds) else round(microseconds, 3),
-                **{name: since(values[name]) for name in STAMPS},
-                "lanes": np.stack([of_lane[:lanes], given[:lanes]], axis=1).tolist(),
-            }
-        for record in requests:
-            values = dict(zip(FINISHED.names or (), record.item(), strict=True))
-            times = {name: since(values[name]) for name in ("submitted", "first", "finished")}
-            yield {"kind": "request", **values, **times, "reason": REASONS[values["reason"]]}
+            yield replay_object(record, of_lane, given, self.buckets, origin)
+        for record in self.requests():
+            yield request_object(record, origin)
 
     def write(self, path: str | Path) -> None:
         """Write JSON lines: `header()`, then `rows()`. OSError where the file cannot be written."""
@@ -304,7 +299,7 @@ class Recorder:
         index, kind, rows = self._shapes[bucket]
         _REPLAY.pack_into(
             ring.memory, number % ring.capacity * ring.stride,
-            self._step, sequence, self._plan, self._load, began, launched,
+            self._starts, self._step, sequence, self._plan, self._load, began, launched,
             fed, index, rows, fed or live, width, kind,
             math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0,
         )  # fmt: skip

@@ -17,12 +17,16 @@ STAGES = {
     "wait": ("collect", "read"),
     "deliver": ("read", "delivered"),
 }
-"""Parts of a step on the host, each between two times. "wait" is the one that is no work."""
+"""Parts of a step on the host, each between two times. "wait" is the one that is no work.
+
+"load" ends with the first launch of its step: `first_launches`.
+"""
 NEVER = -1
 """A time that did not come."""
 
 REPLAY = np.dtype(
     [
+        ("recording", "<i8"),
         ("step", "<i8"),
         ("sequence", "<i8"),
         ("plan", "<i8"),
@@ -47,6 +51,7 @@ REPLAY = np.dtype(
 )
 """One replay. Times are nanoseconds of `time.perf_counter_ns`, `NEVER` where one did not come.
 
+recording      which `start()` it came behind, from 1
 step           which of the recorder's steps launched it, from 0
 sequence       the engine's number of the replay; of a draft graph, of the decode replay before it
 prompt_tokens  fed by a prefill
@@ -76,6 +81,16 @@ FINISHED = np.dtype(
     ]
 )
 """One finished request; times as of `REPLAY`, `reason` an index into `REASONS`."""
+
+
+def first_launches(load: NDArray[Any], replay: NDArray[Any]) -> NDArray[Any]:
+    """For each replay, in order of launches, the `replay` of the first one of its step.
+
+    Replays of one step share their `load`; a later one's own `replay` lies behind the launches
+    before it, which are no loading.
+    """
+    _, first, step = np.unique(load, return_index=True, return_inverse=True)
+    return replay[first][step]
 
 
 class Ring:

@@ -13,7 +13,8 @@ One domain, `graphengine`; the first part of a range's name is its category:
 A range's payload packs two counts, `rows << 32 | live`: rows of the bucket, and those of them that
 serve a request (`unpack` takes it apart). Of a prefill they are the bucket's tokens and the prompt
 tokens fed; of step/plan, which has no bucket yet, 0 and the requests that hold a slot. Where a step
-decodes nothing, its rows are 0.
+decodes nothing, its rows are 0. The payload of capture/BUCKET and of load is 0: a capture's rows
+are in its name, and weights have none.
 
 A range in the code of a captured step fires once, at capture: a replay runs no Python. That is why
 all of these are around launches and none is inside a graph.

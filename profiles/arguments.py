@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -31,3 +32,31 @@ def check_out(path: Path, option: str = "--out") -> None:
         raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
     if is_new:
         path.unlink()
+
+
+def check_apart(read: Mapping[str, Path | None], written: Mapping[str, Path | None]) -> None:
+    """ValueError where a file to write, by its option, is one that is read or written besides.
+
+    Links count as what they lead to; options without a path are left out.
+    """
+    outputs = [(option, path) for option, path in written.items() if path is not None]
+    others = [(option, path) for option, path in read.items() if path is not None]
+    for option, path in outputs:
+        for other, taken in others:
+            if _same(path, taken):
+                raise ValueError(f"{option} {path} is the file of {other} {taken}: name another")
+        others.append((option, path))
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()
+
+
+def write_out(path: Path, text: str, option: str = "--out") -> None:
+    """Write a file. ValueError, with the option, where there is no room for it or no way to it."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error

@@ -24,7 +24,7 @@ from graphengine import Engine, EngineConfig
 from graphengine.config import DTYPES
 from graphengine.environment import environment
 from graphengine.profiles import measure, speculation
-from graphengine.profiles.arguments import check_out, integers
+from graphengine.profiles.arguments import check_apart, check_out, integers
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling
 from graphengine.profiles.engines import (
     StartUp,
@@ -137,10 +137,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(options: argparse.Namespace) -> None:
     """Measure, print, write. ValueError for bad options, before anything is measured."""
-    for name in ("out", "record"):
-        path = getattr(options, name)
+    outputs = {"--out": options.out, "--record": options.record}
+    check_apart({}, outputs)
+    for option, path in outputs.items():
         if path is not None:
-            check_out(path, f"--{name}")
+            check_out(path, option)
     wanted = _read_options(options)
 
     def save(document: dict[str, Any]) -> None:

@@ -62,7 +62,12 @@ def break_down(run: Run) -> Breakdown:
     """The gaps of `run`, part by part. ValueError without gaps."""
     gaps, replays = run.gaps, run.replays
     if not len(gaps):
-        raise ValueError(f"{run.path}: no request has two tokens, so there is no gap to report")
+        what = (
+            "not two decode replays have a known end"
+            if run.requests is None
+            else "no request has two tokens in one recording"
+        )
+        raise ValueError(f"{run.path}: {what}, so there is no gap to report")
     chosen = _one_a_step(gaps, replays.step)
     begin, end = gaps.begin[chosen], gaps.end[chosen]
     first, last = gaps.first[chosen], gaps.last[chosen]

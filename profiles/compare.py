@@ -1,11 +1,14 @@
 """Two runs side by side: what changed, and how sure that is.
 
 Gaps are not independent of their neighbours (a busy host, a hot device, a long context last for
-many steps), so values are drawn in blocks of consecutive steps: the circular block bootstrap
-(D. N. Politis, J. P. Romano, "A circular block-resampling procedure for stationary data", 1992).
-Blocks have n^(1/3) values, the order of magnitude that P. Hall, J. L. Horowitz and B.-Y. Jing ("On
-blocking rules for the bootstrap with dependent data", 1995) derive. Both runs are drawn afresh each
-time, and the interval is the middle of the ratios so found.
+many steps), so they are drawn in blocks of consecutive steps, each step with all gaps that end
+with it: the circular block bootstrap (D. N. Politis, J. P. Romano, "A circular block-resampling
+procedure for stationary data", 1992). Both runs are drawn afresh each time, and the interval is the
+middle of the ratios so found.
+
+A block has as many steps as D. N. Politis and H. White ("Automatic block-length selection for the
+dependent bootstrap", 2004) derive for an autoregression with the series' own correlation, that of
+ranks, which outliers do not sway; n^(1/2) at least, and a tenth of all at most.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ from numpy.typing import NDArray
 
 from graphengine.profiles.breakdown import break_down
 from graphengine.profiles.percentiles import SHARES, supports
-from graphengine.profiles.run_file import Floats, Kernel, Run
+from graphengine.profiles.run_file import Floats, Gaps, Integers, Kernel, Run
 
 DRAWS = 1000
 CONFIDENCE = 95.0
 LEAST_VALUES = 20
 """Below as many a bootstrap of either run says nothing."""
+LEAST_BEYOND = 2
+"""Values expected beyond a percentile: of fewer, draws show one value again and again."""
+LEAST_BLOCKS = 10
+COMPARABLE = ("numerics_id", "dtype", "max_batch", "speculative", "lookahead")
+"""Of the engine: what two runs should share, beside device and source."""
 CHUNK = 2**22
 """Values drawn at a time."""
 
@@ -38,7 +46,7 @@ Statistic = Callable[[Floats], Floats]
 class Change:
     """One figure in two runs.
 
-    change    of `after` over `before`, as a fraction
+    change    of `after` over `before`, as a fraction; None where that is 0
     low, high its interval; None where the values are too few for one
     verdict   "slower", "faster", "no change shown" or "too few values"
     """
@@ -46,30 +54,42 @@ class Change:
     name: str
     before: float
     after: float
-    change: float
+    change: float | None
     low: float | None
     high: float | None
     verdict: str
 
 
 def compare(before: Run, after: Run, *, draws: int = DRAWS, seed: int = 0) -> dict[str, Any]:
-    """Gaps by percentile, and kernels by their time a replay, as a JSON document.
+    """All gaps by percentile, and kernels by their time a replay, as a JSON document.
 
-    `kernels` are those of both runs, by bucket, and `only` those of one. It is None where a source
-    has no kernels. The same runs and seed give the same document.
+    `notes` say what else differs, `steps` how many gaps are separate. `kernels` are those of both
+    runs, by bucket, and `only` those of one. It is None where a source has no kernels. The same
+    runs and seed give the same document.
     """
     random = np.random.default_rng(seed)
-    first, second = break_down(before).milliseconds, break_down(after).milliseconds
-    changes = [
-        _percentile_change(name, share, first, second, draws, random)
-        for name, share in SHARES.items()
-    ]
-    changes.append(_change("max", float(first.max()), float(second.max()), None))
+    steps = [break_down(run).milliseconds for run in (before, after)]
+    blocks = [block_length(values) for values in steps]
+    old, new = (
+        _drawn_percentiles(run.gaps, block, draws, random)
+        for run, block in zip((before, after), blocks, strict=True)
+    )
+    counts = [len(values) for values in steps]
+    changes = []
+    for place, (name, share) in enumerate(SHARES.items()):
+        was, now = (_nearest_rank(run.gaps.milliseconds, share) for run in (before, after))
+        enough = all(supports(count // LEAST_BEYOND, share) for count in counts)
+        wide = enough and min(counts) >= LEAST_VALUES
+        changes.append(_change(name, was, now, _middle(old[:, place], new[:, place], wide)))
+    was, now = (float(run.gaps.milliseconds.max()) for run in (before, after))
+    changes.append(_change("max", was, now, None))
     kernels, only = _kernel_changes(before, after, draws, random)
     return {
         "against": before.path.name,
-        "n": [len(first), len(second)],
-        "block": [block_length(len(first)), block_length(len(second))],
+        "notes": differences(before, after),
+        "n": [len(before.gaps), len(after.gaps)],
+        "steps": counts,
+        "block": blocks,
         "draws": draws,
         "confidence": CONFIDENCE,
         "itl": [asdict(change) for change in changes],
@@ -78,16 +98,40 @@ def compare(before: Run, after: Run, *, draws: int = DRAWS, seed: int = 0) -> di
     }
 
 
-def block_length(count: int) -> int:
+def differences(before: Run, after: Run) -> list[str]:
+    """What is not the same in two runs though it is in a fair comparison."""
+    old, new = (
+        {"source": run.source, "time between tokens": run.gap_basis}
+        | {name: value for name, value in (run.engine or {}).items() if name in COMPARABLE}
+        | {"device": (run.environment or {}).get("device")}
+        for run in (before, after)
+    )
+    return [
+        f"{name}: {old[name]} before, {new[name]} after"
+        for name in old
+        if name in new and old[name] != new[name]
+    ]
+
+
+def block_length(values: Floats) -> int:
     """Consecutive values that are drawn together."""
-    return max(1, round(math.cbrt(count)))
+    count = len(values)
+    most = max(1, count // LEAST_BLOCKS)
+    # Equal values have one rank: in order of time they would be most alike.
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts + count) / 2)[place]
+    total = float(ranks @ ranks)
+    alike = min(0.99, max(0.0, float(ranks[:-1] @ ranks[1:]) / total)) if total else 0.0
+    automatic = math.cbrt(count) * math.pow(math.sqrt(6.0) * alike / (1.0 - alike**2), 2 / 3)
+    return min(most, max(1, round(math.sqrt(count)), round(automatic)))
 
 
-def block_draws(count: int, draws: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """Indices (draws, count) into a series of `count` values: blocks from anywhere, round the end
-    to the beginning.
+def block_draws(
+    count: int, length: int, draws: int, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """Indices (draws, count) into a series of `count` values: blocks of `length` from anywhere,
+    round the end to the beginning.
     """
-    length = block_length(count)
     blocks = -(-count // length)
     starts = random.integers(0, count, size=(draws, blocks, 1))
     indices = (starts + np.arange(length)) % count
@@ -98,12 +142,51 @@ def resampled(
     values: Floats, statistic: Statistic, draws: int, random: np.random.Generator
 ) -> Floats:
     """`statistic` of each of `draws` block resamples of `values`."""
+    at_once, length = max(1, CHUNK // len(values)), block_length(values)
+    found = []
+    for begin in range(0, draws, at_once):
+        indices = block_draws(len(values), length, min(at_once, draws - begin), random)
+        found.append(statistic(values[indices]))
+    return np.concatenate(found)
+
+
+def _drawn_percentiles(gaps: Gaps, block: int, draws: int, random: np.random.Generator) -> Floats:
+    """Percentiles of all gaps (draws, `SHARES`): a draw takes steps, and each with all its gaps."""
+    values = gaps.milliseconds
+    order = np.argsort(values, kind="stable")
+    # Steps in order of time, as gaps are in order of their ends.
+    ends, step = np.unique(gaps.last, return_inverse=True)
+    step = step[order]
     at_once = max(1, CHUNK // len(values))
     found = []
     for begin in range(0, draws, at_once):
-        indices = block_draws(len(values), min(at_once, draws - begin), random)
-        found.append(statistic(values[indices]))
-    return np.concatenate(found)
+        rows = min(at_once, draws - begin)
+        indices = block_draws(len(ends), block, rows, random)
+        indices += len(ends) * np.arange(rows)[:, None]
+        drawn = np.bincount(indices.ravel(), minlength=rows * len(ends)).reshape(rows, -1)
+        up_to = np.cumsum(drawn[:, step], axis=1)
+        found.append(np.stack([_reached(up_to, share) for share in SHARES.values()], axis=1))
+    return values[order][np.concatenate(found)]
+
+
+def _reached(up_to: Integers, share: float) -> Integers:
+    """For each row of growing counts, where `share` percent of its last one are reached."""
+    wanted = -(round(10 * share) * up_to[:, -1] // -1000)
+    rows = zip(up_to, wanted, strict=True)
+    return np.array([np.searchsorted(row, least) for row, least in rows], dtype=np.int64)
+
+
+def _nearest_rank(values: Floats, share: float) -> float:
+    return float(np.percentile(values, share, method="inverted_cdf"))
+
+
+def _middle(before: Floats, after: Floats, wide: bool) -> tuple[float, float] | None:
+    """The interval of the change, of statistics that were drawn; None where it would be none."""
+    if not wide or not (before > 0).all():
+        return None
+    tail = (100.0 - CONFIDENCE) / 2
+    low, high = np.percentile(after / before - 1.0, [tail, 100.0 - tail])
+    return float(low), float(high)
 
 
 def _interval(
@@ -113,27 +196,7 @@ def _interval(
     if min(len(before), len(after)) < LEAST_VALUES:
         return None
     old = resampled(before, statistic, draws, random)
-    new = resampled(after, statistic, draws, random)
-    tail = (100.0 - CONFIDENCE) / 2
-    low, high = np.percentile(new / old - 1.0, [tail, 100.0 - tail])
-    return float(low), float(high)
-
-
-def _percentile_change(
-    name: str,
-    share: float,
-    before: Floats,
-    after: Floats,
-    draws: int,
-    random: np.random.Generator,
-) -> Change:
-    def statistic(rows: Floats) -> Floats:
-        return np.percentile(rows, share, axis=-1, method="inverted_cdf")
-
-    enough = all(supports(len(values), share) for values in (before, after))
-    interval = _interval(before, after, statistic, draws, random) if enough else None
-    old, new = float(statistic(before)), float(statistic(after))
-    return _change(name, old, new, interval)
+    return _middle(old, resampled(after, statistic, draws, random), wide=True)
 
 
 def _change(name: str, before: float, after: float, interval: tuple[float, float] | None) -> Change:
@@ -146,7 +209,7 @@ def _change(name: str, before: float, after: float, interval: tuple[float, float
         name=name,
         before=before,
         after=after,
-        change=after / before - 1.0 if before else float("nan"),
+        change=after / before - 1.0 if before else None,
         low=low_high[0],
         high=low_high[1],
         verdict=verdict,

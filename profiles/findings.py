@@ -221,7 +221,7 @@ def _hidden_syncs(found: Breakdown) -> list[Finding]:
 def _idle(run: Run, found: Breakdown) -> list[Finding]:
     """A device that often has nothing to do, and what the host does meanwhile."""
     device = found.usual(found.device_us)
-    if run.on_host or np.isnan(device) or not found.parts:
+    if run.on_host or np.isnan(device) or not found.parts or not found.typical_ms:
         return []
     idle = 1.0 - device / (1e3 * found.typical_ms)
     if idle < IDLE:
@@ -272,7 +272,12 @@ def _cost(run: Run, rows: int) -> str:
     if not len(smaller):
         return ""
     other = int(smaller.max())
-    mine, theirs = (float(np.median(times[known & (replays.rows == n)])) for n in (rows, other))
+    of_rows = [times[known & (replays.rows == n)] for n in (rows, other)]
+    if not all(map(len, of_rows)):
+        return ""
+    mine, theirs = (float(np.median(values)) for values in of_rows)
+    if not theirs:
+        return ""
     share = 100 * (mine / theirs - 1)
     return f" (its replays take {_span(mine)}, {share:+.0f}% beside those of {other})"
 

@@ -29,17 +29,22 @@ def nsys_command(
 ) -> list[str]:
     """The words of a command line that profiles `command` into `out`.nsys-rep and `out`.sqlite.
 
+    Beside CUDA and the ranges it traces calls of the operating system, which tell what a late host
+    waited in: nsys keeps those of 1 us or more, and makes each a little slower.
+
     trace  of `TRACES`
     whole  from beginning to end, not only between the calls of the CUDA profiler's interface
 
     An `out` with such an ending counts without it; files of that name are replaced. ValueError for
-    an unknown trace and for no command.
+    an unknown trace, for no command, and for a `%` in `out`, which nsys would fill in.
     """
     if trace not in TRACES:
         raise ValueError(f"--trace {trace!r}: known are {', '.join(TRACES)}")
     if not command:
         raise ValueError("nothing to profile: name a command behind `--`")
-    words = [nsys, "profile", "--trace=cuda,nvtx", f"--cuda-graph-trace={trace}"]
+    if "%" in str(out):
+        raise ValueError(f"--out {out}: nsys puts something of its own in place of % and a letter")
+    words = [nsys, "profile", "--trace=cuda,nvtx,osrt", f"--cuda-graph-trace={trace}"]
     words += [f"--nvtx-domain-include={DOMAIN}"]
     if not whole:
         words += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]

@@ -19,7 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphengine.profiles.nsys_ranges import NvtxRange, collected, engine_ranges, facts_of
+from graphengine.profiles.nsys_ranges import (
+    NvtxRange,
+    collected,
+    engine_ranges,
+    facts_of,
+    process_of,
+    within,
+)
 from graphengine.profiles.nsys_tables import Tables, check_file
 from graphengine.profiles.run_file import (
     Activities,
@@ -60,32 +67,39 @@ def read_export(path: Path) -> Run:
     check_file(path)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            return _read(Tables(database, path))
+            return _read(Tables(database), path)
     except sqlite3.Error as error:
         raise ValueError(f"{path}: damaged or cut off: {error}") from error
+    except (ArithmeticError, TypeError) as error:
+        raise ValueError(f"{path}: a table holds what is of another type: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _read(tables: Tables) -> Run:
-    path = tables.path
+def _read(tables: Tables, path: Path) -> Run:
     if RUNTIME not in tables and GRAPH_TRACE not in tables and KERNEL not in tables:
         known = ", ".join(sorted(tables.columns)) or "none"
         raise ValueError(
-            f"{path} has no table of CUDA activity, so it is no export of nsys with "
+            "there is no table of CUDA activity, so it is no export of nsys with "
             f"--trace=cuda; its tables: {known}"
         )
     notes: list[str] = []
-    strings = dict(tables.rows("StringIds", "id", "value"))
+    strings = {
+        identity: str(text) for identity, text in tables.rows("StringIds", "id", "value") if text
+    }
     if not strings:
         notes.append("the export has no StringIds: kernels and calls have numbers for names")
     launches = _launches(tables, strings)
     work, mode, kernels = _device_work(tables, strings, notes)
     if not work:
         raise ValueError(
-            f"{path} shows no replay of a CUDA graph: profile with --trace=cuda and "
+            "it shows no replay of a CUDA graph: profile with --trace=cuda and "
             "--cuda-graph-trace=graph or node, and a capture range in which the engine steps"
         )
-    ranges = engine_ranges(tables, strings, notes)
-    replays, keys = _replays(work, launches, ranges, notes)
+    busiest = _busiest(work, notes)
+    ranges = engine_ranges(tables, strings, busiest, notes)
+    keys = [key for key in work if key[0] == busiest]
+    replays, places = _replays({key: work[key] for key in keys}, launches, ranges, notes)
     collects = [(one.begin, one.end) for one in ranges if one.name == "step/collect"]
     basis = "between the ends of decode replays on the device: the export has no step/collect"
     if collects:
@@ -109,9 +123,9 @@ def _read(tables: Tables) -> Run:
             if name in all_ranges
         },
         environment=None if device is None else {"device": device},
-        kernels=_kernels(kernels, replays, keys) if mode == "node" else None,
+        kernels=_kernels(kernels, replays, places) if mode == "node" else None,
         ranges=all_ranges or None,
-        activities=_activities(tables, strings),
+        activities=_activities(tables, strings, busiest),
     )
 
 
@@ -119,19 +133,14 @@ def _spans(spans: Sequence[tuple[float, float]]) -> Floats:
     return np.array(spans, dtype=np.float64).reshape(-1, 2)
 
 
-def _process(identity: int | None) -> int:
-    """Of a globalTid or globalPid: a process's id stands in bits 24 to 47."""
-    return 0 if identity is None else identity >> 24 & 0xFF_FFFF
-
-
 def _launches(tables: Tables, strings: dict[int, str]) -> dict[tuple[int, int], Launch]:
     """Calls that launch graphs, by process and correlation."""
-    chosen = [id for id, text in strings.items() if str(text).startswith(LAUNCHES)]
+    chosen = [identity for identity, text in strings.items() if text.startswith(LAUNCHES)]
     where = f"nameId IN ({', '.join(map(str, chosen))})"
     if not chosen or not tables.has(RUNTIME, "nameId"):
         return {}
     rows = tables.rows(RUNTIME, "globalTid", "correlationId", "start", "end", where=where)
-    found = [Launch(_process(thread), number, begin, end) for thread, number, begin, end in rows]
+    found = [Launch(process_of(thread), number, begin, end) for thread, number, begin, end in rows]
     return {(launch.process, launch.correlation): launch for launch in found}
 
 
@@ -160,7 +169,7 @@ def _device_work(
     work = {}
     for process, number, begin, end, executable, graph in tables.rows(GRAPH_TRACE, *columns):
         graph = graph if executable is None else executable
-        work[_process(process), number] = _Work(begin, end, graph)
+        work[process_of(process), number] = _Work(begin, end, graph)
     nodes = _nodes(tables, strings)
     if work:
         if nodes:
@@ -186,9 +195,20 @@ def _nodes(tables: Tables, strings: dict[int, str]) -> list[_Node]:
         for process, number, begin, end, short, long in tables.rows(table, *columns, where=where):
             identity = long if short is None else short
             name = what or strings.get(identity, f"kernel {identity}")
-            found.append(_Node((_process(process), number), name, begin, end))
+            found.append(_Node((process_of(process), number), name, begin, end))
     found.sort(key=lambda node: node.begin)
     return found
+
+
+def _busiest(work: dict[tuple[int, int], _Work], notes: list[str]) -> int:
+    """The process with the most replays."""
+    processes = Counter(process for process, _ in work)
+    busiest = processes.most_common(1)[0][0]
+    if len(processes) > 1:
+        notes.append(
+            f"{len(processes)} processes replayed graphs: only {busiest}, with the most, is shown"
+        )
+    return busiest
 
 
 def _replays(
@@ -198,13 +218,7 @@ def _replays(
     notes: list[str],
 ) -> tuple[Replays, dict[tuple[int, int], int]]:
     """Columns in order of launch, and the index of each (process, correlation) in them."""
-    processes = Counter(process for process, _ in work)
-    busiest = processes.most_common(1)[0][0]
-    if len(processes) > 1:
-        notes.append(
-            f"{len(processes)} processes replayed graphs: only {busiest}, with the most, is shown"
-        )
-    keys = [key for key in work if key[0] == busiest]
+    keys = list(work)
     missing = sum(key not in launches for key in keys)
     if missing:
         notes.append(f"the launch of {missing} of {len(keys)} replays is not in the export")
@@ -276,18 +290,22 @@ def kernels_of(
     )
 
 
-def _activities(tables: Tables, strings: dict[int, str]) -> Activities:
-    """Calls other than graph launches, and what ran on the device outside of graphs."""
+def _activities(tables: Tables, strings: dict[int, str], process: int) -> Activities:
+    """Calls of `process` other than graph launches, and what it ran on the device outside of
+    graphs.
+    """
     found: list[tuple[str, float, float, bool]] = []
     for table, what in ({RUNTIME: ""} | OTHERS).items():
-        for begin, end, identity in tables.rows(table, "start", "end", "nameId"):
-            name = str(strings.get(identity, f"call {identity}"))
-            if end is not None and not name.startswith(LAUNCHES):
+        columns = ("globalTid", "start", "end", "nameId")
+        for thread, begin, end, identity in tables.rows(table, *columns):
+            name = strings.get(identity, f"call {identity}")
+            known = within(process, thread) and end is not None
+            if known and not name.startswith(LAUNCHES):
                 found.append((f"{what} {name}".strip(), begin, end, False))
     for table, what in ({KERNEL: "kernel"} | COPIES).items():
-        columns = ("start", "end", "shortName", "graphNodeId")
-        for begin, end, identity, node in tables.rows(table, *columns):
-            if not node:
+        of_work = ("globalPid", "start", "end", "shortName", "graphNodeId")
+        for owner, begin, end, identity, node in tables.rows(table, *of_work):
+            if not node and within(process, owner):
                 found.append((f"{what} {strings.get(identity, '')}".strip(), begin, end, True))
     return activities_of(found)
 

@@ -28,33 +28,72 @@ class NvtxRange(NamedTuple):
     payload: int
 
 
-def engine_ranges(tables: Tables, strings: dict[int, str], notes: list[str]) -> list[NvtxRange]:
-    """Ranges of the engine's domain, in order of time; those that never ended are left out."""
+OURS = ("step/plan", "step/load", "step/replay", "step/collect", "prefill", "load")
+CAPTURE = "capture/"
+"""Names of the engine's ranges, for exports that do not say which domain is whose."""
+
+
+def process_of(identity: int | None) -> int:
+    """Of a globalTid or globalPid: a process's id stands in bits 24 to 47."""
+    return 0 if identity is None else identity >> 24 & 0xFF_FFFF
+
+
+def within(process: int, identity: int | None) -> bool:
+    """Whether a globalTid or globalPid is of `process`; those that an export lacks count as it."""
+    return identity is None or process_of(identity) == process
+
+
+def engine_ranges(
+    tables: Tables, strings: dict[int, str], process: int, notes: list[str]
+) -> list[NvtxRange]:
+    """Ranges of the engine's domain in `process`, in order of time; without those that never ended.
+
+    An id of a domain is one process's own. Where no domain bears the engine's name, ranges count by
+    theirs, and a note says so.
+    """
     if NVTX not in tables:
         notes.append("the export has no NVTX ranges: stages and buckets are not known")
         return []
+    created = tables.rows(
+        NVTX, "globalTid", "domainId", "text", "textId", where=f"eventType = {DOMAIN_CREATE}"
+    )
     domains = {
         domain
-        for domain, text, text_id in tables.rows(
-            NVTX, "domainId", "text", "textId", where=f"eventType = {DOMAIN_CREATE}"
-        )
-        if (text if text is not None else strings.get(text_id)) == DOMAIN
+        for thread, domain, text, text_id in created
+        if within(process, thread) and _text(text, text_id, strings) == DOMAIN
     }
-    columns = ("start", "end", "domainId", "text", "textId", "int64Value", "uint64Value")
-    found = []
-    for begin, end, domain, text, text_id, signed, unsigned in tables.rows(
-        NVTX, *columns, where=f"eventType IN {RANGES} AND end IS NOT NULL"
+    columns = (
+        "globalTid", "start", "end", "domainId", "text", "textId", "int64Value", "uint64Value",
+    )  # fmt: skip
+    where = f"eventType IN {RANGES} AND end IS NOT NULL"
+    found, named = [], []
+    for thread, begin, end, domain, text, text_id, signed, unsigned in tables.rows(
+        NVTX, *columns, where=where
     ):
-        if domain in domains:
-            name = str(text if text is not None else strings.get(text_id, text_id))
+        if within(process, thread):
+            name = _text(text, text_id, strings)
             payload = signed if signed is not None else unsigned
-            found.append(NvtxRange(name, begin, end, payload or 0))
+            one = NvtxRange(name, begin, end, payload or 0)
+            if domain in domains:
+                found.append(one)
+            elif name in OURS or name.startswith(CAPTURE):
+                named.append(one)
+    if named and not domains:
+        found = named
+        notes.append(f"no domain {DOMAIN!r} is in the export: ranges were taken by their names")
     if not found:
         notes.append(
             f"no range of the domain {DOMAIN!r} is in the export: stages and buckets are not known "
             "(is the nvtx package installed, and NVTX_DISABLE unset?)"
         )
     return sorted(found, key=lambda one: one.begin)
+
+
+def _text(text: str | None, identity: int | None, strings: dict[int, str]) -> str:
+    """Of an event: its own, or the string it names."""
+    if text is not None:
+        return str(text)
+    return str(identity) if identity is None else strings.get(identity, str(identity))
 
 
 class Fact(NamedTuple):

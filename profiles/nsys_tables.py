@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+NEEDED = {
+    "StringIds": ("id", "value"),
+    "NVTX_EVENTS": ("start", "end", "eventType"),
+    "TARGET_INFO_GPU": (),
+}
+"""Columns that a table must have; of the others they are its times."""
+TEXTS = ("text", "value", "name")
 MAGIC = b"SQLite format 3\x00"
 
 
 class Tables:
     """What an open export holds."""
 
-    def __init__(self, database: sqlite3.Connection, path: Path) -> None:
+    def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
-        self.path = path
         rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         self.columns = {
             name: {row[1] for row in database.execute(f'PRAGMA table_info("{name}")')}
@@ -28,15 +34,21 @@ class Tables:
     def rows(self, table: str, *columns: str, where: str = "1") -> Iterator[tuple[Any, ...]]:
         """Rows of `table`; None for columns that this export does not have. None without it.
 
-        ValueError if it lacks `start` or `end`.
+        ValueError if it lacks one of `NEEDED`, and for what is neither integer nor null in any
+        column but `TEXTS`.
         """
         if table not in self:
             return
         there = self.columns[table]
-        for column in ("start", "end"):
-            if column in columns and column not in there:
-                raise ValueError(f"{self.path}: table {table} has no column {column}")
+        for column in NEEDED.get(table, ("start", "end")):
+            if column not in there:
+                raise ValueError(f"table {table} has no column {column}")
         wanted = ", ".join(f'"{name}"' if name in there else "NULL" for name in columns)
+        for name in [name for name in columns if name in there and name not in TEXTS]:
+            other = f"typeof(\"{name}\") NOT IN ('integer', 'null')"
+            wrong = f'SELECT "{name}" FROM "{table}" WHERE ({where}) AND {other} LIMIT 1'
+            for (value,) in self.database.execute(wrong):
+                raise ValueError(f"table {table}: {name}={value!r} is no integer")
         yield from self.database.execute(f'SELECT {wanted} FROM "{table}" WHERE {where}')
 
     def has(self, table: str, column: str) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphengine.profiles.breakdown import OUTSIDE, Breakdown
 from graphengine.profiles.findings import Outlier
 from graphengine.profiles.report_text import shortened
-from graphengine.profiles.run_file import Floats, Run
+from graphengine.profiles.run_file import UNKNOWN, Floats, Integers, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,21 +63,36 @@ def svg(figure: Figure, name: str) -> str:
     return drawn.replace("<svg", f'<svg role="img" aria-label="{name}"', 1)
 
 
-def upper_envelope(values: Floats, points: int = POINTS) -> tuple[Floats, Floats]:
+def plain(name: str) -> str:
+    """A name out of a file as plain text: two dollar signs would make it a formula."""
+    return name.encode(errors="replace").decode().replace("$", r"\$")
+
+
+def upper_envelope(values: Floats, points: int = POINTS) -> tuple[Integers, Floats]:
     """(places, values) of a line: the largest of neighbours where there are more than `points`."""
     if len(values) <= points:
-        return np.arange(len(values), dtype=np.float64), values
+        return np.arange(len(values), dtype=np.int64), values
     edges = np.linspace(0, len(values), points + 1).astype(np.int64)[:-1]
-    return edges.astype(np.float64), np.fmax.reduceat(values, edges)
+    return edges, np.fmax.reduceat(values, edges)
+
+
+def step_numbers(run: Run, found: Breakdown) -> tuple[NDArray[np.float64], str]:
+    """Where each gap stands, and what that is: its step, or its place where steps are not known."""
+    steps = run.replays.step[run.gaps.last[found.gap]]
+    if (steps == UNKNOWN).any():
+        return np.arange(len(found), dtype=np.float64), "gap, in order of time"
+    return steps.astype(np.float64), "step"
 
 
 def over_steps(
-    found: Breakdown, judged: Sequence[Outlier], deadline_ms: float | None = None
+    run: Run, found: Breakdown, judged: Sequence[Outlier], deadline_ms: float | None = None
 ) -> Figure:
-    """Every gap in order, its outliers marked by cause."""
+    """The longest gap of each step, outliers marked by cause."""
     figure, (axis,) = _figure()
-    axis.plot(*upper_envelope(found.milliseconds), color=LINE, linewidth=0.8)
-    place_of = {int(gap): place for place, gap in enumerate(found.gap)}
+    steps, what = step_numbers(run, found)
+    places, values = upper_envelope(found.milliseconds)
+    axis.plot(steps[places], values, color=LINE, linewidth=0.8)
+    place_of = {int(gap): step for gap, step in zip(found.gap, steps, strict=True)}
     for cause in dict.fromkeys(outlier.cause for outlier in judged):
         members = [outlier for outlier in judged if outlier.cause == cause]
         axis.scatter(
@@ -90,7 +106,7 @@ def over_steps(
     axis.axhline(found.limit_ms, color=BASE, linewidth=0.8, linestyle=":", label="outlier limit")
     if deadline_ms is not None:
         axis.axhline(deadline_ms, color=ACCENT, linewidth=0.8, linestyle="--", label="deadline")
-    _name(axis, "gap, in order of time", "ms")
+    _name(axis, f"{what}; of requests that share one the longest gap", "ms")
     axis.set_ylim(bottom=0)
     _legend_above(axis)
     return figure
@@ -108,14 +124,17 @@ def _name(axis: Axes, x: str, y: str, title: str = "") -> None:
     axis.tick_params(labelsize=8)
 
 
-def distribution(found: Breakdown, base: Breakdown | None) -> Figure:
-    """Histogram, and the latency at each percentile with a tail that is stretched."""
+def distribution(run: Run, base: Run | None) -> Figure:
+    """Histogram of all gaps, and the latency at each percentile with a tail that is stretched."""
     figure, (left, right) = _figure(columns=2)
-    for one, colour, label in ((base, BASE, "before"), (found, LINE, "this run")):
-        if one is None:
-            continue
-        values = np.sort(one.milliseconds)
-        left.hist(values, bins=80, color=colour, alpha=0.7, label=label, log=True)
+    runs = [(run, LINE, "this run")]
+    if base is not None:
+        runs.insert(0, (base, BASE, "before"))
+    # Bars of two runs stand on the same edges, so that their heights can be held side by side.
+    edges = np.histogram_bin_edges(np.concatenate([one.gaps.milliseconds for one, *_ in runs]), 80)
+    for one, colour, label in runs:
+        values = np.sort(one.gaps.milliseconds)
+        left.hist(values, bins=edges.tolist(), color=colour, alpha=0.7, label=label, log=True)
         # One value in `beyond` is as large or larger: 100 is p99.
         beyond = len(values) / (len(values) - np.arange(len(values)))
         chosen = np.unique(np.geomspace(1, len(values), 400).astype(np.int64))
@@ -123,7 +142,7 @@ def distribution(found: Breakdown, base: Breakdown | None) -> Figure:
         right.plot(beyond[places], values[places], color=colour, label=label, linewidth=1.2)
     right.set_xscale("log")
     marks = [(2, "p50"), (10, "p90"), (100, "p99"), (1000, "p99.9"), (10000, "p99.99")]
-    marks = [(place, name) for place, name in marks if place <= len(found)]
+    marks = [(place, name) for place, name in marks if place <= len(run.gaps)]
     right.set_xticks([place for place, _ in marks], [name for _, name in marks])
     right.minorticks_off()
     right.set_ylim(bottom=0)
@@ -134,9 +153,10 @@ def distribution(found: Breakdown, base: Breakdown | None) -> Figure:
     return figure
 
 
-def host_and_device(found: Breakdown) -> Figure | None:
+def host_and_device(run: Run, found: Breakdown) -> Figure | None:
     """The device's time and the host's work of each step; None where neither is known."""
     figure, (axis,) = _figure()
+    steps, what = step_numbers(run, found)
     work = [values for name, values in found.parts.items() if name not in ("wait", OUTSIDE)]
     lines = [("device", found.device_us, COLOURS["device"])]
     if work:
@@ -148,11 +168,12 @@ def host_and_device(found: Breakdown) -> Figure | None:
         if np.isnan(values).all():
             continue
         drawn = True
-        axis.plot(*upper_envelope(values), color=colour, linewidth=0.8, label=label)
+        places, shown = upper_envelope(values)
+        axis.plot(steps[places], shown, color=colour, linewidth=0.8, label=label)
     if not drawn:
         return None
     axis.set_ylim(bottom=0)
-    _name(axis, "gap, in order of time", "us")
+    _name(axis, what, "us")
     _legend_above(axis)
     return figure
 
@@ -174,9 +195,9 @@ def kernels(document: Mapping[str, Any]) -> Figure | None:
     new = [row["us_per_replay"] for row in chosen]
     height, shift = (0.38, -0.2) if before else (0.7, 0.0)
     axis.barh(places + shift, new, height=height, color=LINE, label="this run")
-    axis.set_yticks(places, [shortened(row["name"]) for row in chosen])
+    axis.set_yticks(places, [plain(shortened(row["name"])) for row in chosen])
     axis.invert_yaxis()
-    _name(axis, "us a replay", "", f"kernels of {bucket}")
+    _name(axis, "us a replay", "", f"kernels of {plain(bucket)}")
     if before:
         axis.legend(fontsize=8)
     return figure
@@ -194,7 +215,7 @@ def buckets(document: Mapping[str, Any]) -> Figure:
     for place, row in enumerate(rows):
         share = "" if row["padding"] is None else f", {100 * row['padding']:.0f}% padding"
         axis.text(hits[place], place, f" {row['replays']}{share}", va="center", fontsize=8)
-    axis.set_yticks(places, [row["bucket"] for row in rows])
+    axis.set_yticks(places, [plain(row["bucket"]) for row in rows])
     axis.set_xlim(right=1.25 * max(hits))
     axis.invert_yaxis()
     _name(axis, "replays, divided by the share of live and padded rows", "")
@@ -214,7 +235,7 @@ def captures(document: Mapping[str, Any]) -> Figure | None:
         (axes[1], "bytes", 2**-20, "MiB"),
     ):
         axis.barh(places, [(row.get(key) or 0) * scale for row in rows], color=LINE)
-        axis.set_yticks(places, [str(row.get("bucket")) for row in rows])
+        axis.set_yticks(places, [plain(str(row.get("bucket"))) for row in rows])
         axis.invert_yaxis()
         _name(axis, unit, "")
     return figure
@@ -225,14 +246,14 @@ def all_plots(
     document: Mapping[str, Any],
     found: Breakdown,
     judged: Sequence[Outlier],
-    base: Breakdown | None,
+    base: Run | None,
 ) -> dict[str, str]:
     """SVG by name, of the plots that `run` has something for."""
     deadline = (document["deadline"] or {}).get("ms")
     made: dict[str, Callable[[], Figure | None]] = {
-        "over-steps": lambda: over_steps(found, judged, deadline),
-        "distribution": lambda: distribution(found, base),
-        "host-and-device": lambda: host_and_device(found),
+        "over-steps": lambda: over_steps(run, found, judged, deadline),
+        "distribution": lambda: distribution(run, base),
+        "host-and-device": lambda: host_and_device(run, found),
         "kernels": lambda: kernels(document),
         "buckets": lambda: buckets(document),
         "captures": lambda: captures(document),

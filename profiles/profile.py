@@ -68,7 +68,7 @@ def profile(options: argparse.Namespace) -> int:
             print(f"graphengine report {options.out}, or open it in Perfetto")
         case "run":
             if options.record is not None:
-                check_out(options.record)
+                check_out(options.record, "--record")
             workload = Workload.read(options)
             with (
                 workload.engine() as engine,
@@ -77,7 +77,7 @@ def profile(options: argparse.Namespace) -> int:
             ):
                 workload.run(engine)
         case _:
-            check_out(options.record)
+            check_out(options.record, "--record")
             if options.steps < 1:
                 raise ValueError(f"--steps {options.steps} must be at least 1")
             with planted_engine(

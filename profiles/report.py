@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from graphengine.profiles.arguments import check_out
+from graphengine.profiles.arguments import check_apart, check_out, write_out
 from graphengine.profiles.compare import compare
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.report_html import html_report
@@ -34,17 +34,19 @@ def report(options: argparse.Namespace) -> None:
     deadline = options.deadline_ms
     if deadline is not None and not (deadline > 0 and math.isfinite(deadline)):
         raise ValueError(f"--deadline-ms {deadline} must be a positive number of milliseconds")
-    for path in (options.html, options.out):
+    outputs = {"--html": options.html, "--out": options.out}
+    check_apart({"the run": options.file, "--against": options.against}, outputs)
+    for option, path in outputs.items():
         if path is not None:
-            check_out(path)
+            check_out(path, option)
     run = read_run(options.file)
     baseline = None if options.against is None else read_run(options.against)
     document = make_document(run, baseline, deadline_ms=deadline)
     if options.html is not None:
-        options.html.write_text(html_report(run, document, baseline), encoding="utf-8")
-    text = json.dumps(document, indent=2)
+        write_out(options.html, html_report(run, document, baseline), "--html")
+    text = json.dumps(document, indent=2, allow_nan=False)
     if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+        write_out(options.out, text + "\n")
     print(text if options.json else describe_report(document))
 
 

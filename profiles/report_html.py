@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from graphengine.profiles.breakdown import break_down
 from graphengine.profiles.findings import judge_run
 from graphengine.profiles.plots import all_plots
 from graphengine.profiles.report_text import describe_report
@@ -36,13 +35,13 @@ li { margin: .3rem 0 } .cause { font-weight: 600 }
 def html_report(run: Run, document: Mapping[str, Any], baseline: Run | None) -> str:
     """The page; ValueError where matplotlib is missing."""
     found, judged, _ = judge_run(run)
-    base = None if baseline is None else break_down(baseline)
-    plots = all_plots(run, document, found, judged, base)
+    plots = all_plots(run, document, found, judged, baseline)
     parts = [_head(document), _tiles(document), _findings(document)]
     for name, drawn in plots.items():
         parts.append(f'<h2>{TITLES[name]}</h2>\n<figure data-plot="{name}">{drawn}</figure>')
     parts.append(f"<h2>All figures</h2>\n<pre>{escape(describe_report(document))}</pre>")
-    body = "\n".join(parts)
+    # Halves of characters, which JSON may hold, have no place in a file.
+    body = "\n".join(parts).encode(errors="replace").decode()
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         # Whatever a name in a trace holds: a browser fetches nothing for this page.
@@ -61,7 +60,9 @@ def _head(document: Mapping[str, Any]) -> str:
     ]
     facts += [f"{name} {environment[name]}" for name in ("torch", "date") if environment.get(name)]
     shown = escape(", ".join(str(fact) for fact in facts if fact))
-    notes = "".join(f"<p>Note: {escape(note)}</p>" for note in document["notes"])
+    told = [*document["notes"]]
+    told += [f"not the same: {note}" for note in (document["against"] or {}).get("notes", ())]
+    notes = "".join(f"<p>Note: {escape(note)}</p>" for note in told)
     return f'<h1>{escape(document["file"])}</h1>\n<p class="facts">{shown}</p>{notes}'
 
 

@@ -86,7 +86,8 @@ def _step(document: Document) -> str:
     line += "; ".join(f"{name} {value:.0f} us" for name, value in (parts or {}).items())
     if device is not None:
         where = "inside the launch" if step["replay_on_host"] else "on the device"
-        line += f"\n{device:.0f} us {where}, {100 * step['device_share']:.0f}% of it"
+        share = _optional(step["device_share"], 100, 0, "%")
+        line += f"\n{device:.0f} us {where}, {share} of it"
     return line
 
 
@@ -176,6 +177,10 @@ def _outliers(document: Document) -> str:
     return "\n".join(lines)
 
 
+def _signed(change: float | None) -> str:
+    return NOTHING if change is None else f"{100 * change:+.1f}%"
+
+
 def _change(row: Mapping[str, Any]) -> str:
     if row["low"] is None:
         return NOTHING
@@ -189,11 +194,13 @@ def _comparison(found: Mapping[str, Any] | None) -> str:
         Column("ITL", lambda row: row["name"]),
         Column("before", lambda row: number(row["before"], 3)),
         Column("after", lambda row: number(row["after"], 3)),
-        Column("change", lambda row: f"{100 * row['change']:+.1f}%"),
+        Column("change", lambda row: _signed(row["change"])),
         Column("interval", _change),
         Column("verdict", lambda row: row["verdict"]),
     ]
-    lines = [f"against {found['against']}", wide_table(columns, found["itl"])]
+    lines = [f"against {found['against']}"]
+    lines += [f"note: not the same: {note}" for note in found["notes"]]
+    lines += [wide_table(columns, found["itl"])]
     if found["kernels"]:
         columns[0] = Column("kernel", lambda row: shortened(f"{row['bucket']} {row['name']}"))
         lines += [wide_table(columns, found["kernels"][:KERNELS_SHOWN])]

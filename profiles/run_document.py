@@ -88,12 +88,15 @@ def _deadline(run: Run, found: Breakdown, deadline_ms: float | None) -> dict[str
 
 def _step(run: Run, found: Breakdown) -> dict[str, Any]:
     """A usual gap, part by part, in microseconds."""
-    device = found.usual(found.device_us)
+    # What a CPU computes it computes in the launch, and maybe not in the gap that it ends.
+    on_host = run.on_host and bool(found.parts)
+    device = found.usual(found.parts["launch"] if on_host else found.device_us)
+    known = not np.isnan(device)
     return {
         "ms": found.typical_ms,
         "parts_us": {name: found.usual(values) for name, values in found.parts.items()} or None,
-        "device_us": None if np.isnan(device) else device,
-        "device_share": None if np.isnan(device) else device / (1e3 * found.typical_ms),
+        "device_us": device if known else None,
+        "device_share": device / (1e3 * found.typical_ms) if known and found.typical_ms else None,
         "replay_on_host": run.on_host,
     }
 

@@ -6,8 +6,7 @@ source cannot tell at all is None, and the report says so.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graphengine.profiles.run_lines import read_lines
+from graphengine.ring import first_launches
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Names = NDArray[np.str_]
 
-SCHEMA = 1
-"""Of the recorder's lines."""
-STAMPS = ("plan", "load", "replay", "launched", "collect", "read", "delivered")
 STAGES = {
     "plan": ("plan", "load"),
     "load": ("load", "replay"),
@@ -175,31 +174,17 @@ def read_recording(path: Path) -> Run:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a recording: {error}") from error
-    return recording_from_lines(text.splitlines(), path)
+    try:
+        return recording_from_lines(text.splitlines(), path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
-    """The run that `lines` tell of; `path` is for messages."""
-    notes: list[str] = []
-    documents = _documents(lines, path, notes)
-    header = next(documents, None)
-    if header is None or header.get("kind") != "header":
-        raise ValueError(f"{path}: line 1 is not the header of a recording")
-    if header.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: schema {header.get('schema')!r}, but this reads {SCHEMA}")
-    replays, requests = [], []
-    for number, document in enumerate(documents, start=2):
-        kind = document.get("kind")
-        if kind == "replay":
-            replays.append(_checked(document, path, number))
-        elif kind == "request":
-            requests.append(document)
-    recorder = header.get("recorder") or {}
-    dropped = int(recorder.get("dropped", 0))
-    if dropped:
-        notes.append(f"the recorder's ring was full: the first {dropped} replays are not here")
-    if not replays:
-        raise ValueError(f"{path}: the recording holds no replay")
+    """The run that `lines` tell of. ValueError, with the line but without `path`, for others."""
+    lines_read = read_lines(lines)
+    header, replays, requests = lines_read.header, lines_read.replays, lines_read.requests
+    notes, dropped = list(lines_read.notes), lines_read.dropped
     columns = replay_columns(replays)
     captures = header.get("captures")
     return Run(
@@ -207,7 +192,11 @@ def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
         path=path,
         notes=tuple(notes),
         replays=columns,
-        gaps=request_gaps(columns, [document.get("lanes") or [] for document in replays]),
+        gaps=request_gaps(
+            columns,
+            [document.get("lanes") or [] for document in replays],
+            recording_numbers(replays),
+        ),
         gap_basis="between the deliveries of a request's tokens to the host",
         stages=host_stages(replays),
         environment=header.get("environment"),
@@ -216,34 +205,6 @@ def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
         requests=request_columns(requests),
         dropped=dropped,
     )
-
-
-def _documents(lines: Iterable[str], path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The lines as objects, up to the first that is none; then a note says so."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)
-        except json.JSONDecodeError:
-            document = None
-        if not isinstance(document, dict):
-            if number == 1:
-                raise ValueError(f"{path}: line 1 is not the header of a recording")
-            notes.append(f"line {number} is cut off or damaged: what follows is not read")
-            return
-        yield document
-
-
-def _checked(document: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
-    for key, kind in (("sequence", int), ("bucket", str), ("type", str)):
-        if not isinstance(document.get(key), kind):
-            raise ValueError(f"{path}: line {number}: {key}={document.get(key)!r} of a replay")
-    for key in (*STAMPS, "device_us"):
-        value = document.get(key)
-        if value is not None and not isinstance(value, int | float):
-            raise ValueError(f"{path}: line {number}: {key}={value!r} is no time")
-    return document
 
 
 def floats(rows: Sequence[Mapping[str, Any]], key: str) -> Floats:
@@ -312,10 +273,13 @@ def request_columns(rows: Sequence[Mapping[str, Any]]) -> Requests:
 
 
 def host_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
-    """By stage: when the host was in it. Replays of one step share their intervals."""
+    """By stage: when the host was in it. Replays of one step share all but their launches."""
     found = {}
     for stage, (begin, end) in STAGES.items():
-        spans = np.stack([floats(rows, begin), floats(rows, end)], axis=1)
+        begins, ends = floats(rows, begin), floats(rows, end)
+        if stage == "load":
+            ends = first_launches(begins, ends)
+        spans = np.stack([begins, ends], axis=1)
         found[stage] = merged(spans[~np.isnan(spans).any(axis=1)])
     return found
 
@@ -332,17 +296,30 @@ def merged(spans: Floats) -> Floats:
     return np.stack([spans[groups, 0], ends[last]], axis=1)
 
 
-def request_gaps(replays: Replays, lanes: Sequence[Sequence[Sequence[int]]]) -> Gaps:
+def recording_numbers(rows: Sequence[Mapping[str, Any]]) -> Integers:
+    """Of each replay; in files that have none a skipped `sequence` begins another recording."""
+    sequence, recording = integers(rows, "sequence"), integers(rows, "recording")
+    changed = (np.diff(sequence) > 1) | (np.diff(recording) != 0)
+    return np.concatenate([[0], np.cumsum(changed)])
+
+
+def request_gaps(
+    replays: Replays, lanes: Sequence[Sequence[Sequence[int]]], recording: Integers
+) -> Gaps:
     """Gaps between the deliveries of each request's tokens.
 
-    lanes  for each replay, (request id, tokens) of its rows
+    lanes      for each replay, (request id, tokens) of its rows
+    recording  of each replay, a number that changes where the recorder was off in between
 
-    Tokens of one step come at once, those of its prefill and its decode replay too.
+    Tokens of one step come at once, those of its prefill and its decode replay too. No gap reaches
+    from one recording into another, for tokens between are not there.
     """
     last_of: dict[int, int] = {}
     found: list[tuple[float, float, int, int, int]] = []
     for index, of_replay in enumerate(lanes):
         moment = replays.arrived[index]
+        if index and recording[index] != recording[index - 1]:
+            last_of.clear()
         if np.isnan(moment):
             continue
         for request, tokens in of_replay:

@@ -12,8 +12,9 @@ from graphengine.profiles.torch_trace import GZIP, is_trace, read_trace
 HEAD = 65536
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: str | Path) -> Run:
     """The run of a recording, an nsys export or a Chrome trace. ValueError for anything else."""
+    path = Path(path)
     try:
         with path.open("rb") as file:
             head = file.read(HEAD)

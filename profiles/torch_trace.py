@@ -114,16 +114,16 @@ def _track(
         if line.get("kind") != "replay":
             continue
         facts = {key: line[key] for key in ("step", "bucket", "live", "device_us")}
-        for stage, (begin, end) in STAGES.items():
-            span = (stage, line[begin], line[end])
-            # Replays of one step share all stages but the launch.
-            if None in span or span in seen:
+        for stage, (first, last) in STAGES.items():
+            begin, end = line[first], line[last]
+            # Replays of one step share all stages but the launch; its first one ends the load.
+            known = (stage, begin) if stage != "launch" else (stage, begin, end)
+            if begin is None or end is None or known in seen:
                 continue
-            seen.add(span)
+            seen.add(known)
             yield {
                 "ph": "X", "cat": KEY, "name": f"step/{stage}", "pid": process, "tid": TRACK,
-                "ts": line[begin] / 1e3 + offset_us, "dur": (line[end] - line[begin]) / 1e3,
-                "args": facts,
+                "ts": begin / 1e3 + offset_us, "dur": (end - begin) / 1e3, "args": facts,
             }  # fmt: skip
 
 
@@ -166,8 +166,10 @@ def read_trace(path: Path) -> Run:
     events = [event for event in trace["traceEvents"] if isinstance(event, dict)]
     try:
         return _read(trace, events, path)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path}: an event lacks or garbles {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read(trace: Mapping[str, Any], events: Sequence[Mapping[str, Any]], path: Path) -> Run:
@@ -175,16 +177,19 @@ def _read(trace: Mapping[str, Any], events: Sequence[Mapping[str, Any]], path: P
     work = _work_of_launches(events, {launch["args"]["correlation"] for launch in launches})
     ours = trace.get(KEY)
     if ours is not None:
+        if not isinstance(ours, dict) or not isinstance(ours.get("lines"), list):
+            raise ValueError(f"{KEY!r} holds no recorder's lines")
         run = recording_from_lines([json.dumps(line) for line in ours["lines"]], path)
         return _with_recorder(run, events, ours, launches, work)
     if not work:
         raise ValueError(
-            f"{path} shows no replay of a CUDA graph, and has no recorder's lines: profile with "
+            "it shows no replay of a CUDA graph, and has no recorder's lines: profile with "
             "`graphengine profile torch`, or torch_profile(engine, path)"
         )
     notes = ["no recorder's lines in this trace: buckets, stages and requests are not known"]
     replays = _replays_alone(launches, work)
-    devices = trace.get("deviceProperties") or [{}]
+    devices = trace.get("deviceProperties")
+    device = devices[0] if isinstance(devices, list) and devices else {}
     return Run(
         source="torch",
         path=path,
@@ -192,7 +197,7 @@ def _read(trace: Mapping[str, Any], events: Sequence[Mapping[str, Any]], path: P
         replays=replays,
         gaps=replay_gaps(replays),
         gap_basis="between the ends of replays on the device: requests are not in the trace",
-        environment={"device": devices[0].get("name")},
+        environment={"device": device.get("name") if isinstance(device, dict) else None},
         kernels=_kernels(replays, [work.get(number, []) for number in _numbers(launches, work)]),
         activities=_activities(events, 0.0),
     )
@@ -215,12 +220,18 @@ def _work_of_launches(
     found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in DEVICE_WORK:
-            number = event.get("args", {}).get("correlation")
+            number = _arguments(event).get("correlation")
             if number in launched:
                 found[number].append(event)
     for of_launch in found.values():
         of_launch.sort(key=lambda event: float(event["ts"]))
     return found
+
+
+def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an event tells beside its time; of a foreign one nothing that is usable."""
+    found = event.get("args")
+    return found if isinstance(found, dict) else {}
 
 
 def _end(event: Mapping[str, Any]) -> float:
@@ -331,7 +342,7 @@ def _activities(events: Sequence[Mapping[str, Any]], offset_us: float) -> Activi
         if event.get("ph") != "X" or name == CLOCK or name.startswith(LAUNCHES):
             continue
         on_device = kind in DEVICE_WORK
-        if on_device and event.get("args", {}).get("correlation") in launched:
+        if on_device and _arguments(event).get("correlation") in launched:
             continue
         if on_device or kind in HOST_CALLS:
             begin = (float(event["ts"]) - offset_us) * 1e3

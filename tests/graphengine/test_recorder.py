@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from graphengine import Engine, Event, Request
+from graphengine.profiles.breakdown import break_down
+from graphengine.profiles.run_file import read_recording
 from graphengine.recorder import Recorder, nanoseconds
 from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, STAMPS, Ring
 from graphengine.speculative import MTP, NGram
@@ -375,14 +377,35 @@ def test_waits_that_time_out_leave_a_replay_unread(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"capacity": 63}, "capacity=63 must be at least 64"), ({"requests": 0}, "requests=0")],
+    [
+        ({"capacity": 63}, "capacity=63 must be an integer, at least 64"),
+        ({"capacity": 64.5}, "capacity=64.5 must be"),
+        ({"capacity": math.nan}, "capacity=nan must be"),
+        ({"capacity": "x"}, "capacity='x' must be"),
+        ({"capacity": None}, "capacity=None must be"),
+        ({"requests": 0}, "requests=0 must be an integer, at least 1"),
+        ({"requests": 1.5}, r"requests=1\.5 must be"),
+        ({"requests": 10**15}, "requests=1000000000000000: memory has no room"),
+        ({"capacity": 2**70}, f"capacity={2**70}, requests=4096: memory has no room"),
+        ({"device_times": "no"}, "device_times='no' must be True or False"),
+    ],
 )
-def test_sizes_that_are_too_small_are_refused(
-    engine: Engine, options: dict[str, int], said: str
+def test_sizes_that_cannot_be_are_refused(
+    engine: Engine, options: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
-        engine.recorder.start(**options)
-    assert not engine.recorder.recording
+    with recorded(engine) as recorder:
+        engine.generate(PROMPT, greedy(3))
+        recorder.stop()
+        kept = recorder.replays().copy()
+        with pytest.raises(ValueError, match=said):
+            recorder.start(**options)
+        assert not recorder.recording
+        # What was there is still whole, and goes on.
+        assert recorder.replays().tobytes() == kept.tobytes()
+        assert len(recorder.lanes()[0]) == len(kept)
+        recorder.start()
+        engine.generate(PROMPT, greedy(3))
+        assert len(recorder) == 2 * len(kept)
 
 
 def test_starting_twice_or_behind_the_end_is_refused() -> None:
@@ -496,6 +519,54 @@ def test_stages_add_up_to_the_time_of_a_step() -> None:
         # A replay in flight has been in some of them.
         unread = {stage: math.isnan(took[-1]) for stage, took in engine.recorder.stages().items()}
         assert [stage for stage, unknown in unread.items() if unknown] == ["wait", "deliver"]
+
+
+def test_stages_of_a_step_are_disjoint_whatever_it_launches(tmp_path: Path) -> None:
+    """Of prefill, decode and a drafter's graph none is in the stage that was before its launch."""
+    with (
+        open_engine(device="cpu", speculative=MTP(2, own_graph=True)) as engine,
+        recorded(engine) as recorder,
+    ):
+        for prompt in (LONG, OTHER, PROMPT):
+            engine.submit(prompt, greedy(12))
+            engine.step()
+        run(engine)
+        records, stages = recorder.replays(), recorder.stages()
+        for step in np.unique(records["step"]):
+            first, *later = np.flatnonzero(records["step"] == step)
+            load = (records["replay"][first] - records["load"][first]) / 1e3
+            assert stages["load"][first] == load
+            assert all(stages["load"][index] == load for index in later)
+        recorder.write(tmp_path / "run.jsonl")
+    assert len(np.unique(records["step"])) < len(records)
+    run_ = read_recording(tmp_path / "run.jsonl")
+    spans = np.concatenate(list(run_.stages.values()))
+    spans = spans[np.argsort(spans[:, 0])]
+    assert (spans[1:, 0] >= spans[:-1, 1]).all()
+    found = break_down(run_)
+    total = np.sum(list(found.parts.values()), axis=0)
+    np.testing.assert_allclose(total, 1e3 * found.milliseconds)
+
+
+def test_no_gap_reaches_over_a_stop(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with open_engine(device="cpu", max_seq_len=512) as engine:
+        request = engine.submit(PROMPT, sampled(300))
+        # Steps that are not recorded, and a stop that only the replay in flight falls into.
+        for unrecorded in (5, 0, 0):
+            engine.recorder.start()
+            for _ in range(20):
+                engine.step()
+            engine.recorder.stop()
+            for _ in range(unrecorded):
+                engine.step()
+        assert not request.finished
+        engine.recorder.write(path)
+    gaps = read_recording(path).gaps
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "sequence" in row]
+    of_gaps = [(rows[a], rows[b]) for a, b in zip(gaps.first, gaps.last, strict=True)]
+    assert of_gaps and all(a["recording"] == b["recording"] for a, b in of_gaps)
+    assert {a["recording"] for a, _ in of_gaps} == {1, 2, 3}
 
 
 # What it costs.

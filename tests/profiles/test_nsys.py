@@ -48,7 +48,7 @@ def test_the_command_line_for_latency_and_for_attribution() -> None:
     command = ["python", "serve.py", "--fast"]
     words = nsys_command(command, trace="graph", out=Path("a/run"))
     assert words == [
-        "nsys", "profile", "--trace=cuda,nvtx", "--cuda-graph-trace=graph",
+        "nsys", "profile", "--trace=cuda,nvtx,osrt", "--cuda-graph-trace=graph",
         "--nvtx-domain-include=graphengine", "--capture-range=cudaProfilerApi",
         "--capture-range-end=stop", "--sample=none", "--cpuctxsw=none", "--export=sqlite",
         "--force-overwrite=true", "--output=a/run", "python", "serve.py", "--fast",
@@ -61,6 +61,8 @@ def test_the_command_line_for_latency_and_for_attribution() -> None:
 def test_commands_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="known are graph, node"):
         nsys_command(["x"], trace="kernel", out=Path("run"))
+    with pytest.raises(ValueError, match="--out run-%h: nsys puts"):
+        nsys_command(["x"], trace="node", out=Path("run-%h"))
     with pytest.raises(ValueError, match="nothing to profile"):
         nsys_command([], trace="node", out=Path("run"))
 

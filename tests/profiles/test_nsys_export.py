@@ -150,6 +150,48 @@ def test_the_busiest_process_is_shown(export: Path) -> None:
     assert "2 processes replayed graphs: only 4321" in run.notes[0] and len(run.replays) == 61
 
 
+def test_another_process_is_left_out_with_its_ranges_and_calls(export: Path) -> None:
+    """Ids of domains are a process's own: there 7 is another library's, and ours is 3."""
+    expected = read_export(export)
+    theirs = 1 << 24
+    change(
+        export,
+        "INSERT INTO NVTX_EVENTS (start, end, eventType, textId, globalTid, domainId, int64Value) "
+        "SELECT start + 150000, end + 150000, eventType, textId, globalTid + "
+        f"{theirs}, domainId, 32 << 32 | 2 FROM NVTX_EVENTS WHERE eventType = 59",
+        "INSERT INTO NVTX_EVENTS (start, eventType, text, globalTid, domainId) VALUES "
+        f"(0, 75, 'NCCL', {GLOBAL_TID + theirs}, 7), "
+        f"(0, 75, 'graphengine', {GLOBAL_TID + theirs}, 8)",
+        "INSERT INTO StringIds VALUES (900, 'cudaDeviceSynchronize')",
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES "
+        f"(100, 200, 0, {GLOBAL_TID + theirs}, 9000, 900, 0, NULL)",
+        "INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES "
+        f"(100, 200, 0, 7, 9, {GLOBAL_PID + theirs}, 64, 1, NULL)",
+    )
+    run = read_export(export)
+    assert run.notes == () and run.ranges is not None and expected.ranges is not None
+    assert run.ranges.keys() == expected.ranges.keys()
+    for name, spans in expected.ranges.items():
+        np.testing.assert_array_equal(run.ranges[name], spans)
+    assert run.replays.bucket.tolist() == expected.replays.bucket.tolist()
+    assert run.activities is not None and not len(run.activities.name)
+
+
+def test_ranges_are_known_by_their_names_where_no_domain_is(export: Path) -> None:
+    expected = read_export(export)
+    change(
+        export,
+        "DELETE FROM NVTX_EVENTS WHERE eventType = 75",
+        "INSERT INTO StringIds VALUES (900, 'ncclAllReduce')",
+        "INSERT INTO NVTX_EVENTS (start, end, eventType, textId, globalTid, domainId) VALUES "
+        f"(9, 10, 59, 900, {GLOBAL_TID}, 7)",
+    )
+    run = read_export(export)
+    assert "taken by their names" in run.notes[0]
+    assert run.replays.bucket.tolist() == expected.replays.bucket.tolist()
+    assert run.ranges is not None and "ncclAllReduce" not in run.ranges
+
+
 def test_launches_that_are_not_there(export: Path) -> None:
     change(export, "DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId < 110")
     run = read_export(export)
@@ -195,14 +237,33 @@ def test_columns_of_other_versions_may_be_missing(export: Path) -> None:
             ["ALTER TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE RENAME COLUMN end TO finish"],
             "table CUPTI_ACTIVITY_KIND_GRAPH_TRACE has no column end",
         ),
+        (
+            ["UPDATE CUPTI_ACTIVITY_KIND_GRAPH_TRACE SET start = 'soon' WHERE correlationId = 105"],
+            "table CUPTI_ACTIVITY_KIND_GRAPH_TRACE: start='soon' is no integer",
+        ),
+        (
+            ["UPDATE CUPTI_ACTIVITY_KIND_GRAPH_TRACE SET correlationId = x'00ff'"],
+            "correlationId=b'.*' is no integer",
+        ),
+        (["UPDATE NVTX_EVENTS SET int64Value = 1.5"], "int64Value=1.5 is no integer"),
+        (["UPDATE NVTX_EVENTS SET end = 'x' WHERE end > 0"], "end='x' is no integer"),
+        (
+            ["DROP TABLE StringIds", "CREATE TABLE StringIds (id INTEGER, text TEXT)"],
+            "table StringIds has no column value",
+        ),
+        (
+            ["ALTER TABLE NVTX_EVENTS DROP COLUMN eventType"],
+            "table NVTX_EVENTS has no column eventType",
+        ),
     ],
 )
 def test_exports_without_replays_are_refused(
     export: Path, statements: list[str], message: str
 ) -> None:
     change(export, *statements)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         read_export(export)
+    assert str(error.value).count(str(export)) == 1
 
 
 def test_another_database_is_refused_with_its_tables(tmp_path: Path) -> None:

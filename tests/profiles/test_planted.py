@@ -91,7 +91,8 @@ def test_torch_writes_a_trace(tmp_path: Path) -> None:
         (["run", "--shape", "tiny", "--checkpoint", "x"], "give one"),
         (["run", "--live", "0"], "live=0"),
         (["torch", "--out", "/none/trace.json"], "no such folder"),
-        (["planted", "stall", "--record", "/none/x.jsonl"], "no such folder"),
+        (["planted", "stall", "--record", "/none/x.jsonl"], "--record /none/x.jsonl: there is no"),
+        (["run", "--record", "/none/x.jsonl"], "--record /none/x.jsonl: there is no such folder"),
         (["planted", "stall", "--record", "x.jsonl", "--steps", "0"], "--steps 0"),
     ],
 )

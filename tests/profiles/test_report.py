@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +185,55 @@ def test_files_that_are_none_of_these_are_one_line(
     assert message in error and str(path) in error
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("{run}", "--html", "{run}"), "--html {run} is the file of the run {run}"),
+        (("{run}", "--out", "{link}"), "--out {link} is the file of the run {run}"),
+        (("{run}", "--against", "{base}", "--out", "{base}"), "of --against {base}"),
+        (("{run}", "--out", "{new}", "--html", "{folder}/./new"), "--out {new} is the file of"),
+    ],
+)
+def test_what_is_read_is_not_written_over(
+    run_report: Report, tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    names = {name: tmp_path / name for name in ("run", "base", "link", "new")}
+    write_recording(names["run"], simulate(9))
+    write_recording(names["base"], simulate(9))
+    names["link"].symlink_to(names["run"])
+    places = {name: str(path) for name, path in names.items()} | {"folder": str(tmp_path)}
+    kept = names["run"].read_bytes()
+    status, _, error = run_report(*[option.format(**places) for option in options])
+    assert status == 2 and said.format(**places) in error and error.count("\n") == 1
+    assert names["run"].read_bytes() == kept and not names["new"].exists()
+
+
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_the_option_that_cannot_be_written_is_named(
+    run_report: Report, tmp_path: Path, option: str
+) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(9))
+    status, _, error = run_report(path, option, tmp_path / "none" / "x")
+    assert status == 2 and f"{option} {tmp_path / 'none' / 'x'}: there is no such folder" in error
+
+
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_a_full_disk_is_one_line(run_report: Report, tmp_path: Path, option: str) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(30))
+    status, _, error = run_report(path, option, "/dev/full")
+    assert status == 2 and error.count("\n") == 1
+    assert f"{option} /dev/full cannot be written: No space left" in error
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(400))
+    command = [sys.executable, "-m", "graphengine", "report", str(path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE
+
+
 @pytest.mark.parametrize("deadline", ["0", "-1", "nan", "inf"])
 def test_a_deadline_is_a_time(run_report: Report, tmp_path: Path, deadline: str) -> None:
     path = write_recording(tmp_path / "run.jsonl", simulate(9))
@@ -193,6 +245,48 @@ def test_a_run_without_gaps_is_refused(run_report: Report, tmp_path: Path) -> No
     path = write_recording(tmp_path / "run.jsonl", simulate(2))
     status, _, error = run_report(path)
     assert status == 2 and "no request has two tokens" in error
+    # An export knows no requests.
+    path = Export(tmp_path / "run.sqlite", simulate(1), mode="graph").path
+    status, _, error = run_report(path)
+    assert status == 2 and "not two decode replays have a known end" in error
+
+
+def test_device_times_that_one_bucket_lacks_are_no_number(
+    run_report: Report, tmp_path: Path
+) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(60, larger={9, 10}))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("bucket", "").startswith("decode/32"):
+            line["device_us"] = None
+    path.write_text("\n".join(map(json.dumps, lines)))
+    status, printed, _ = run_report(path)
+    assert status == 0 and "nan" not in printed and "add 2 to `buckets`" in printed
+
+
+@pytest.mark.parametrize("source", ["recorder", "graph"])
+def test_gaps_of_no_time_are_reported(source: str, run_report: Report, tmp_path: Path) -> None:
+    timeline = simulate(60)
+    for made in timeline.replays:
+        made.delivered, made.read = made.delivered and 10**9, made.read and 10**9
+    path = write_source(source, tmp_path, timeline)
+    status, printed, error = run_report(path, "--html", tmp_path / "x.html")
+    assert status == 0 and "nan" not in printed, error
+    status, printed, _ = run_report(path, "--against", path, "--json")
+    assert status == 0 and "NaN" not in printed
+    assert json.loads(printed)["step"]["device_share"] is None
+
+
+def test_a_launch_on_a_cpu_is_no_more_than_its_gap(run_report: Report, tmp_path: Path) -> None:
+    """With a lookahead the replay of a gap was computed in the one before it."""
+    header = {"engine": {"device": "cpu"}}
+    path = write_recording(tmp_path / "run.jsonl", simulate(3), **header)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:-1]:
+        line["launched"] = line["replay"] + 10**8
+    path.write_text("\n".join(map(json.dumps, lines)))
+    _, printed, _ = run_report(path, "--json")
+    assert json.loads(printed)["step"]["device_share"] <= 1.0
 
 
 def test_parts_add_up_to_the_gap(tmp_path: Path) -> None:
@@ -200,6 +294,35 @@ def test_parts_add_up_to_the_gap(tmp_path: Path) -> None:
     found = break_down(read_run(path))
     total = np.sum(list(found.parts.values()), axis=0)
     np.testing.assert_allclose(total, 1e3 * found.milliseconds, rtol=1e-9)
+    # Nothing is counted twice: what is left over is the time that was spent outside.
+    *usual, stalled = sorted(found.parts["outside"])
+    assert 19.9 <= usual[0] <= usual[-1] <= 20.5 and 520.0 <= stalled <= 531.0
+
+
+def test_a_prefill_on_a_cpu_is_no_slow_load(tmp_path: Path) -> None:
+    """There the graphs run inside their launches, and the decode's begins behind the prefill's."""
+    path = write_recording(tmp_path / "run.jsonl", simulate(2), engine={"device": "cpu"})
+    lines, now = path.read_text().splitlines()[:1], 0
+    for step in range(60):
+        kinds = ["prefill", "decode"] if step == 40 else ["decode"]
+        shared = {"kind": "replay", "step": step, "plan": now, "load": now + 1000}
+        now += 2000 + step % 7 * 100
+        launches = []
+        for kind in kinds:
+            took = 900_000 if kind == "prefill" else 300_000
+            launches.append((kind, now, now + took))
+            now += took + 50
+        for kind, begin, end in launches:
+            facts = {"type": kind, "bucket": f"{kind}/1", "rows": 1, "live": 1}
+            fed = 60 if kind == "prefill" else 0
+            stamps = {"replay": begin, "launched": end, "collect": now, "read": now + 500}
+            facts |= {"sequence": len(lines), "prompt_tokens": fed, "delivered": now + 900}
+            lanes = [] if fed else [[1, 1]]
+            lines.append(json.dumps(shared | stamps | facts | {"lanes": lanes}))
+        now += 1000
+    path.write_text("\n".join(lines))
+    (outlier,) = make_document(read_run(path))["outliers"]
+    assert outlier["step"] == 40 and outlier["cause"] == "prefill", outlier["text"]
 
 
 def test_the_limit_is_not_moved_by_outliers() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,9 +20,11 @@ from graphengine import cli
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
-from graphengine.profiles.plots import POINTS, upper_envelope
+from graphengine.profiles.findings import judge_run
+from graphengine.profiles.plots import POINTS, distribution, over_steps, upper_envelope
 from graphengine.profiles.report import make_document
 from graphengine.profiles.report_html import html_report
+from graphengine.profiles.run_file import Kernel
 from graphengine.profiles.sources import read_run
 
 PLOTS = {"over-steps", "distribution", "host-and-device", "buckets"}
@@ -105,7 +108,7 @@ def test_a_browser_paints_the_page(page: Path, chromium: str, tmp_path: Path) ->
 
 
 def test_a_recording_has_captures_and_no_kernels(tmp_path: Path) -> None:
-    run = read_run(write_recording(tmp_path / "run.jsonl", simulate(60)))
+    run = read_run(str(write_recording(tmp_path / "run.jsonl", simulate(60))))
     page = html_report(run, make_document(run), None)
     assert set(re.findall(r'data-plot="([^"]+)"', page)) == PLOTS | {"captures"}
     for drawn in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
@@ -115,12 +118,62 @@ def test_a_recording_has_captures_and_no_kernels(tmp_path: Path) -> None:
 def test_names_in_a_file_are_text_in_the_page(tmp_path: Path) -> None:
     path = tmp_path / "<script>alert(1)<" / "x.jsonl"
     path.parent.mkdir()
-    path = write_recording(
-        path, simulate(60), environment={"device": "<img src=x onerror=alert(1)>"}
-    )
+    evil = "decode/1/<script>alert(2)</script>"
+    captures = [{"bucket": evil, "seconds": 1.0, "bytes": 7, "nodes": 3}]
+    environment = {"device": "<img src=x onerror=alert(1)>"}
+    path = write_recording(path, simulate(60), environment=environment, captures=captures)
+    path.write_text(path.read_text().replace("decode/1/fast", evil))
     run = read_run(path)
+    kernel = Kernel(
+        name="<b onclick=x>$\\frac{a}{b}$ \ud800",
+        bucket=evil,
+        times_us=np.ones(9),
+        replay=np.arange(9),
+    )
+    run = replace(run, kernels=(kernel,))
     page = html_report(run, make_document(run), None)
     assert "<img" not in page and "&lt;img src=x" in page
+    assert "<script" not in page and "&lt;script&gt;alert(2)" in page
+    # Dollar signs make no formula, and half a character no file.
+    assert "<b onclick" not in page and "&lt;b onclick=x&gt;$\\frac{a}{b}$ ?" in page
+    page.encode()
+    assert set(re.findall(r'data-plot="([^"]+)"', page)) == PLOTS | {"captures", "kernels"}
+
+
+def test_a_browser_draws_what_captures_cost(tmp_path: Path, chromium: str) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(60))
+    html = tmp_path / "x.html"
+    assert cli.main(["report", str(path), "--html", str(html)]) == 0
+    printed = run_chromium(chromium, html, tmp_path, "--dump-dom")
+    drawn = re.findall(r'<figure data-plot="([^"]+)"><svg[^>]*viewBox', printed)
+    assert set(drawn) == PLOTS | {"captures"} and "s to capture" in printed
+
+
+def test_two_histograms_share_their_edges(tmp_path: Path) -> None:
+    runs = [
+        read_run(write_recording(tmp_path / f"{name}.jsonl", simulate(200, factor=factor)))
+        for name, factor in (("a", 1.0), ("b", 2.0))
+    ]
+    left, _ = distribution(*runs).axes
+    edges = [{round(bar.get_x(), 9) for bar in bars} for bars in left.containers]
+    assert len(edges) == 2 and len(edges[0]) == 80 and edges[0] == edges[1]
+    heights = sum(bar.get_height() for bars in left.containers for bar in bars)
+    assert heights == sum(len(run.gaps) for run in runs)
+
+
+def test_gaps_stand_at_their_steps(tmp_path: Path) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(60, stalls={30: 3000.0}))
+    text = path.read_text()
+    for step in range(60):
+        text = text.replace(f'"step": {step},', f'"step": {step + 1000} ,')
+    path.write_text(text)
+    run = read_run(path)
+    found, judged, _ = judge_run(run)
+    (axis,) = over_steps(run, found, judged).axes
+    places = axis.lines[0].get_xdata()
+    assert (places[0], places[-1]) == (1001, 1058) and axis.get_xlabel().startswith("step")
+    (outlier,) = judged
+    assert axis.collections[0].get_offsets()[0][0] == outlier.step > 1000
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:

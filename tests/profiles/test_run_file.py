@@ -68,6 +68,29 @@ def test_a_prefill_and_a_decode_of_one_step_come_at_once() -> None:
     assert run.gaps.milliseconds.tolist() == [0.0015]
 
 
+def test_load_ends_where_the_first_launch_begins() -> None:
+    """Of a step that launches two graphs the second one's `replay` lies behind the first."""
+    stamps = {"step": 1, "plan": 0, "load": 10}
+    prefill = replay(1, type="prefill", bucket="prefill/16", replay=15, launched=900, **stamps)
+    run = read(HEADER, prefill, replay(2, replay=902, launched=905, **stamps))
+    assert run.stages["load"].tolist() == [[10, 15]]
+    assert run.stages["launch"].tolist() == [[15, 900], [902, 905]]
+
+
+@pytest.mark.parametrize("told", [{"recording": 2}, {}])
+def test_no_gap_reaches_over_what_was_not_recorded(told: dict[str, int]) -> None:
+    """Files without a number of the recording tell it by the replays that were skipped."""
+    sequence = 3 if told else 9
+    run = read(
+        HEADER,
+        replay(1, read=1000, lanes=[[7, 1]]),
+        replay(2, read=2000, lanes=[[7, 1]]),
+        replay(sequence, read=8000, lanes=[[7, 1]], **told),
+        replay(sequence + 1, read=9000, lanes=[[7, 1]], **told),
+    )
+    assert run.gaps.begin.tolist() == [1000, 8000] and run.gaps.end.tolist() == [2000, 9000]
+
+
 def test_what_is_missing_is_not_a_number() -> None:
     run = read(HEADER, replay(1), replay(2, device_us=None, read=5))
     assert np.isnan(run.replays.device_us).all() and np.isnan(run.replays.launch).all()
@@ -111,9 +134,61 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str, message: str
     assert str(path) in str(error.value)
 
 
-def test_a_time_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="line 2: read='soon' is no time"):
-        read(HEADER, replay(1, read="soon"))
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"read": "soon"}, "line 2: read='soon' is no time"),
+        ({"read": 10**25}, "line 2: read=1000.* is no time"),
+        ({"step": [1]}, r"line 2: step=\[1\] is no integer"),
+        ({"sequence": 10**30}, "line 2: sequence=1000.* is no integer"),
+        ({"rows": "many"}, "line 2: rows='many' is no integer"),
+        ({"live": 1.5}, "line 2: live=1.5 is no integer"),
+        ({"lanes": 3}, "line 2: lanes=3 are no pairs"),
+        ({"lanes": [[1]]}, r"line 2: lanes=\[\[1\]\] are no pairs"),
+        ({"lanes": [[1, None]]}, "are no pairs"),
+    ],
+)
+def test_what_a_replay_cannot_hold_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(HEADER, replay(1) | values)
+
+
+@pytest.mark.parametrize(
+    "request_", [{"id": "x"}, {"first": []}, {"new_tokens": {}}, {"pauses": 0.5}]
+)
+def test_what_a_request_cannot_hold_is_refused(request_: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"line 3: {next(iter(request_))}="):
+        read(HEADER, replay(1), {"kind": "request"} | request_)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"captures": 3}, {"captures": ["x"]}, {"captures": [{"seconds": "long"}]},
+        {"captures": [{"bytes": []}]}, {"engine": "cuda"}, {"environment": [1]},
+        {"recorder": 7}, {"recorder": {"dropped": "some"}},
+    ],
+)  # fmt: skip
+def test_what_a_header_cannot_hold_is_refused(tmp_path: Path, part: dict[str, Any]) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(9), **part)
+    with pytest.raises(ValueError, match="line 1: ") as error:
+        read_recording(path)
+    assert str(error.value).count(str(path)) == 1
+
+
+def test_a_file_that_was_cut_off_at_a_lines_end_is_told(tmp_path: Path) -> None:
+    told = {"recorder": {"records": 50, "requests": 1, "dropped": 0}}
+    path = write_recording(tmp_path / "run.jsonl", simulate(50), **told)
+    assert read_recording(path).notes == ()
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:31]) + "\n")
+    assert read_recording(path).notes == (
+        "the header tells of 50 replays and 30 are here: cut off?",
+    )
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    assert read_recording(path).notes == (
+        "the header tells of 1 requests and 0 are here: cut off?",
+    )
 
 
 def test_bytes_are_refused(tmp_path: Path) -> None:

@@ -78,12 +78,39 @@ def test_a_compressed_trace(tmp_path: Path) -> None:
             {"traceEvents": [{"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 1}]},
             "lacks or garbles 'args'",
         ),
+        ({"traceEvents": [], "graphengine": 3}, "no recorder's lines"),
+        ({"traceEvents": [], "graphengine": {"lines": []}}, "line 1 is not the header"),
+        (
+            chrome_trace(simulate(9)) | {"graphengine": {"lines": [{"kind": "header"}]}},
+            "schema None",
+        ),
     ],
 )
 def test_what_is_no_trace_of_an_engine(tmp_path: Path, trace: Any, message: str) -> None:
     path = write(tmp_path / "trace.json", trace)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         read_trace(path)
+    assert str(error.value).count(str(path)) == 1
+
+
+@pytest.mark.parametrize("garbled", [{"args": None}, {"args": [1]}, {"args": {}}])
+def test_foreign_events_are_passed_over(tmp_path: Path, garbled: dict[str, Any]) -> None:
+    trace = chrome_trace(simulate(9), recorder=False)
+    event = {"ph": "X", "cat": "kernel", "name": "theirs", "ts": 3.0, "dur": 1.0}
+    trace["traceEvents"].append(event | garbled)
+    trace["deviceProperties"] = [1]
+    run = read_trace(write(tmp_path / "trace.json", trace))
+    assert len(run.replays) == 9 and run.environment == {"device": None}
+
+
+@pytest.mark.parametrize("time", ["x", None, []])
+def test_an_event_without_a_time_is_refused(tmp_path: Path, time: Any) -> None:
+    trace = chrome_trace(simulate(9), recorder=False)
+    trace["traceEvents"][2]["ts"] = time
+    path = write(tmp_path / "trace.json", trace)
+    with pytest.raises(ValueError) as error:
+        read_trace(path)
+    assert str(error.value).count(str(path)) == 1
 
 
 # A real trace, of an engine on a CPU.
