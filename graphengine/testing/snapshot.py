@@ -1,0 +1,163 @@
+"""Golden files of captured graphs: a test fails where a graph is no longer the one on file.
+
+    def test_the_step_keeps_its_kernels(graph_snapshot):
+        graph_snapshot(graph, max_kernels=12)
+
+The files are JSON with a line a node, to be committed; `pytest --graph-snapshot-update` writes
+them. Names of kernels are kept as `normalise_name` has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from graphengine.buckets import CapturedGraph, GraphStructure, inspect_graph
+from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.graph_diff import diff_text, normalise
+
+RECORD = "--graph-snapshot-update"
+"""The option of pytest under which snapshots are written."""
+
+Graph = torch.cuda.CUDAGraph | CapturedGraph | GraphStructure
+
+
+class GraphSnapshot:
+    """The golden files of one test; the fixture `graph_snapshot` is one of these.
+
+    folder  of the test's module: `__snapshots__/<test module>` beside it
+    name    of the test
+    update  write the files instead of comparing with them
+    """
+
+    def __init__(self, folder: Path, name: str, *, update: bool) -> None:
+        self.folder = folder
+        self.name = name
+        self.update = update
+        self._used: set[Path] = set()
+
+    def __call__(
+        self,
+        graph: Graph,
+        name: str | None = None,
+        *,
+        key: str | None = None,
+        launch_sizes: bool = True,
+        max_nodes: int | None = None,
+        max_kernels: int | None = None,
+    ) -> None:
+        """Require that `graph` is the one on file, and that it keeps to its budget.
+
+        graph         a `torch.cuda.CUDAGraph(keep_graph=True)`, a `CapturedGraph` or a structure
+        name          tells the graphs of one test apart
+        key           what the graph depends on beside the code, such as `environment_key()`: each
+                      key has files of its own, and one without them fails
+        launch_sizes  False leaves out grid, block and shared memory, for kernels tuned at run time
+        max_nodes     nodes that the graph may have, those of nested graphs included
+        max_kernels   kernels that it may have
+
+        GraphCheckError for another graph, a missing or unreadable file, and a budget overrun; the
+        latter also while files are written. ValueError where a test asks for one file twice.
+        """
+        path = self.path(name, key)
+        if path in self._used:
+            raise ValueError(f"this test has used {path.name} already: give each graph a name")
+        self._used.add(path)
+        title = self.name if name is None else name
+        structure = normalise(read_structure(graph), launch_sizes=launch_sizes)
+        check_budget(structure, title, max_nodes=max_nodes, max_kernels=max_kernels)
+        if self.update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(structure.to_json(), encoding="utf-8")
+            return
+        difference = diff_text(self._read(path, title, key), structure)
+        if difference:
+            raise GraphCheckError(
+                f"graph {title!r} is not the one in {path}\n{difference}\n"
+                f"If that is meant: pytest {RECORD}, and commit the file."
+            )
+
+    def path(self, name: str | None = None, key: str | None = None) -> Path:
+        """The file of a graph: `<folder>[/<key>]/<test>[-<name>].json`, all as `file_name`s."""
+        folder = self.folder if key is None else self.folder / file_name(key)
+        stem = self.name if name is None else f"{self.name}-{name}"
+        return folder / f"{file_name(stem)}.json"
+
+    def _read(self, path: Path, title: str, key: str | None) -> GraphStructure:
+        try:
+            return GraphStructure.from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass
+        except ValueError as cause:
+            raise GraphCheckError(
+                f"graph {title!r}: {path} cannot be read ({cause}); pytest {RECORD} writes it anew"
+            ) from cause
+        if key is None:
+            what = f"graph {title!r} has no golden file {path}."
+        else:
+            known = sorted(file.parent.name for file in self.folder.glob(f"*/{path.name}"))
+            what = (
+                f"graph {title!r} has no golden file for the key {key!r}, "
+                f"only for {', '.join(known) or 'no key at all'}."
+            )
+        raise GraphCheckError(
+            f"{what} To record it here: pytest {RECORD}, look at {path}, and commit it."
+        )
+
+
+def read_structure(graph: Graph) -> GraphStructure:
+    """The structure of any of these; ValueError for a `CapturedGraph` of a CPU, which has none."""
+    if isinstance(graph, GraphStructure):
+        return graph
+    if isinstance(graph, CapturedGraph):
+        if graph.graph is None:
+            raise ValueError(f"bucket {graph.name!r} on {graph.device} has no captured graph")
+        return inspect_graph(graph.graph)
+    return inspect_graph(graph)
+
+
+def check_budget(
+    structure: GraphStructure, title: str, *, max_nodes: int | None, max_kernels: int | None
+) -> None:
+    """GraphCheckError if there are more nodes or kernels than that, nested graphs included."""
+    counts = structure.count()
+    found = {"nodes": sum(counts.values()), "kernels": counts.get("kernel", 0)}
+    allowed = {"nodes": max_nodes, "kernels": max_kernels}
+    for what, limit in allowed.items():
+        if limit is not None and found[what] > limit:
+            raise GraphCheckError(
+                f"graph {title!r} has {found[what]} {what}, max_{what}={limit}\n"
+                f"{_frequencies(structure)}"
+            )
+
+
+def environment_key() -> str:
+    """What chooses the kernels beside the code: "nvidia-h200_torch-2.11.0+cu130_triton-3.6.0".
+
+    The current CUDA device, or "cpu", and the versions of torch and triton.
+    """
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    try:
+        import triton
+    except ImportError:
+        found = "none"
+    else:
+        found = triton.__version__
+    return file_name(f"{device.lower()}_torch-{torch.__version__}_triton-{found}")
+
+
+def file_name(text: str) -> str:
+    """`text` as part of a path: runs of all but letters, digits and "_.+-" become one "-"."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "-"
+
+
+def _frequencies(structure: GraphStructure, most: int = 12) -> str:
+    """The kernels, and other kinds of node, by how often they occur, one a line."""
+    names = Counter(node.name or node.kind for graph in structure.walk() for node in graph.nodes)
+    lines = [f"  {count:>4} x {name}" for name, count in names.most_common(most)]
+    if len(names) > most:
+        lines.append(f"  ... and {len(names) - most} others")
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""The plugin as pytest loads it: what it imports and when, what it offers, and what it skips."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import graphengine
+import graphengine.testing
+from graphengine.testing import plugin
+
+pytest_plugins = ["pytester"]
+
+# Of the plugin, in a process in which pytest is loaded already: what a start of pytest pays for it.
+LOADING = """
+import json, sys, time
+import pytest
+started = time.perf_counter()
+import graphengine.testing.plugin
+milliseconds = (time.perf_counter() - started) * 1e3
+print(json.dumps([milliseconds, sorted({"torch", "triton", "numpy"} & set(sys.modules))]))
+"""
+
+
+def test_loading_is_quick_and_imports_no_torch() -> None:
+    times = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", LOADING], capture_output=True, check=True, text=True
+        )
+        milliseconds, imported = json.loads(done.stdout)
+        assert imported == []
+        times.append(milliseconds)
+    assert min(times) < 50, f"{times} ms"
+
+
+def test_torch_is_imported_by_the_first_fixture_that_is_used(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_before(pytestconfig):
+            assert pytestconfig.pluginmanager.has_plugin("graphengine")
+            assert not {"torch", "triton"} & set(sys.modules)
+
+        def test_after(assert_pointers_stable):
+            assert "torch" in sys.modules
+        """
+    )
+    pytester.runpytest_subprocess().assert_outcomes(passed=2)
+
+
+def test_fixtures_that_need_a_gpu_skip_without_one(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makepyfile(
+        """
+        def test_sync(no_sync): raise AssertionError
+        def test_alloc(no_alloc): raise AssertionError
+        def test_replays(check_no_alloc): raise AssertionError
+        def test_capture(needs_gpu): raise AssertionError
+        """
+    )
+    result = pytester.runpytest_subprocess("-rs")
+    result.assert_outcomes(skipped=4)
+    result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU: torch.cuda.is_available() is False"])
+
+
+def test_the_fixture_is_the_function(pytester: pytest.Pytester) -> None:
+    names = [name for name in fixtures() if hasattr(graphengine.testing, name)]
+    on_cpu = sorted(set(names) - {"no_sync", "no_alloc", "check_no_alloc"})
+    pytester.makepyfile(
+        f"""
+        import graphengine.testing
+        import pytest
+
+        @pytest.mark.parametrize("name", {on_cpu})
+        def test_it(name, request):
+            assert request.getfixturevalue(name) is getattr(graphengine.testing, name)
+        """
+    )
+    pytester.runpytest("-p", "no:hypothesispytest").assert_outcomes(passed=len(on_cpu))
+
+
+def test_every_check_is_a_fixture() -> None:
+    checks = {
+        name
+        for name in graphengine.testing.__all__
+        if inspect.isfunction(getattr(graphengine.testing, name))
+    }
+    assert checks - {"environment_key"} == fixtures() - {"graph_snapshot", "needs_gpu"}
+
+
+def fixtures() -> set[str]:
+    tree = ast.parse(inspect.getsource(plugin))
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [("", "update=False"), ("--graph-snapshot-update", "update=True")]
+)
+def test_a_snapshot_lies_beside_its_test(
+    option: str, expected: str, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("size", [8])
+        def test_it(graph_snapshot, size):
+            print(f"{graph_snapshot.folder} {graph_snapshot.name} update={graph_snapshot.update}")
+        """
+    )
+    result = pytester.runpytest("-p", "no:hypothesispytest", "-s", *filter(None, [option]))
+    folder = pytester.path / "__snapshots__" / "test_a_snapshot_lies_beside_its_test"
+    result.stdout.fnmatch_lines([f"*{folder} test_it[[]8] {expected}*"])
+
+
+# The packages that import their names late.
+
+
+@pytest.mark.parametrize("package", [graphengine, graphengine.testing])
+def test_late_names_are_those_that_type_checkers_see(package: typing.Any) -> None:
+    tree = ast.parse(Path(package.__file__).read_text())
+    (block,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and "not" not in ast.unparse(node.test)
+    ]
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == package._HOMES
+    assert set(seen) == set(package.__all__) <= set(dir(package))
+    for name in seen:
+        assert getattr(package, name) is not None
+
+
+@pytest.mark.parametrize("package", [graphengine, graphengine.testing])
+def test_a_name_that_is_not_there(package: typing.Any) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'x'"):
+        _ = package.x
