@@ -50,4 +50,5 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	ls tests/kernels/test_*.py | xargs -P 8 -I{} $(PYTHON) -m pytest -q -m gpu {}
-	$(PYTHON) -m pytest -m gpu tests/buckets tests/graphengine
+	$(PYTHON) -m pytest -m gpu tests/buckets tests/graphengine tests/testing \
+		tests/test_footguns.py

@@ -9,9 +9,11 @@ import torch
 
 from graphengine.buckets import GraphStructure
 from graphengine.buckets.introspect import PROGRAMMATIC
-from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.snapshot import Graph, read_structure
 from graphengine.testing.tensors import (
+
+__tracebackhide__ = hide_frame
     Buffers,
     describe,
     describe_difference,

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.tensors import cuda_in_use, wait_for_device
+
+__tracebackhide__ = hide_frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

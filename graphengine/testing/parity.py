@@ -9,8 +9,10 @@ from contextlib import contextmanager
 import torch
 
 from graphengine.buckets import CapturedGraph, StaticBuffers
-from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.tensors import (
+
+__tracebackhide__ = hide_frame
     Buffers,
     Replayable,
     cuda_in_use,

@@ -10,8 +10,10 @@ from types import EllipsisType
 import torch
 
 from graphengine.buckets import StaticBuffers
-from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.tensors import (
+
+__tracebackhide__ = hide_frame
     Buffers,
     describe,
     describe_difference,

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from graphengine.buckets import format_bytes
-from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.errors import GraphCheckError, hide_frame
+
+__tracebackhide__ = hide_frame
 
 # What torch's sync debug mode says of an operation that waits.
 _SYNC_MESSAGE = "called a synchronizing CUDA operation"

@@ -156,3 +156,34 @@ def test_late_names_are_those_that_type_checkers_see(package: typing.Any) -> Non
 def test_a_name_that_is_not_there(package: typing.Any) -> None:
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'x'"):
         _ = package.x
+
+
+# The page for new users.
+
+README = Path(__file__).parents[2] / "graphengine" / "testing" / "README.md"
+
+
+def write_example(pytester: pytest.Pytester) -> None:
+    """The test file of the page, as somebody who follows it has it."""
+    _, _, rest = README.read_text().partition("```python\n")
+    pytester.makepyfile(test_mlp=rest.partition("```")[0])
+
+
+def test_the_example_of_the_page_skips_without_a_gpu(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_example(pytester)
+    pytester.runpytest_subprocess().assert_outcomes(skipped=5)
+
+
+@pytest.mark.gpu
+def test_the_example_of_the_page_passes_natively(pytester: pytest.Pytester) -> None:
+    write_example(pytester)
+    pytester.runpytest_subprocess("--graph-snapshot-update").assert_outcomes(passed=5)
+    pytester.runpytest_subprocess().assert_outcomes(passed=5)
+
+
+def test_the_page_lists_every_fixture() -> None:
+    text = README.read_text()
+    assert [name for name in fixtures() if f"`{name}" not in text] == []
