@@ -45,10 +45,10 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 		jinja2 huggingface_hub transformers pytest hypothesis ruff mypy
 	touch $@
 
-# Kernel tests mostly wait for the compiler, so their files run side by side; the rest must have the
-# GPU's memory for itself. Exit status 5 says that a file holds no test for a GPU.
+# Tests mostly wait for the compiler and for the host, so that files run side by side; exit status 5
+# says that one holds no test for a GPU.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	ls tests/kernels/test_*.py | xargs -P 8 -I{} $(PYTHON) -m pytest -q -m gpu {}
-	$(PYTHON) -m pytest -m gpu tests/buckets tests/graphengine tests/testing \
-		tests/test_footguns.py
+	ls tests/*/test_*.py tests/test_*.py | xargs -P 8 -I{} sh -c \
+		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
+	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/testing

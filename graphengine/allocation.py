@@ -68,7 +68,7 @@ def allocate(
         own_cache, own_area = _new_cache(memory, *drafter.kv_block_shape(memory.block_size))
         if own_cache.shape[0]:
             caches.append((own_cache, own_area))
-        drafter.open(DraftSetting(model, buffers, launch, config.max_batch), own_cache)
+        drafter.open(DraftSetting(model, buffers, launch), own_cache)
     relaxed = config.relaxed_acceptance
     program = StepProgram(
         model,
@@ -101,7 +101,6 @@ def _new_buffers(
     drafter: Drafter | None,
     plans: DecodePlans,
 ) -> StaticBuffers:
-    lanes = memory.ladder.sizes[-1] * memory.tokens_per_step
     prefill_tokens = memory.prefill_ladder.sizes[-1]
     fields = field_table(
         slots=config.max_batch,
@@ -112,8 +111,8 @@ def _new_buffers(
         drafts=memory.tokens_per_step - 1,
         host_drafts=drafter is not None and drafter.host_drafts,
         arrivals=max(
-            arrival_counters(model.config, plans, lanes),
-            0 if drafter is None else drafter.arrivals(lanes),
+            arrival_counters(model.config, plans, config.lanes),
+            0 if drafter is None else drafter.arrivals(config.max_batch, config.lanes),
         ),
     )
     if drafter is not None:
@@ -150,11 +149,7 @@ def graph_steps(
         f"prefill/{tokens}": partial(program.prefill, tokens)
         for tokens in reversed(memory.prefill_ladder.sizes)
     }
-    shapes = [
-        (rows, drafts)
-        for rows in reversed(memory.ladder.sizes)
-        for drafts in reversed(memory.draft_lengths)
-    ]
+    shapes = memory.decode_shapes[::-1]
     for rows, drafts in shapes:
         # The full one holds logits: the fast one then finds its memory taken already.
         for sampler in reversed(samplers):

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 import torch
 
+from graphengine.buckets import BucketLadder
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, row_family
 from graphengine.sampling_params import is_int
 from graphengine.speculative import (
@@ -143,8 +144,7 @@ class EngineConfig:
         if self.row_family not in (None, "fma", "dot"):
             raise ValueError(f"row_family={self.row_family!r} must be 'fma', 'dot' or None")
         self._check_speculation()
-        lanes = self.max_batch * (1 + self.drafts)
-        if self.row_family == "fma" and lanes > FMA_LANES:
+        if self.row_family == "fma" and self.lanes > FMA_LANES:
             raise ValueError(
                 f"row_family='fma' serves up to {FMA_LANES} rows, not max_batch={self.max_batch}"
                 + (f" of {1 + self.drafts} tokens each" if self.drafts else "")
@@ -156,7 +156,6 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         check_speculative(self.speculative)
-        check_rows(self.max_batch, self.drafts)
         kinds = {
             "gate": GateOptions,
             "relaxed_acceptance": RelaxedAcceptance,
@@ -168,6 +167,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={value!r} must be {kind.__name__} or None")
             if value is not None and not self.drafts:
                 raise ValueError(f"{name} is for an engine with drafts: {self.speculative=}")
+        check_rows(self.draft_rows, self.drafts)
         if self.drafts:
             forced = forced_acceptance(self.forced_acceptance)
             object.__setattr__(self, "forced_acceptance", forced)
@@ -190,14 +190,30 @@ class EngineConfig:
     @property
     def gate_options(self) -> GateOptions | None:
         """`gate`, or the one that `Auto` goes with: it looks at the number of requests alone."""
-        if self.gate is None and isinstance(self.speculative, Auto):
-            return GateOptions(off_below=0.0, on_above=0.0, max_live=AUTO_MAX_LIVE)
-        return self.gate
+        if self.gate is not None or not isinstance(self.speculative, Auto):
+            return self.gate
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        most = min(AUTO_MAX_LIVE, MAX_LANES // (1 + self.drafts))
+        fitting = max((size for size in sizes if size <= most), default=most)
+        return GateOptions(off_below=0.0, on_above=0.0, max_live=fitting)
+
+    @property
+    def draft_rows(self) -> int:
+        """The largest bucket whose rows may bring drafts: the gate keeps them from larger ones."""
+        gate = self.gate_options
+        if gate is None or gate.max_live is None:
+            return self.max_batch
+        return BucketLadder(self.max_batch, self.buckets).pick(min(gate.max_live, self.max_batch))
+
+    @property
+    def lanes(self) -> int:
+        """Tokens that the widest decode step feeds."""
+        return max(self.max_batch, self.draft_rows * (1 + self.drafts))
 
     @property
     def family(self) -> RowFamily:
         """The row family of the engine: the one asked for, or what the lanes of a step call for."""
-        return self.row_family or row_family(self.max_batch * (1 + self.drafts))
+        return self.row_family or row_family(self.lanes)
 
     def sequence_limit(self, max_positions: int) -> int:
         """Tokens of the longest request with a model of so many positions; ValueError if

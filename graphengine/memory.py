@@ -31,6 +31,7 @@ class MemoryPlan:
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
+    draft_rows     the largest bucket with a graph for each of them; larger ones verify none
     graphs         how many are captured; with relaxed acceptance fewer
     """
 
@@ -44,6 +45,7 @@ class MemoryPlan:
     kv_blocks: int
     swap_blocks: int
     draft_lengths: tuple[int, ...]
+    draft_rows: int
     graphs: int
     budget: MemoryBudget
 
@@ -51,6 +53,11 @@ class MemoryPlan:
     def tokens_per_step(self) -> int:
         """Tokens of a row in the widest decode graph: one, and its drafts."""
         return 1 + self.draft_lengths[-1]
+
+    @property
+    def decode_shapes(self) -> list[tuple[int, int]]:
+        """Rows and drafts of every decode graph, ascending."""
+        return _decode_shapes(self.ladder, self.draft_lengths, self.draft_rows)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -98,13 +105,15 @@ def plan_memory(
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
         budget.add("drafter's state", sum(field.nbytes for field in fields), where)
         block_bytes += math.prod(drafter.kv_block_shape(config.block_size)) * dtype.itemsize
-    lanes_of_row = 1 if drafter is None else drafter.lanes_of_row
-    lanes = ladder.sizes[-1] * lanes_of_row
+    lanes = config.max_batch
+    if drafter is not None:
+        lanes = max(lanes, config.draft_rows * drafter.lanes_of_row)
     workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
     budget.add("workspace (estimate)", workspace, where)
     # A drafter may have a graph of its own beside each bucket's.
     own = drafter is not None and drafter.own_graph
-    graphs = (_SAMPLERS + own) * len(draft_lengths) * len(ladder.sizes) + len(prefill_ladder.sizes)
+    shapes = _decode_shapes(ladder, draft_lengths, config.draft_rows)
+    graphs = (_SAMPLERS + own) * len(shapes) + len(prefill_ladder.sizes)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
@@ -132,9 +141,21 @@ def plan_memory(
         kv_blocks=kv_blocks,
         swap_blocks=swap_blocks,
         draft_lengths=draft_lengths,
+        draft_rows=config.draft_rows,
         graphs=graphs,
         budget=budget,
     )
+
+
+def _decode_shapes(
+    ladder: BucketLadder, draft_lengths: tuple[int, ...], draft_rows: int
+) -> list[tuple[int, int]]:
+    return [
+        (rows, drafts)
+        for rows in ladder.sizes
+        for drafts in draft_lengths
+        if rows <= draft_rows or drafts == 0
+    ]
 
 
 def _swap_blocks(config: EngineConfig, kv_blocks: int, table_blocks: int, block_bytes: int) -> int:

@@ -263,15 +263,15 @@ def check_drafts(k: int) -> None:
         raise ValueError(f"k={k!r} drafts a step must be an integer in [1, {MAX_DRAFTS}]")
 
 
-def check_rows(max_batch: int, k: int) -> None:
-    """Raise ValueError unless the kernels hold `max_batch` rows of `k` drafts and a token each."""
-    lanes = max_batch * (k + 1)
+def check_rows(rows: int, k: int) -> None:
+    """Raise ValueError unless the kernels hold `rows` rows of `k` drafts and a token each."""
+    lanes = rows * (k + 1)
     if lanes > MAX_LANES:
-        shorter = MAX_LANES // max_batch - 1
+        fitting, shorter = MAX_LANES // (k + 1), MAX_LANES // rows - 1
         raise ValueError(
-            f"max_batch={max_batch} with k={k} drafts feeds {lanes} tokens a step, and at most "
-            f"{MAX_LANES} fit: max_batch={MAX_LANES // (k + 1)} does with k={k}"
-            + (f", k={shorter} with max_batch={max_batch}" if shorter > 0 else "")
+            f"{rows} rows with k={k} drafts feed {lanes} tokens a step, and at most {MAX_LANES} "
+            f"fit: max_batch={fitting} or gate=GateOptions(max_live={fitting}) does with k={k}"
+            + (f", k={shorter} with {rows} rows" if shorter > 0 else "")
         )
 
 
@@ -285,8 +285,8 @@ def check_speculative(speculative: object) -> None:
 def resolve_auto(max_batch: int) -> NGram:
     """What `Auto` stands for: longer drafts where few rows share a step.
 
-    It goes with a gate that stops drafting above `AUTO_MAX_LIVE` live rows. Whether the rows fit
-    the kernels is for `check_rows`.
+    It goes with a gate that stops drafting above `AUTO_MAX_LIVE` live rows, or above as many as fit
+    the kernels.
     """
     return NGram(k=5, max_n=3) if max_batch <= 4 else NGram(k=3, max_n=5)
 
@@ -391,24 +391,29 @@ def frequent_tokens(
     return torch.tensor(sorted(int(token) for token in chosen), dtype=torch.int64)
 
 
-def offsets(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`d2t` of the target ids that a draft vocabulary holds: new int64 [N].
-
-    `target_ids` is the way back. ValueError unless `ids` is int64 [N], strictly ascending and
-    within the vocabulary.
-    """
-    _check_targets("ids", ids, ids, vocab_size)
-    return ids - torch.arange(ids.numel(), device=ids.device)
-
-
 def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
     """The target's id of each draft id, `draft + d2t[draft]`: new int64 [N], ascending.
 
     ValueError, which calls the tensor `name`, unless `d2t` is int64 [N] and the targets are
     strictly ascending and within the vocabulary.
     """
-    ids = d2t + torch.arange(d2t.numel(), device=d2t.device) if d2t.dim() == 1 else d2t
-    _check_targets(name, d2t, ids, vocab_size)
+    shape = tuple(d2t.shape)
+    if d2t.dtype != torch.int64 or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"{name} must be int64 [N], not {d2t.dtype} {shape}")
+    ids = d2t + torch.arange(d2t.numel(), device=d2t.device)
+    outside = torch.nonzero((ids < 0) | (ids >= vocab_size))
+    if outside.numel():
+        draft = int(outside[0])
+        raise ValueError(
+            f"{name} maps draft {draft} to token {int(ids[draft])}, the vocabulary has {vocab_size}"
+        )
+    falling = torch.nonzero(ids[1:] <= ids[:-1])
+    if falling.numel():
+        draft = int(falling[0])
+        raise ValueError(
+            f"{name} maps drafts {draft} and {draft + 1} to tokens {int(ids[draft])} and "
+            f"{int(ids[draft + 1])}: they must ascend"
+        )
     return ids
 
 
@@ -426,26 +431,6 @@ def read_offsets(file: str | os.PathLike[str], name: str, vocab_size: int) -> to
         raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from error
     target_ids(d2t, vocab_size, f"{os.fspath(file)}: {name}")
     return d2t
-
-
-def _check_targets(name: str, given: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> None:
-    """ValueError about `given` unless the target ids that follow from it can be a vocabulary."""
-    shape = tuple(given.shape)
-    if given.dtype != torch.int64 or len(shape) != 1 or shape[0] < 1:
-        raise ValueError(f"{name} must be int64 [N], not {given.dtype} {shape}")
-    outside = torch.nonzero((ids < 0) | (ids >= vocab_size))
-    if outside.numel():
-        draft = int(outside[0])
-        raise ValueError(
-            f"{name} maps draft {draft} to token {int(ids[draft])}, the vocabulary has {vocab_size}"
-        )
-    falling = torch.nonzero(ids[1:] <= ids[:-1])
-    if falling.numel():
-        draft = int(falling[0])
-        raise ValueError(
-            f"{name} maps drafts {draft} and {draft + 1} to tokens {int(ids[draft])} and "
-            f"{int(ids[draft + 1])}: they must ascend"
-        )
 
 
 def _check_path(name: str, value: object) -> None:

@@ -35,7 +35,6 @@ from graphengine.kernels.embedding import embed_reference
 from graphengine.kernels.lanes import (
     check_lanes,
     check_rows,
-    check_vector,
     check_weight,
     live_lanes,
     output_rows,
@@ -94,8 +93,6 @@ class DraftTiles(NamedTuple):
     """int64 [M, C], from an lm_head with the sampler folded in, as `health` is."""
     health: torch.Tensor
     """int32 [M, C]"""
-    d2t: torch.Tensor | None = None
-    """int64 [D]: the target's token is draft + d2t[draft]; None where they share a vocabulary."""
 
 
 def combine_hidden(
@@ -329,7 +326,7 @@ def commit_draft(
 ) -> DecodeLanes:
     """Write each live row's draft into `draft_SK[slot, index]`; behind it no draft, -1, is left.
 
-    The draft is -1, too, where the run had no valid logits, or where `d2t` leads to no token.
+    The draft is -1, too, where the run had no valid logits.
 
     Args:
         tiles: of M lanes.
@@ -377,10 +374,6 @@ def commit_draft_reference(
     live = live_lanes(rows.slot)
     source = live if source_R is None else source_R[live].long()
     draft = token_of_tiles_reference(tiles.best[source], tiles.health[source])
-    if tiles.d2t is not None:
-        valid = (draft >= 0) & (draft < tiles.d2t.numel())
-        target = draft + tiles.d2t[draft.where(valid, 0).long()]
-        draft = target.where(valid, -1).clamp(min=-1).to(draft.dtype)
     slot = rows.slot[live].long()
     draft_SK[slot, index:] = -1
     draft_SK[slot, index] = draft
@@ -429,8 +422,6 @@ def check_commit(
     if source_R is not None:
         check_lanes(count, source=source_R)
     check_tiles(tiles.best, tiles.health, count if source_R is None else tiles.best.shape[0])
-    if tiles.d2t is not None:
-        check_vector("d2t", tiles.d2t, tiles.d2t.numel(), torch.int64)
     columns = check_draft_table(draft_SK)
     if not 0 <= index < columns:
         raise ValueError(f"draft index {index} is not in a table of {columns} drafts a slot")
@@ -523,7 +514,6 @@ def commit_args(
     return CommitArgs(
         best=tiles.best,
         health=tiles.health,
-        d2t=tiles.d2t,
         source=source_R,
         row_slot=rows.slot,
         row_position=rows.position,
@@ -532,7 +522,6 @@ def commit_args(
         slot=lanes.slot,
         position=lanes.position,
         tiles=tiles.best.shape[1],
-        draft_ids=0 if tiles.d2t is None else tiles.d2t.numel(),
         columns=draft_SK.shape[1],
     )
 

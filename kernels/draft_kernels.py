@@ -53,7 +53,6 @@ class CommitArgs(NamedTuple):
 
     best: torch.Tensor
     health: torch.Tensor
-    d2t: torch.Tensor | None
     source: torch.Tensor | None
     row_slot: torch.Tensor
     row_position: torch.Tensor
@@ -62,7 +61,6 @@ class CommitArgs(NamedTuple):
     slot: torch.Tensor
     position: torch.Tensor
     tiles: int
-    draft_ids: int
     columns: int
 
 
@@ -215,10 +213,6 @@ def commit_lane(
     lane is live."""
     live = slot >= 0
     draft = token_of_tiles(commit.best, commit.health, source, commit.tiles, live, BLOCK_C)
-    if commit.d2t is not None:
-        valid = live & (draft >= 0) & (draft < commit.draft_ids)
-        target = draft + tl.load(commit.d2t + draft, mask=valid, other=0)
-        draft = tl.maximum(tl.where(valid, target, -1), -1).to(tl.int32)
     k = tl.arange(0, BLOCK_K)
     drafts = tl.where(k == index, draft, -1)
     mask = live & (k >= index) & (k < commit.columns)

@@ -184,6 +184,8 @@ def linear_sample(
     position_N: torch.Tensor,
     params: SamplingTensors,
     *,
+    ahead: int = 1,
+    token_ids: torch.Tensor | None = None,
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     plan: LinearPlan | None = None,
@@ -193,8 +195,11 @@ def linear_sample(
     """The fast sampler folded into lm_head: greedy or by temperature, no top-k, top-p or min-p.
 
     Args:
-        position_N: int32, of the query; the sampled token sits one behind it.
+        position_N: int32, of the query.
         params: by slot; the filters among them are checked, but not looked at.
+        ahead: positions from the query to the sampled token, which its noise follows from.
+        token_ids: int32 [V], ascending: the token of each weight row, of which are fewer than there
+            are tokens; None: row v is token v.
         The others as of `linear`.
 
     Returns:
@@ -208,6 +213,8 @@ def linear_sample(
     plan = _check(x_NK, weight_VK, slot_N, squares_TN, None, "sample", plan)
     lanes, V = x_NK.shape[0], weight_VK.shape[0]
     check_lanes(lanes, position=position_N)
+    if token_ids is not None:
+        check_vector("token_ids", token_ids, V, torch.int32)
     stop_ids = check_parameters(params)
     if not use_triton(x_NK):
         logits = linear_reference(
@@ -223,7 +230,15 @@ def linear_sample(
             top_p=torch.ones_like(params.top_p),
             min_p=torch.zeros_like(params.min_p),
         )
-        return sample_tiles_reference(logits, slot_N, position_N, unfiltered, tile=plan.block_m)
+        return sample_tiles_reference(
+            logits,
+            slot_N,
+            position_N,
+            unfiltered,
+            tile=plan.block_m,
+            ahead=ahead,
+            token_ids=token_ids,
+        )
     tiles = triton.cdiv(V, plan.block_m)
     best = torch.empty((lanes, tiles), dtype=torch.int64, device=x_NK.device)
     health = slot_N.new_empty(lanes, tiles)
@@ -243,7 +258,9 @@ def linear_sample(
             best,
             health,
         ),
+        token_ids=token_ids,
         stop_ids=stop_ids,
+        ahead=ahead,
         arrivals=arrivals,
         pdl=pdl,
     )
@@ -273,7 +290,9 @@ def _launch(
     out: torch.Tensor | None = None,
     residual: ResidualArgs | None = None,
     sampler: SamplerArgs | None = None,
+    token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,
+    ahead: int = 1,
     arrivals: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -305,9 +324,9 @@ def _launch(
     inputs = (x_NK, squares_TN, weight_MK, bias, slot_N, out, residual)
     strides = (x_NK.stride(0), weight_MK.stride(0))
     out_stride = 0 if out is None else out.stride(0)
-    numbers = (lanes, *strides, out_stride, eps, stop_ids)
+    numbers = (lanes, *strides, out_stride, eps, stop_ids, ahead)
     if plan.family == "fma":
-        fma_kernel[(tiles,)](*inputs, sampler, *numbers, LANES=lanes, **sizes)
+        fma_kernel[(tiles,)](*inputs, sampler, token_ids, *numbers, LANES=lanes, **sizes)
         return
     partial = None
     if splits > 1:
@@ -324,6 +343,7 @@ def _launch(
         dot_kernel[grid](
             *inputs,
             sampler,
+            token_ids,
             partial,
             counters,
             *numbers,

@@ -42,7 +42,7 @@ class SamplerArgs(NamedTuple):
     health: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["lanes", "eps", "stop_ids"])
+@triton.jit(do_not_specialize=["lanes", "eps", "stop_ids", "ahead"])
 def dot_kernel(
     x_ptr,
     squares_ptr,
@@ -52,6 +52,7 @@ def dot_kernel(
     out_ptr,
     residual,
     sampler,
+    token_ids_ptr,
     partial_ptr,
     arrivals_ptr,
     lanes,
@@ -60,6 +61,7 @@ def dot_kernel(
     out_stride,
     eps,
     stop_ids,
+    ahead,
     M: tl.constexpr,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -158,7 +160,9 @@ def dot_kernel(
                 out_stride,
                 residual,
                 sampler,
+                token_ids_ptr,
                 stop_ids,
+                ahead,
                 K,
                 GROUPS,
                 OUTPUTS,
@@ -176,7 +180,7 @@ def _sum_splits(partial_ptrs, mask, split_stride, SPLITS: tl.constexpr, BLOCK_M:
     return y
 
 
-@triton.jit(do_not_specialize=["lanes", "eps", "stop_ids"])
+@triton.jit(do_not_specialize=["lanes", "eps", "stop_ids", "ahead"])
 def fma_kernel(
     x_ptr,
     squares_ptr,
@@ -186,12 +190,14 @@ def fma_kernel(
     out_ptr,
     residual,
     sampler,
+    token_ids_ptr,
     lanes,
     x_stride,
     weight_stride,
     out_stride,
     eps,
     stop_ids,
+    ahead,
     M: tl.constexpr,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -250,7 +256,9 @@ def fma_kernel(
             out_stride,
             residual,
             sampler,
+            token_ids_ptr,
             stop_ids,
+            ahead,
             K,
             GROUPS,
             OUTPUTS,
@@ -372,7 +380,9 @@ def _epilogue(
     out_stride,
     residual,
     sampler,
+    token_ids_ptr,
     stop_ids,
+    ahead,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -399,14 +409,17 @@ def _epilogue(
         y = silu(y) * up
 
     if sampler is not None:
-        position = tl.load(sampler.position + lane, mask=live, other=0) + 1
+        position = tl.load(sampler.position + lane, mask=live, other=0) + ahead
+        ids = output
+        if token_ids_ptr is not None:
+            ids = tl.load(token_ids_ptr + output, mask=output < OUTPUTS, other=0)
         best, health = best_of_tile(
             y,
-            output[None, :],
+            ids[None, :],
+            in_row,
             slot[:, None],
             position[:, None],
             live[:, None],
-            OUTPUTS,
             sampler.temperature,
             sampler.seed,
             sampler.stop_ids,

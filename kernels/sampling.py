@@ -165,7 +165,8 @@ def sample_reference(
 ) -> torch.Tensor:
     """Plain twin of `sample`, in numpy: one row after the other, whole rows at a time."""
     token_R = torch.empty_like(slot_R) if out is None else out
-    for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R, params):
+    id_V = np.arange(logits_RV.shape[1])
+    for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R + 1, params, id_V):
         valid = health_V.max() == _FINITE.value
         # Of equals argmax takes the first, which is the lowest id.
         token_R[row] = int(ids[np.argmax(value)]) if valid else -1
@@ -179,16 +180,21 @@ def sample_tiles_reference(
     params: SamplingTensors,
     *,
     tile: int = _TILE_BLOCK,
+    ahead: int = 1,
+    token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain twin of `sample_tiles`, for tiles of any width."""
+    """Plain twin of `sample_tiles`, for tiles of any width; `ahead` and `token_ids` are those of
+    `linear_sample`.
+    """
     rows, vocabulary = logits_RV.shape
+    id_V = np.arange(vocabulary) if token_ids is None else token_ids.numpy(force=True)
     starts = np.arange(0, vocabulary, tile)
     shape, device = (rows, starts.size), logits_RV.device
     best_RC = torch.empty(shape, dtype=torch.int64, device=device)
     health_RC = torch.empty(shape, dtype=torch.int32, device=device)
-    for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R, params):
+    for row, health_V, kept, value in _rows(logits_RV, slot_R, position_R + ahead, params, id_V):
         packed_V = np.full(vocabulary, _NOTHING.value, np.int64)
-        packed_V[ids] = _packed(value, ids)
+        packed_V[kept] = _packed(value, id_V[kept])
         best_RC[row] = torch.from_numpy(np.maximum.reduceat(packed_V, starts))
         health_RC[row] = torch.from_numpy(np.maximum.reduceat(health_V, starts))
     return best_RC, health_RC
@@ -208,19 +214,21 @@ def _rows(
     slot_R: torch.Tensor,
     position_R: torch.Tensor,
     params: SamplingTensors,
+    id_V: NDArray[np.integer[Any]],
 ) -> Iterator[Candidates]:
-    """Of each live row: its number, the health of its logits, and the ids that are kept with the
-    values of which the largest is sampled."""
+    """Of each live row, whose token of ids `id_V` will sit at its position: its number, the health
+    of its logits, and the columns that are kept with the values of which the largest is sampled."""
     logits, positions = logits_RV.numpy(force=True), position_R.tolist()
     by_slot: list[NDArray[Any]] = [tensor.numpy(force=True) for tensor in params]
     for row, slot in enumerate(slot_R.tolist()):
         if slot >= 0:
             fields = (tensor[slot] for tensor in by_slot)
-            yield row, *_candidates(logits[row], positions[row] + 1, *fields)
+            yield row, *_candidates(logits[row], id_V, positions[row], *fields)
 
 
 def _candidates(
     logits_V: NDArray[np.float32],
+    id_V: NDArray[np.integer[Any]],
     position: int,
     temperature: np.float32,
     top_k: np.int32,
@@ -230,26 +238,25 @@ def _candidates(
     stop_ids_E: NDArray[np.int32],
     min_len: np.int32,
 ) -> tuple[NDArray[np.int32], NDArray[np.intp], NDArray[np.float32]]:
-    """Health, kept ids and values of a row whose token will sit at `position`."""
+    """Health, kept columns and values of a row whose token will sit at `position`."""
     if position < min_len:
-        logits_V = logits_V.copy()
-        logits_V[stop_ids_E[(stop_ids_E >= 0) & (stop_ids_E < logits_V.size)]] = -np.inf
+        logits_V = np.where(np.isin(id_V, stop_ids_E), np.float32(-np.inf), logits_V)
     health_V = np.where(np.isnan(logits_V), _NAN.value, _NOTHING_FINITE.value).astype(np.int32)
     health_V[np.isfinite(logits_V)] = _FINITE.value
 
-    ids = np.flatnonzero(logits_V > -np.inf)
-    value: NDArray[np.float32] = logits_V[ids]
-    if temperature > 0 and ids.size:
+    columns = np.flatnonzero(logits_V > -np.inf)
+    value: NDArray[np.float32] = logits_V[columns]
+    if temperature > 0 and columns.size:
         with np.errstate(over="ignore"):
             value = np.clip(value / temperature, -LARGEST.value, LARGEST.value)
-        if 0 < top_k < ids.size or top_p < 1 or min_p > 0:
+        if 0 < top_k < columns.size or top_p < 1 or min_p > 0:
             kept = _kept(value, int(top_k), float(top_p), min_p)
-            ids, value = ids[kept], value[kept]
-        value = value + gumbel(philox_uint32(seed, position, ids))
-    return health_V, ids, value
+            columns, value = columns[kept], value[kept]
+        value = value + gumbel(philox_uint32(seed, position, id_V[columns]))
+    return health_V, columns, value
 
 
-def _packed(value: NDArray[np.float32], ids: NDArray[np.intp]) -> NDArray[np.int64]:
+def _packed(value: NDArray[np.float32], ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     """The order of `_pack_tile`."""
     bits = (value + np.float32(0)).view(np.int32).astype(np.int64)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -339,10 +346,10 @@ def _pack_tile(value, ids):
 def best_of_tile(
     logits,
     ids,
+    inside,
     slot,
     position,
     live,
-    vocabulary,
     temperature_ptr,
     seed_ptr,
     stop_ids_ptr,
@@ -354,8 +361,9 @@ def best_of_tile(
     """The best candidate of each lane's tile of logits; its bits do not depend on the tiling.
 
     Args:
-        logits: float32 [L, B]; anything in lanes that are not live and past the vocabulary.
-        ids: int32 [1, B], the vocabulary ids; `vocabulary` or more is past it.
+        logits: float32 [L, B]; anything in lanes that are not live and outside the vocabulary.
+        ids: int32 [1, B], the tokens' ids, ascending over the tiles.
+        inside: int1 [1, B], whether there is such a token.
         slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is sampled.
         live: int1 [L, 1]; of the other lanes' parameters none is read.
         temperature_ptr, seed_ptr, stop_ids_ptr, min_len_ptr: of `SamplingTensors`.
@@ -367,7 +375,7 @@ def best_of_tile(
         in lanes that are not live.
     """
     slot = slot.to(tl.int64)
-    logits = tl.where(ids < vocabulary, logits, float("-inf"))
+    logits = tl.where(inside, logits, float("-inf"))
     waits = live & (position < tl.load(min_len_ptr + slot, mask=live, other=0))
     if _any(waits):
         logits = mask_stop_ids(logits, ids, waits, stop_ids_ptr + slot * stop_ids, stop_ids)
@@ -439,10 +447,10 @@ def _tile_kernel(
     best, health = best_of_tile(
         logits,
         ids,
+        ids < vocabulary,
         slot,
         position,
         live,
-        vocabulary,
         temperature_ptr,
         seed_ptr,
         stop_ids_ptr,

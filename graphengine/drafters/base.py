@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
-from graphengine.kernels import DecodeLanes, FinishedStep, PrefillLanes, Residual, RowFamily
+from graphengine.kernels import (
+    DecodeLanes,
+    FinishedStep,
+    PrefillLanes,
+    Residual,
+    RowFamily,
+    SamplingTensors,
+)
 
 if TYPE_CHECKING:
     from graphengine.models.dense import (
@@ -103,12 +110,16 @@ class DraftSetting(NamedTuple):
     model: DenseModel
     buffers: StaticBuffers
     launch: DecodeLaunch
-    slots: int
 
     @property
     def limit(self) -> int:
         """Positions that a cache has."""
         return self.model.max_seq_len
+
+    @property
+    def sampling(self) -> SamplingTensors:
+        """The target's parameters, by slot."""
+        return SamplingTensors(*(self.buffers[name] for name in SamplingTensors._fields))
 
 
 class Drafter(ABC):
@@ -153,8 +164,8 @@ class Drafter(ABC):
         """Lanes of a row in its widest launch."""
         return 1 + self.length
 
-    def arrivals(self, lanes: int) -> int:
-        """Counters that its kernels need beside decode steps of `lanes` lanes."""
+    def arrivals(self, rows: int, lanes: int) -> int:
+        """Counters that its kernels need beside decode steps of so many rows, and so many lanes."""
         return 0
 
     def counters(self) -> dict[str, int]:

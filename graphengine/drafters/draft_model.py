@@ -1,8 +1,8 @@
 """A smaller model drafts: its own layers and KV, in the target's graphs.
 
-As in Leviathan, Kalman, Matias (arXiv:2211.17192), with greedy drafts. The model is fed the last
-two tokens behind each verified step, since the last draft of the step before was never fed to it,
-and then its own drafts.
+As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
+is fed the last two tokens behind each verified step, since the last draft of the step before was
+never fed to it, and then its own drafts.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
 """
@@ -60,15 +60,19 @@ class DraftModelDrafter(Drafter):
         self._checkpoint.load(self.weights.named(self.config))
         return {}
 
+    @staticmethod
+    def lanes_of(rows: int) -> int:
+        """Lanes of its widest launch, which feeds the last two tokens of each row."""
+        return 2 * rows
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return allocate_weights(self.config, device="meta", dtype=dtype).nbytes
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         return (self.config.num_layers, *self.config.kv_block_shape(block_size))
 
-    def arrivals(self, lanes: int) -> int:
-        # Its launches have two lanes a row at most, as the target's have.
-        return arrival_counters(self.config, self.plans, lanes)
+    def arrivals(self, rows: int, lanes: int) -> int:
+        return arrival_counters(self.config, self.plans, self.lanes_of(rows))
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = DenseModel(self.config, self.weights, max_seq_len=setting.limit)
@@ -76,9 +80,9 @@ class DraftModelDrafter(Drafter):
         self._head = DraftHead(
             self.weights.lm_head,
             None,
+            setting.sampling,
             plan=self.plans.lm_head,
             eps=self.config.norm_eps,
-            slots=setting.slots,
         )
         self._launch = setting.launch._replace(
             plans=self.plans,
@@ -115,7 +119,7 @@ class DraftModelDrafter(Drafter):
         """Feed each row's last two tokens, then draft `length` times."""
         model, limit, pdl = self._model, self._limit, launch.pdl
         embedding, norm = model.weights.embedding, model.norm_behind(-1)
-        residual = self._new_stream(2 * count_R.numel())
+        residual = self._new_stream(self.lanes_of(count_R.numel()))
         first = begin_model_draft(
             token_N, count_R, lanes, embedding, norm, residual, limit=limit, pdl=pdl
         )
@@ -124,7 +128,7 @@ class DraftModelDrafter(Drafter):
         two = launch._replace(tokens_per_row=2)
         hidden = model.decode(fed, residual, self._cache, self._block_table, two)
         for index in range(length):
-            tiles = self._head.tiles(hidden, fed, launch)
+            tiles = self._head.tiles(hidden, fed, launch, ahead=1)
             shared: Any = {"index": index, "limit": limit, "source_R": source, "pdl": pdl}
             if index + 1 == length:
                 commit_draft(tiles, rows, self._draft_tokens, **shared)

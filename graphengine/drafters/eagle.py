@@ -107,7 +107,8 @@ class EagleDrafter(ModuleDrafter):
         """
         lanes = fed or rows
         for index in range(self.length):
-            tiles = self._head.tiles(hidden, lanes, launch)
+            # A lane stands where its hidden state does, one before the token it is fed.
+            tiles = self._head.tiles(hidden, lanes, launch, ahead=2)
             if index + 1 == self.length:
                 commit_draft(
                     tiles,

@@ -1,11 +1,16 @@
-"""The logits of a drafter: the target's lm_head or the rows of it that are kept, and greedy drafts.
+"""The logits of a drafter: the target's lm_head or the rows of it that are kept, and the drafts.
 
-Letters: S slots, N lanes, H hidden, V vocabulary, D draft vocabulary, C tiles of it.
+A draft is drawn as the target will draw the token at its position: with the request's temperature
+and with the noise of that position. Where both agree on the distribution they agree on the token,
+at any temperature. Verification asks only whether they did, so a draft's odds are nobody's concern.
+Source: the Gumbel coupling of M. Daliri, C. Musco, A. T. Suresh, "Coupling without Communication
+and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
+
+Letters: N lanes, H hidden, V vocabulary, D draft vocabulary, C tiles of it.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphengine.kernels import (
@@ -17,45 +22,39 @@ from graphengine.kernels import (
     linear_sample,
 )
 from graphengine.models.dense import DecodeLaunch
-from graphengine.speculative import offsets
 
 
 class DraftHead:
-    """lm_head with the greedy sampler folded in.
+    """lm_head with the fast sampler folded in.
 
-    weight  [V, H], the lm_head
-    ids     int64 [D], ascending: the rows of it that make up the draft vocabulary, which are
-            copied; None: all
-    plan    how the product is cut
-    eps     of the norm whose scaled stream is fed
+    weight    [V, H], the lm_head
+    ids       int64 [D], ascending: the rows of it that make up the draft vocabulary, which are
+              copied; None: all
+    sampling  the target's parameters, by slot
+    plan      how the product is cut
+    eps       of the norm whose scaled stream is fed
     """
 
     def __init__(
-        self, weight: Tensor, ids: Tensor | None, *, plan: LinearPlan, eps: float, slots: int
+        self,
+        weight: Tensor,
+        ids: Tensor | None,
+        sampling: SamplingTensors,
+        *,
+        plan: LinearPlan,
+        eps: float,
     ) -> None:
-        device = weight.device
-        self.weight, self.d2t = weight, None
+        self.weight, self.token_ids = weight, None
         if ids is not None:
-            self.weight = weight.index_select(0, ids.to(device))
-            self.d2t = offsets(ids, weight.shape[0]).to(device)
-        self._plan, self._eps = plan, eps
-        # Temperature 0, and no stop id that would have to wait.
-        whole = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._greedy = SamplingTensors(
-            temperature=whole.float(),
-            top_k=whole,
-            top_p=torch.ones_like(whole, dtype=torch.float32),
-            min_p=whole.float(),
-            seed=whole.long(),
-            stop_ids=whole.new_full((slots, 1), -1),
-            min_len=whole,
-        )
+            ids = ids.to(weight.device)
+            self.weight, self.token_ids = weight.index_select(0, ids), ids.int()
+        self._sampling, self._plan, self._eps = sampling, plan, eps
 
     def tiles(
-        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch
+        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, *, ahead: int
     ) -> DraftTiles:
-        """The most probable draft behind each lane, by tile. `hidden` is [N, H] behind the final
-        norm, or the stream scaled for it.
+        """The draft `ahead` positions behind each lane, by tile. `hidden` is [N, H] behind the
+        final norm, or the stream scaled for it.
         """
         x, squares = (
             (hidden, None) if isinstance(hidden, Tensor) else (hidden.scaled, hidden.squares)
@@ -65,11 +64,13 @@ class DraftHead:
             self.weight,
             lanes.slot,
             lanes.position,
-            self._greedy,
+            self._sampling,
+            ahead=ahead,
+            token_ids=self.token_ids,
             squares_TN=squares,
             eps=self._eps,
             plan=self._plan,
             arrivals=launch.arrivals,
             pdl=launch.pdl,
         )
-        return DraftTiles(best, health, self.d2t)
+        return DraftTiles(best, health)

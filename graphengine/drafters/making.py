@@ -61,7 +61,7 @@ def make_drafter(
 def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: DenseConfig) -> Drafter:
     mtp = read_mtp_config(checkpoint)
     if options.style == "vanilla":
-        _check_vanilla(options.k, mtp.modules, config.max_batch)
+        _check_vanilla(options.k, mtp.modules, config.draft_rows)
     wanted = options.draft_vocab
     vocabulary = None if wanted is None else draft_vocabulary(wanted, checkpoint, model)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
@@ -69,7 +69,7 @@ def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: Dens
     return drafter(mtp, options.k, vocabulary)
 
 
-def _check_vanilla(k: int, modules: int, max_batch: int) -> None:
+def _check_vanilla(k: int, modules: int, rows: int) -> None:
     """ValueError unless there are k modules, and the kernels hold the lanes of the last one."""
     if k > modules:
         raise ValueError(
@@ -77,11 +77,12 @@ def _check_vanilla(k: int, modules: int, max_batch: int) -> None:
             f"style='eagle' runs one of them k times"
         )
     width = vanilla_lanes(k)
-    if max_batch * width > MAX_LANES:
+    if rows * width > MAX_LANES:
+        fitting = MAX_LANES // width
         raise ValueError(
-            f"vanilla MTP with k={k} and max_batch={max_batch} feeds {max_batch * width} tokens "
-            f"to the last module, {width} a row, and at most {MAX_LANES} fit: "
-            f"max_batch={MAX_LANES // width} does with k={k}"
+            f"vanilla MTP with k={k} feeds {rows * width} tokens of {rows} rows to the last "
+            f"module, {width} a row, and at most {MAX_LANES} fit: max_batch={fitting} or "
+            f"gate=GateOptions(max_live={fitting}) does with k={k}"
         )
 
 
@@ -105,6 +106,12 @@ def _draft_model(
         raise ValueError(
             f"the draft model {checkpoint.path} has max_position_embeddings="
             f"{draft.max_positions}, and max_seq_len is {wanted}"
+        )
+    lanes = DraftModelDrafter.lanes_of(config.max_batch)
+    if lanes > MAX_LANES:
+        raise ValueError(
+            f"a draft model reads two tokens of each row, {lanes} of max_batch={config.max_batch}, "
+            f"and at most {MAX_LANES} fit"
         )
     return DraftModelDrafter(draft, options.k, checkpoint)
 

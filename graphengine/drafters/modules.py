@@ -51,9 +51,9 @@ class ModuleDrafter(Drafter):
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         return (self.config.modules, *self.config.dense.kv_block_shape(block_size))
 
-    def arrivals(self, lanes: int) -> int:
+    def arrivals(self, rows: int, lanes: int) -> int:
         dense, plans = self.config.dense, self.plans
-        widest = lanes // (1 + self.length) * self.lanes_of_row
+        widest = max(lanes, lanes // (1 + self.length) * self.lanes_of_row)
         projection = arrivals_needed(plans.projection, dense.hidden_size)
         return max(projection, arrival_counters(dense, plans.layer, widest))
 
@@ -74,9 +74,9 @@ class ModuleDrafter(Drafter):
         self._head = DraftHead(
             target.weights.lm_head,
             self.vocabulary,
+            setting.sampling,
             plan=self.plans.lm_head,
             eps=dense.norm_eps,
-            slots=setting.slots,
         )
         self._context = target.context._replace(config=dense)
         self._launch = setting.launch._replace(plans=self.plans.layer)

@@ -144,7 +144,7 @@ class VanillaDrafter(ModuleDrafter):
             device=emitted.token_N.device,
         )
         for index in range(1, self.length):
-            tiles = self._head.tiles(hidden, lanes, launch)
+            tiles = self._head.tiles(hidden, lanes, launch, ahead=index + 1)
             residual = self._new_stream(count * (width + index))
             following = advance_vanilla_draft(
                 ModuleRun(tiles, rows, source, hidden, self.config.dense.norm_eps),
@@ -160,7 +160,7 @@ class VanillaDrafter(ModuleDrafter):
             several = launch._replace(tokens_per_row=width + index)
             hidden = self._run(index, combined, residual, lanes, several)
         commit_draft(
-            self._head.tiles(hidden, lanes, launch),
+            self._head.tiles(hidden, lanes, launch, ahead=self.length + 1),
             rows,
             self._draft_tokens,
             index=self.length - 1,

@@ -153,7 +153,7 @@ def test_tokens_that_differ_stop_the_measurement(run: Run, monkeypatch: pytest.M
         (("--text", "no/such/file"), "--text no/such/file"),
         (("--out", "no/such/folder/x.json"), "no such folder"),
         (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
-        (("--max-batch", "32"), "feeds 128 tokens a step"),
+        (("--max-batch", "32"), "feed 128 tokens a step"),
         (("--row-family", "fma"), "row_family='fma' serves up to 2 rows"),
     ],
 )

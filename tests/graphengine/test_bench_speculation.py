@@ -280,7 +280,7 @@ def test_a_checkpoint_brings_its_own_modules(run_bench: Bench) -> None:
         (("--speculative", "mtp", "--draft-vocab", "257"), "vocabulary of 257 tokens of 256"),
         (("--speculative", "ngram", "--draft-vocab", "9"), "--draft-vocab is for mtp"),
         (("--speculative", "model:x"), "draft model x, k=3: this needs a checkpoint"),
-        (("--speculative", "mtp", "--batch", "32"), "feeds 128 tokens a step"),
+        (("--speculative", "mtp", "--batch", "32"), "feed 128 tokens a step"),
         (("--speculative", "mtp", "--row-family", "fma"), "row_family='fma' serves up to 2 rows"),
     ],
 )

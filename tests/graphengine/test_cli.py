@@ -374,7 +374,7 @@ def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
         (("--memory-fraction", "1e-9"), "(?s)available.*KV cache.*total"),
         (("--speculative", "mtp:x"), r"speculative='mtp:x' must be off, auto, mtp\[:K"),
         (("--speculative", "mtp:0"), "k=0 drafts"),
-        (("--speculative", "mtp:14", "--max-batch", "8"), "feeds 120 tokens a step"),
+        (("--speculative", "mtp:14", "--max-batch", "8"), "feed 120 tokens a step"),
         (("--speculative", "mtp", "--draft-vocab", "512"), "must be TEXT:SIZE"),
         (("--speculative", "ngram", "--draft-vocab", "x.txt:512"), "a draft vocabulary is for mtp"),
     ],

@@ -279,6 +279,7 @@ def test_sync_debug_mode_sees_a_synchronisation() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_steps_allocate_and_synchronise_nothing(
@@ -686,6 +687,7 @@ def device_memory() -> tuple[int, int]:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_an_engine_keeps_to_its_budget_and_gives_everything_back(
     checkpoints: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

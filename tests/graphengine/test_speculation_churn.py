@@ -62,6 +62,8 @@ def draft(folder: Path) -> Path:
 
 # So short a window that the drafts go off and come back at once.
 RESTLESS = GateOptions(window=3, off_below=0.6, on_above=0.6, probe_every=3)
+# The same for drafts that are nearly always right.
+STRICT = GateOptions(window=3, off_below=2.9, on_above=2.9, probe_every=3)
 
 CHURNS = {
     "mtp": Churn(lambda folder: MTP(k=3)),
@@ -71,7 +73,7 @@ CHURNS = {
     "model": Churn(lambda folder: DraftModel(draft(folder), k=2)),
     "user": Churn(lambda folder: UserProvided(3), lookahead=(0,)),
     "mtp-gate": Churn(lambda folder: MTP(k=3), RESTLESS),
-    "model-gate": Churn(lambda folder: DraftModel(folder / "modules", k=3), RESTLESS),
+    "model-gate": Churn(lambda folder: DraftModel(folder / "modules", k=3), STRICT),
 }
 CASES = [
     pytest.param(name, lookahead, id=f"{name}-{lookahead}")

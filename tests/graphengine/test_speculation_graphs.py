@@ -317,6 +317,7 @@ def allocations() -> dict[str, int]:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("name", ["mtp", "ngram", "model"])
 def test_speculative_steps_allocate_and_synchronise_nothing(name: str, lookahead: int) -> None:

@@ -1,13 +1,11 @@
-"""What a caller sees of speculation, and what may be set: counts, the gate, relaxed and forced
-acceptance, errors."""
+"""What may be set of speculation: forced acceptance, the gate, relaxed acceptance, errors."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from mtp_checkpoints import LAYOUTS, SIZES, VOCAB, random_tensors, write_checkpo
 from safetensors.torch import save_file
 from speculating import (
     DEMO,
+    ENDLESS,
     Job,
     Tokens,
     demo_jobs,
@@ -25,13 +24,11 @@ from speculating import (
     outcome,
     outcomes,
     random_jobs,
-    run_with,
-    script,
     step_with,
     write_draft_model,
 )
 
-from graphengine import Engine, EngineConfig, Event, Request, SamplingParams
+from graphengine import Engine, EngineConfig, Request, SamplingParams
 from graphengine.gate import Gate
 from graphengine.speculative import (
     FORCE_ACCEPTED,
@@ -45,7 +42,7 @@ from graphengine.speculative import (
     Speculative,
     UserProvided,
 )
-from stepping import OTHER, PROMPT, assert_idle, events_of, greedy, open_engine, run, tokens_of
+from stepping import OTHER, PROMPT, assert_idle, events_of, greedy, open_engine, run
 
 DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)}
 
@@ -53,223 +50,6 @@ DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)
 @pytest.fixture(autouse=True)
 def nothing_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORCE_ACCEPTED, raising=False)
-
-
-# Events and timings.
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("name", DRAFTING)
-def test_an_event_has_the_tokens_of_a_step(device: str, name: str, lookahead: int) -> None:
-    called: list[Event] = []
-    with open_speculating(DRAFTING[name], device=device, lookahead=lookahead) as engine:
-        requests = [
-            engine.submit(job.prompt, job.params, on_event=called.append) for job in demo_jobs()
-        ]
-        events = run(engine)
-        assert events == called
-        for request in requests:
-            own = events_of(request, events)
-            assert tokens_of(own) == tuple(request.token_ids)
-            assert "".join(event.text for event in own) == request.text
-            assert [event.finish_reason for event in own[:-1]] == [None] * (len(own) - 1)
-            assert own[-1].finish_reason == request.finish_reason
-            # The prompt's step has one token; the others up to one more than drafts.
-            assert len(own[0].token_ids) == 1
-            assert all(1 <= len(event.token_ids) <= 4 for event in own)
-            # Tokens of a step arrive at one time.
-            times = [event.time for event in own for _ in event.token_ids]
-            assert request.timings.tokens == times == sorted(times)
-            assert len(request.timings.inter_token) == len(request.token_ids) - 1
-        assert any(len(event.token_ids) > 1 for event in events)
-        assert sum(len(request.token_ids) for request in requests) == engine.counters["tokens"]
-
-
-def test_a_stream_yields_several_tokens_at_once(device: str) -> None:
-    with open_speculating(MTP(k=3), device=device) as engine:
-        expected = engine.generate(PROMPT, greedy(20))
-        events = list(engine.stream(PROMPT, greedy(20)))
-        assert tokens_of(events) == expected.token_ids
-        assert "".join(event.text for event in events) == expected.text
-        assert max(len(event.token_ids) for event in events) > 1
-
-
-# Counts, against a plain recount.
-
-
-@dataclass
-class Recount:
-    """What became of the drafts of one request, counted one step after the other."""
-
-    steps: list[Tokens] = field(default_factory=list)
-    proposed: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-
-    def run(self, request: Request, propose: Callable[[Tokens], Sequence[int]], k: int) -> None:
-        """Replay a request that ends by its length: `propose` gets all tokens so far."""
-        said, prompt = tuple(request.token_ids), request.prompt_token_ids
-        done = 1
-        while done < len(said):
-            # Behind the last draft comes a token of the step's own, which must fit in too.
-            room = request.max_new_tokens - done - 1
-            drafts = list(propose((*prompt, *said[:done])))[: min(k, room)]
-            right = 0
-            while right < len(drafts) and drafts[right] == said[done + right]:
-                right += 1
-            self.proposed.update(range(len(drafts)))
-            self.accepted.update(range(right))
-            self.steps.append(said[done : done + right + 1])
-            done += right + 1
-
-    def check(self, acceptance: dict[str, Any]) -> None:
-        assert acceptance["steps"] == len(self.steps)
-        assert acceptance["tokens"] == sum(map(len, self.steps))
-        for name, counted in (("accepted", self.accepted), ("proposed", self.proposed)):
-            assert acceptance[name] == counted.total(), f"{name}: {acceptance}, {counted}"
-        for name, counted in (
-            ("per_position", self.accepted),
-            ("proposed_per_position", self.proposed),
-        ):
-            listed = acceptance[name]
-            assert listed == [counted[p] for p in range(len(listed))], f"{name}: {counted}"
-        rates = [self.accepted[p] / self.proposed[p] for p in range(len(acceptance["rates"]))]
-        assert acceptance["rates"] == rates
-        if self.steps:
-            assert acceptance["mean_length"] == sum(map(len, self.steps)) / len(self.steps)
-
-
-def assert_counts(
-    engine: Engine,
-    requests: Iterable[Request],
-    events: list[Event],
-    propose: Callable[[Tokens], Sequence[int]],
-    k: int,
-) -> None:
-    everything = Recount()
-    for request in requests:
-        assert request.finish_reason == "length"
-        recount = Recount()
-        for each in (recount, everything):
-            each.run(request, propose, k)
-        steps = [event.token_ids for event in events_of(request, events)]
-        assert steps[1:] == recount.steps, f"{request}"
-        recount.check(request.acceptance.as_dict())
-        recount.check(request.result().acceptance.as_dict())
-    everything.check(engine.stats()["acceptance"])
-
-
-def ngram(tokens: Tokens, k: int, max_n: int) -> list[int]:
-    for n in range(min(max_n, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if tokens[start : start + n] == tokens[-n:]:
-                return list(tokens[start + n : start + n + k])
-    return [tokens[-1]] * k
-
-
-# Requests that end by their length, so that nothing but drafts cuts a step short.
-ENDLESS: dict[str, Any] = {"ignore_eos": True}
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(("k", "max_n"), [(3, 5), (5, 1)])
-def test_counts_of_ngrams(device: str, k: int, max_n: int, lookahead: int) -> None:
-    mode = NGram(k, max_n=max_n)
-    with open_speculating(mode, device=device, lookahead=lookahead) as engine:
-        requests = [
-            engine.submit(prompt, SamplingParams(seed=1, max_tokens=tokens, **options, **ENDLESS))
-            for prompt, tokens, options in (
-                (PROMPT, 41, {"temperature": 0.0}),
-                (OTHER * 3, 30, {"temperature": 0.5}),
-                ("a = 1\nb = 2\na = 1\n", 23, {"temperature": 1.0, "top_k": 3}),
-                # It says "000000": of what follows the last occurrence one token is known.
-                (" " * 32, 20, {"temperature": 0.0}),
-                ("x", 2, {"temperature": 0.0}),
-                ("x", 1, {"temperature": 0.0}),
-            )
-        ]
-        events = run(engine)
-        assert_counts(engine, requests, events, lambda said: ngram(said, k, max_n), k)
-        assert engine.acceptance.accepted > 10
-
-
-def test_counts_of_a_model_that_drafts_for_itself(device: str, checkpoints: dict[str, Any]) -> None:
-    """Its drafts are the most probable tokens, as transformers sees them."""
-    oracle, k = checkpoints["llama-linear-96"], 3
-    options: dict[str, Any] = {"device": device, "dtype": "float32"}
-    with open_speculating(DraftModel(oracle.path, k), oracle.path, **options) as engine:
-        dice = random.Random(1)
-        requests = [
-            engine.submit(
-                [dice.randrange(301) for _ in range(length)],
-                SamplingParams(seed=length, temperature=0.4, max_tokens=25, **ENDLESS),
-            )
-            for length in (3, 12, 40)
-        ]
-        events = run(engine)
-        best: dict[Tokens, int] = {}
-        for request in requests:
-            tokens = (*request.prompt_token_ids, *request.token_ids)
-            for index, logits in enumerate(oracle.logits(list(tokens))):
-                best[tokens[: index + 1]] = int(logits.argmax())
-
-        def propose(said: Tokens) -> list[int]:
-            drafts: list[int] = []
-            # Behind a wrong draft nothing counts, and nothing is known.
-            while len(drafts) < k:
-                drafts.append(best.get((*said, *drafts), 0))
-            return drafts
-
-        assert_counts(engine, requests, events, propose, k)
-        assert 0.1 < engine.acceptance.rate < 0.95
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_absent_drafts_count_as_none(device: str, count: int) -> None:
-    """Who proposes two of three is not blamed for the third."""
-    with open_plain(device=device) as engine:
-        known = engine.generate(PROMPT, greedy(30, **ENDLESS)).token_ids
-    with open_speculating(UserProvided(3), device=device) as engine:
-        request = engine.submit(PROMPT, greedy(30, **ENDLESS))
-
-        def propose(said: Tokens) -> list[int]:
-            done = len(said) - request.prompt_len
-            return list(known[done : done + count])
-
-        events = run_with(engine, lambda each: propose((*each.prompt_token_ids, *each.token_ids)))
-        assert_counts(engine, [request], events, propose, 3)
-        assert engine.acceptance.rate == (1.0 if count else None)
-
-
-def test_drafts_behind_a_stop_count_as_none(device: str) -> None:
-    """A step that a stop token ends judged the drafts up to it alone."""
-    with open_plain(device=device) as engine:
-        known = engine.generate(OTHER, greedy(30, **ENDLESS)).token_ids
-    first = [i for i in range(1, 14) if known[i] not in known[:i]]
-    with open_speculating(UserProvided(3), device=device) as engine:
-        for end in first:
-            params = greedy(30, stop_token_ids=[known[end]], **ENDLESS)
-            request = engine.submit(OTHER, params)
-            run_with(engine, script("right", [known], 3, 4096).of([request]))
-            assert tuple(request.token_ids) == known[: end + 1]
-            steps = -(-end // 4)
-            assert request.acceptance.steps == steps and request.acceptance.tokens == end
-            assert request.acceptance.proposed == request.acceptance.accepted == end - steps
-
-
-def test_stats_and_reports_name_the_acceptance(device: str) -> None:
-    with open_speculating(MTP(k=3), device=device) as engine:
-        assert engine.stats()["acceptance"]["steps"] == 0
-        result = engine.generate(PROMPT, greedy(20))
-        stats = engine.stats()
-        assert stats["acceptance"] == result.acceptance.as_dict() == engine.acceptance.as_dict()
-        assert stats["gate"] is None
-        assert stats["counters"]["tokens"] == 20
-        stats["counters"]["tokens"] = stats["acceptance"]["steps"] = 0
-        assert engine.stats()["counters"]["tokens"] == 20
-        assert engine.stats()["acceptance"]["steps"] > 0
-    with open_plain(device=device) as engine:
-        assert engine.generate(PROMPT, greedy(5)).acceptance.as_dict()["steps"] == 0
-        assert engine.stats()["acceptance"]["steps"] == 0
 
 
 # Forced acceptance.
@@ -432,18 +212,49 @@ def test_the_gate_counts_steps_that_decode(device: str, name: str, lookahead: in
 def test_auto_drafts_for_few_requests_alone(device: str) -> None:
     with open_engine(device=device, speculative=Auto(), max_batch=4) as engine:
         assert engine.config.mode == NGram(k=5, max_n=3)
-        assert engine.gate is not None and engine.gate.max_live == 32
+        assert engine.gate is not None and engine.gate.max_live == 4
         engine.generate([PROMPT] * 4, greedy(8))
         assert engine.counters["gate/overloaded"] == engine.counters["gate/off"] == 0
         assert replays(engine, "/k5/fast") > 0
 
 
-def test_above_so_many_requests_nothing_is_drafted(device: str) -> None:
+@pytest.mark.parametrize(
+    ("max_batch", "buckets", "max_live", "draft_rows"),
+    [(4, None, 4, 4), (16, None, 16, 16), (64, None, 16, 16), (20, (1, 6, 20), 6, 6)],
+)
+def test_auto_drafts_for_as_many_as_fit(
+    max_batch: int, buckets: tuple[int, ...] | None, max_live: int, draft_rows: int
+) -> None:
+    config = EngineConfig(speculative=Auto(), max_batch=max_batch, buckets=buckets, device="cpu")
+    assert config.gate_options is not None and config.gate_options.max_live == max_live
+    assert config.draft_rows == draft_rows
+    assert config.lanes == max(max_batch, draft_rows * (1 + config.drafts))
+
+
+def test_more_requests_than_may_bring_drafts(device: str) -> None:
+    """18 rows of 4 tokens are more than the kernels take: then each feeds one."""
+    jobs = [Job(f"def f{n}(", greedy(36 + n, **ENDLESS)) for n in range(18)]
+    sizes: dict[str, Any] = {"device": device, "max_batch": 18, "buckets": (2, 16, 18)}
+    with open_plain(**sizes) as engine:
+        expected = outcomes(engine, jobs)
+    for mode in (Auto(), MTP(k=3)):
+        gate = None if mode == Auto() else GateOptions(max_live=9, off_below=0, on_above=0)
+        with open_speculating(mode, gate=gate, **sizes) as engine:
+            assert engine.memory.draft_rows == 16
+            assert outcomes(engine, jobs) == expected
+            assert replays(engine, "decode/18/fast") > 0 == replays(engine, "decode/18/k3/fast")
+            assert replays(engine, "decode/16/k3/fast") > 0 < replays(engine, "decode/2/k3/fast")
+
+
+@pytest.mark.parametrize("name", ["mtp", "model"])
+def test_above_so_many_requests_nothing_is_drafted(device: str, name: str) -> None:
     jobs = [Job(f"def f{n}(", greedy(20 + n, **ENDLESS)) for n in range(4)]
     with open_plain(device=device, max_batch=4) as engine:
         expected = outcomes(engine, jobs)
     gate = GateOptions(window=4, off_below=0.0, on_above=0.0, max_live=2)
-    with open_speculating(MTP(k=3), device=device, max_batch=4, gate=gate) as engine:
+    with open_speculating(DRAFTING[name], device=device, max_batch=4, gate=gate) as engine:
+        assert engine.memory.draft_rows == 2
+        assert not any(name.startswith("decode/4/k") for name in engine._graphs)
         assert outcomes(engine, jobs) == expected
         counters = engine.counters
         assert counters["gate/overloaded"] > 0
@@ -481,6 +292,9 @@ def drafts_by_length(engine: Engine, prompt: str, tokens: int) -> dict[int, list
             slot = request.placement.slot
             length = request.prompt_len + len(request.token_ids)
             if request.token_ids:
+                if engine.memory.device.type == "cuda":
+                    # A step has published before it drafts.
+                    torch.cuda.synchronize()
                 found[length] = engine.buffers["draft_tokens"][slot].tolist()
     return found
 
@@ -684,9 +498,10 @@ def test_relaxed_steps_are_those_of_a_plain_simulation(
         ({"speculative": "mtp"}, r"speculative='mtp' must be one of MTP, NGram, .*or None"),
         ({"speculative": MTP}, r"speculative=<class.*must be one of"),
         ({"speculative": MTP(k=3), "max_batch": 17},
-         r"max_batch=17 with k=3 drafts feeds 68 tokens a step, and at most 64 fit: "
-         r"max_batch=16 does with k=3, k=2 with max_batch=17"),
-        ({"speculative": NGram(k=1), "max_batch": 64}, r"max_batch=64 with k=1 .* 128 tokens"),
+         r"17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 or "),
+        ({"speculative": NGram(k=3), "max_batch": 40, "gate": GateOptions(max_live=17)},
+         r"24 rows with k=3 drafts feed 96 tokens"),
+        ({"speculative": Auto(), "max_batch": 20, "buckets": (20,)}, r"20 rows with k=3 .* 80 tok"),
         ({"speculative": NGram(k=3), "row_family": "fma"},
          r"row_family='fma' serves up to 2 rows, not max_batch=8 of 4 tokens each"),
         ({"speculative": NGram(k=2), "row_family": "fma", "max_batch": 1},
@@ -747,6 +562,8 @@ def test_a_draft_model_that_does_not_fit_is_refused(
                    config={"max_position_embeddings": 100})  # fmt: skip
     refused(None, DraftModel(short), r"max_position_embeddings=100, and max_seq_len is 128")
     refused(None, DraftModel(tmp_path / "nowhere"), r"nowhere")
+    refused(None, DraftModel(DEMO), r"two tokens of each row, 66 of max_batch=33, and at most 64",
+            max_batch=33, gate=GateOptions(max_live=1))  # fmt: skip
 
 
 def test_a_draft_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from graphengine.speculative import (
     describe,
     forced_acceptance,
     frequent_tokens,
-    offsets,
     read_offsets,
     resolve_auto,
     target_ids,
@@ -360,32 +359,32 @@ def test_auto_follows_max_batch(max_batch: int, expected: NGram) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "k"), [(1, MAX_DRAFTS), (4, MAX_DRAFTS), (16, 3), (32, 1), (64, 0), (8, 7)]
+    ("rows", "k"), [(1, MAX_DRAFTS), (4, MAX_DRAFTS), (16, 3), (32, 1), (64, 0), (8, 7)]
 )
-def test_rows_that_fit(max_batch: int, k: int) -> None:
-    check_rows(max_batch, k)
+def test_rows_that_fit(rows: int, k: int) -> None:
+    check_rows(rows, k)
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "k", "message"),
+    ("rows", "k", "message"),
     [
         (
             17,
             3,
-            "max_batch=17 with k=3 drafts feeds 68 tokens a step, and at most 64 fit: "
-            "max_batch=16 does with k=3, k=2 with max_batch=17",
+            "17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 or "
+            "gate=GateOptions(max_live=16) does with k=3, k=2 with 17 rows",
         ),
         (
             64,
             1,
-            "max_batch=64 with k=1 drafts feeds 128 tokens a step, and at most 64 fit: "
-            "max_batch=32 does with k=1",
+            "64 rows with k=1 drafts feed 128 tokens a step, and at most 64 fit: max_batch=32 or "
+            "gate=GateOptions(max_live=32) does with k=1",
         ),
     ],
 )
-def test_rows_that_do_not_fit(max_batch: int, k: int, message: str) -> None:
+def test_rows_that_do_not_fit(rows: int, k: int, message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        check_rows(max_batch, k)
+        check_rows(rows, k)
     assert str(refused.value) == message
 
 
@@ -479,9 +478,6 @@ def test_frequent_tokens_against_a_sort(data: st.DataObject) -> None:
     order = sorted(range(vocab), key=lambda i: (i not in always, -counts[i], i))
     ids = frequent_tokens(text, size, vocab, always)
     assert ids.tolist() == sorted(order[:size])
-    d2t = offsets(ids, vocab)
-    assert d2t.tolist() == [int(target) - draft for draft, target in enumerate(ids)]
-    assert torch.equal(target_ids(d2t, vocab), ids)
 
 
 @pytest.mark.parametrize(
@@ -507,11 +503,10 @@ def int64(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def test_offsets_there_and_back() -> None:
-    ids = int64(0, 2, 3, 9)
-    assert offsets(ids, 10).tolist() == [0, 1, 1, 6]
-    assert target_ids(int64(0, 1, 1, 6), 10).tolist() == [0, 2, 3, 9]
-    assert ids.tolist() == [0, 2, 3, 9]
+def test_offsets_become_ids() -> None:
+    d2t = int64(0, 1, 1, 6)
+    assert target_ids(d2t, 10).tolist() == [0, 2, 3, 9]
+    assert d2t.tolist() == [0, 1, 1, 6]
 
 
 @pytest.mark.parametrize(
@@ -528,9 +523,6 @@ def test_offsets_there_and_back() -> None:
     ],
 )
 def test_what_is_no_vocabulary_is_refused(ids: torch.Tensor, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as refused:
-        offsets(ids, 10)
-    assert str(refused.value) == f"ids {message}"
     d2t = ids - torch.arange(ids.numel(), dtype=ids.dtype) if ids.dim() == 1 else ids
     with pytest.raises(ValueError) as refused:
         target_ids(d2t, 10)

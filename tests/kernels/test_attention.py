@@ -29,7 +29,7 @@ EPS = 1e-6
 # Of float32 sums of order 1. A norm's statistics may round a query or key the other way: by an ulp.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
-SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 6, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=24 if NATIVE else 9, derandomize=not NATIVE)
 # Positions where a split or a block begins or ends, and one split or several are used.
 EDGES = (0, 1, 7, 8, SPLIT_TOKENS - 1, SPLIT_TOKENS, SPLIT_TOKENS + 1, 2 * SPLIT_TOKENS)
 
@@ -259,7 +259,9 @@ def problems(draw: st.DrawFn) -> Problem:
 def test_equals_the_definition(
     op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], problem: Problem
 ) -> None:
-    assert_equals_the_definition(op, op_dtypes, place_cache, problem)
+    # One of them: natively every example waits for the compiler.
+    dtype = op_dtypes[problem.seed % len(op_dtypes)]
+    assert_equals_the_definition(op, [dtype], place_cache, problem)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot 
 SENTINEL = -555.0
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
-SETTINGS = settings(deadline=None, max_examples=12 if NATIVE else 6, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=12 if NATIVE else 9, derandomize=not NATIVE)
 
 Op = tuple[Callable[..., torch.Tensor], str]
 
@@ -231,11 +231,12 @@ def test_rows_are_tokens_one_by_one(
     rows: Rows,
     padded_rows: int,
 ) -> None:
-    for dtype in dtypes:
-        # A long split of the longest heads does not fit an SM.
-        fits = rows.head_dim * dtype.itemsize <= LONG_SPLIT_BYTES
-        typed = replace(rows, dtype=dtype, split=rows.split if fits else 64)
-        assert_rows_are_tokens_one_by_one(kernel, place_cache, typed, padded_rows=padded_rows)
+    # One of them: natively every example waits for the compiler.
+    dtype = dtypes[rows.seed % len(dtypes)]
+    # A long split of the longest heads does not fit an SM.
+    fits = rows.head_dim * dtype.itemsize <= LONG_SPLIT_BYTES
+    typed = replace(rows, dtype=dtype, split=rows.split if fits else 64)
+    assert_rows_are_tokens_one_by_one(kernel, place_cache, typed, padded_rows=padded_rows)
 
 
 @pytest.mark.parametrize(("width", "split"), [(2, 128), (4, 64), (6, 64), (6, 128)])
@@ -262,18 +263,17 @@ def test_groups_of_heads(
     group: int,
     normed: bool,
 ) -> None:
-    for dtype in dtypes:
-        for head_dim in (64, 128) if NATIVE else (64,):
-            rows = Rows(
-                lengths=(62, 5, 126) if NATIVE else (62,),
-                width=4,
-                kv_heads=2,
-                group=group,
-                head_dim=head_dim,
-                normed=normed,
-                dtype=dtype,
-            )
-            assert_rows_are_tokens_one_by_one(kernel, place_cache, rows)
+    for dtype in dtypes[1:]:
+        rows = Rows(
+            lengths=(62, 5, 126) if NATIVE else (62,),
+            width=4,
+            kv_heads=2,
+            group=group,
+            head_dim=128 if NATIVE else 64,
+            normed=normed,
+            dtype=dtype,
+        )
+        assert_rows_are_tokens_one_by_one(kernel, place_cache, rows)
 
 
 @pytest.mark.parametrize("width", [2, 4, 6])
@@ -518,7 +518,8 @@ def test_captured_rows_replay_the_eager_bits(
             copy.contiguous().view(torch.uint8), cache.kv.contiguous().view(torch.uint8)
         )
         assert not arrivals.any()
-        position += 1 + replay % 4
+        # No further than the three live lanes of the shorter row have written.
+        position += 1 + replay % 3
         qkv.normal_()
 
 

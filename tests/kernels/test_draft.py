@@ -74,9 +74,7 @@ class Twin:
             squares=squares.to(self.device),
         )
 
-    def tiles(
-        self, drafts: Sequence[int | None], tiles: int = 3, d2t: torch.Tensor | None = None
-    ) -> DraftTiles:
+    def tiles(self, drafts: Sequence[int | None], tiles: int = 3) -> DraftTiles:
         """Tiles that yield these drafts: below 0 for no valid logits, None for a lane of poison."""
         best = torch.full((len(drafts), tiles), NOTHING, dtype=torch.int64)
         health = torch.zeros((len(drafts), tiles), dtype=torch.int32)
@@ -89,7 +87,7 @@ class Twin:
                 best[lane] = -5 << 32 | LAST_ID
                 best[lane, (7 * lane + tiles - 1) % tiles] = 1 << 32 | (LAST_ID - draft)
                 health[lane, (5 * lane) % tiles] = FINITE
-        return DraftTiles(best.to(self.device), health.to(self.device), d2t)
+        return DraftTiles(best.to(self.device), health.to(self.device))
 
 
 @pytest.fixture(scope="module", params=["reference", "kernel"])
@@ -349,8 +347,6 @@ def test_commit(twin: Twin, data):
     sources = sources if chosen else range(len(rows))
     positions = [data.draw(st.sampled_from([5, LIMIT - 2, LIMIT - 1, LIMIT])) for _ in rows]
     drafts = [data.draw(st.integers(-1, 9)) for _ in range(M)]
-    # Of draft 8 the target's token is negative; 9 is past the table.
-    d2t = [0, 0, 3, 3, 90, 2000, 2, 1, -20] if data.draw(st.booleans()) else None
 
     table = twin.ints([list(range(100, 100 + K))] * 8)
     expected = table.tolist()
@@ -359,7 +355,6 @@ def test_commit(twin: Twin, data):
         twin.tiles(
             [draft if lane in live_sources else None for lane, draft in enumerate(drafts)],
             tiles=data.draw(st.integers(1, 6)),
-            d2t=None if d2t is None else twin.ints(d2t, torch.int64),
         ),
         DecodeLanes(
             twin.ints([HUGE] * len(rows)),
@@ -378,24 +373,12 @@ def test_commit(twin: Twin, data):
             assert lanes.slot[row] == -1
             continue
         token = drafts[source]
-        if token >= 0 and d2t is not None:
-            token = max(token + d2t[token], -1) if token < len(d2t) else -1
         expected[slot][index:] = [token] + [-1] * (K - index - 1)
         if token < 0 or position + 1 >= LIMIT:
             assert lanes.slot[row] == -1
         else:
             assert [int(field[row]) for field in lanes] == [token, slot, position + 1]
     assert table.tolist() == expected
-
-
-def test_draft_vocabulary(twin: Twin):
-    """A target below 0, and a draft past the table, are no drafts."""
-    d2t = twin.ints([5, 900, -3], torch.int64)
-    table = twin.ints([[100, 100]] * 4)
-    rows = DecodeLanes(*(twin.ints(range(4)) for _ in range(3)))
-    lanes = twin.commit(twin.tiles([0, 1, 2, 3], d2t=d2t), rows, table, index=0, limit=LIMIT)
-    assert lanes.slot.tolist() == [0, 1, -1, -1]
-    assert table.tolist() == [[5, -1], [901, -1], [-1, -1], [-1, -1]]
 
 
 @pytest.mark.parametrize("source", [None, [5, 0, 2, 1]])
@@ -408,7 +391,6 @@ def test_advance_is_commit_and_combine(device, source, kind, tiles):
     rows = DecodeLanes(twin.ints([HUGE] * 4), twin.ints([3, 1, -1, 0]), twin.ints([7, 8, HUGE, 9]))
     drafts: list[int | None] = [4, 5, 6, 7, 8, 9]
     drafts[3 if source is None else 1] = -1
-    d2t = twin.ints([10] * 12, torch.int64)
     stream = twin.stream(M)
     hidden: Hidden = stream if kind == "stream" else stream.scaled
     source_R = None if source is None else twin.ints(source)
@@ -416,7 +398,7 @@ def test_advance_is_commit_and_combine(device, source, kind, tiles):
 
     tables = [torch.full((5, 3), 100, dtype=torch.int32, device=device) for _ in range(2)]
     streams = [twin.stream(4), twin.stream(4)]
-    lane_tiles = twin.tiles(drafts[:M], tiles, d2t)
+    lane_tiles = twin.tiles(drafts[:M], tiles)
     following = advance_module_draft(
         lane_tiles,
         rows,
@@ -567,10 +549,6 @@ def test_what_cannot_be_committed(advance):
         ),
         ({"draft_SK": twin.ints([0, 0])}, r"draft_tokens must be a dense int32 \[S, K\]"),
         ({"rows": rows._replace(position=rows.slot.long())}, "rows.position must be int32"),
-        (
-            {"tiles": good["tiles"]._replace(d2t=twin.ints([0]))},
-            r"d2t must be a dense torch.int64 \[1\], not torch.int32",
-        ),
     ]
     if advance:
         wrong.append(({"hidden": twin.stream(2)}, r"hidden must be \[3 or more, 24\]"))
@@ -604,9 +582,7 @@ def new_lanes(lanes: int) -> DecodeLanes:
 
 
 FUSION = Fusion(new(VOCABULARY_8B, H), new(H), new(H), eps=1e-5)
-DRAFT_TILES = DraftTiles(
-    new(N, TILES, dtype=torch.int64), new_ints(N, TILES), new(32768, dtype=torch.int64)
-)
+DRAFT_TILES = DraftTiles(new(N, TILES, dtype=torch.int64), new_ints(N, TILES))
 COMMIT: dict[str, Any] = {"index": 0, "limit": 9, "source_R": new_ints(R), "pdl": True}
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "combine": lambda: combine_hidden(
@@ -636,7 +612,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "commit": lambda: commit_draft(DRAFT_TILES, new_lanes(R), new_ints(9, 3), **COMMIT),
     # Triton compiles a size of 1 in.
     "advance one": lambda: advance_module_draft(
-        DraftTiles(new(1, 1, dtype=torch.int64), new_ints(1, 1), new(1, dtype=torch.int64)),
+        DraftTiles(new(1, 1, dtype=torch.int64), new_ints(1, 1)),
         new_lanes(1),
         new(1, H),
         FUSION._replace(hidden_first=True),
@@ -652,9 +628,9 @@ NEW = {
     "combine": {"token_ptr"},
     "combine some": {"token_ptr"},
     "begin": {"target_ptr", "count_ptr"},
-    "advance": {"commit.best", "commit.health", "commit.d2t"},
-    "commit": {"commit.best", "commit.health", "commit.d2t"},
-    "advance one": {"commit.best", "commit.health", "commit.d2t"},
+    "advance": {"commit.best", "commit.health"},
+    "commit": {"commit.best", "commit.health"},
+    "advance one": {"commit.best", "commit.health"},
 }
 WEIGHTS = {"fusion.embedding_norm", "fusion.hidden_norm"}
 

@@ -510,7 +510,6 @@ class Problem:
     plain: bool = False
     hidden_first: bool = False
     H: int = HIDDEN
-    d2t: bool = False
 
 
 @st.composite
@@ -531,7 +530,6 @@ def problems(draw: st.DrawFn) -> Problem:
         newest=each(st.one_of(st.integers(0, 9), st.integers(-2, 9))),
         plain=draw(st.booleans()),
         hidden_first=draw(st.booleans()),
-        d2t=draw(st.booleans()),
     )
 
 
@@ -599,22 +597,20 @@ class Setup:
             self.chain.token[row, step] = 30 + step
             self.chain.hidden[row, step] = self.older[row, step]
             self._want(row, count + step, 30 + step, self.older[row, step])
-        token = draft + 3 if problem.d2t and draft >= 0 else draft
         self.table[row][shift - 1 :] = [99] * (problem.drafts - shift + 1)
-        self.expected_table[row][shift - 1 :] = [token] + [-1] * (problem.drafts - shift)
+        self.expected_table[row][shift - 1 :] = [draft] + [-1] * (problem.drafts - shift)
         if draft >= 0:
             value = behind_norm(self.output.scaled if problem.plain else self.output, source, 0.5)
-            self._want(row, count + shift - 1, token, value)
-            self.newest[row] = (token, place, value)
+            self._want(row, count + shift - 1, draft, value)
+            self.newest[row] = (draft, place, value)
 
     def run(self) -> Any:
         ints, problem = self.twin.ints, self.problem
-        d2t = ints([3] * 10, torch.int64) if problem.d2t else None
         table = ints(self.table)
         following = advance(
             self.twin,
             ModuleRun(
-                DraftTiles(*self.twin.tiles(self.drafts), d2t),
+                DraftTiles(*self.twin.tiles(self.drafts)),
                 DecodeLanes(ints([HUGE] * self.rows), ints(self.row_slot), ints(self.row_position)),
                 ints(self.source),
                 self.output.scaled if problem.plain else self.output,
@@ -818,10 +814,9 @@ def meta_stream(lanes: int) -> Residual:
     return new_residual(lanes, H, 128, dtype=torch.bfloat16, device="meta")
 
 
-def meta_launch(number: int, rows: int = R, *, trimmed: bool = True) -> Callable[[], Any]:
+def meta_launch(number: int, rows: int = R) -> Callable[[], Any]:
     lanes = rows * (W + number - 2)
-    d2t = new(32768, dtype=torch.int64) if trimmed else None
-    tiles = DraftTiles(new(lanes, TILES, dtype=torch.int64), new_ints(lanes, TILES), d2t)
+    tiles = DraftTiles(new(lanes, TILES, dtype=torch.int64), new_ints(lanes, TILES))
     return lambda: advance_vanilla_draft(
         ModuleRun(tiles, meta_lanes(rows), new_ints(rows), meta_stream(lanes), 1e-6),
         meta_emitted(rows),
@@ -846,13 +841,13 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     ),
     "second": meta_launch(2),
     "third": meta_launch(3),
-    "one row": meta_launch(3, rows=1, trimmed=False),
+    "one row": meta_launch(3, rows=1),
 }
 TILES_READ = {"commit.best", "commit.health"}
 NEW = {
     "begin": set(),
-    "second": TILES_READ | {"commit.d2t"},
-    "third": TILES_READ | {"commit.d2t"},
+    "second": TILES_READ,
+    "third": TILES_READ,
     "one row": TILES_READ,
 }
 WEIGHTS = {"fusion.embedding_norm", "fusion.hidden_norm"}

@@ -125,6 +125,48 @@ def test_token_is_that_of_the_logits(
     assert tokens(case, position, params, plan) == wanted
 
 
+@pytest.mark.parametrize("plan", [None, DOT, DOT_SPLIT, FMA])
+@pytest.mark.parametrize("ahead", [2, 5])
+def test_noise_and_stop_ids_are_those_of_the_position_ahead(device, make_linear_case, plan, ahead):
+    lanes = 2 if plan and plan.family == "fma" else 8
+    case = make_linear_case(lanes, 70, 40, torch.float32, device=device, seed=4)
+    params = make_params(lanes, 70, device=device, temperatures=(3.0, 0.0, 9.0))
+    position = positions(lanes, device)
+    wanted = expected_tokens(case, position + (ahead - 1), params, plan)
+    assert tokens(case, position, params, plan, ahead=ahead) == wanted
+    assert tokens(case, position, params, plan) != wanted
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(
+    plan=st.sampled_from([None, DOT, DOT_SPLIT, FMA]),
+    ids=st.sets(st.integers(0, 199), min_size=1, max_size=90),
+    seed=st.integers(0, 1000),
+)
+def test_a_part_of_the_vocabulary(device, make_linear_case, plan, ids, seed):
+    """As from logits over the whole one, with -inf for the rest of it."""
+    case = make_linear_case(2, len(ids), 40, torch.float32, device=device, seed=seed)
+    params = make_params(2, 200, device=device, temperatures=(0.0, 2.0), seed=seed)
+    params.stop_ids[:, 0] = min(ids)
+    position = positions(2, device)
+    arrivals = counters(plan, len(ids), device)
+    part = linear(
+        case.x,
+        case.weight,
+        case.slot,
+        squares_TN=case.squares,
+        eps=EPS,
+        out_dtype=torch.float32,
+        plan=plan,
+        arrivals=arrivals,
+    )
+    token_ids = torch.tensor(sorted(ids), device=device)
+    logits = part.new_full((2, 200), -INF).index_copy_(1, token_ids, part)
+    draw = sample if case.x.is_cuda else sample_reference
+    wanted = draw(logits, case.slot, position, without_filters(params)).tolist()
+    assert tokens(case, position, params, plan, token_ids=token_ids.int()) == wanted
+
+
 @pytest.mark.parametrize("plan", [DOT, DOT_SPLIT, FMA])
 def test_slots_and_lanes_are_different_things(device, make_linear_case, plan):
     """A lane's parameters are its slot's."""
@@ -243,6 +285,8 @@ def operands() -> dict[str, object]:
     [
         ({"position_N": torch.zeros(3).int()}, r"position must be a dense \[2\], not \(3,\)"),
         ({"position_N": torch.zeros(2).long()}, "position must be int32, not torch.int64"),
+        ({"token_ids": torch.arange(8)}, r"token_ids must be a dense torch.int32 \[8\].*int64"),
+        ({"token_ids": torch.arange(7).int()}, r"token_ids must be a dense torch.int32 \[8\]"),
         ({"squares_TN": torch.zeros(4, 3)}, r"float32 \[T, 2\], not torch.float32 \[4, 3\]"),
         ({"x_NK": torch.zeros(2, 15)}, "K=15 input features, the weight 16"),
         ({"slot_N": torch.zeros(2).long()}, "slot_N must be int32, not torch.int64"),

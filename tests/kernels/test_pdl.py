@@ -84,9 +84,12 @@ def launch_linear(
         if kind == "residual":
             stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0))
             linear_residual(x, weight, slot, stream, new(M), **options)
-        elif kind == "sample":
+        elif kind in ("sample", "draft"):
             params = params_of_slots(lanes, "meta")
-            linear_sample(x, weight, slot, slot, params, squares_TN=squares, **options)
+            ids = new(M, dtype=torch.int32) if kind == "draft" else None
+            linear_sample(
+                x, weight, slot, slot, params, token_ids=ids, squares_TN=squares, **options
+            )
         else:
             swiglu = kind == "swiglu"
             linear(x, weight, slot, squares_TN=squares, bias=new(M), swiglu=swiglu, **options)
@@ -112,6 +115,7 @@ def compile_linear(
         ("residual", 2048, 8192, FMA._replace(block_m=2)),
         ("swiglu", 16384, 2048, FMA),
         ("sample", 128256, 2048, FMA._replace(block_m=8)),
+        ("draft", 32768, 2048, FMA._replace(block_m=8)),
     ],
 )
 def test_fma_loads_its_weights_before_the_wait(kind, M, K, plan, lanes):
@@ -155,6 +159,7 @@ def test_lanes_are_cut_into_tiles_of_16(plan, lanes, programs, tiles):
         ("residual", 2048, 8192, DOT_SPLIT),
         ("swiglu", 28672, 4096, DOT._replace(block_m=64, stages=3)),
         ("sample", 128256, 2048, DOT._replace(block_m=64, stages=3)),
+        ("draft", 32768, 2048, DOT._replace(block_m=64, stages=3)),
     ],
 )
 def test_dot_loads_its_inputs_behind_the_wait_and_multiplies_by_mma(kind, M, K, plan, lanes):

@@ -425,10 +425,10 @@ def _fast_kernel(
     best, health = best_of_tile(
         logits,
         ids[None, :],
+        (ids < vocabulary)[None, :],
         slot[:, None],
         position[:, None],
         live[:, None],
-        vocabulary,
         temperature_ptr,
         seed_ptr,
         stop_ids_ptr,

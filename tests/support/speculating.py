@@ -22,6 +22,8 @@ Drafts = Callable[[Request], Sequence[int]]
 
 # The family of a step of several tokens a row; few rows of one token would not choose it.
 DOT: dict[str, Any] = {"row_family": "dot"}
+# Requests that end by their length, so that nothing but drafts cuts a step short.
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 def outcome(request: Request | Result) -> Outcome:
