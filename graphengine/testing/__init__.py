@@ -19,6 +19,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphengine.testing.errors import GraphCheckError
+    from graphengine.testing.graph_diff import (
+        FieldChange,
+        GraphChange,
+        diff_structures,
+        diff_text,
+        normalise,
+        normalise_name,
+    )
     from graphengine.testing.invariants import (
         assert_no_host_nodes,
         assert_pdl_edges,
@@ -26,15 +34,23 @@ if TYPE_CHECKING:
         assert_rng_advances,
     )
     from graphengine.testing.isolated import IsolatedRun, run_isolated
+    from graphengine.testing.keeping import keep_graphs
     from graphengine.testing.latency import Latency, latency_budget
     from graphengine.testing.parity import assert_replay_matches_eager
     from graphengine.testing.poison import POISONS, CanaryPages, Poison, poison_padding
-    from graphengine.testing.snapshot import GraphSnapshot, environment_key
+    from graphengine.testing.snapshot import (
+        GraphSnapshot,
+        environment_key,
+        graph_snapshot,
+        read_structure,
+    )
     from graphengine.testing.watch import check_no_alloc, no_alloc, no_sync
 
 __all__ = [
     "POISONS",
     "CanaryPages",
+    "FieldChange",
+    "GraphChange",
     "GraphCheckError",
     "GraphSnapshot",
     "IsolatedRun",
@@ -46,16 +62,31 @@ __all__ = [
     "assert_replay_matches_eager",
     "assert_rng_advances",
     "check_no_alloc",
+    "diff_structures",
+    "diff_text",
     "environment_key",
+    "graph_snapshot",
+    "keep_graphs",
     "latency_budget",
     "no_alloc",
     "no_sync",
+    "normalise",
+    "normalise_name",
     "poison_padding",
+    "read_structure",
     "run_isolated",
 ]
 
 _MODULES = {
     "errors": ("GraphCheckError",),
+    "graph_diff": (
+        "FieldChange",
+        "GraphChange",
+        "diff_structures",
+        "diff_text",
+        "normalise",
+        "normalise_name",
+    ),
     "invariants": (
         "assert_no_host_nodes",
         "assert_pdl_edges",
@@ -63,10 +94,11 @@ _MODULES = {
         "assert_rng_advances",
     ),
     "isolated": ("IsolatedRun", "run_isolated"),
+    "keeping": ("keep_graphs",),
     "latency": ("Latency", "latency_budget"),
     "parity": ("assert_replay_matches_eager",),
     "poison": ("POISONS", "CanaryPages", "Poison", "poison_padding"),
-    "snapshot": ("GraphSnapshot", "environment_key"),
+    "snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot", "read_structure"),
     "watch": ("check_no_alloc", "no_alloc", "no_sync"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

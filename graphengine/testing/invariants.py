@@ -12,8 +12,6 @@ from graphengine.buckets.introspect import PROGRAMMATIC
 from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.snapshot import Graph, read_structure
 from graphengine.testing.tensors import (
-
-__tracebackhide__ = hide_frame
     Buffers,
     describe,
     describe_difference,
@@ -22,6 +20,8 @@ __tracebackhide__ = hide_frame
     run_and_wait,
     save,
 )
+
+__tracebackhide__ = hide_frame
 
 _MOST_LISTED = 10
 

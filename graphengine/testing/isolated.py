@@ -15,12 +15,13 @@ from pathlib import Path
 
 from graphengine.testing.errors import GraphCheckError, hide_frame
 
+__tracebackhide__ = hide_frame
+
 # The child looks for modules where this process does, so that it finds what the test module
 # imports, and calls the function named in its last argument, if any.
 _CHILD = """
 import importlib.util, json, sys
 
-__tracebackhide__ = hide_frame
 path, name, search = sys.argv[1:]
 sys.path[:] = json.loads(search)
 spec = importlib.util.spec_from_file_location("isolated", path)

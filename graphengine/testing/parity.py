@@ -11,8 +11,6 @@ import torch
 from graphengine.buckets import CapturedGraph, StaticBuffers
 from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.tensors import (
-
-__tracebackhide__ = hide_frame
     Buffers,
     Replayable,
     cuda_in_use,
@@ -25,6 +23,8 @@ __tracebackhide__ = hide_frame
     run_and_wait,
     save,
 )
+
+__tracebackhide__ = hide_frame
 
 Fill = Callable[[int, int | None], object]
 """Called with a seed and a live size (None where there are none): writes a step's inputs."""

@@ -38,11 +38,9 @@ def needs_gpu() -> None:
 @pytest.fixture
 def graph_snapshot(request: pytest.FixtureRequest) -> Any:
     """A `GraphSnapshot` whose golden files lie in `__snapshots__/<module>/` beside the test."""
-    from graphengine.testing.snapshot import GraphSnapshot
-
     folder = request.path.parent / "__snapshots__" / request.path.stem
     update = bool(request.config.getoption("--graph-snapshot-update"))
-    return GraphSnapshot(folder, request.node.name, update=update)
+    return _check("graph_snapshot")(folder, request.node.name, update=update)
 
 
 @pytest.fixture
@@ -61,6 +59,12 @@ def no_alloc(needs_gpu: None) -> Any:
 def check_no_alloc(needs_gpu: None) -> Any:
     """`graphengine.testing.check_no_alloc`; skips without a GPU."""
     return _check("check_no_alloc")
+
+
+@pytest.fixture
+def keep_graphs(needs_gpu: None) -> Any:
+    """`graphengine.testing.keep_graphs`; skips without a GPU."""
+    return _check("keep_graphs")
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ import torch
 from graphengine.buckets import StaticBuffers
 from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.tensors import (
-
-__tracebackhide__ = hide_frame
     Buffers,
     describe,
     describe_difference,
@@ -23,6 +21,8 @@ __tracebackhide__ = hide_frame
     run_and_wait,
     save,
 )
+
+__tracebackhide__ = hide_frame
 
 Region = slice | torch.Tensor | EllipsisType | tuple[slice | int | EllipsisType, ...]
 """Indexes a tensor: a slice of its lanes, a bool mask, a tuple such as `(..., slice(5, None))`."""

@@ -16,13 +16,20 @@ from pathlib import Path
 import torch
 
 from graphengine.buckets import CapturedGraph, GraphStructure, inspect_graph
-from graphengine.testing.errors import GraphCheckError
+from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.graph_diff import diff_text, normalise
+
+__tracebackhide__ = hide_frame
 
 RECORD = "--graph-snapshot-update"
 """The option of pytest under which snapshots are written."""
 
 Graph = torch.cuda.CUDAGraph | CapturedGraph | GraphStructure
+
+
+def graph_snapshot(folder: Path, name: str, *, update: bool = False) -> GraphSnapshot:
+    """What the fixture of this name is, with the fixture's folder and test name given by hand."""
+    return GraphSnapshot(folder, name, update=update)
 
 
 class GraphSnapshot:

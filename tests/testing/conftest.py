@@ -1,18 +1,36 @@
-"""Prints, behind the tests, the planted faults that were caught and those that were not tried."""
+"""Tells, behind the tests, the planted faults that were caught; `planted_table.py` has the rest."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
+import planted_table
 import pytest
+import torch
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    rows = [
-        f"| `{properties['check']}` | {properties['fault']} | {properties['device']} | {outcome} |"
-        for status, outcome in (("passed", "caught"), ("failed", "MISSED"))
-        for report in terminalreporter.stats.get(status, ())
-        if "fault" in (properties := dict(getattr(report, "user_properties", ())))
-    ]
-    if rows:
+    found: dict[str, Any] = {}
+    for status, result in (("passed", "caught"), ("failed", "MISSED")):
+        for report in terminalreporter.stats.get(status, ()):
+            of_case = dict(getattr(report, "user_properties", ()))
+            if "fault" in of_case:
+                device = of_case["device"]
+                made = found.setdefault(device, {"environment": environment(device), "rows": []})
+                made["rows"].append([of_case["check"], of_case["fault"], result])
+    if found:
         terminalreporter.section("planted faults")
-        for row in ["| check | planted fault | device | result |", "| --- " * 4 + "|", *rows]:
-            terminalreporter.write_line(row)
+        for device, made in found.items():
+            caught = sum(row[2] == "caught" for row in made["rows"])
+            terminalreporter.write_line(f"{device}: {caught} of {len(made['rows'])} caught")
+        if path := os.environ.get(planted_table.VARIABLE):
+            planted_table.write_results(Path(path), found)
+
+
+def environment(device: str) -> str:
+    if device == "CPU":
+        return f"torch {torch.__version__}"
+    name = torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}"

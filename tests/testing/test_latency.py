@@ -70,6 +70,7 @@ def test_no_repeats_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_events_measure_the_stream_that_is_given_natively(own_stream: bool) -> None:
     stream = torch.cuda.Stream() if own_stream else None

@@ -8,7 +8,9 @@ import json
 import subprocess
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -17,6 +19,17 @@ import graphengine.testing
 from graphengine.testing import plugin
 
 pytest_plugins = ["pytester"]
+
+NEED_GPU = {"no_sync", "no_alloc", "check_no_alloc", "keep_graphs"}
+# Functions that check nothing by themselves.
+HELPERS = {
+    "diff_structures",
+    "diff_text",
+    "environment_key",
+    "normalise",
+    "normalise_name",
+    "read_structure",
+}
 
 # Of the plugin, in a process in which pytest is loaded already: what a start of pytest pays for it.
 LOADING = """
@@ -66,17 +79,18 @@ def test_fixtures_that_need_a_gpu_skip_without_one(
         def test_sync(no_sync): raise AssertionError
         def test_alloc(no_alloc): raise AssertionError
         def test_replays(check_no_alloc): raise AssertionError
+        def test_keep(keep_graphs): raise AssertionError
         def test_capture(needs_gpu): raise AssertionError
         """
     )
     result = pytester.runpytest_subprocess("-rs")
-    result.assert_outcomes(skipped=4)
+    result.assert_outcomes(skipped=5)
     result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU: torch.cuda.is_available() is False"])
 
 
 def test_the_fixture_is_the_function(pytester: pytest.Pytester) -> None:
     names = [name for name in fixtures() if hasattr(graphengine.testing, name)]
-    on_cpu = sorted(set(names) - {"no_sync", "no_alloc", "check_no_alloc"})
+    on_cpu = sorted(set(names) - NEED_GPU - {"graph_snapshot"})
     pytester.makepyfile(
         f"""
         import graphengine.testing
@@ -96,7 +110,7 @@ def test_every_check_is_a_fixture() -> None:
         for name in graphengine.testing.__all__
         if inspect.isfunction(getattr(graphengine.testing, name))
     }
-    assert checks - {"environment_key"} == fixtures() - {"graph_snapshot", "needs_gpu"}
+    assert checks - HELPERS == fixtures() - {"needs_gpu"}
 
 
 def fixtures() -> set[str]:
@@ -163,18 +177,39 @@ def test_a_name_that_is_not_there(package: typing.Any) -> None:
 README = Path(__file__).parents[2] / "graphengine" / "testing" / "README.md"
 
 
-def write_example(pytester: pytest.Pytester) -> None:
-    """The test file of the page, as somebody who follows it has it."""
+def write_example(
+    pytester: pytest.Pytester, changes: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """The test file of the page, as somebody who follows it has it; then with some changes."""
     _, _, rest = README.read_text().partition("```python\n")
-    pytester.makepyfile(test_mlp=rest.partition("```")[0])
+    source = rest.partition("```")[0]
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    pytester.makepyfile(test_mlp=source)
 
 
-def test_the_example_of_the_page_skips_without_a_gpu(
+def test_the_example_of_the_page_passes_and_skips_without_a_gpu(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_example(pytester)
-    pytester.runpytest_subprocess().assert_outcomes(skipped=5)
+    pytester.runpytest_subprocess().assert_outcomes(passed=3, skipped=2)
+
+
+def test_the_fault_of_the_page_is_told_as_the_page_says(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_example(pytester, {"self.model(self.x)": "self.model(self.x - self.x.mean(0))"})
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=2, failed=1, skipped=2)
+    text = " ".join(README.read_text().split())
+    begin = text.index("poison 'NaN, largest' in")
+    shown = text[begin : text.index("A step that returns", begin)].strip()
+    before, _, after = shown.partition("0.11343829333782196")  # the weights are drawn anew
+    printed = result.stdout.str()
+    assert before in printed and after in printed
 
 
 @pytest.mark.gpu

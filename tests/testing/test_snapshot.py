@@ -189,6 +189,10 @@ TEST_FILE = """
 """
 
 
+# hypothesis would be imported, and rewritten, in every run.
+QUICK = ("-p", "no:hypothesispytest")
+
+
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
     """A test of two graphs, which it reads from files."""
@@ -203,31 +207,31 @@ def plant(project: pytest.Pytester, rows: int, graph: GraphStructure) -> None:
 
 
 def test_the_fixture_records_then_passes(project: pytest.Pytester) -> None:
-    missing = project.runpytest()
+    missing = project.runpytest(*QUICK)
     missing.assert_outcomes(failed=2)
     missing.stdout.fnmatch_lines(["*GraphCheckError: graph 'test_step*1*' has no golden file*"])
     missing.stdout.fnmatch_lines([f"*pytest {RECORD}*"])
-    project.runpytest(RECORD).assert_outcomes(passed=2)
+    project.runpytest(*QUICK, RECORD).assert_outcomes(passed=2)
     folder = project.path / "__snapshots__" / "test_graphs"
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["test_step-1.json", "test_step-2.json"]
     assert len(json.loads((folder / files[0]).read_text())["nodes"]) == len(chain().nodes)
-    project.runpytest().assert_outcomes(passed=2)
+    project.runpytest(*QUICK).assert_outcomes(passed=2)
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_fixture_catches_each_planted_fault(project: pytest.Pytester, fault: str) -> None:
-    project.runpytest(RECORD).assert_outcomes(passed=2)
+    project.runpytest(*QUICK, RECORD).assert_outcomes(passed=2)
     plant(project, 2, PLANTED[fault])
-    result = project.runpytest()
+    result = project.runpytest(*QUICK)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*is not the one in *test_step-2.json"])
-    project.runpytest(RECORD).assert_outcomes(passed=2)
-    project.runpytest().assert_outcomes(passed=2)
+    project.runpytest(*QUICK, RECORD).assert_outcomes(passed=2)
+    project.runpytest(*QUICK).assert_outcomes(passed=2)
 
 
 def test_the_fixture_keeps_to_the_budget_while_it_records(project: pytest.Pytester) -> None:
     plant(project, 1, chain("abcdefgh"))
-    result = project.runpytest(RECORD)
+    result = project.runpytest(*QUICK, RECORD)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*has 8 kernels, max_kernels=7*"])

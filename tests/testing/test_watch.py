@@ -213,7 +213,16 @@ def test_a_sound_capture_and_its_replays_pass_natively() -> None:
         for _ in range(100):
             graph.replay()
             captured.replay()
-    check_no_alloc(graph.replay)
+    captured.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_replays_leave_the_free_memory_of_the_driver_natively() -> None:
+    x = torch.zeros(8, device="cuda")
+    captured = CapturedGraph(lambda: x.add_(1), name="b", device="cuda")
+    captured.capture()
+    check_no_alloc(captured.replay)
     captured.close()
 
 
