@@ -83,7 +83,7 @@ from graphengine.kernels.prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
-from graphengine.kernels.publish import EPOCH_MASK, publish
+from graphengine.kernels.records import EPOCH_MASK, publish
 from graphengine.kernels.relaxed import (
     relaxed_acceptance,
     relaxed_acceptance_reference,

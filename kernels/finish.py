@@ -16,7 +16,7 @@ from graphengine.kernels.candidates import LAST_ID
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.publish import (
+from graphengine.kernels.records import (
     check_mailbox,
     publish_tokens_reference,
     state_payload,

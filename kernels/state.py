@@ -3,8 +3,8 @@
     prefill   apply_commands -> gather_prefill -> (model, sample) -> commit_prefill -> publish
     decode    begin_decode   -> (model, sample) -> finish_decode
 
-The decode ops are one kernel each and have modules of their own, `begin` and `finish`, as `publish`
-has; the rules that both phases share are here. These ops are the only ones that write the
+The decode ops are one kernel each and have modules of their own, `begin` and `finish`; `publish` is
+in `records`. The rules that both phases share are here. These ops are the only ones that write the
 device-owned state. The host never copies into it: it states a slot's epoch, and the slot is started
 afresh once. A row that stopped clears its slot's `running`, so the next replay, which may be under
 way before the host has read this one, finds its lane padded.

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from graphengine.kernels.begin import begin_decode
 from graphengine.kernels.finish import finish_decode
-from graphengine.kernels.publish import publish, publish_reference
+from graphengine.kernels.records import publish, publish_reference
 from graphengine.kernels.residual import new_residual
 from graphengine.kernels.state import (
     EMITTED,

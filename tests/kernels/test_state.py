@@ -10,7 +10,7 @@ import pytest
 import torch
 from finishing import new_mailbox, read_entry
 
-from graphengine.kernels import publish as publish_ops
+from graphengine.kernels import records
 from graphengine.kernels import state as state_ops
 from graphengine.kernels.state import (
     EMITTED,
@@ -28,7 +28,7 @@ STOP_IDS = 3
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    module = publish_ops if name.startswith("publish") else state_ops
+    module = records if name.startswith("publish") else state_ops
     op: Callable[..., Any] = getattr(module, name)
     return op
 
