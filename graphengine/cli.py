@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from graphengine.checkpoint import Checkpoint, stored_dtype
+from graphengine.checkpoint import Checkpoint, find_local, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
@@ -137,6 +137,9 @@ def info(options: argparse.Namespace) -> None:
 
 def graph_dump(options: argparse.Namespace) -> None:
     """Write every graph that an engine captures to a folder."""
+    # What is wrong with the checkpoint comes first, but nothing is downloaded to find that out.
+    if find_local(_checkpoint(options)) is not None:
+        Checkpoint.open(_checkpoint(options))
     prepare_dump(EngineConfig(**_engine_options(options)), options.out, options.draw)
     with _engine(options) as engine:
         made = read_engine(engine, checkpoint=options.checkpoint)

@@ -22,7 +22,8 @@ from graphengine.buckets import GraphStructure, nodes
 from graphengine.config import EngineConfig
 from graphengine.engine import Engine
 from graphengine.testing.graph_diff import GraphChange, diff_structures, normalise, summarise
-from graphengine.testing.snapshot import file_name, read_structure
+from graphengine.testing.snapshot import file_name
+from graphengine.testing.structures import read_structure
 
 INDEX = "index.json"
 _VERSION = 1
@@ -153,20 +154,35 @@ def read_dump(folder: Path) -> Dump:
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-        version = index["version"]
-        if version != _VERSION:
-            raise ValueError(f"version {version!r}, this reads {_VERSION}")
-        facts, files = dict(index["facts"]), dict(index["graphs"])
+        files, facts = _parts_of_index(index)
         graphs = {}
         for name, file in files.items():
-            # Nothing outside of the folder is read, whatever an index says.
-            path = folder / file_name(file)
+            path = folder / file
             graphs[name] = GraphStructure.from_json(path.read_text(encoding="utf-8"))
     except OSError as cause:
         raise ValueError(f"{path} cannot be read: {cause.strerror}") from cause
-    except (ValueError, TypeError, KeyError) as cause:
+    except (ValueError, RecursionError) as cause:
         raise ValueError(f"{path} is not a part of a dump: {cause}") from cause
     return Dump(graphs=graphs, facts=facts)
+
+
+def _parts_of_index(index: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """The file of each graph, and the facts; ValueError for another kind of index."""
+    if not isinstance(index, dict):
+        raise ValueError(f"an index of type {type(index).__name__}, not an object")
+    if (version := index.get("version")) != _VERSION:
+        raise ValueError(f"version {version!r}, this reads {_VERSION}")
+    for key in ("graphs", "facts"):
+        if not isinstance(index.get(key), dict):
+            raise ValueError(f"{key!r} is {index.get(key)!r}, not an object")
+    files = index["graphs"]
+    if not files:
+        raise ValueError("'graphs' is {}, and no engine is without a graph")
+    for name, file in files.items():
+        # Nothing outside of the folder is read, whatever an index says.
+        if not isinstance(file, str) or file != file_name(file):
+            raise ValueError(f"graph {name!r} is in {file!r}, which names no file of a dump")
+    return files, index["facts"]
 
 
 def diff_dumps(

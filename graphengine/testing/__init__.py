@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         GraphSnapshot,
         environment_key,
         graph_snapshot,
-        read_structure,
     )
+    from graphengine.testing.structures import read_structure
     from graphengine.testing.watch import check_no_alloc, no_alloc, no_sync
 
 __all__ = [
@@ -98,7 +98,8 @@ _MODULES = {
     "latency": ("Latency", "latency_budget"),
     "parity": ("assert_replay_matches_eager",),
     "poison": ("POISONS", "CanaryPages", "Poison", "poison_padding"),
-    "snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot", "read_structure"),
+    "snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot"),
+    "structures": ("read_structure",),
     "watch": ("check_no_alloc", "no_alloc", "no_sync"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

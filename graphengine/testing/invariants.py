@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
 
 from graphengine.buckets import GraphStructure
-from graphengine.buckets.introspect import PROGRAMMATIC
+from graphengine.testing.arguments import number, require_callable
 from graphengine.testing.errors import GraphCheckError, hide_frame
-from graphengine.testing.snapshot import Graph, read_structure
+from graphengine.testing.structures import Graph, read_structure, require_known, walk
 from graphengine.testing.tensors import (
     Buffers,
     describe,
     describe_difference,
     differing,
     named_tensors,
+    require_tensor,
     run_and_wait,
     save,
 )
@@ -34,6 +35,8 @@ class PointerCheck:
         self._places = _places(buffers)
         if not self._places:
             raise ValueError("no buffers to watch")
+        if not any(tensor.numel() for tensor in named_tensors(buffers).values()):
+            raise ValueError(f"no buffers to watch: all {len(self._places)} have 0 elements")
 
     def check(self) -> None:
         """GraphCheckError if a tensor is not where, or not what, it was."""
@@ -91,8 +94,13 @@ def assert_rng_advances(
 
     `output` is what `replay` writes its random numbers, or what was drawn from them, into. Where
     state must be put back so that nothing but the random numbers differs, `replay` does it. Use
-    `fixed` for a step whose seed is an input that stays the same.
+    `fixed` for a step whose seed is an input that stays the same. Both replays count: torch's
+    generators have moved on when this returns, and `output` holds what the second one left.
     """
+    require_callable("replay", replay)
+    require_tensor("the output", output)
+    if not output.numel():
+        raise ValueError(f"nothing to compare: the output ({describe(output)}) has no element")
     first, second = (_after(replay, output) for _ in range(2))
     wrong = differing(first, second)
     if not fixed and not wrong.any():
@@ -115,16 +123,19 @@ def _after(replay: Callable[[], object], output: torch.Tensor) -> torch.Tensor:
 def assert_no_host_nodes(graph: Graph) -> None:
     """GraphCheckError if a replay would stop for a function on the host; nested graphs included.
 
-    A node inside of others is named by its path: "4/0/2" is node 2 of graph 0 of node 4.
+    A node inside of others is named by its path: "4/0/2" is node 2 of graph 0 of node 4. A node
+    that cannot be looked into is an error, too: it may hold one.
     """
+    structure = read_structure(graph)
     found = [
         f"node {path}{node.index}"
-        for path, nested in _walk(read_structure(graph))
+        for path, nested in walk(structure)
         for node in nested.nodes
         if node.kind == "host"
     ]
     if found:
         raise GraphCheckError(f"{len(found)} host nodes in the graph: {_listed(found)}")
+    require_known(structure, "whether there are host nodes")
 
 
 def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
@@ -132,8 +143,11 @@ def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
 
     Edges of programmatic dependent launch let a kernel start before the one it waits for has ended.
     All edges count, also those that no launch can make programmatic (from and to a memcpy), and
-    those of nested graphs. ValueError for a graph without edges, of which nothing could be said.
+    those of nested graphs; a node that cannot be looked into is an error, since it may hold more.
+    ValueError for a graph without edges, of which nothing could be said, and for a share that is
+    not from 0 to 1.
     """
+    least = number("least", least, most=1.0)
     structure = read_structure(graph)
     programmatic, edges = structure.programmatic_edges()
     if not edges:
@@ -141,22 +155,16 @@ def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
     if programmatic < least * edges:
         full = [
             f"{_end(path, nested, edge.source)} -> {_end(path, nested, edge.target)}"
-            for path, nested in _walk(structure)
+            for path, nested in walk(structure)
             for edge in nested.edges
-            if edge.type != PROGRAMMATIC
+            if not edge.programmatic
         ]
         raise GraphCheckError(
             f"{programmatic} of {edges} edges are programmatic ({programmatic / edges:.1%}), "
             f"expected at least {least:.1%}; full: {_listed(full)}"
         )
-
-
-def _walk(structure: GraphStructure, path: str = "") -> Iterator[tuple[str, GraphStructure]]:
-    """Each graph in `structure`, itself first, with what stands before its nodes in their paths."""
-    yield path, structure
-    for node in structure.nodes:
-        for number, nested in enumerate(node.graphs or ()):
-            yield from _walk(nested, f"{path}{node.index}/{number}/")
+    if least:
+        require_known(structure, "the share of programmatic edges")
 
 
 def _end(path: str, structure: GraphStructure, index: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphengine.testing.arguments import number
 from graphengine.testing.errors import GraphCheckError, hide_frame
 
 __tracebackhide__ = hide_frame
@@ -57,9 +60,11 @@ def run_isolated(
 
     GraphCheckError, with the end of what the child wrote, if it ends with another exit status than
     `status` (None allows all; an exception is 1, a signal its number negated), or not within
-    `timeout` seconds, after which it is killed. ValueError for a function that the child could not
-    find.
+    `timeout` seconds, after which it is killed with all processes that it started and that have not
+    left its group. ValueError for a function that the child could not find or that a call would not
+    run: a generator function or an `async def`.
     """
+    number("timeout", timeout, zero=False)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(program, str):
             path, name = Path(folder, "isolated.py"), ""
@@ -67,16 +72,7 @@ def run_isolated(
         else:
             path, name = _place_of(program)
         command = [sys.executable, "-c", _CHILD, str(path), name, json.dumps(sys.path)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, check=False, timeout=timeout, errors="replace"
-            )
-        except subprocess.TimeoutExpired as late:
-            raise GraphCheckError(
-                f"{name or 'the program'} did not end within {timeout:g} s and was killed"
-                f"{_shown('stdout', late.stdout)}{_shown('stderr', late.stderr)}"
-            ) from None
-    run = IsolatedRun(status=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        run = _run(command, name or "the program", timeout)
     if status is not None and run.status != status:
         raise GraphCheckError(
             f"{name or 'the program'} ended with {_describe(run.status)}, expected "
@@ -85,17 +81,51 @@ def run_isolated(
     return run
 
 
+def _run(command: list[str], name: str, timeout: float) -> IsolatedRun:
+    """As `subprocess.run`, but what the child started does not outlive it when it is late."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        errors="replace",
+        start_new_session=True,
+    ) as child:
+        try:
+            stdout, stderr = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as late:
+            _kill(child)
+            raise GraphCheckError(
+                f"{name} did not end within {timeout:g} s and was killed"
+                f"{_shown('stdout', late.stdout)}{_shown('stderr', late.stderr)}"
+            ) from None
+        except BaseException:
+            _kill(child)
+            raise
+    return IsolatedRun(status=child.returncode, stdout=stdout, stderr=stderr)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """Kill the child's group, which is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
 def _place_of(function: Callable[[], object]) -> tuple[Path, str]:
     name = getattr(function, "__qualname__", repr(function))
     source = inspect.getsourcefile(function) if inspect.isfunction(function) else None
     if source is None or not name.isidentifier():
         raise ValueError(f"{name} is no function at the top level of a file")
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(is_of_kind(function) for is_of_kind in kinds):
+        raise ValueError(f"a call of {name} runs none of its body: it has `yield` or `async`")
     return Path(source).resolve(), name
 
 
 def _describe(status: int) -> str:
     if status < 0:
-        return f"signal {-status} ({signal.Signals(-status).name})"
+        # Real-time signals have numbers only.
+        names = {int(known): f" ({known.name})" for known in signal.Signals}
+        return f"signal {-status}{names.get(-status, '')}"
     return f"exit status {status}"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphengine.testing.arguments import integer, number, require_callable, require_end
 from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.tensors import cuda_in_use, wait_for_device
 
@@ -64,10 +65,16 @@ def latency_budget(
     On CUDA a call is measured by events on `stream`, by default the current one, which is also made
     current around both callables. A `CapturedGraph` replays on a stream of its own: give that one,
     since what runs on others is not seen. Without CUDA, or before its first use in the process, the
-    host's clock measures. Other work of the device is waited for before each call.
+    host's clock measures. Other work of the device is waited for before each call. ValueError for a
+    budget that is not greater than 0, less than 1 of `repeats`, and a negative `warmup`.
     """
-    if repeats < 1:
-        raise ValueError(f"{repeats=}")
+    require_callable("replay", replay)
+    require_callable("reference", reference)
+    number("median", median, zero=False)
+    if p99 is not None:
+        number("p99", p99, zero=False)
+    integer("repeats", repeats, least=1)
+    integer("warmup", warmup, least=0)
     on_cuda = cuda_in_use()
     measure = _measure_on_stream if on_cuda else _measure_on_host
     times: list[float] = []
@@ -102,9 +109,10 @@ def _measure_on_stream(call: Callable[[], object]) -> float:
     begin, end = _timing_event(), _timing_event()
     wait_for_device()
     begin.record()
-    call()
+    result = call()
     end.record()
     end.synchronize()
+    require_end(result)
     return float(begin.elapsed_time(end)) * 1e3
 
 
@@ -114,8 +122,10 @@ def _timing_event() -> torch.cuda.Event:
 
 def _measure_on_host(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e6
+    result = call()
+    microseconds = (time.perf_counter() - begin) * 1e6
+    require_end(result)
+    return microseconds
 
 
 def _p99(times: Sequence[float]) -> float:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from graphengine.buckets import CapturedGraph, StaticBuffers
+from graphengine.testing.arguments import integers, number, require_callable
 from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.regions import most_lanes
 from graphengine.testing.tensors import (
     Buffers,
     Replayable,
-    cuda_in_use,
     describe,
     describe_difference,
     differing,
     named_tensors,
+    outside_of,
+    random_state_kept,
+    require_writable,
     restore,
     returned_tensors,
     run_and_wait,
@@ -25,6 +30,9 @@ from graphengine.testing.tensors import (
 )
 
 __tracebackhide__ = hide_frame
+
+# Of a tolerance: with an infinite one, everything is equal.
+_LARGEST = sys.float_info.max
 
 Fill = Callable[[int, int | None], object]
 """Called with a seed and a live size (None where there are none): writes a step's inputs."""
@@ -37,8 +45,8 @@ def assert_replay_matches_eager(
     graph: Replayable | Callable[[], object] | None = None,
     returned: object = None,
     fill: Fill | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
-    live_sizes: Sequence[int] | None = None,
+    seeds: Iterable[int] = (0, 1, 2),
+    live_sizes: Iterable[int] | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> None:
@@ -50,10 +58,10 @@ def assert_replay_matches_eager(
     what both returned. In the end the buffers hold what they held before.
 
     `graph` is an object with `replay()`. `returned` is then what the step returned when it was
-    captured: the tensors (in tuples, lists, mappings) into which every replay writes; leave it out
-    where outputs are buffers. Or `graph` is a callable that replays and returns the results, such
-    as what torch.compile gives. Left out, `step` is warmed up and captured here, on the current
-    CUDA device; where the buffers are on a CPU, it is called a second time instead.
+    captured: the tensors (in tuples, lists, mappings, dataclasses) into which every replay writes;
+    leave it out where outputs are buffers. Or `graph` is a callable that replays and returns the
+    results, such as what torch.compile gives. Left out, `step` is warmed up and captured here, on
+    the current CUDA device; where the buffers are on a CPU, it is called a second time instead.
 
     `fill(seed, live)` writes the inputs, in place, and whatever else the step reads: a Python
     number that is frozen in the graph shows when it changes between two seeds. By default,
@@ -63,22 +71,34 @@ def assert_replay_matches_eager(
     runs.
 
     Bits are compared unless `rtol` or `atol` allow a difference (see `torch.isclose`); a NaN equals
-    one with the same bits. ValueError if there is nothing to compare, and for live sizes without a
-    `fill` that knows what they mean.
+    one with the same bits. ValueError if there is nothing to compare, if the step returns tensors
+    that are in no buffer and the replay returns none, and for live sizes without a `fill` that
+    knows what they mean.
     """
+    require_callable("step", step)
+    _require_graph(graph, returned)
+    seeds = integers("seeds", seeds)
+    sizes: tuple[int | None, ...] = (None,)
+    if live_sizes is not None:
+        sizes = integers("live_sizes", live_sizes, least=0)
+    number("rtol", rtol, most=_LARGEST)
+    number("atol", atol, most=_LARGEST)
     if fill is None:
-        if live_sizes is not None and not isinstance(buffers, StaticBuffers):
-            raise ValueError(
-                f"live_sizes={list(live_sizes)} without fill: which lanes of a buffer are live is "
-                "known of StaticBuffers only"
-            )
+        if live_sizes is not None:
+            if not isinstance(buffers, StaticBuffers):
+                raise ValueError(
+                    f"live_sizes={list(sizes)} without fill: which lanes of a buffer are live is "
+                    "known of StaticBuffers only"
+                )
+            integers("live_sizes", sizes, most=most_lanes(buffers))
         fill = functools.partial(_fill, buffers)
     tensors = named_tensors(buffers)
+    require_writable(tensors)
     original = save(tensors)
-    with _random_state_kept(), _replaying(step, tensors, graph, returned) as replay:
+    with random_state_kept(), _replaying(step, tensors, graph, returned) as replay:
         try:
             for seed in seeds:
-                for live in live_sizes if live_sizes is not None else [None]:
+                for live in sizes:
                     restore(tensors, original)
                     torch.manual_seed(seed)
                     fill(seed, live)
@@ -86,6 +106,18 @@ def assert_replay_matches_eager(
                     _compare_once(step, replay, tensors, seed, where, rtol=rtol, atol=atol)
         finally:
             restore(tensors, original)
+
+
+def _require_graph(graph: object, returned: object) -> None:
+    if graph is None or callable(graph):
+        if returned is not None:
+            what = "no graph" if graph is None else "a callable"
+            raise ValueError(
+                f"`returned` with {what} would not be compared: it belongs to a graph with "
+                "replay(), which is given as `graph=graph`, not `graph=graph.replay`"
+            )
+    elif not callable(getattr(graph, "replay", None)):
+        raise ValueError(f"{graph=} is neither callable nor has it a replay()")
 
 
 def _compare_once(
@@ -100,12 +132,13 @@ def _compare_once(
 ) -> None:
     filled = save(tensors)
     torch.manual_seed(seed)
-    expected_returned = save(returned_tensors(run_and_wait(step)))
-    expected = save(tensors)
+    left = returned_tensors(run_and_wait(step))
+    unseen = outside_of(tensors, left)
+    expected_returned, expected = save(left), save(tensors)
     restore(tensors, filled)
     torch.manual_seed(seed)
     actual_returned = returned_tensors(run_and_wait(replay))
-    # A step that writes into buffers may return anything by the way; the graph's side decides.
+    # A step that writes into buffers may return them by the way; the graph's side decides.
     if actual_returned:
         if actual_returned.keys() != expected_returned.keys():
             raise ValueError(
@@ -113,8 +146,17 @@ def _compare_once(
                 f"{_names(actual_returned)}"
             )
         expected |= expected_returned
-    if not expected:
-        raise ValueError("nothing to compare: no buffers, and the replay returns no tensors")
+    elif unseen:
+        named = ", ".join(f"{name} ({describe(tensor)})" for name, tensor in unseen.items())
+        raise ValueError(
+            f"the step returned tensors that are in no buffer, the replay none: {named}; give "
+            "`returned`, which is what the step returned when it was captured"
+        )
+    if not any(tensor.numel() for tensor in expected.values()):
+        raise ValueError(
+            f"nothing to compare: the replay returns {_names(actual_returned)}, and the buffers "
+            f"({_names(tensors)}) have no element"
+        )
     for name, actual in (tensors | actual_returned).items():
         if (wanted := describe(expected[name])) != (found := describe(actual)):
             raise GraphCheckError(f"{name}: eager left {wanted}, the replay {found} ({where})")
@@ -169,23 +211,23 @@ def _fill(buffers: Buffers, seed: int, live: int | None) -> None:
     """The default `fill`; torch is seeded already."""
     if not isinstance(buffers, StaticBuffers):
         for tensor in named_tensors(buffers).values():
-            if tensor.is_floating_point():
-                tensor.detach().normal_()
+            _draw(tensor)
         return
     for field in buffers.fields:
         if field.owner == "host":
             lanes = buffers[field.name]
-            if field.dtype.is_floating_point:
-                lanes.normal_()
-            if live is not None:
+            _draw(lanes)
+            if live is not None and lanes.dim():
                 lanes[live:] = field.pad
 
 
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if cuda_in_use() else []
-    with torch.random.fork_rng(devices):
-        yield
+def _draw(tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        return
+    if tensor.element_size() > 1:
+        tensor.detach().normal_()
+    else:  # numbers of one byte are drawn by none of torch's kernels
+        tensor.detach().copy_(torch.randn(tensor.shape, device=tensor.device))
 
 
 def _names(tensors: dict[str, torch.Tensor]) -> str:

@@ -9,9 +9,13 @@ of a graph that was read elsewhere.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Whose each golden file is, by the ids of the tests that asked for them.
+_SNAPSHOTS = pytest.StashKey[dict[Path, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,77 +43,83 @@ def needs_gpu() -> None:
 def graph_snapshot(request: pytest.FixtureRequest) -> Any:
     """A `GraphSnapshot` whose golden files lie in `__snapshots__/<module>/` beside the test."""
     folder = request.path.parent / "__snapshots__" / request.path.stem
-    update = bool(request.config.getoption("--graph-snapshot-update"))
-    return _check("graph_snapshot")(folder, request.node.name, update=update)
+    owner = request.node.nodeid
+    return _check("graph_snapshot")(
+        folder,
+        owner.partition("::")[2],  # with the class
+        update=bool(request.config.getoption("--graph-snapshot-update")),
+        owner=owner,
+        owners=request.config.stash.setdefault(_SNAPSHOTS, {}),
+    )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def no_sync(needs_gpu: None) -> Any:
     """`graphengine.testing.no_sync`; skips without a GPU."""
     return _check("no_sync")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def no_alloc(needs_gpu: None) -> Any:
     """`graphengine.testing.no_alloc`; skips without a GPU."""
     return _check("no_alloc")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def check_no_alloc(needs_gpu: None) -> Any:
     """`graphengine.testing.check_no_alloc`; skips without a GPU."""
     return _check("check_no_alloc")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def keep_graphs(needs_gpu: None) -> Any:
     """`graphengine.testing.keep_graphs`; skips without a GPU."""
     return _check("keep_graphs")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assert_replay_matches_eager() -> Any:
     """`graphengine.testing.assert_replay_matches_eager`."""
     return _check("assert_replay_matches_eager")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def poison_padding() -> Any:
     """`graphengine.testing.poison_padding`."""
     return _check("poison_padding")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assert_pointers_stable() -> Any:
     """`graphengine.testing.assert_pointers_stable`."""
     return _check("assert_pointers_stable")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assert_rng_advances() -> Any:
     """`graphengine.testing.assert_rng_advances`."""
     return _check("assert_rng_advances")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assert_no_host_nodes() -> Any:
     """`graphengine.testing.assert_no_host_nodes`."""
     return _check("assert_no_host_nodes")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assert_pdl_edges() -> Any:
     """`graphengine.testing.assert_pdl_edges`."""
     return _check("assert_pdl_edges")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def latency_budget() -> Any:
     """`graphengine.testing.latency_budget`."""
     return _check("latency_budget")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_isolated() -> Any:
     """`graphengine.testing.run_isolated`."""
     return _check("run_isolated")

@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 
 import torch
 
-from graphengine.buckets import StaticBuffers
+from graphengine.testing.arguments import integer, require_callable
 from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.regions import Region, padding_masks
 from graphengine.testing.tensors import (
     Buffers,
+    bits,
     describe,
     describe_difference,
     differing,
     named_tensors,
+    outside_of,
+    random_state_kept,
+    require_writable,
     restore,
+    returned_tensors,
     run_and_wait,
     save,
 )
 
 __tracebackhide__ = hide_frame
-
-Region = slice | torch.Tensor | EllipsisType | tuple[slice | int | EllipsisType, ...]
-"""Indexes a tensor: a slice of its lanes, a bool mask, a tuple such as `(..., slice(5, None))`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,10 @@ POISONS = (
 )
 
 
+# Any will do.
+_SEED = 0
+
+
 def poison_padding(
     buffers: Buffers,
     run: Callable[[], object],
@@ -73,7 +79,9 @@ def poison_padding(
 
     `run` (a step, or `graph.replay`) is called once with the buffers as they are, and once for each
     poison with the padding overwritten. What it leaves outside of the padding, in all buffers, must
-    have the same bits each time. In the end the buffers hold what they held before.
+    have the same bits each time. In the end the buffers hold what they held before. What it returns
+    is not compared, so it has to write its results into buffers: ValueError for a returned tensor
+    that is no part of one. Torch's random numbers start from the same seed each time.
 
     `padding` says by the buffer's name which part of it is padding: lanes of an input past the live
     ones, tails such as the unused end of a block table, and lanes of an output that nobody reads.
@@ -85,39 +93,70 @@ def poison_padding(
     assertion, which no later test of the process survives: see `run_isolated`. ValueError if
     nothing is padding or nothing is not.
     """
+    require_callable("run", run)
+    poisons = _poisons(values)
     tensors = named_tensors(buffers)
-    regions = dict(padding or {}) | _past_live(buffers, live)
-    if unknown := regions.keys() - tensors.keys():
-        raise ValueError(f"no buffer {sorted(unknown)}: the buffers are {', '.join(tensors)}")
-    masks = {name: _mask(tensors[name], region) for name, region in regions.items()}
-    if not any(mask.any() for mask in masks.values()):
-        raise ValueError(f"nothing to poison: {padding=} and {live=} name no element")
-    if all(name in masks and masks[name].all() for name in tensors):
-        raise ValueError("nothing to compare: all of all buffers is padding")
+    require_writable(tensors)
+    masks = padding_masks(buffers, tensors, padding, live)
     original = save(tensors)
-    try:
-        run_and_wait(run)
-        clean = save(tensors)
-        if canaries is not None:
-            canaries.check("without poison")
-        for poison in values:
-            restore(tensors, original)
-            for name, mask in masks.items():
-                tensors[name].masked_fill_(mask, poison.value_for(tensors[name].dtype))
-            _run_poisoned(run, poison, regions)
-            _require_same(clean, tensors, masks, poison)
+    with random_state_kept():
+        try:
+            torch.manual_seed(_SEED)
+            result = run_and_wait(run)
             if canaries is not None:
-                canaries.check(f"under poison {poison.name!r}")
-    finally:
-        restore(tensors, original)
+                canaries.check("without poison")
+            _require_in_buffers(tensors, result)
+            clean = save(tensors)
+            for poison in poisons:
+                restore(tensors, original)
+                for name, mask in masks.items():
+                    _fill(tensors[name], mask, poison)
+                torch.manual_seed(_SEED)
+                _run_poisoned(run, poison, masks)
+                _require_same(clean, tensors, masks, poison)
+                if canaries is not None:
+                    canaries.check(f"under poison {poison.name!r}")
+        finally:
+            restore(tensors, original)
 
 
-def _run_poisoned(run: Callable[[], object], poison: Poison, regions: Mapping[str, Region]) -> None:
+def _poisons(values: object) -> tuple[Poison, ...]:
+    found = tuple(values) if isinstance(values, Iterable) else (values,)
+    if not found:
+        raise ValueError("values=() leaves nothing to check")
+    for value in found:
+        if not isinstance(value, Poison):
+            raise ValueError(f"{value!r} in `values` is a {type(value).__name__}, not a Poison")
+    return found
+
+
+def _require_in_buffers(tensors: Mapping[str, torch.Tensor], result: object) -> None:
+    if unseen := outside_of(tensors, returned_tensors(result)):
+        named = ", ".join(f"{name} ({describe(tensor)})" for name, tensor in unseen.items())
+        raise ValueError(
+            f"`run` returned tensors that are in no buffer and would not be compared: {named}; "
+            "write results into a buffer, as in `lambda: y.copy_(model(x))`"
+        )
+
+
+def _fill(tensor: torch.Tensor, mask: torch.Tensor, poison: Poison) -> None:
+    value = torch.tensor(poison.value_for(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        if tensor.dtype.is_complex:
+            tensor.masked_fill_(mask, value)
+        else:
+            # Not every dtype can be filled by itself; integers of its width can.
+            bits(tensor).masked_fill_(mask, bits(value))
+
+
+def _run_poisoned(
+    run: Callable[[], object], poison: Poison, masks: Mapping[str, torch.Tensor]
+) -> None:
     try:
         run_and_wait(run)
     except Exception as cause:
         raise GraphCheckError(
-            f"with poison {poison.name!r} in the padding of {', '.join(regions)}, the step failed: "
+            f"with poison {poison.name!r} in the padding of {', '.join(masks)}, the step failed: "
             f"{type(cause).__name__}: {cause}"
         ) from cause
 
@@ -140,23 +179,6 @@ def _require_same(
             )
 
 
-def _past_live(buffers: Buffers, live: int | Mapping[str, int] | None) -> dict[str, Region]:
-    if live is None:
-        return {}
-    if not isinstance(buffers, StaticBuffers):
-        raise ValueError(f"{live=}: lanes are known of StaticBuffers only, so give `padding`")
-    if isinstance(live, int):
-        live = {field.name: live for field in buffers.fields if field.owner == "host"}
-    return {name: slice(count, None) for name, count in live.items()}
-
-
-def _mask(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """bool, of the tensor's shape: True in the region."""
-    mask = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-    mask[region] = True
-    return mask
-
-
 class CanaryPages:
     """Tensors between pages of known bytes, which show when a step writes outside of a tensor.
 
@@ -165,9 +187,10 @@ class CanaryPages:
         ...                                  # capture and replay a step that writes y
         pages.check()
 
-    A page of `page_bytes` stands right before the tensor's first and right behind its last byte.
-    The pages live as long as this object or their tensor. What a step writes further away than a
-    page, or writes there with the same bytes as before, is not seen.
+    A page of `page_bytes` stands right before the tensor's first and right behind its last byte, so
+    pages can surround only tensors that are made here. They live as long as this object or their
+    tensor. What a step writes further away than a page, or writes there with the same bytes as
+    before, is not seen.
     """
 
     def __init__(self, device: torch.device | str, *, page_bytes: int = 4096) -> None:
@@ -180,19 +203,24 @@ class CanaryPages:
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new contiguous tensor between pages, aligned to 256 bytes; `name` is for messages."""
-        size, page = math.prod(shape) * dtype.itemsize, len(self._page)
+        sizes = tuple(
+            integer(f"an element of the shape of {name!r}", size, least=0) for size in shape
+        )
+        size, page = math.prod(sizes) * dtype.itemsize, len(self._page)
         memory = torch.empty(2 * page + size, dtype=torch.uint8, device=self._page.device)
         memory[:page] = self._page
         memory[page + size :] = self._page
-        tensor = memory[page : page + size].view(dtype).view(*shape)
+        tensor = memory[page : page + size].view(dtype).view(sizes)
         self._regions.append((name, tensor, memory))
         return tensor
 
     def check(self, when: str = "") -> None:
         """GraphCheckError if a byte of a page has changed; waits for the device.
 
-        `when` is put into the message.
+        `when` is put into the message. ValueError where no tensor was made by `empty`.
         """
+        if not self._regions:
+            raise ValueError("no canary pages to look at: make tensors by CanaryPages.empty")
         page = len(self._page)
         for name, tensor, memory in self._regions:
             saved = save({"before": memory[:page], "behind": memory[-page:]})

@@ -9,41 +9,63 @@ them. Names of kernels are kept as `normalise_name` has them.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-from graphengine.buckets import CapturedGraph, GraphStructure, inspect_graph
+from graphengine.buckets import GraphStructure
 from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.graph_diff import diff_text, normalise
+from graphengine.testing.structures import Graph, read_structure, require_known
 
 __tracebackhide__ = hide_frame
 
 RECORD = "--graph-snapshot-update"
 """The option of pytest under which snapshots are written."""
 
-Graph = torch.cuda.CUDAGraph | CapturedGraph | GraphStructure
+# Of the readable part of a file's name; file systems allow 255 for all of it.
+_MOST_BYTES = 160
 
 
-def graph_snapshot(folder: Path, name: str, *, update: bool = False) -> GraphSnapshot:
+def graph_snapshot(
+    folder: Path,
+    name: str,
+    *,
+    update: bool = False,
+    owner: str | None = None,
+    owners: dict[Path, str] | None = None,
+) -> GraphSnapshot:
     """What the fixture of this name is, with the fixture's folder and test name given by hand."""
-    return GraphSnapshot(folder, name, update=update)
+    return GraphSnapshot(folder, name, update=update, owner=owner, owners=owners)
 
 
 class GraphSnapshot:
     """The golden files of one test; the fixture `graph_snapshot` is one of these.
 
     folder  of the test's module: `__snapshots__/<test module>` beside it
-    name    of the test
+    name    of the test, with its class and parameters
     update  write the files instead of comparing with them
+    owner   the test as errors name it; `name` where it is left out
+    owners  whose each file is: the same dictionary for all tests, so that no two share a file
     """
 
-    def __init__(self, folder: Path, name: str, *, update: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        update: bool,
+        owner: str | None = None,
+        owners: dict[Path, str] | None = None,
+    ) -> None:
         self.folder = folder
         self.name = name
         self.update = update
+        self.owner = name if owner is None else owner
+        self._owners = {} if owners is None else owners
         self._used: set[Path] = set()
 
     def __call__(
@@ -66,19 +88,21 @@ class GraphSnapshot:
         max_nodes     nodes that the graph may have, those of nested graphs included
         max_kernels   kernels that it may have
 
-        GraphCheckError for another graph, a missing or unreadable file, and a budget overrun; the
-        latter also while files are written. ValueError where a test asks for one file twice.
+        GraphCheckError for another graph, a file that is missing, unreadable or cannot be written,
+        and a budget overrun, or one that cannot be told; budgets also while files are written.
+        ValueError where a test asks for one file twice, or for another test's.
         """
         path = self.path(name, key)
         if path in self._used:
             raise ValueError(f"this test has used {path.name} already: give each graph a name")
+        if (owner := self._owners.setdefault(path, self.owner)) != self.owner:
+            raise ValueError(f"{path} is that of {owner} already, so {self.owner} needs another")
         self._used.add(path)
         title = self.name if name is None else name
         structure = normalise(read_structure(graph), launch_sizes=launch_sizes)
         check_budget(structure, title, max_nodes=max_nodes, max_kernels=max_kernels)
         if self.update:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(structure.to_json(), encoding="utf-8")
+            self._write(path, title, structure)
             return
         difference = diff_text(self._read(path, title, key), structure)
         if difference:
@@ -88,10 +112,18 @@ class GraphSnapshot:
             )
 
     def path(self, name: str | None = None, key: str | None = None) -> Path:
-        """The file of a graph: `<folder>[/<key>]/<test>[-<name>].json`, all as `file_name`s."""
-        folder = self.folder if key is None else self.folder / file_name(key)
-        stem = self.name if name is None else f"{self.name}-{name}"
-        return folder / f"{file_name(stem)}.json"
+        """The file of a graph: `<folder>[/<key>]/<test>[-<name>].json`, as `unique_name` has it."""
+        folder = self.folder if key is None else self.folder / unique_name(key)
+        return folder / f"{unique_name(self.name, *([] if name is None else [name]))}.json"
+
+    def _write(self, path: Path, title: str, structure: GraphStructure) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(structure.to_json(), encoding="utf-8")
+        except OSError as cause:
+            raise GraphCheckError(
+                f"graph {title!r}: {path} cannot be written ({cause.strerror})"
+            ) from cause
 
     def _read(self, path: Path, title: str, key: str | None) -> GraphStructure:
         try:
@@ -101,6 +133,10 @@ class GraphSnapshot:
         except ValueError as cause:
             raise GraphCheckError(
                 f"graph {title!r}: {path} cannot be read ({cause}); pytest {RECORD} writes it anew"
+            ) from cause
+        except OSError as cause:
+            raise GraphCheckError(
+                f"graph {title!r}: {path} cannot be read ({cause.strerror})"
             ) from cause
         if key is None:
             what = f"graph {title!r} has no golden file {path}."
@@ -115,21 +151,11 @@ class GraphSnapshot:
         )
 
 
-def read_structure(graph: Graph) -> GraphStructure:
-    """The structure of any of these; ValueError for a `CapturedGraph` of a CPU, which has none."""
-    if isinstance(graph, GraphStructure):
-        return graph
-    if isinstance(graph, CapturedGraph):
-        if graph.graph is None:
-            raise ValueError(f"bucket {graph.name!r} on {graph.device} has no captured graph")
-        return inspect_graph(graph.graph)
-    return inspect_graph(graph)
-
-
 def check_budget(
     structure: GraphStructure, title: str, *, max_nodes: int | None, max_kernels: int | None
 ) -> None:
-    """GraphCheckError if there are more nodes or kernels than that, nested graphs included."""
+    """GraphCheckError if there are more nodes or kernels than that, nested graphs included, or if
+    there may be."""
     counts = structure.count()
     found = {"nodes": sum(counts.values()), "kernels": counts.get("kernel", 0)}
     allowed = {"nodes": max_nodes, "kernels": max_kernels}
@@ -139,6 +165,8 @@ def check_budget(
                 f"graph {title!r} has {found[what]} {what}, max_{what}={limit}\n"
                 f"{_frequencies(structure)}"
             )
+    if any(limit is not None for limit in allowed.values()):
+        require_known(structure, f"whether graph {title!r} keeps to its budget")
 
 
 def environment_key() -> str:
@@ -159,6 +187,20 @@ def environment_key() -> str:
 def file_name(text: str) -> str:
     """`text` as part of a path: runs of all but letters, digits and "_.+-" become one "-"."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "-"
+
+
+def unique_name(*parts: str) -> str:
+    """The `file_name` of the parts, which no other parts have.
+
+    A digest stands behind it, unless there is one part, which is a file name already.
+    """
+    if wrong := [part for part in parts if not isinstance(part, str)]:
+        raise ValueError(f"{wrong[0]!r} is of type {type(wrong[0]).__name__}, and a name is text")
+    readable = file_name(" ".join(parts)).encode()[:_MOST_BYTES].decode(errors="ignore")
+    if parts == (readable,):
+        return readable
+    text = "\0".join(parts).encode(errors="backslashreplace")
+    return f"{readable}-{hashlib.sha256(text).hexdigest()[:10]}"
 
 
 def _frequencies(structure: GraphStructure, most: int = 12) -> str:

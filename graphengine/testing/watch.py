@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graphengine.buckets import format_bytes
+from graphengine.testing.arguments import integer, require_callable, require_end
 from graphengine.testing.errors import GraphCheckError, hide_frame
 
 __tracebackhide__ = hide_frame
@@ -46,7 +47,8 @@ def no_sync() -> Iterator[None]:
     operations that torch's sync debug mode knows, such as `item`, `tolist`, `nonzero` and copies to
     pageable memory, and the `synchronize` of a device, a `torch.cuda.Stream` or a
     `torch.cuda.Event`. Each raises where it is called and waits for nothing, so the rest of the
-    block does not run. If the block catches that error, only a `synchronize` is still reported.
+    block does not run. If the block catches that error, only a `synchronize` is still reported,
+    also where the block raises something else later.
 
     The debug mode belongs to the process: other threads' operations raise too. It is put back in
     the end. RuntimeError without a CUDA device.
@@ -54,6 +56,8 @@ def no_sync() -> Iterator[None]:
     _require_cuda("no_sync")
     mode = torch.cuda.get_sync_debug_mode()
     waits: list[_Waited] = []
+    # Handled around the block: not the block's, though it is the context of what is raised in it.
+    outside = sys.exception()
     with contextlib.ExitStack() as undo:
         undo.callback(torch.cuda.set_sync_debug_mode, mode)
         torch.cuda.set_sync_debug_mode("error")
@@ -64,9 +68,14 @@ def no_sync() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if (sync := _find_sync(error)) is None:
+            if (sync := _find_sync(error, outside)) is not None:
+                raise GraphCheckError(_describe_sync(sync)) from error
+            if not waits:
                 raise
-            raise GraphCheckError(_describe_sync(sync)) from error
+            raise GraphCheckError(
+                f"{_describe_sync(waits[0])}\n(its error was caught in the block, which then "
+                f"raised {type(error).__name__}: {error})"
+            ) from error
     if waits:
         raise GraphCheckError(f"{_describe_sync(waits[0])}\n(its error was caught in the block)")
 
@@ -99,10 +108,10 @@ def _is_capturing_itself() -> bool:
     return frame.f_globals.get("__name__") in _CAPTURING
 
 
-def _find_sync(error: BaseException | None) -> BaseException | None:
-    """The innermost error of a wait among `error` and what it was raised from."""
+def _find_sync(error: BaseException | None, outside: BaseException | None) -> BaseException | None:
+    """The innermost error of a wait among `error` and what it was raised from, up to `outside`."""
     found = None
-    while error is not None:
+    while error is not None and error is not outside:
         if isinstance(error, _Waited) or _SYNC_MESSAGE in str(error):
             found = error
         error = error.__cause__ or error.__context__
@@ -168,10 +177,13 @@ def check_no_alloc(
 
     The driver's free memory is compared before and after, behind one call that is not counted, so
     memory that is taken past torch's allocator is seen; so is what other processes take meanwhile,
-    for which `tolerance_bytes` must allow on a shared GPU. RuntimeError without a CUDA device.
+    for which `tolerance_bytes` must allow on a shared GPU. ValueError if `replays` is less than 1,
+    RuntimeError without a CUDA device.
     """
+    require_callable("replay", replay)
+    integer("replays", replays, least=1)
     _require_cuda("check_no_alloc")
-    replay()
+    require_end(replay())
     torch.cuda.synchronize(device)
     free, _ = torch.cuda.mem_get_info(device)
     with no_alloc(device=device, tolerance_bytes=tolerance_bytes):
@@ -189,3 +201,5 @@ def check_no_alloc(
 def _require_cuda(check: str) -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(f"{check} needs a CUDA device: torch.cuda.is_available() is False")
+    # Before its first use there are no statistics of the allocator.
+    torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -29,6 +29,25 @@ ENGINES: dict[str, dict[str, Any]] = {
     "dot": {"max_batch": 8, "buckets": (1, 8)},
     "mtp": {"max_batch": 2, "buckets": (2,), "speculative": MTP(k=3)},
 }
+GRAPHS: dict[str, tuple[str, ...]] = {
+    "fma": ("decode/1/fast", "decode/1/full", "prefill/16", "prefill/64"),
+    "dot": (
+        "decode/1/fast",
+        "decode/1/full",
+        "decode/8/fast",
+        "decode/8/full",
+        "prefill/16",
+        "prefill/64",
+    ),
+    "mtp": (
+        "decode/2/fast",
+        "decode/2/full",
+        "decode/2/k3/fast",
+        "decode/2/k3/full",
+        "prefill/16",
+        "prefill/64",
+    ),
+}
 
 
 @pytest.mark.gpu
@@ -39,6 +58,7 @@ def test_demo_model(case: str, graph_snapshot: GraphSnapshot) -> None:
         checkpoint_path(), device="cuda", dtype="bfloat16", **options
     ) as engine:
         layers = engine.model.config.num_layers
+        assert sorted(engine._graphs) == sorted(GRAPHS[case])
         for name, graph in engine._graphs.items():
             # Five kernels a layer, and begin, lm_head with its sampler, finish.
             plain = name.startswith("decode/") and name.endswith("/fast") and case != "mtp"
@@ -46,18 +66,31 @@ def test_demo_model(case: str, graph_snapshot: GraphSnapshot) -> None:
             graph_snapshot(graph, name, key=environment_key(), max_nodes=budget)
 
 
-def test_what_is_on_file_is_complete() -> None:
-    """Each key that was recorded has the same graphs, and each plain decode graph its budget."""
-    keys = sorted(path for path in SNAPSHOTS.glob("*") if path.is_dir())
-    by_key = {folder.name: {file.name for file in folder.glob("*.json")} for folder in keys}
-    for key, files in by_key.items():
-        assert files == next(iter(by_key.values())), f"{key} has other graphs than {keys[0].name}"
-        for case in ENGINES:
-            assert any(f"-{case}-decode-" in file for file in files), f"{key} lacks {case}"
-            assert any(f"-{case}-prefill-" in file for file in files), f"{key} lacks {case}"
-    for folder in keys:
-        for file in folder.glob("*-dot-decode-*.json"):
-            graph = GraphStructure.from_json(file.read_text())
-            programmatic, edges = graph.programmatic_edges()
-            assert graph.count().keys() == {"kernel"}, f"{file}: {json.dumps(graph.count())}"
-            assert programmatic == edges > 0, f"{file}: {programmatic} of {edges} programmatic"
+def file_of(key: str, case: str, name: str) -> Path:
+    return GraphSnapshot(SNAPSHOTS, f"test_demo_model[{case}]", update=False).path(name, key)
+
+
+def recorded_keys() -> list[str]:
+    return sorted(path.name for path in SNAPSHOTS.glob("*") if path.is_dir())
+
+
+def test_there_are_files_of_an_h200() -> None:
+    assert any(key.startswith("nvidia-h200_") for key in recorded_keys())
+
+
+@pytest.mark.parametrize("key", recorded_keys())
+def test_what_is_on_file_is_complete(key: str) -> None:
+    expected = {file_of(key, case, name) for case, names in GRAPHS.items() for name in names}
+    assert {*(SNAPSHOTS / key).iterdir()} == expected
+
+
+@pytest.mark.parametrize("key", recorded_keys())
+@pytest.mark.parametrize("case", ENGINES)
+def test_decode_graphs_on_file_are_kernels_with_programmatic_edges(key: str, case: str) -> None:
+    files = [file_of(key, case, name) for name in GRAPHS[case] if name.startswith("decode/")]
+    assert files
+    for file in files:
+        graph = GraphStructure.from_json(file.read_text())
+        programmatic, edges = graph.programmatic_edges()
+        assert graph.count().keys() == {"kernel"}, f"{file}: {json.dumps(graph.count())}"
+        assert programmatic == edges > 0, f"{file}: {programmatic} of {edges} programmatic"

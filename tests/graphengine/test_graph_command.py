@@ -83,12 +83,22 @@ def test_a_dump_may_have_drawings(tmp_path: Path) -> None:
     ("index", "reason"),
     [
         ("", "Expecting value"),
-        ("[]", "list indices"),
-        ("{}", "'version'"),
+        ("[]", "an index of type list, not an object"),
+        ("{}", "version None, this reads 1"),
+        ("[" * 100_000, "recursion"),
         ('{"version": 2, "facts": {}, "graphs": {}}', "version 2, this reads 1"),
         ('{"version": 1, "facts": {}}', "'graphs'"),
-        ('{"version": 1, "facts": {}, "graphs": {"a": 3}}', "expected string"),
+        ('{"version": 1, "facts": {}, "graphs": []}', r"'graphs' is \[\], not an object"),
+        ('{"version": 1, "facts": {}, "graphs": {}}', "no engine is without a graph"),
+        ('{"version": 1, "facts": {}, "graphs": {"a": 3}}', "graph 'a' is in 3, which names no"),
+        ('{"version": 1, "facts": {}, "graphs": {"a": ""}}', "graph 'a' is in '', which names no"),
+        (
+            '{"version": 1, "facts": {}, "graphs": {"a": "../b.json"}}',
+            r"graph 'a' is in '\.\./b\.json', which names no file of a dump",
+        ),
+        ('{"version": 1, "facts": [], "graphs": {"a": "b"}}', r"'facts' is \[\], not an object"),
     ],
+    ids=lambda text: text[:60],
 )
 def test_an_index_of_another_make_is_refused(
     folders: tuple[Path, Path], index: str, reason: str
@@ -108,10 +118,9 @@ def test_files_that_are_missing_damaged_or_elsewhere_are_refused(
     (new / "draft-8-k3.json").write_text('{"version": 9}')
     with pytest.raises(ValueError, match=r"draft-8-k3\.json is not a part of a dump: .*version 9"):
         read_dump(new)
-    (tmp_path / "outside.json").write_text(chain().to_json())
-    index = {"version": 1, "facts": {}, "graphs": {"a": "../outside.json"}}
-    (new / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"outside\.json cannot be read"):
+    (new / "draft-8-k3.json").unlink()
+    (new / "draft-8-k3.json").mkdir()
+    with pytest.raises(ValueError, match=r"draft-8-k3\.json cannot be read: Is a directory"):
         read_dump(new)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_dump(tmp_path / "nowhere")
@@ -190,6 +199,12 @@ def test_the_exit_status_tells_whether_graphs_differ(
     assert "    ~ edge [2 -> 3] linear -> attention: type programmatic -> full" in out.splitlines()
     assert main([*arguments, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["differs"] is True
+    for text in ('{"version": 1, "nodes": [], "edges": [[0, 1]]}', "[" * 100_000):
+        (new / "prefill-16.json").write_text(text)
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.startswith("graphengine: error: ")
+        assert "prefill-16.json is not a part of a dump" in captured.err
     (new / INDEX).unlink()
     assert main(arguments) == 2
     captured = capsys.readouterr()
@@ -232,6 +247,21 @@ def test_a_cpu_has_no_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     error = capsys.readouterr().err
     assert "device='cpu' has no graphs to dump: steps are captured on a GPU only" in error
     assert not out.exists()
+
+
+@pytest.mark.usefixtures("nothing_is_opened")
+def test_what_is_wrong_with_a_checkpoint_is_told_before_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["graph", "dump", "--device", "cpu", *SMALL, "--out", str(tmp_path / "dump")]
+    (tmp_path / "empty").mkdir()
+    for checkpoint, message in {
+        str(tmp_path / "empty"): "config.json",
+        str(tmp_path / "nowhere"): "there is no such directory",
+        "org/name": "device='cpu' has no graphs to dump",  # is not downloaded for that
+    }.items():
+        assert main([*arguments, "--checkpoint", checkpoint]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.fixture

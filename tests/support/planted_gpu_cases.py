@@ -151,6 +151,24 @@ GPU_CASES = [
         message="*changed y (float32 [[][]])*unpoisoned 8.0, poisoned nan*",
     ),
     Case(
+        check="poison_padding",
+        fault="a captured step writes one element behind a tensor",
+        program="""
+        from graphengine.testing import CanaryPages
+
+        def test_it(poison_padding):
+            pages = CanaryPages("cuda")
+            x, y = torch.ones(8, device="cuda"), pages.empty("y", (8,), torch.float32)
+            graph = capture(lambda: y.as_strided((<here>,), (1,)).fill_(2))
+            unused = slice(5, None)
+            poison_padding({"x": x, "y": y}, graph.replay, padding={"x": unused}, canaries=pages)
+        """,
+        sound="8",
+        planted="9",
+        message="*a write behind y (float32 [[]8]) without poison: * of 4096 bytes changed, the "
+        "nearest 0 bytes from the tensor*",
+    ),
+    Case(
         check="assert_rng_advances",
         fault="the host's random number is frozen in a captured graph",
         program="""

@@ -4,12 +4,16 @@
     pytest -k is_caught tests/testing/test_planted_faults.py         # writes this machine's results
     PYTHONPATH=tests/support python tests/support/planted_table.py   # writes the README's table
 
-A run replaces the rows of the devices that it used: without a GPU those of the CPU alone.
+A run replaces the rows of the faults that it ran, and those of their device that another
+environment had found. Several runs may do so at the same time. A fault without a result, because it
+never ran or because its run could not tell, is "not run".
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,8 @@ END = "<!-- end of planted faults -->\n"
 VARIABLE = "GRAPHENGINE_PLANTED_FAULTS"
 """The environment variable that names the file into which a run of the tests writes its results."""
 
+CAUGHT, MISSED, NOT_RUN = "caught", "MISSED", "not run"
+
 CASES = {"CPU": CPU_CASES, "GPU": GPU_CASES}
 
 
@@ -39,13 +45,24 @@ def read_results(path: Path = RESULTS) -> dict[str, Any]:
 
 
 def write_results(path: Path, found: dict[str, Any]) -> None:
-    """Write what was found, in the order of the cases; keeps what `path` has of other devices."""
-    results = read_results(path)
-    for device, made in found.items():
-        order = list(by_name(CASES[device]))
-        rows = sorted(made["rows"], key=lambda row: order.index((row[0], row[1])))
-        results[device] = {"environment": made["environment"], "rows": rows}
-    results = {device: results[device] for device in CASES if device in results}
+    """Write what was found, with a row for each fault, beside what `path` has already."""
+    with path.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        results = json.loads(file.read() or "{}")
+        for device, made in found.items():
+            before = results.get(device, {})
+            rows = before["rows"] if before.get("environment") == made["environment"] else []
+            known = {(check, fault): result for check, fault, result in [*rows, *made["rows"]]}
+            results[device] = {
+                "environment": made["environment"],
+                "rows": [[*name, known.get(name, NOT_RUN)] for name in by_name(CASES[device])],
+            }
+        file.truncate(0)
+        file.write(_as_text({device: results[device] for device in CASES if device in results}))
+
+
+def _as_text(results: dict[str, Any]) -> str:
     lines = ",\n".join(
         f"  {json.dumps(device)}: {{\n"
         f'    "environment": {json.dumps(made["environment"])},\n    "rows": [\n      '
@@ -53,7 +70,7 @@ def write_results(path: Path, found: dict[str, Any]) -> None:
         + "\n    ]\n  }"
         for device, made in results.items()
     )
-    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    return f"{{\n{lines}\n}}\n"
 
 
 def render(results: dict[str, Any]) -> str:
@@ -65,9 +82,8 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
     for device, cases in CASES.items():
         if device in results:
             rows = results[device]["rows"]
-            caught = sum(row[2] == "caught" for row in rows)
             where = results[device]["environment"]
-            yield f"- {device} ({where}): {caught} of {len(rows)} faults caught"
+            yield f"- {device} ({where}): {count(rows)}"
         else:
             yield f"- {device}: {len(cases)} faults, which have not been run yet"
     yield ""
@@ -76,6 +92,13 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
     for device, made in results.items():
         for check, fault, result in made["rows"]:
             yield f"| `{check}` | {fault} | {device} | {result} |"
+
+
+def count(rows: Sequence[Sequence[str]]) -> str:
+    """As in "23 of 24 faults caught, 1 not run"."""
+    numbers = Counter(result for _, _, result in rows)
+    text = f"{numbers[CAUGHT]} of {len(rows)} faults caught"
+    return text + (f", {numbers[NOT_RUN]} not run" if numbers[NOT_RUN] else "")
 
 
 def table_of_readme() -> str:

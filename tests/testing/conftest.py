@@ -13,18 +13,17 @@ import torch
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found: dict[str, Any] = {}
-    for status, result in (("passed", "caught"), ("failed", "MISSED")):
+    for status in ("passed", "failed"):
         for report in terminalreporter.stats.get(status, ()):
             of_case = dict(getattr(report, "user_properties", ()))
             if "fault" in of_case:
                 device = of_case["device"]
                 made = found.setdefault(device, {"environment": environment(device), "rows": []})
-                made["rows"].append([of_case["check"], of_case["fault"], result])
+                made["rows"].append([of_case["check"], of_case["fault"], of_case["result"]])
     if found:
         terminalreporter.section("planted faults")
         for device, made in found.items():
-            caught = sum(row[2] == "caught" for row in made["rows"])
-            terminalreporter.write_line(f"{device}: {caught} of {len(made['rows'])} caught")
+            terminalreporter.write_line(f"{device}: {planted_table.count(made['rows'])}")
         if path := os.environ.get(planted_table.VARIABLE):
             planted_table.write_results(Path(path), found)
 

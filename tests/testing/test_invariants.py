@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -75,6 +76,10 @@ def test_an_error_of_the_block_comes_first() -> None:
 def test_nothing_to_watch_is_refused() -> None:
     with pytest.raises(ValueError, match="no buffers to watch"):
         assert_pointers_stable({})
+    with pytest.raises(ValueError, match="no buffers to watch: all 2 have 0 elements"):
+        assert_pointers_stable({"x": torch.zeros(0), "y": torch.zeros(4, 0)})
+    with pytest.raises(ValueError, match="the buffers are of type Tensor: give tensors by name"):
+        assert_pointers_stable(torch.zeros(4))  # type: ignore[arg-type]
 
 
 # Random numbers.
@@ -89,6 +94,26 @@ def test_a_fixed_seed_names_the_first_difference() -> None:
     y, numbers = torch.zeros(4), itertools.count()
     with pytest.raises(GraphCheckError, match=r"row 3, .* first replay 0.0, second replay 1.0"):
         assert_rng_advances(lambda: y[3].fill_(next(numbers)), y, fixed=True)
+
+
+def test_an_output_that_can_hold_no_numbers_is_refused() -> None:
+    for fixed in (False, True):
+        with pytest.raises(ValueError, match=r"the output \(float32 \[0, 4\]\) has no element"):
+            assert_rng_advances(lambda: None, torch.zeros(0, 4), fixed=fixed)
+    with pytest.raises(ValueError, match="the output is of type list, not a torch"):
+        assert_rng_advances(lambda: None, [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="replay=None is not callable"):
+        assert_rng_advances(None, torch.zeros(4))  # type: ignore[arg-type]
+
+
+def test_a_replay_of_which_a_call_runs_nothing_is_refused() -> None:
+    y = torch.zeros(4)
+
+    async def replay() -> None:
+        y.uniform_()
+
+    with pytest.raises(ValueError, match="returned a coroutine, so none of its body ran"):
+        assert_rng_advances(replay, y, fixed=True)
 
 
 # Nodes and edges.
@@ -122,6 +147,43 @@ def test_a_share_of_programmatic_edges_is_enough() -> None:
 def test_a_graph_without_edges_says_nothing() -> None:
     with pytest.raises(ValueError, match="a graph of 1 nodes without edges"):
         assert_pdl_edges(kernels(1))
+
+
+@pytest.mark.parametrize("least", [math.nan, -0.1, 1.1, 80])
+def test_a_share_that_is_none_is_refused(least: float) -> None:
+    with pytest.raises(ValueError, match=rf"least={least} must be at least 0 and at most 1"):
+        assert_pdl_edges(kernels(2, True), least=least)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        GraphNode(index=3, kind="conditional", detail="if", graphs=None),
+        GraphNode(index=3, kind="unknown"),
+        GraphNode(index=3, kind="type_14"),
+    ],
+    ids=lambda node: node.kind,
+)
+def test_what_cannot_be_looked_into_is_an_error(node: GraphNode) -> None:
+    chain = kernels(3, True, True)
+    graph = GraphStructure(nodes=(*chain.nodes, node), edges=chain.edges)
+    message = rf"cannot be told: node 3 \({node.kind}\) cannot be looked into; if .*bodies=...\)"
+    with pytest.raises(GraphCheckError, match=f"whether there are host nodes {message}"):
+        assert_no_host_nodes(graph)
+    with pytest.raises(GraphCheckError, match=f"the share of programmatic edges {message}"):
+        assert_pdl_edges(graph, least=0.5)
+    assert_pdl_edges(graph, least=0)
+    # What is found already is told, not that there may be more.
+    host = GraphNode(index=4, kind="host")
+    with pytest.raises(GraphCheckError, match="1 host nodes in the graph: node 4"):
+        assert_no_host_nodes(GraphStructure(nodes=(*graph.nodes, host), edges=graph.edges))
+
+
+def test_bodies_that_are_known_are_looked_into() -> None:
+    node = GraphNode(index=1, kind="conditional", graphs=(kernels(2, True),))
+    graph = GraphStructure(nodes=(*kernels(1).nodes, node))
+    assert_no_host_nodes(graph)
+    assert_pdl_edges(graph)
 
 
 # From here on: a GPU.

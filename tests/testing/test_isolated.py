@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +61,57 @@ def test_only_the_end_of_long_output_is_shown() -> None:
 def test_a_child_that_hangs_is_killed_and_its_output_shown() -> None:
     with pytest.raises(GraphCheckError, match=r"within 1 s and was killed\nstdout:\nbegun"):
         run_isolated("import time\nprint('begun', flush=True)\ntime.sleep(60)", timeout=1)
+
+
+def test_what_a_child_started_is_killed_with_it(tmp_path: Path) -> None:
+    """The grandchild holds the pipes, too."""
+    note = tmp_path / "grandchild"
+    program = f"""
+        import subprocess, time
+        grandchild = subprocess.Popen(["sleep", "60"])
+        open({str(note)!r}, "w").write(str(grandchild.pid))
+        time.sleep(60)
+    """
+    begun = time.monotonic()
+    with pytest.raises(GraphCheckError, match="did not end within 2 s and was killed"):
+        run_isolated(program, timeout=2)
+    assert time.monotonic() - begun < 20
+    # Until its new parent has noticed, a dead process is a zombie.
+    status = Path("/proc", note.read_text(), "stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"process {note.read_text()} goes on")
+
+
+def test_a_signal_without_a_name_has_a_number() -> None:
+    number = signal.SIGRTMIN + 6
+    assert number not in [int(known) for known in signal.Signals]
+    source = f"import os; os.kill(os.getpid(), {number})"
+    with pytest.raises(GraphCheckError, match=f"ended with signal {number}, expected exit status"):
+        run_isolated(source)
+    assert run_isolated(source, status=-number).status == -number
+
+
+def generate() -> Iterator[None]:
+    yield
+
+
+async def coroutine() -> None: ...
+
+
+@pytest.mark.parametrize("program", [generate, coroutine])
+def test_what_a_call_would_not_run_is_refused(program: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=f"a call of {program.__name__} runs none of its body"):
+        run_isolated(program)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan])
+def test_a_time_in_which_nothing_can_end_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout={timeout} must be greater than 0"):
+        run_isolated("pass", timeout=timeout)
 
 
 @pytest.mark.parametrize("program", [lambda: None, [].clear, IsolatedRun])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +66,35 @@ def test_both_budgets_are_named_where_both_are_broken(clock: Clock) -> None:
         latency_budget(clock.taking("a", 2.0), clock.taking("b", 1.0), median=1.5, p99=1.5)
 
 
-def test_no_repeats_are_refused() -> None:
-    with pytest.raises(ValueError, match="repeats=0"):
-        latency_budget(lambda: None, lambda: None, median=1, repeats=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"repeats": 2.5}, "repeats=2.5 is no integer"),
+        ({"warmup": -1}, "warmup=-1 must be at least 0"),
+        ({"median": math.nan}, "median=nan must be greater than 0"),
+        ({"median": 0}, "median=0 must be greater than 0"),
+        ({"median": "1"}, "median='1' is no number"),
+        ({"p99": math.nan}, "p99=nan must be greater than 0"),
+        ({"p99": -1}, "p99=-1 must be greater than 0"),
+        ({"reference": None}, "reference=None is not callable"),
+        ({"replay": 3}, "replay=3 is not callable"),
+    ],
+    ids=str,
+)
+def test_budgets_that_check_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    calls = {"replay": lambda: None, "reference": lambda: None}
+    with pytest.raises(ValueError, match=message):
+        latency_budget(**{**calls, "median": 1, **options})
+
+
+def test_a_replay_of_which_a_call_runs_nothing_is_refused(clock: Clock) -> None:
+    def generator() -> Iterator[None]:
+        yield
+
+    for calls in ((generator, lambda: None), (lambda: None, generator)):
+        with pytest.raises(ValueError, match="returned a generator, so none of its body ran"):
+            latency_budget(*calls, median=1)
 
 
 @pytest.mark.gpu

@@ -6,9 +6,12 @@ sound, then with the fault. `planted_table.py` says how the results come into th
 
 from __future__ import annotations
 
-import importlib
+import fnmatch
+import functools
 import sys
+import typing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import planted_table
@@ -20,6 +23,8 @@ import graphengine.testing
 
 pytest_plugins = ["pytester"]
 
+Run = Callable[..., pytest.RunResult]
+
 
 def as_parameter(case: Case, *marks: pytest.MarkDecorator) -> object:
     if case.alone:
@@ -28,40 +33,139 @@ def as_parameter(case: Case, *marks: pytest.MarkDecorator) -> object:
 
 
 @pytest.fixture
-def plant(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> Callable[[Case, str], None]:
-    """Runs both programs of a case, and notes it for the table."""
+def run_here(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs pytest in this process, which is quick."""
+    # The file changes faster than the clock by which cached bytecode is judged.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return pytester.runpytest_inprocess
 
-    def run(case: Case, device: str) -> None:
-        for key, value in (("check", case.check), ("fault", case.fault), ("device", device)):
-            record_property(key, value)
-        # The file changes faster than the clock by which cached bytecode is judged.
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        pytester.makepyfile(test_program=case.source(case.sound))
-        # hypothesis would be imported, and rewritten, in every run.
-        options = "-p", "no:hypothesispytest"
-        pytester.runpytest(*options, "--graph-snapshot-update").assert_outcomes(passed=1)
-        pytester.makepyfile(test_program=case.source(case.planted))
-        result = pytester.runpytest(*options)
-        result.assert_outcomes(failed=1)
-        result.stdout.fnmatch_lines([case.message])
 
-    return run
+@pytest.fixture
+def run_apart(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs pytest in a process: it forgets what it imports, and triton cannot be imported twice."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return functools.partial(pytester.runpytest_subprocess, timeout=120)
+
+
+def judge(case: Case, pytester: pytest.Pytester, run: Run) -> str:
+    """Runs both programs of a case. "not run" where they do not tell whether it is caught."""
+    # hypothesis would be imported, and rewritten, in every run.
+    options = "-p", "no:hypothesispytest"
+    pytester.makepyfile(test_program=case.source(case.sound))
+    if outcome(run(*options, "--graph-snapshot-update")) != "passed":
+        return planted_table.NOT_RUN
+    pytester.makepyfile(test_program=case.source(case.planted))
+    result = run(*options)
+    if outcome(result) not in ("passed", "failed"):
+        return planted_table.NOT_RUN
+    told = any(fnmatch.fnmatchcase(line, case.message) for line in result.outlines)
+    return planted_table.CAUGHT if outcome(result) == "failed" and told else planted_table.MISSED
+
+
+def outcome(result: pytest.RunResult) -> str:
+    """Of the one test; "errors" where its file did not import, "none" where pytest did not end."""
+    try:
+        found = result.parseoutcomes()
+    except ValueError:
+        return "none"
+    return ", ".join(name for name in found if not name.startswith("warning"))
+
+
+Note = Callable[[str, object], None]
+
+
+def plant(case: Case, device: str, pytester: pytest.Pytester, run: Run, note: Note) -> None:
+    """Judges a case, and notes it for the table."""
+    result = judge(case, pytester, run)
+    found = {"check": case.check, "fault": case.fault, "device": device, "result": result}
+    for key, value in found.items():
+        note(key, value)
+    assert result == planted_table.CAUGHT, "see what both programs printed"
 
 
 @pytest.mark.parametrize("case", [as_parameter(case) for case in CPU_CASES])
-def test_a_planted_fault_is_caught(case: Case, plant: Callable[[Case, str], None]) -> None:
-    plant(case, "CPU")
+def test_a_planted_fault_is_caught(
+    case: Case, pytester: pytest.Pytester, run_here: Run, record_property: Note
+) -> None:
+    plant(case, "CPU", pytester, run_here, record_property)
 
 
 @pytest.mark.parametrize("case", [as_parameter(case, pytest.mark.gpu) for case in GPU_CASES])
-def test_a_planted_fault_is_caught_natively(case: Case, plant: Callable[[Case, str], None]) -> None:
-    # A run under pytester forgets what it imported, and triton cannot be imported twice.
-    importlib.import_module("triton")
-    plant(case, "GPU")
+def test_a_planted_fault_is_caught_natively(
+    case: Case, pytester: pytest.Pytester, run_apart: Run, record_property: Note
+) -> None:
+    plant(case, "GPU", pytester, run_apart, record_property)
+
+
+# What is told of a fault?
+
+
+PROGRAM = """
+def test_it():
+    <here>
+"""
+
+
+@pytest.mark.parametrize(
+    ("sound", "planted", "result"),
+    [
+        ("pass", "raise ValueError('boom')", "caught"),
+        ("pass", "pass", "MISSED"),
+        ("pass", "raise ValueError('other')", "MISSED"),
+        ("assert False", "raise ValueError('boom')", "not run"),
+        ("pytest.skip()", "raise ValueError('boom')", "not run"),
+        ("pass\nimport nowhere", "raise ValueError('boom')", "not run"),
+        ("pass", "pass\nraise ValueError('boom')", "not run"),
+    ],
+)
+def test_a_fault_is_missed_only_where_both_programs_ran(
+    sound: str, planted: str, result: str, pytester: pytest.Pytester, run_here: Run
+) -> None:
+    case = Case(
+        check="a",
+        fault="b",
+        program=PROGRAM,
+        sound=sound,
+        planted=planted,
+        message="*ValueError: boom*",
+    )
+    assert judge(case, pytester, run_here) == result
+
+
+def test_a_run_that_does_not_end_as_pytest_does_tells_nothing(
+    pytester: pytest.Pytester, run_apart: Run
+) -> None:
+    case = Case(
+        check="a",
+        fault="b",
+        program=PROGRAM,
+        sound="pass",
+        planted="import os; os._exit(1)",
+        message="*",
+    )
+    assert judge(case, pytester, run_apart) == "not run"
+
+
+def test_both_programs_may_use_triton(pytester: pytest.Pytester, run_apart: Run) -> None:
+    case = Case(
+        check="a",
+        fault="b",
+        program="""
+        import triton
+        from graphengine.kernels.pdl import launch_options
+
+        @triton.jit
+        def kernel(x):
+            pass
+
+        def test_it(assert_pdl_edges):
+            <here>
+        """,
+        sound="pass",
+        planted="raise ValueError('boom')",
+        message="*ValueError: boom*",
+    )
+    assert judge(case, pytester, run_apart) == "caught"
 
 
 # Are the faults complete, and the results those of these faults?
@@ -87,12 +191,17 @@ def test_faults_have_names_of_their_own(device: str) -> None:
     assert len(planted_table.by_name(cases)) == len(cases)
 
 
-def test_results_are_those_of_the_faults_and_all_are_caught() -> None:
+def test_results_are_those_of_the_faults_and_none_is_missed() -> None:
+    """Every fault has a row. One that takes a GPU may wait for its first run, as "not run"."""
     results = planted_table.read_results()
-    assert "CPU" in results
+    assert list(results) == list(planted_table.CASES)
     for device, made in results.items():
-        rows = [[case.check, case.fault, "caught"] for case in planted_table.CASES[device]]
-        assert made["rows"] == rows, f"record those of the {device} again"
+        found = {(check, fault): result for check, fault, result in made["rows"]}
+        assert list(found) == list(planted_table.by_name(planted_table.CASES[device]))
+        assert len(found) == len(made["rows"])
+        waiting = {planted_table.NOT_RUN} if device == "GPU" else set()
+        others = {name: result for name, result in found.items() if result != planted_table.CAUGHT}
+        assert set(others.values()) <= waiting, f"mend these of the {device}: {others}"
 
 
 def test_the_table_of_the_page_is_that_of_the_results() -> None:
@@ -100,19 +209,47 @@ def test_the_table_of_the_page_is_that_of_the_results() -> None:
     assert planted_table.table_of_readme() == made, "run tests/support/planted_table.py"
 
 
-def test_a_run_replaces_the_rows_of_its_devices(tmp_path: Path) -> None:
-    path, (first, second) = tmp_path / "results.json", CPU_CASES[:2]
-    rows = [[case.check, case.fault, "caught"] for case in (second, first)]
-    gpu = [[GPU_CASES[0].check, GPU_CASES[0].fault, "MISSED"]]
-    planted_table.write_results(path, {"GPU": {"environment": "H200", "rows": gpu}})
-    planted_table.write_results(path, {"CPU": {"environment": "torch 2", "rows": rows}})
-    found = planted_table.read_results(path)
+def row(case: Case, result: str) -> list[str]:
+    return [case.check, case.fault, result]
+
+
+def test_a_run_replaces_the_rows_of_its_faults(tmp_path: Path) -> None:
+    path, (first, second, *others) = tmp_path / "results.json", CPU_CASES
+
+    def write(environment: str, *rows: list[str], device: str = "CPU") -> dict[str, typing.Any]:
+        planted_table.write_results(path, {device: {"environment": environment, "rows": [*rows]}})
+        return planted_table.read_results(path)
+
+    write("H200", row(GPU_CASES[0], "MISSED"), device="GPU")
+    found = write("torch 2", row(second, "caught"))
     assert list(found) == ["CPU", "GPU"]
-    assert found["CPU"] == {"environment": "torch 2", "rows": rows[::-1]}
+    waiting = [row(case, "not run") for case in others]
+    rows = [row(first, "not run"), row(second, "caught"), *waiting]
+    assert found["CPU"] == {"environment": "torch 2", "rows": rows}
+    found = write("torch 2", row(first, "MISSED"))
+    assert found["CPU"]["rows"] == [row(first, "MISSED"), row(second, "caught"), *waiting]
     text = planted_table.render(found)
-    assert "- CPU (torch 2): 2 of 2 faults caught\n- GPU (H200): 0 of 1 faults caught\n" in text
-    assert f"| `{gpu[0][0]}` | {gpu[0][1]} | GPU | MISSED |\n" in text
+    count = len(CPU_CASES)
+    assert f"- CPU (torch 2): 1 of {count} faults caught, {count - 2} not run\n" in text
+    assert f"- GPU (H200): 0 of {len(GPU_CASES)} faults caught" in text
+    assert f"| `{GPU_CASES[0].check}` | {GPU_CASES[0].fault} | GPU | MISSED |\n" in text
+    # What another environment found is no result of this one.
+    found = write("torch 3", row(first, "caught"))
+    assert found["CPU"]["rows"] == [row(first, "caught"), row(second, "not run"), *waiting]
     del found["GPU"]
     assert f"- GPU: {len(GPU_CASES)} faults, which have not been run yet\n" in (
         planted_table.render(found)
     )
+
+
+def test_runs_side_by_side_keep_each_others_rows(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+
+    def write(case: Case) -> None:
+        made = {"environment": "torch 2", "rows": [row(case, "caught")]}
+        planted_table.write_results(path, {"CPU": made})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, CPU_CASES))
+    made = planted_table.read_results(path)["CPU"]
+    assert made["rows"] == [row(case, "caught") for case in CPU_CASES]

@@ -104,6 +104,28 @@ def test_the_fixture_is_the_function(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-p", "no:hypothesispytest").assert_outcomes(passed=len(on_cpu))
 
 
+def test_fixtures_of_a_module_may_use_them(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    names = sorted(fixtures() - {"graph_snapshot"})
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.fixture(scope="module", params={names})
+        def check(request):
+            return request.getfixturevalue(request.param)
+
+        def test_it(check):
+            pass
+        """
+    )
+    skipped = len(NEED_GPU | {"needs_gpu"})
+    result = pytester.runpytest_subprocess("-p", "no:hypothesispytest")
+    result.assert_outcomes(passed=len(names) - skipped, skipped=skipped)
+
+
 def test_every_check_is_a_fixture() -> None:
     checks = {
         name
@@ -175,6 +197,7 @@ def test_a_name_that_is_not_there(package: typing.Any) -> None:
 # The page for new users.
 
 README = Path(__file__).parents[2] / "graphengine" / "testing" / "README.md"
+FAULT = {"self.model(self.x)": "self.model(self.x - self.x.mean(0))"}
 
 
 def write_example(
@@ -194,14 +217,16 @@ def test_the_example_of_the_page_passes_and_skips_without_a_gpu(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_example(pytester)
-    pytester.runpytest_subprocess().assert_outcomes(passed=3, skipped=2)
+    result = pytester.runpytest_subprocess("-rs")
+    result.assert_outcomes(passed=3, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU*"])
 
 
 def test_the_fault_of_the_page_is_told_as_the_page_says(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    write_example(pytester, {"self.model(self.x)": "self.model(self.x - self.x.mean(0))"})
+    write_example(pytester, FAULT)
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(passed=2, failed=1, skipped=2)
     text = " ".join(README.read_text().split())
@@ -217,6 +242,19 @@ def test_the_example_of_the_page_passes_natively(pytester: pytest.Pytester) -> N
     write_example(pytester)
     pytester.runpytest_subprocess("--graph-snapshot-update").assert_outcomes(passed=5)
     pytester.runpytest_subprocess().assert_outcomes(passed=5)
+
+
+@pytest.mark.gpu
+def test_the_fault_of_the_page_is_told_natively(pytester: pytest.Pytester) -> None:
+    """On a GPU the golden file knows, too: there are kernels that it does not have."""
+    write_example(pytester)
+    pytester.runpytest_subprocess("--graph-snapshot-update").assert_outcomes(passed=5)
+    write_example(pytester, FAULT)
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=3, failed=2)
+    assert "poison 'NaN, largest' in the padding of x, y changed y" in result.stdout.str()
+    result.stdout.fnmatch_lines(["*graph 'test_the_kernels_are_those_on_file' is not the one in*"])
+    result.stdout.fnmatch_lines(["*+ node [[]*] kernel *"])
 
 
 def test_the_page_lists_every_fixture() -> None:

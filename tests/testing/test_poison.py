@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,6 +141,178 @@ def test_calls_that_would_check_nothing_are_refused() -> None:
         poison_padding({"x": x}, lambda: None, live=2)
 
 
+def test_results_that_are_only_returned_are_asked_for() -> None:
+    """A model that looks at its whole batch: nothing of its result would be compared."""
+    x = torch.randn(5, 4)
+    message = (
+        r"in no buffer and would not be compared: returned\['y'\] \(float32 \[5, 4\]\); write "
+        r"results into a buffer"
+    )
+    with pytest.raises(ValueError, match=message):
+        poison_padding({"x": x}, lambda: {"y": x - x.mean(0)}, padding={"x": UNUSED})
+    y = torch.zeros(5, 4)
+    with pytest.raises(GraphCheckError, match="changed y"):
+        poison_padding(
+            {"x": x, "y": y}, lambda: y.copy_(x - x.mean(0))[:3], padding={"x": UNUSED, "y": UNUSED}
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_numbers_are_the_same_in_every_run(device: str) -> None:
+    x, y = torch.ones(5, device=device), torch.zeros(3, device=device)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    poison_padding(
+        {"x": x, "y": y},
+        lambda: y.copy_(torch.nn.functional.dropout(x[:3], 0.5)),
+        padding={"x": UNUSED},
+    )
+    assert torch.equal(torch.rand(1), expected), "the caller's generator is as it was"
+
+
+DTYPES = [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_poisoned(dtype: torch.dtype, device: str) -> None:
+    x, y = torch.zeros(5, device=device).to(dtype), torch.zeros(3, device=device).to(dtype)
+    poison_padding({"x": x, "y": y}, lambda: y.copy_(x[:3]), padding={"x": UNUSED})
+    with pytest.raises(GraphCheckError, match=r"changed y .* first at row 2"):
+        poison_padding({"x": x, "y": y}, lambda: y.copy_(x[1:4]), padding={"x": UNUSED})
+
+
+def test_parameters_and_transposed_tensors_are_poisoned() -> None:
+    table, y = torch.nn.Embedding(5, 4).weight, torch.zeros(3, 4)
+    across = torch.zeros(4, 5).t()
+    seen: list[bool] = []
+
+    def step() -> None:
+        seen.append(bool(across[3:].isnan().all() and table[3:].isnan().all()))
+        y.copy_(table.detach()[:3] + across[:3])
+
+    regions = {"table": UNUSED, "across": UNUSED}
+    poison_padding({"table": table, "across": across, "y": y}, step, padding=regions)
+    assert seen[:2] == [False, True]
+
+
+def test_a_buffer_that_cannot_be_written_is_named() -> None:
+    odd = torch.ones(1).expand(5)
+    with pytest.raises(ValueError, match=r"buffer 'odd' \(float32 \[5\]\) is expanded"):
+        poison_padding({"odd": odd, "y": torch.ones(1)}, lambda: None, padding={"odd": UNUSED})
+
+
+@pytest.mark.parametrize(
+    "region",
+    [None, True, 3, 3.0, "a", [3, 4], torch.tensor([3, 4]), np.arange(5) > 2, (True,), (None,)],
+    ids=str,
+)
+def test_what_is_no_region_is_refused(region: Any) -> None:
+    with pytest.raises(ValueError, match=r"padding of 'x' \(float32 \[5\]\): .* is no region"):
+        poison_padding(
+            {"x": torch.ones(5), "y": torch.ones(1)}, lambda: None, padding={"x": region}
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "region"),
+    [
+        ((5,), torch.ones(3, dtype=torch.bool)),
+        ((5,), (slice(None), slice(None))),
+        ((), slice(0, None)),
+    ],
+)
+def test_a_region_that_does_not_fit_names_its_buffer(shape: tuple[int, ...], region: Any) -> None:
+    with pytest.raises(ValueError, match=r"padding of 'x' \(float32 \[.*\]\): .* does not index"):
+        poison_padding(
+            {"x": torch.ones(shape), "y": torch.ones(1)}, lambda: None, padding={"x": region}
+        )
+
+
+def test_memory_with_two_names_is_padding_by_both_or_by_none() -> None:
+    base, y = torch.ones(8), torch.zeros(())
+    tail, unused = base[5:].view(torch.int16), slice(5, None)
+
+    def step() -> None:
+        torch.sum(base[:5], 0, out=y)
+
+    message = (
+        r"6 elements of 'tail' \(int16 \[6\]\), first at \[0\], are memory of the padding of 'x': "
+        r"name them in the padding of 'tail', too"
+    )
+    with pytest.raises(ValueError, match=message):
+        poison_padding({"x": base, "tail": tail, "y": y}, step, padding={"x": unused})
+    for padding in ({"x": unused, "tail": ...}, {"x": unused, "tail": slice(0, None)}):
+        poison_padding({"x": base, "tail": tail, "y": y}, step, padding=padding)  # type: ignore[arg-type]
+    # Beside each other, or between each other's elements, is not the same memory.
+    buffers = {"head": base[:5], "x": base[5:], "y": y}
+    poison_padding(buffers, step, padding={"x": ...})
+    columns = torch.ones(4, 6)
+    left, right = columns[:, :3], columns[:, 3:]
+    poison_padding({"l": left, "r": right}, lambda: left.add_(1), padding={"r": ...})
+
+
+@pytest.mark.parametrize(
+    ("live", "message"),
+    [
+        (-1, "live=-1 must be at least 0"),
+        (9, "live=9 must be at most 8"),
+        (3.0, "live=3.0 is no integer"),
+        (True, "live=True is no integer"),
+        ("3", "live='3' is no integer"),
+        ({"tokens": -1}, r"live\['tokens'\]=-1 must be at least 0"),
+        ({"total": 2}, r"live\['total'\]=2 must be at most 1"),
+        ({"other": 2}, r"no field \['other'\], there are tokens, slot, total"),
+    ],
+)
+def test_live_lanes_that_are_not_there_are_refused(live: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        poison_padding(make_buffers(), lambda: None, live=live)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((), r"values=\(\) leaves nothing to check"),
+        ([math.nan], "nan in `values` is a float, not a Poison"),
+        (math.nan, "nan in `values` is a float, not a Poison"),
+    ],
+)
+def test_values_that_are_no_poisons_are_refused(values: Any, message: str) -> None:
+    buffers = {"x": torch.ones(5), "y": torch.ones(1)}
+    with pytest.raises(ValueError, match=message):
+        poison_padding(buffers, lambda: None, padding={"x": UNUSED}, values=values)
+
+
+def test_a_step_of_which_a_call_runs_nothing_is_refused() -> None:
+    buffers = {"x": torch.ones(5), "y": torch.ones(1)}
+
+    async def step() -> None:
+        buffers["y"].add_(1)
+
+    with pytest.raises(ValueError, match="returned a coroutine, so none of its body ran"):
+        poison_padding(buffers, step, padding={"x": UNUSED})
+    with pytest.raises(ValueError, match="run=None is not callable"):
+        poison_padding(buffers, None, padding={"x": UNUSED})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="padding=slice"):
+        poison_padding(buffers, lambda: None, padding=UNUSED)  # type: ignore[arg-type]
+
+
 # Canary pages.
 
 
@@ -167,3 +341,25 @@ def test_writes_on_both_sides_of_a_tensor_are_seen(device: str, dtype: torch.dty
 def test_a_page_that_would_lie_askew_is_refused() -> None:
     with pytest.raises(ValueError, match="page_bytes=100 is no multiple of 256"):
         CanaryPages("cpu", page_bytes=100)
+
+
+def test_tensors_of_every_shape_stand_between_pages() -> None:
+    pages = CanaryPages("cpu", page_bytes=256)
+    for shape in ((), (0, 4), (3,), torch.Size((2, 2))):
+        assert pages.empty("x", shape, torch.float32).shape == shape
+    pages.check()
+    with pytest.raises(ValueError, match="of the shape of 'x'=-1 must be at least 0"):
+        pages.empty("x", (-1, 4), torch.float32)
+
+
+def test_pages_round_nothing_are_refused() -> None:
+    pages = CanaryPages("cpu")
+    with pytest.raises(ValueError, match="no canary pages to look at"):
+        pages.check()
+    with pytest.raises(ValueError, match="no canary pages to look at"):
+        poison_padding(
+            {"x": torch.ones(5), "y": torch.ones(1)},
+            lambda: None,
+            padding={"x": UNUSED},
+            canaries=pages,
+        )

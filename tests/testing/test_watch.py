@@ -6,7 +6,7 @@ What they catch and let pass is in test_planted_faults.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -22,9 +22,17 @@ class Device:
         self.mode = 0
         self.waits = 0
         self.free = 2**30
-        self.stats = dict.fromkeys(
-            (watch._ALLOCATIONS, watch._ALLOCATED_BYTES, watch._SEGMENTS, watch._SEGMENT_BYTES), 0
-        )
+        self.stats: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """The allocator has no statistics before, as torch has it."""
+        for name in (
+            watch._ALLOCATIONS,
+            watch._ALLOCATED_BYTES,
+            watch._SEGMENTS,
+            watch._SEGMENT_BYTES,
+        ):
+            self.stats.setdefault(name, 0)
 
     def synchronize(self, device: object = None) -> None:
         self.waits += 1
@@ -56,6 +64,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     for name, function in (
         ("is_available", lambda: True),
+        ("init", device.begin),
         ("get_sync_debug_mode", lambda: device.mode),
         ("set_sync_debug_mode", set_mode),
         ("synchronize", of_module("torch.cuda", "def f(d=None): torch._C._cuda_synchronize()")),
@@ -122,6 +131,25 @@ def test_other_errors_pass(device: Device) -> None:
         raise KeyError("x")
 
 
+def test_a_wait_that_is_handled_around_the_block_is_not_the_blocks(device: Device) -> None:
+    try:
+        raise RuntimeError(watch._SYNC_MESSAGE)
+    except RuntimeError:
+        with pytest.raises(KeyError, match="mine"), no_sync():
+            {}["mine"]
+        with pytest.raises(GraphCheckError, match="in read_item"), no_sync():
+            device.read_item()
+
+
+def test_a_wait_that_was_caught_is_reported_under_a_later_error(device: Device) -> None:
+    message = r"(?s)in wait\n.*\(its error was caught in the block, which then raised KeyError: 'x'"
+    with pytest.raises(GraphCheckError, match=message) as caught, no_sync():
+        with contextlib.suppress(RuntimeError):
+            wait()
+        raise KeyError("x")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_changed_is_put_back(device: Device, mode: int, fails: bool) -> None:
@@ -154,6 +182,7 @@ def test_a_capture_may_wait_where_it_begins(device: Device) -> None:
 
 
 def test_memory_that_is_given_out_is_reported(device: Device) -> None:
+    device.begin()
     device.allocate(100)
     message = (
         r"allocated 2.0 KiB in 2 allocations \(allocation.all.allocated from 1 to 3\), and the "
@@ -185,6 +214,18 @@ def test_allocations_of_the_first_replay_do_not_count(device: Device) -> None:
     sizes = [512, 0, 0]
     check_no_alloc(lambda: device.allocate(sizes.pop(0)), replays=2)
     assert not sizes
+
+
+def test_replays_that_check_nothing_are_refused(device: Device) -> None:
+    def generator() -> Iterator[None]:
+        yield
+
+    with pytest.raises(ValueError, match="replays=0 must be at least 1"):
+        check_no_alloc(lambda: None, replays=0)
+    with pytest.raises(ValueError, match="returned a generator, so none of its body ran"):
+        check_no_alloc(generator)
+    with pytest.raises(ValueError, match="replay=None is not callable"):
+        check_no_alloc(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
