@@ -31,6 +31,7 @@ from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.nodes import count_nodes
 from graphengine.buckets.static import Field, Owner, StaticBuffers
 from graphengine.buckets.structure import GraphEdge, GraphNode, GraphStructure
+from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [
     "BucketLadder",
@@ -47,6 +48,7 @@ __all__ = [
     "OutOfBudget",
     "Owner",
     "PoolHandle",
+    "ReplayTimer",
     "StaticBuffers",
     "Step",
     "WaitMode",

@@ -45,6 +45,8 @@ from graphengine.speculative_text import (
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens a step drafters are worth on a text.",
     "bench": "Measure a shape or a checkpoint.",
+    "profile": "Profile an engine with Nsight Systems or torch's profiler.",
+    "report": "Tell from a recording or a trace where the time between tokens goes.",
     "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
 }
 """Commands whose code lies above this folder, and what `--help` says of them.

@@ -45,7 +45,7 @@ ALLOWED = {
         "graphengine.buckets",
         "graphengine.testing",
     },
-    "profiles": LIBRARIES | {"graphengine"},
+    "profiles": LIBRARIES | {"graphengine", "matplotlib"},
 }
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 
