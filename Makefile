@@ -51,4 +51,4 @@ gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	ls tests/*/test_*.py tests/test_*.py | xargs -P 8 -I{} sh -c \
 		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
-	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/testing
+	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/profiles tests/testing
