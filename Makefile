@@ -49,6 +49,6 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 # says that one holds no test for a GPU.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	ls tests/*/test_*.py | xargs -P 8 -I{} sh -c \
+	ls tests/*/test_*.py tests/test_*.py | xargs -P 8 -I{} sh -c \
 		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
-	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine
+	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/profiles tests/testing

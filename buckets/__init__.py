@@ -25,17 +25,12 @@ from graphengine.buckets.captured import (
     Step,
     capture_all,
 )
-from graphengine.buckets.introspect import (
-    GraphEdge,
-    GraphNode,
-    GraphStructure,
-    inspect_graph,
-    programmatic_edges,
-)
+from graphengine.buckets.introspect import inspect_graph, programmatic_edges
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.nodes import count_nodes
 from graphengine.buckets.static import Field, Owner, StaticBuffers
+from graphengine.buckets.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [

@@ -4,11 +4,42 @@ from graphengine import Engine, SamplingParams
 
 with Engine.from_pretrained("path/to/checkpoint", max_batch=8) as engine:
     print(engine.generate("def fib(n):", SamplingParams(max_tokens=64)).text)
+
+The names are imported when they are first used: the pytest plugin lies below this package, and
+pytest loads it at every start, where torch would take seconds.
 """
 
-from graphengine.config import EngineConfig
-from graphengine.engine import Engine
-from graphengine.request import Event, Request, Result, Timings
-from graphengine.sampling_params import SamplingParams
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphengine.config import EngineConfig
+    from graphengine.engine import Engine
+    from graphengine.request import Event, Request, Result, Timings
+    from graphengine.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "Event", "Request", "Result", "SamplingParams", "Timings"]
+
+_HOMES = {
+    "Engine": "graphengine.engine",
+    "EngineConfig": "graphengine.config",
+    "Event": "graphengine.request",
+    "Request": "graphengine.request",
+    "Result": "graphengine.request",
+    "SamplingParams": "graphengine.sampling_params",
+    "Timings": "graphengine.request",
+}
+
+# Type checkers know the names from above; to them, this function would allow any other too.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -224,7 +224,8 @@ def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
         yield part.nbytes
 
 
-def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:
+def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
+    """The directory, or None for what looks like a hub id; ValueError for anything else."""
     name = os.fspath(path_or_hub_id)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -236,7 +237,11 @@ def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:
             f"no checkpoint {name!r}: there is no such directory, "
             "and it does not look like a hub id (org/name)"
         )
-    return _download(name)
+    return None
+
+
+def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    return find_local(path_or_hub_id) or _download(os.fspath(path_or_hub_id))
 
 
 def _download(hub_id: str) -> Path:

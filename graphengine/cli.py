@@ -1,4 +1,4 @@
-"""`graphengine`: generate text, chat, see what an engine would hold, measure, tune."""
+"""`graphengine`: generate text, chat, see what an engine would hold, its graphs, measure, tune."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from graphengine.checkpoint import Checkpoint, stored_dtype
+from graphengine.checkpoint import Checkpoint, find_local, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
+from graphengine.graph_command import (
+    DRAWINGS,
+    diff_dumps,
+    prepare_dump,
+    read_dump,
+    read_engine,
+    write_dump,
+)
 from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
 from graphengine.request import Result
@@ -52,7 +61,7 @@ FOLDER_ABOVE = "graphengine.profiles"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, which may return its exit status; 2 after an error the user can mend."""
+    """Run one command and return its exit status: 2 after an error the user can mend."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(arguments[0] if arguments else None).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -135,6 +144,37 @@ def info(options: argparse.Namespace) -> None:
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         print(f"{name.replace('_', ' '):<16} {shown}")
     print(f"\n{memory.budget.table()}")
+
+
+def graph_dump(options: argparse.Namespace) -> None:
+    """Write every graph that an engine captures to a folder."""
+    # What is wrong with the checkpoint comes first, but nothing is downloaded to find that out.
+    if find_local(_checkpoint(options)) is not None:
+        Checkpoint.open(_checkpoint(options))
+    prepare_dump(EngineConfig(**_engine_options(options)), options.out, options.draw)
+    with _engine(options) as engine:
+        made = read_engine(engine, checkpoint=options.checkpoint)
+    write_dump(made, options.out, drawing=options.draw)
+    if options.json:
+        print(json.dumps({"out": str(options.out), "graphs": list(made.graphs)}))
+        return
+    for name, graph in made.graphs.items():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in graph.count().items())
+        programmatic, edges = graph.programmatic_edges()
+        print(f"{name:<18} {kinds}; {programmatic} of {edges} edges programmatic")
+    print(f"{len(made.graphs)} graphs in {options.out}")
+
+
+def graph_diff(options: argparse.Namespace) -> int:
+    """Compare two folders of `graph dump`; exit status 1 where a graph differs."""
+    if options.limit < 0:
+        raise ValueError(f"--limit {options.limit} must be at least 0")
+    old, new = read_dump(options.old), read_dump(options.new)
+    found = diff_dumps(
+        old, new, exact_names=options.exact_names, launch_sizes=not options.ignore_sizes
+    )
+    print(found.to_json() if options.json else found.to_text(options.limit))
+    return int(found.differs)
 
 
 def _run(engine: Engine, prompt: Any, options: argparse.Namespace) -> tuple[Result, dict[str, Any]]:
@@ -273,6 +313,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             sub.add_argument("--system", help="system message")
         if command is not info:
             _add_sampling_options(sub)
+    _add_graph_commands(commands)
     for name, description in COMMANDS_ABOVE.items():
         sub = commands.add_parser(name, help=description, description=description)
         if name == asked:
@@ -280,6 +321,29 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             sub.set_defaults(command=getattr(module, name), verbose=False)
             module.add_arguments(sub)
     return parser
+
+
+def _add_graph_commands(commands: Any) -> None:
+    description = "Write the captured graphs of an engine to a folder, or compare two folders."
+    graph = commands.add_parser("graph", help=description, description=description)
+    kinds = graph.add_subparsers(required=True, metavar="dump|diff")
+    dump = kinds.add_parser("dump", help=graph_dump.__doc__, description=graph_dump.__doc__)
+    dump.set_defaults(command=graph_dump)
+    _add_engine_options(dump)
+    dump.add_argument("--out", type=Path, required=True, help="a new or empty folder")
+    dump.add_argument("--draw", choices=DRAWINGS, help="a drawing of each graph, too")
+    diff = kinds.add_parser("diff", help=graph_diff.__doc__, description=graph_diff.__doc__)
+    diff.set_defaults(command=graph_diff, verbose=False)
+    diff.add_argument("old", type=Path, help="folder of the first dump")
+    diff.add_argument("new", type=Path, help="folder of the second one")
+    diff.add_argument("--json", action="store_true", help="print JSON only")
+    diff.add_argument("--limit", type=int, default=20, help="lines of changes of a graph")
+    diff.add_argument(
+        "--exact-names", action="store_true", help="compare tile sizes and the like in names, too"
+    )
+    diff.add_argument(
+        "--ignore-sizes", action="store_true", help="leave out grid, block and shared memory"
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -151,7 +151,9 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
     assert "graphengine/tuned/nvidia-h200.json" in names
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert "License-Expression: Apache-2.0" in description
-    assert "graphengine = graphengine.cli:main" in entry_points
+    assert "[console_scripts]\ngraphengine = graphengine.cli:main" in entry_points
+    assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points
+    assert "graphengine/testing/README.md" in names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"graphengine", metadata.split("/")[0]}
 

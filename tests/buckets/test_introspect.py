@@ -502,6 +502,10 @@ def test_json_depends_on_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(texts) == 1
 
 
+def a_node(fields: str) -> str:
+    return f'{{"version": 1, "nodes": [{{{fields}}}], "edges": []}}'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -515,11 +519,38 @@ def test_json_depends_on_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         ('{"version": 1, "nodes": [], "edges": [{"from": 0, "to": 1, "type": "full"}]}', "0 -> 1"),
         ('{"version": 1, "nodes": [], "edges": [{"from": 0, "by": 1}]}', "by"),
         ("nonsense", "Expecting value"),
+        ('{"version": 1, "nodes": 3, "edges": []}', "nodes is 3, not of type list"),
+        ('{"version": 1, "nodes": [[]], "edges": []}', r"node 0 is \[\], not an object"),
+        (a_node('"index": 0, "kind": "kernel", "name": 7'), "node 0: name is 7, not of type str"),
+        (a_node('"index": true, "kind": "kernel"'), "node 0: index is True, not of type int"),
+        (a_node('"index": 0, "kind": "kernel", "grid": [1, 2]'), "node 0: grid has 2 numbers"),
+        (a_node('"index": 0, "kind": "kernel", "block": "abc"'), "node 0: block is 'abc', not of"),
+        (a_node('"index": 0, "kind": "a", "graphs": [3]'), "graph is 3, not an object"),
+        ('{"version": 1, "nodes": [], "edges": [[0, 1]]}', r"edge 0 is \[0, 1\], not an object"),
+        (
+            '{"version": 1, "nodes": [], "edges": [{"from": "0", "to": 1, "type": "full"}]}',
+            "edge 0: from is '0', not of type int",
+        ),
+        (
+            '{"version": 1, "nodes": [], "edges": '
+            '[{"from": 0, "to": 1, "type": "full", "ports": [1]}]}',
+            "edge 0: ports has 1 numbers, not 2",
+        ),
+        ("[" * 100_000, "nested too deeply, in 100000 characters"),
     ],
+    ids=lambda text: text[:60],
 )
 def test_other_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GraphStructure.from_json(text)
+
+
+def test_graphs_in_graphs_without_end_are_refused() -> None:
+    depth = 5000
+    begin = '{"nodes": [{"index": 0, "kind": "child_graph", "graphs": ['
+    body = begin * depth + '{"nodes": [], "edges": []}' + ']}], "edges": []}' * depth
+    with pytest.raises(ValueError, match="nested too deeply"):
+        GraphStructure.from_json('{"version": 1, ' + body[1:])
 
 
 # Text and drawings.

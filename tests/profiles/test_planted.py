@@ -110,6 +110,7 @@ def test_bad_options_are_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("cause", ["stall", "sync", "bucket", "prefill"])
 def test_planted_causes_are_found_on_a_gpu(cause: str, tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Tests for captured CUDA graphs: of any callable over static tensors, with any way to capture it.
+
+    from graphengine.testing import assert_replay_matches_eager, poison_padding
+
+    assert_replay_matches_eager(step, {"x": x, "y": y}, graph=graph)
+    poison_padding({"x": x, "y": y}, graph.replay, padding={"x": unused, "y": unused})
+
+Every check is a function here and a pytest fixture of the same name, and says what happened and
+where by raising `GraphCheckError`, an AssertionError. README.md in this folder is the way in.
+
+The names are imported when they are first used, so that the pytest plugin can be loaded without
+torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphengine.testing.errors import GraphCheckError
+    from graphengine.testing.graph_diff import (
+        FieldChange,
+        GraphChange,
+        diff_structures,
+        diff_text,
+        normalise,
+        normalise_name,
+    )
+    from graphengine.testing.invariants import (
+        assert_no_host_nodes,
+        assert_pdl_edges,
+        assert_pointers_stable,
+        assert_rng_advances,
+    )
+    from graphengine.testing.isolated import IsolatedRun, run_isolated
+    from graphengine.testing.keeping import keep_graphs
+    from graphengine.testing.latency import Latency, latency_budget
+    from graphengine.testing.parity import assert_replay_matches_eager
+    from graphengine.testing.poison import POISONS, CanaryPages, Poison, poison_padding
+    from graphengine.testing.snapshot import (
+        GraphSnapshot,
+        environment_key,
+        graph_snapshot,
+    )
+    from graphengine.testing.structures import read_structure
+    from graphengine.testing.watch import check_no_alloc, no_alloc, no_sync
+
+__all__ = [
+    "POISONS",
+    "CanaryPages",
+    "FieldChange",
+    "GraphChange",
+    "GraphCheckError",
+    "GraphSnapshot",
+    "IsolatedRun",
+    "Latency",
+    "Poison",
+    "assert_no_host_nodes",
+    "assert_pdl_edges",
+    "assert_pointers_stable",
+    "assert_replay_matches_eager",
+    "assert_rng_advances",
+    "check_no_alloc",
+    "diff_structures",
+    "diff_text",
+    "environment_key",
+    "graph_snapshot",
+    "keep_graphs",
+    "latency_budget",
+    "no_alloc",
+    "no_sync",
+    "normalise",
+    "normalise_name",
+    "poison_padding",
+    "read_structure",
+    "run_isolated",
+]
+
+_MODULES = {
+    "errors": ("GraphCheckError",),
+    "graph_diff": (
+        "FieldChange",
+        "GraphChange",
+        "diff_structures",
+        "diff_text",
+        "normalise",
+        "normalise_name",
+    ),
+    "invariants": (
+        "assert_no_host_nodes",
+        "assert_pdl_edges",
+        "assert_pointers_stable",
+        "assert_rng_advances",
+    ),
+    "isolated": ("IsolatedRun", "run_isolated"),
+    "keeping": ("keep_graphs",),
+    "latency": ("Latency", "latency_budget"),
+    "parity": ("assert_replay_matches_eager",),
+    "poison": ("POISONS", "CanaryPages", "Poison", "poison_padding"),
+    "snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot"),
+    "structures": ("read_structure",),
+    "watch": ("check_no_alloc", "no_alloc", "no_sync"),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+
+# Type checkers know the names from above; to them, this function would allow any other too.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

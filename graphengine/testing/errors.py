@@ -1,0 +1,20 @@
+"""What a failing check raises, and how pytest shows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class GraphCheckError(AssertionError):
+    """A check found a fault; the message says what happened and where."""
+
+
+def hide_frame(error: pytest.ExceptionInfo[BaseException]) -> bool:
+    """The `__tracebackhide__` of the checks' modules: a fault is shown at the test's own line.
+
+    Errors that are no faults keep all their frames.
+    """
+    return error.errisinstance(GraphCheckError)

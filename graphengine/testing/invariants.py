@@ -1,0 +1,177 @@
+"""What must hold of a graph whatever it computes: addresses, random numbers, kinds of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+
+from graphengine.buckets import GraphStructure
+from graphengine.testing.arguments import number, require_callable
+from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.structures import Graph, read_structure, require_known, walk
+from graphengine.testing.tensors import (
+    Buffers,
+    describe,
+    describe_difference,
+    differing,
+    named_tensors,
+    require_tensor,
+    run_and_wait,
+    save,
+)
+
+__tracebackhide__ = hide_frame
+
+_MOST_LISTED = 10
+
+
+class PointerCheck:
+    """What `assert_pointers_stable` returns: remembers where tensors are, and looks again."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._places = _places(buffers)
+        if not self._places:
+            raise ValueError("no buffers to watch")
+        if not any(tensor.numel() for tensor in named_tensors(buffers).values()):
+            raise ValueError(f"no buffers to watch: all {len(self._places)} have 0 elements")
+
+    def check(self) -> None:
+        """GraphCheckError if a tensor is not where, or not what, it was."""
+        now = _places(self._buffers)
+        changes = [
+            f"{name} was {place}, is {now.get(name, 'gone')}"
+            for name, place in self._places.items()
+            if now.get(name) != place
+        ]
+        if changes:
+            raise GraphCheckError(
+                f"{len(changes)} of {len(self._places)} buffers moved or changed, and graphs "
+                f"captured before still use their old memory: {'; '.join(changes)}"
+            )
+
+    def __enter__(self) -> PointerCheck:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.check()
+
+
+def assert_pointers_stable(buffers: Buffers) -> PointerCheck:
+    """Remembers address, shape, strides and dtype of the tensors, all of which a graph has frozen.
+
+    Called right behind a capture: `check()` of what it returns raises GraphCheckError, with old and
+    new address, if a tensor has moved or changed since then. So does the end of a `with` block:
+
+        with assert_pointers_stable({"x": x}):
+            serve(...)
+
+    `buffers` is read again each time: give the object that the program itself uses (a module, its
+    dictionary of tensors), in which a tensor that is replaced can be seen.
+    """
+    return PointerCheck(buffers)
+
+
+def _places(buffers: Buffers) -> dict[str, str]:
+    return {
+        name: f"{describe(tensor)} with strides {list(tensor.stride())} at {tensor.data_ptr():#x}"
+        for name, tensor in named_tensors(buffers).items()
+    }
+
+
+def assert_rng_advances(
+    replay: Callable[[], object], output: torch.Tensor, *, fixed: bool = False
+) -> None:
+    """GraphCheckError if two replays leave the same in `output`; with `fixed`, if they do not.
+
+    `output` is what `replay` writes its random numbers, or what was drawn from them, into. Where
+    state must be put back so that nothing but the random numbers differs, `replay` does it. Use
+    `fixed` for a step whose seed is an input that stays the same. Both replays count: torch's
+    generators have moved on when this returns, and `output` holds what the second one left.
+    """
+    require_callable("replay", replay)
+    require_tensor("the output", output)
+    if not output.numel():
+        raise ValueError(f"nothing to compare: the output ({describe(output)}) has no element")
+    first, second = (_after(replay, output) for _ in range(2))
+    wrong = differing(first, second)
+    if not fixed and not wrong.any():
+        start = first.flatten()[:4].tolist()
+        raise GraphCheckError(
+            f"the random numbers are frozen: two replays left the same {first.numel()} elements in "
+            f"the output ({describe(first)}), which begins with {start}"
+        )
+    if fixed and wrong.any():
+        sides = "first replay", "second replay"
+        what = describe_difference("output", first, second, wrong, sides=sides)
+        raise GraphCheckError(f"two replays with a fixed seed differ in {what}")
+
+
+def _after(replay: Callable[[], object], output: torch.Tensor) -> torch.Tensor:
+    run_and_wait(replay)
+    return save({"output": output})["output"]
+
+
+def assert_no_host_nodes(graph: Graph) -> None:
+    """GraphCheckError if a replay would stop for a function on the host; nested graphs included.
+
+    A node inside of others is named by its path: "4/0/2" is node 2 of graph 0 of node 4. A node
+    that cannot be looked into is an error, too: it may hold one.
+    """
+    structure = read_structure(graph)
+    found = [
+        f"node {path}{node.index}"
+        for path, nested in walk(structure)
+        for node in nested.nodes
+        if node.kind == "host"
+    ]
+    if found:
+        raise GraphCheckError(f"{len(found)} host nodes in the graph: {_listed(found)}")
+    require_known(structure, "whether there are host nodes")
+
+
+def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
+    """GraphCheckError if less than the share `least` of the edges is programmatic.
+
+    Edges of programmatic dependent launch let a kernel start before the one it waits for has ended.
+    All edges count, also those that no launch can make programmatic (from and to a memcpy), and
+    those of nested graphs; a node that cannot be looked into is an error, since it may hold more.
+    ValueError for a graph without edges, of which nothing could be said, and for a share that is
+    not from 0 to 1.
+    """
+    least = number("least", least, most=1.0)
+    structure = read_structure(graph)
+    programmatic, edges = structure.programmatic_edges()
+    if not edges:
+        raise ValueError(f"a graph of {len(structure.nodes)} nodes without edges")
+    if programmatic < least * edges:
+        full = [
+            f"{_end(path, nested, edge.source)} -> {_end(path, nested, edge.target)}"
+            for path, nested in walk(structure)
+            for edge in nested.edges
+            if not edge.programmatic
+        ]
+        raise GraphCheckError(
+            f"{programmatic} of {edges} edges are programmatic ({programmatic / edges:.1%}), "
+            f"expected at least {least:.1%}; full: {_listed(full)}"
+        )
+    if least:
+        require_known(structure, "the share of programmatic edges")
+
+
+def _end(path: str, structure: GraphStructure, index: int) -> str:
+    node = structure.nodes[index]
+    return f"{path}{index} ({node.kind if node.name is None else node.name})"
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = len(items) - _MOST_LISTED
+    return "; ".join(items[:_MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")

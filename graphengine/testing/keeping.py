@@ -1,0 +1,50 @@
+"""Graphs that other code captures, kept so that they can be looked into."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def keep_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
+    """All `torch.cuda.CUDAGraph`s that are made in the block, as if with `keep_graph=True`.
+
+        with keep_graphs() as graphs:
+            for _ in range(3):
+                compiled(x)                # torch.compile(mode="reduce-overhead")
+        assert_no_host_nodes(graphs[-1])
+
+    For captures that are somebody else's: those of torch.compile, which first makes an empty graph
+    for each device, or of `torch.cuda.make_graphed_callables`. They are in the order in which they
+    were made, and can be read as soon as their capture has ended. A kept graph is instantiated by
+    its first replay, which takes longer for it, where no one does it before. The list keeps graphs
+    and their pools alive: drop it when it is read.
+
+    The constructor belongs to the process: graphs that other threads make meanwhile are kept too.
+    It is put back in the end. RuntimeError without a CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("keep_graphs needs a CUDA device: torch.cuda.is_available() is False")
+    # On the class, so that those who imported it by name before are met as well.
+    kind: Any = torch.cuda.CUDAGraph
+    own, original = kind.__dict__.get("__init__"), kind.__init__
+    graphs: list[torch.cuda.CUDAGraph] = []
+
+    @functools.wraps(original)
+    def construct(self: torch.cuda.CUDAGraph, keep_graph: bool = False) -> None:
+        original(self, True)
+        graphs.append(self)
+
+    kind.__init__ = construct
+    try:
+        yield graphs
+    finally:
+        if own is None:
+            del kind.__init__
+        else:
+            kind.__init__ = own

@@ -1,0 +1,237 @@
+"""Does anything that is padding reach a result, and does a step write where it must not?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphengine.testing.arguments import integer, require_callable
+from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.regions import Region, padding_masks
+from graphengine.testing.tensors import (
+    Buffers,
+    bits,
+    describe,
+    describe_difference,
+    differing,
+    named_tensors,
+    outside_of,
+    random_state_kept,
+    require_writable,
+    restore,
+    returned_tensors,
+    run_and_wait,
+    save,
+)
+
+__tracebackhide__ = hide_frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poison:
+    """What is written into padding: `floating` into floating-point tensors, `integer` into others.
+
+    A finite number outside of a dtype's range becomes the nearest in it; of bool, a negative one
+    is False and every other True.
+    """
+
+    name: str
+    floating: float
+    integer: int
+
+    def value_for(self, dtype: torch.dtype) -> int | float | bool:
+        if dtype == torch.bool:
+            return self.integer >= 0
+        if dtype.is_floating_point or dtype.is_complex:
+            if not math.isfinite(self.floating):
+                return self.floating
+            limit = torch.finfo(dtype).max
+            return min(max(self.floating, -limit), limit)
+        limits = torch.iinfo(dtype)
+        return min(max(self.integer, limits.min), limits.max)
+
+
+POISONS = (
+    Poison(name="NaN, largest", floating=math.nan, integer=2**63 - 1),
+    Poison(name="+inf, -1", floating=math.inf, integer=-1),
+    Poison(name="-inf, smallest", floating=-math.inf, integer=-(2**63)),
+    Poison(name="1e30, 10**9", floating=1e30, integer=10**9),
+)
+
+
+# Any will do.
+_SEED = 0
+
+
+def poison_padding(
+    buffers: Buffers,
+    run: Callable[[], object],
+    *,
+    padding: Mapping[str, Region] | None = None,
+    live: int | Mapping[str, int] | None = None,
+    values: Iterable[Poison] = POISONS,
+    canaries: CanaryPages | None = None,
+) -> None:
+    """GraphCheckError where what padding holds changes anything that is not padding.
+
+    `run` (a step, or `graph.replay`) is called once with the buffers as they are, and once for each
+    poison with the padding overwritten. What it leaves outside of the padding, in all buffers, must
+    have the same bits each time. In the end the buffers hold what they held before. What it returns
+    is not compared, so it has to write its results into buffers: ValueError for a returned tensor
+    that is no part of one. Torch's random numbers start from the same seed each time.
+
+    `padding` says by the buffer's name which part of it is padding: lanes of an input past the live
+    ones, tails such as the unused end of a block table, and lanes of an output that nobody reads.
+    Of `StaticBuffers`, `live` says it shorter: the number of live lanes of every host-owned field,
+    or of those named in a mapping; leave out fields whose pad value marks a lane as padded, as
+    these mean something. `canaries` are looked at after every run.
+
+    On a CUDA device a step that uses a poisoned integer as an index may end in a device-side
+    assertion, which no later test of the process survives: see `run_isolated`. ValueError if
+    nothing is padding or nothing is not.
+    """
+    require_callable("run", run)
+    poisons = _poisons(values)
+    tensors = named_tensors(buffers)
+    require_writable(tensors)
+    masks = padding_masks(buffers, tensors, padding, live)
+    original = save(tensors)
+    with random_state_kept():
+        try:
+            torch.manual_seed(_SEED)
+            result = run_and_wait(run)
+            if canaries is not None:
+                canaries.check("without poison")
+            _require_in_buffers(tensors, result)
+            clean = save(tensors)
+            for poison in poisons:
+                restore(tensors, original)
+                for name, mask in masks.items():
+                    _fill(tensors[name], mask, poison)
+                torch.manual_seed(_SEED)
+                _run_poisoned(run, poison, masks)
+                _require_same(clean, tensors, masks, poison)
+                if canaries is not None:
+                    canaries.check(f"under poison {poison.name!r}")
+        finally:
+            restore(tensors, original)
+
+
+def _poisons(values: object) -> tuple[Poison, ...]:
+    found = tuple(values) if isinstance(values, Iterable) else (values,)
+    if not found:
+        raise ValueError("values=() leaves nothing to check")
+    for value in found:
+        if not isinstance(value, Poison):
+            raise ValueError(f"{value!r} in `values` is a {type(value).__name__}, not a Poison")
+    return found
+
+
+def _require_in_buffers(tensors: Mapping[str, torch.Tensor], result: object) -> None:
+    if unseen := outside_of(tensors, returned_tensors(result)):
+        named = ", ".join(f"{name} ({describe(tensor)})" for name, tensor in unseen.items())
+        raise ValueError(
+            f"`run` returned tensors that are in no buffer and would not be compared: {named}; "
+            "write results into a buffer, as in `lambda: y.copy_(model(x))`"
+        )
+
+
+def _fill(tensor: torch.Tensor, mask: torch.Tensor, poison: Poison) -> None:
+    value = torch.tensor(poison.value_for(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        if tensor.dtype.is_complex:
+            tensor.masked_fill_(mask, value)
+        else:
+            # Not every dtype can be filled by itself; integers of its width can.
+            bits(tensor).masked_fill_(mask, bits(value))
+
+
+def _run_poisoned(
+    run: Callable[[], object], poison: Poison, masks: Mapping[str, torch.Tensor]
+) -> None:
+    try:
+        run_and_wait(run)
+    except Exception as cause:
+        raise GraphCheckError(
+            f"with poison {poison.name!r} in the padding of {', '.join(masks)}, the step failed: "
+            f"{type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def _require_same(
+    clean: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    masks: Mapping[str, torch.Tensor],
+    poison: Poison,
+) -> None:
+    for name, actual in tensors.items():
+        wrong = differing(clean[name], actual)
+        if name in masks:
+            wrong &= ~masks[name]
+        if wrong.any():
+            sides = "unpoisoned", "poisoned"
+            what = describe_difference(name, clean[name], actual, wrong, sides=sides)
+            raise GraphCheckError(
+                f"poison {poison.name!r} in the padding of {', '.join(masks)} changed {what}"
+            )
+
+
+class CanaryPages:
+    """Tensors between pages of known bytes, which show when a step writes outside of a tensor.
+
+        pages = CanaryPages("cuda")
+        y = pages.empty("y", (8, 4), torch.float32)
+        ...                                  # capture and replay a step that writes y
+        pages.check()
+
+    A page of `page_bytes` stands right before the tensor's first and right behind its last byte, so
+    pages can surround only tensors that are made here. They live as long as this object or their
+    tensor. What a step writes further away than a page, or writes there with the same bytes as
+    before, is not seen.
+    """
+
+    def __init__(self, device: torch.device | str, *, page_bytes: int = 4096) -> None:
+        if page_bytes < 1 or page_bytes % 256:
+            raise ValueError(f"{page_bytes=} is no multiple of 256, so tensors would lie askew")
+        # No short period: a copy of neighbouring pages or rows does not look like this one.
+        numbers = torch.arange(page_bytes, dtype=torch.int64, device=device)
+        self._page = ((numbers * numbers + 89 * numbers + 37) % 251).to(torch.uint8)
+        self._regions: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new contiguous tensor between pages, aligned to 256 bytes; `name` is for messages."""
+        sizes = tuple(
+            integer(f"an element of the shape of {name!r}", size, least=0) for size in shape
+        )
+        size, page = math.prod(sizes) * dtype.itemsize, len(self._page)
+        memory = torch.empty(2 * page + size, dtype=torch.uint8, device=self._page.device)
+        memory[:page] = self._page
+        memory[page + size :] = self._page
+        tensor = memory[page : page + size].view(dtype).view(sizes)
+        self._regions.append((name, tensor, memory))
+        return tensor
+
+    def check(self, when: str = "") -> None:
+        """GraphCheckError if a byte of a page has changed; waits for the device.
+
+        `when` is put into the message. ValueError where no tensor was made by `empty`.
+        """
+        if not self._regions:
+            raise ValueError("no canary pages to look at: make tensors by CanaryPages.empty")
+        page = len(self._page)
+        for name, tensor, memory in self._regions:
+            saved = save({"before": memory[:page], "behind": memory[-page:]})
+            for side, found in saved.items():
+                wrong = (found != self._page).nonzero().flatten().tolist()
+                if wrong:
+                    nearest = wrong[0] if side == "behind" else wrong[-1]
+                    distance = nearest if side == "behind" else page - 1 - nearest
+                    raise GraphCheckError(
+                        f"a write {side} {name} ({describe(tensor)}){when and ' ' + when}: "
+                        f"{len(wrong)} of {page} bytes changed, the nearest {distance} bytes from "
+                        f"the tensor, from {int(self._page[nearest]):#04x} to "
+                        f"{int(found[nearest]):#04x}"
+                    )
