@@ -40,15 +40,14 @@ def markdown(results: Path = RESULTS) -> str:
     if not documents:
         raise ValueError(f"{results} holds no bench-*.json")
     rows = [
-        dict(row) | {"shape": document["shape"], "peers": document["peers"]}
+        dict(row) | {"shape": document["shape"]}
         for document in documents.values()
         for row in document["rows"]
         # A speculating run has its plain engine in the other table.
         if row.get("speculation") is None
     ]
     rows.sort(key=lambda row: (row["shape"], row["sampler"]))
-    peers = sorted({name for row in rows for name in row["peers"]})
-    columns = [*COLUMNS, *(_peer_column(name) for name in peers)]
+    columns = list(COLUMNS)
     if all(row["engine"]["dtype"] == rows[0]["engine"]["dtype"] for row in rows):
         columns = [column for column in columns if column.title != "dtype"]
     parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
@@ -115,22 +114,6 @@ COLUMNS = (
 )
 
 
-def _peer_column(name: str) -> Column:
-    """The peer's time a step for the same batch, and how many of our steps go into it."""
-
-    def cell(row: Row) -> str:
-        same = [
-            peer
-            for peer in row["peers"].get(name, {"rows": []})["rows"]
-            if peer["live"] == row["live"] == row["max_batch"] and row["sampler"] == "fast"
-        ]
-        if not same:
-            return NOTHING
-        return f"{same[0]['ms_per_step']:.3f} ({same[0]['ratio']:.1f}x)"
-
-    return Column(name, cell)
-
-
 def _head(columns: Sequence[Column]) -> list[str]:
     titles = " | ".join(column.title for column in columns)
     return [f"| {titles} |", "|" + "---|" * len(columns)]
@@ -161,6 +144,12 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             f"{found['admitted_tokens']:,} tokens makes their longest gap "
             f"{found['longest_gap_ms']:.2f} ms."
         )
+    notes += [
+        f"- {document['shape']}, batch {row['live']}: {name} {peer['version']} takes "
+        f"{row['ms_per_step']:.3f} ms a step, {row['ratio']:.1f} times as long."
+        for name, peer in sorted(document["peers"].items())
+        for row in peer["rows"]
+    ]
     return notes
 
 
