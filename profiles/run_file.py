@@ -15,20 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.profiles.run_lines import read_lines
-from graphengine.ring import first_launches
+from graphengine.ring import STAGES, first_launches
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Names = NDArray[np.str_]
 
-STAGES = {
-    "plan": ("plan", "load"),
-    "load": ("load", "replay"),
-    "launch": ("replay", "launched"),
-    "wait": ("collect", "read"),
-    "deliver": ("read", "delivered"),
-}
-"""What the host does in a step, each between two of a replay's time stamps."""
 UNKNOWN = -1
 """In columns of integers."""
 

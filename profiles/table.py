@@ -47,9 +47,8 @@ def markdown(results: Path = RESULTS) -> str:
         if row.get("speculation") is None
     ]
     rows.sort(key=lambda row: (row["shape"], row["sampler"]))
-    columns = list(COLUMNS)
-    if all(row["engine"]["dtype"] == rows[0]["engine"]["dtype"] for row in rows):
-        columns = [column for column in columns if column.title != "dtype"]
+    one_dtype = len({row["engine"]["dtype"] for row in rows}) == 1
+    columns = [column for column in COLUMNS if not (one_dtype and column.title == "dtype")]
     parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
     parts += _speculation(documents.values())
     notes = [note for document in documents.values() for note in _notes(document)]

@@ -24,7 +24,6 @@ import torch
 from graphengine import Engine
 from graphengine.profiles.nsys_export import activities_of, kernels_of
 from graphengine.profiles.run_file import (
-    STAGES,
     UNKNOWN,
     Activities,
     Floats,
@@ -35,6 +34,7 @@ from graphengine.profiles.run_file import (
     recording_from_lines,
     replay_gaps,
 )
+from graphengine.ring import STAGES
 
 GZIP = b"\x1f\x8b"
 KEY = "graphengine"
