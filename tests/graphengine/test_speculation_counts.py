@@ -14,6 +14,7 @@ import pytest
 import torch
 from speculating import (
     DEMO,
+    DRAFTING,
     ENDLESS,
     Tokens,
     demo_jobs,
@@ -34,8 +35,6 @@ from graphengine.speculative import (
     UserProvided,
 )
 from stepping import OTHER, PROMPT, events_of, greedy, run, tokens_of
-
-DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)}
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from mtp_checkpoints import LAYOUTS, SIZES, VOCAB, random_tensors, write_checkpo
 from safetensors.torch import save_file
 from speculating import (
     DEMO,
+    DRAFTING,
     ENDLESS,
     Job,
     Tokens,
@@ -43,8 +44,6 @@ from graphengine.speculative import (
     UserProvided,
 )
 from stepping import OTHER, PROMPT, assert_idle, events_of, greedy, open_engine, run
-
-DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)}
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from mtp_checkpoints import HIDDEN, LAYOUTS, SIZES, random_tensors, rms, write_c
 
 from graphengine import Engine, Event, Request, Result, SamplingParams
 from graphengine.demo import checkpoint_path
-from graphengine.speculative import Speculative
+from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 from stepping import LIMIT, LONG, OTHER, PROMPT, assert_idle, open_engine
 
 Tokens = tuple[int, ...]
@@ -222,3 +222,5 @@ def write_constant(folder: Path) -> tuple[Path, torch.Tensor]:
 
 
 DEMO = checkpoint_path()
+DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)}
+"""One of each way to draft on the device, by the demo model."""
