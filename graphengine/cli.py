@@ -24,7 +24,7 @@ from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
 from graphengine.request import Result
 from graphengine.sampling_params import SamplingParams
-from graphengine.speculative import describe
+from graphengine.speculative import GateOptions, describe
 from graphengine.speculative_text import (
     GRAMMAR,
     VOCABULARY_GRAMMAR,
@@ -230,6 +230,8 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
     if options.draft_vocab is not None:
         vocabulary = parse_draft_vocabulary(options.draft_vocab)
         given["speculative"] = with_draft_vocabulary(given.get("speculative"), vocabulary)
+    if options.max_live is not None:
+        given["gate"] = GateOptions(max_live=options.max_live)
     return cast(EngineOptions, given)
 
 
@@ -285,6 +287,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-fraction", type=float, help="share of the free memory to use")
     parser.add_argument("--wait", choices=("spin", "yield", "block"), help="how the host waits")
     parser.add_argument("--speculative", metavar="MODE", help=GRAMMAR)
+    parser.add_argument(
+        "--max-live",
+        type=int,
+        metavar="N",
+        help="drafts for up to N live requests, and only while enough are accepted",
+    )
     parser.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--verbose", action="store_true", help="log budget and captures")

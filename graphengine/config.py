@@ -63,7 +63,8 @@ class EngineConfig:
     gate                   when to stop speculating and when to try again; None: always speculate
     relaxed_acceptance     drafts that a thinking, greedy request takes beside its best token;
                            None: the tokens are those of plain decoding
-    forced_acceptance      drafts that every row takes, right or wrong: for measuring speed alone
+    forced_acceptance      drafts that every row takes, right or wrong, or all that it has: for
+                           measuring speed alone
     seed                   of the generator that seeds requests which bring no seed of their own
     wait                   how the host waits for the mailbox
     wait_limit_s           seconds after which a replay that published nothing breaks the engine
@@ -166,8 +167,11 @@ class EngineConfig:
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise ValueError(f"{name}={value!r} must be {kind.__name__} or None")
             if value is not None and not self.drafts:
-                raise ValueError(f"{name} is for an engine with drafts: {self.speculative=}")
-        check_rows(self.draft_rows, self.drafts)
+                raise ValueError(
+                    f"{name} is for an engine with drafts, not speculative={self.speculative!r}"
+                )
+        gate = self.gate_options
+        check_rows(self.draft_rows, self.drafts, None if gate is None else gate.max_live)
         if self.drafts:
             forced = forced_acceptance(self.forced_acceptance)
             object.__setattr__(self, "forced_acceptance", forced)

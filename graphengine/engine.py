@@ -28,7 +28,7 @@ from graphengine.kernels import RowFamily, copy_blocks
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
-from graphengine.prompts import Prompt, is_batch, token_id
+from graphengine.prompts import Prompt, is_batch, token_ids_of
 from graphengine.recorder import Recorder
 from graphengine.report import EngineReport, describe_engine
 from graphengine.request import Event, Request
@@ -236,17 +236,22 @@ class Engine:
         """Propose what `request` says next, in an engine of `UserProvided` drafts.
 
         The next step verifies them, up to k; then they are gone. ValueError for more than k, for
-        anything but token ids, and in any other engine.
+        anything but token ids, for a request that is finished or of another engine, and in an
+        engine of other drafts.
         """
         self._check_open()
         if self.drafter is None or not self.drafter.host_drafts:
             raise ValueError(
                 f"speculative={self.config.speculative!r}: only UserProvided takes drafts"
             )
-        if len(token_ids) > self.drafter.length:
-            raise ValueError(f"{len(token_ids)} drafts for a request, k={self.drafter.length}")
-        vocab_size = self.model.config.vocab_size
-        request.drafts = tuple(token_id(token, vocab_size) for token in token_ids)
+        if not isinstance(request, Request) or not request.belongs_to(self._delivery.cancelled):
+            raise ValueError(f"{request!r} is no request of this engine")
+        if request.finish_reason is not None:
+            raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
+        ids = token_ids_of(token_ids, self.model.config.vocab_size, "drafts are token ids")
+        if len(ids) > self.drafter.length:
+            raise ValueError(f"{len(ids)} drafts for a request, k={self.drafter.length}")
+        request.drafts = ids
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.

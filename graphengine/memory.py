@@ -12,7 +12,12 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.fields import field_table
 from graphengine.kernels import decode_attention_workspace_bytes
-from graphengine.models.dense import DenseConfig, allocate_weights, decode_shapes
+from graphengine.models.dense import (
+    DenseConfig,
+    allocate_weights,
+    decode_shapes,
+    prefill_scratch_width,
+)
 from graphengine.tuning import MAX_SPLITS
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
@@ -201,9 +206,7 @@ def _workspace_bytes(
     so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
     """
     lanes = max(rows, prefill.sizes[-1])
-    activations = dtype.itemsize * (
-        2 * model.hidden_size + 3 * model.q_size + 2 * model.kv_size + 3 * model.ffn_size
-    )
+    activations = dtype.itemsize * (model.hidden_size + prefill_scratch_width(model))
     partials = decode_attention_workspace_bytes(
         rows, num_heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
     )

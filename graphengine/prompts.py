@@ -27,9 +27,7 @@ def prompt_ids(
             prompt = tokenizer.encode(prompt)
         else:
             prompt = tokenizer.apply_chat_template(cast(Sequence[Message], prompt))
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
-        raise ValueError(f"a prompt is text, token ids or chat messages, not {prompt!r}")
-    ids = tuple(token_id(token, vocab_size) for token in prompt)
+    ids = token_ids_of(prompt, vocab_size, "a prompt is text, token ids or chat messages")
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
     if len(ids) >= max_seq_len:
@@ -37,6 +35,13 @@ def prompt_ids(
             f"prompt of {len(ids)} tokens leaves no room for a new one in max_seq_len={max_seq_len}"
         )
     return ids
+
+
+def token_ids_of(tokens: object, vocab_size: int, what: str) -> tuple[int, ...]:
+    """`tokens` as ids. ValueError where they are none, which says `what` they are to be."""
+    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | Mapping):
+        raise ValueError(f"{what}, not {tokens!r}")
+    return tuple(token_id(token, vocab_size) for token in tokens)
 
 
 def token_id(token: object, vocab_size: int) -> int:

@@ -192,6 +192,10 @@ class Request:
         """Tokens of the sequence, prompt included, before which no stop id may come."""
         return self.prompt_len + self.params.min_tokens
 
+    def belongs_to(self, cancelled: list[Request]) -> bool:
+        """Whether this list, which each engine has one of, is where it goes when cancelled."""
+        return self._cancelled is cancelled
+
     def cancel(self) -> None:
         """End the request: the next `step()` frees its slot and reports it as "cancelled".
 

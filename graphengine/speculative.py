@@ -263,15 +263,20 @@ def check_drafts(k: int) -> None:
         raise ValueError(f"k={k!r} drafts a step must be an integer in [1, {MAX_DRAFTS}]")
 
 
-def check_rows(rows: int, k: int) -> None:
-    """Raise ValueError unless the kernels hold `rows` rows of `k` drafts and a token each."""
+def check_rows(rows: int, k: int, max_live: int | None = None) -> None:
+    """Raise ValueError unless the kernels hold `rows` rows of `k` drafts and a token each.
+
+    max_live  the gate's, where there is one: `rows` are those of the bucket that serves so many
+    """
     lanes = rows * (k + 1)
     if lanes > MAX_LANES:
         fitting, shorter = MAX_LANES // (k + 1), MAX_LANES // rows - 1
+        bucket = "" if max_live is None else f" (the bucket that serves max_live={max_live})"
         raise ValueError(
-            f"{rows} rows with k={k} drafts feed {lanes} tokens a step, and at most {MAX_LANES} "
-            f"fit: max_batch={fitting} or gate=GateOptions(max_live={fitting}) does with k={k}"
-            + (f", k={shorter} with {rows} rows" if shorter > 0 else "")
+            f"{rows} rows{bucket} with k={k} drafts feed {lanes} tokens a step, and at most "
+            f"{MAX_LANES} fit: max_batch={fitting} does with k={k}, or a larger one with a bucket "
+            f"of at most {fitting} rows and a gate whose max_live it serves"
+            + (f"; k={shorter} does with {rows} rows" if shorter > 0 else "")
         )
 
 
@@ -295,6 +300,8 @@ def forced_acceptance(
     configured: int | None, environ: Mapping[str, str] = os.environ
 ) -> int | None:
     """Drafts that every row takes whatever the target says; None: as the target says.
+
+    A row takes as many as it has, where that is fewer.
 
     `GRAPHENGINE_FORCE_ACCEPTED`, where it is set, goes before what is configured. It measures what
     a step costs: the text is nonsense, and a warning says so. 0 forces too, unlike None. ValueError

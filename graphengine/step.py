@@ -197,7 +197,7 @@ class StepProgram:
         if drafter is not None:
             wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
         end = self.model.prefill(chunk, self.cache, block_table, attend, **wanted)
-        logits = self.model.prefill_logits(end, slot, chunk.last)
+        logits = self.model.prefill_logits(end, slot)
         position = chunk.position.index_select(0, chunk.last)
         sampled = sample(logits, slot, position, self.sampling)
         flags = commit_prefill(self.state, sampled, slot, start, count, final, self.stopping)

@@ -83,6 +83,7 @@ from graphengine.kernels.prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.records import EPOCH_MASK, publish
 from graphengine.kernels.relaxed import (
     relaxed_acceptance,
     relaxed_acceptance_reference,
@@ -113,7 +114,6 @@ from graphengine.kernels.speculative import (
 )
 from graphengine.kernels.state import (
     EMITTED,
-    EPOCH_MASK,
     INVALID,
     LENGTH,
     STOP,
@@ -124,7 +124,6 @@ from graphengine.kernels.state import (
     apply_commands,
     commit_prefill,
     gather_prefill,
-    publish,
 )
 from graphengine.kernels.swap import copy_blocks, copy_blocks_reference
 

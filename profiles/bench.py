@@ -32,7 +32,7 @@ from graphengine.profiles.engines import (
     engine_options,
     freed,
 )
-from graphengine.profiles.kernel_times import kernel_times
+from graphengine.profiles.kernel_times import kernel_times, prefill_kernel_times
 from graphengine.profiles.measure import ADMITTED_NEW_TOKENS, SAMPLERS, Work
 from graphengine.profiles.peers import PEERS, require_peer, run_peer
 from graphengine.profiles.percentiles import rounded
@@ -273,6 +273,7 @@ def measure_all(
         "rows": [],
         "admission": None,
         "kernels": None,
+        "prefill_kernels": None,
         "peers": {},
     }
     for work, sizes in _rows(bench):
@@ -288,6 +289,10 @@ def measure_all(
         save(document)
     if bench.kernels:
         document["kernels"] = [rounded(_measure_kernels(bench, work)) for work in bench.works]
+        save(document)
+        document["prefill_kernels"] = [
+            rounded(_measure_prefill_kernels(bench, tokens)) for tokens in bench.first_tokens
+        ]
         save(document)
     for peer in bench.peers:
         say(f"waiting for {peer} ...")
@@ -425,6 +430,20 @@ def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
             "sampler": work.sampler,
             "pdl": engine.config.pdl,
             "ms_per_step": step,
+            "kernels": None if times is None else [asdict(time) for time in times],
+        }
+
+
+def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
+    """The kernels of a prompt's graph, in an engine of one slot; its first token beside them."""
+    sizes = {"max_batch": 1, "max_seq_len": _given(bench.max_seq_len, tokens + 1), "lookahead": 0}
+    with _engine(bench, sizes) as (engine, _):
+        first = measure.time_to_first_token(engine, (tokens,), runs=bench.works[0].runs)
+        one_chunk = tokens <= engine.memory.prefill_ladder.sizes[-1]
+        times = prefill_kernel_times(engine, tokens) if one_chunk else None
+        return {
+            "prompt_tokens": tokens,
+            "ttft_ms": first[str(tokens)],
             "kernels": None if times is None else [asdict(time) for time in times],
         }
 

@@ -1,7 +1,7 @@
-"""Where a decode step's time goes, kernel by kernel, as CUPTI sees the graph's nodes.
+"""Where the time of a decode step or a prompt goes, kernel by kernel, as CUPTI sees graph nodes.
 
-Only meaningful with programmatic dependent launch off: with it kernels overlap, and the sum of
-their times exceeds the step's.
+Of decode steps only meaningful with programmatic dependent launch off: with it kernels overlap, and
+the sum of their times exceeds the step's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphengine import Engine, SamplingParams
-from graphengine.profiles.measure import Work
+from graphengine.profiles.measure import Work, random_prompt
 from graphengine.profiles.shapes import linear_bytes
 
 REPLAYS = 20
@@ -50,10 +50,38 @@ def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
 
     Replays behind the scheduler's back: afterwards the engine is good for closing only.
     """
-    stream = engine._cuda_stream
-    if stream is None:
+    if engine._cuda_stream is None:
         return None
-    graph = _start_decoding(engine, work)
+    events = _trace(engine, _start_decoding(engine, work))
+    model, itemsize = engine.model.config, engine.memory.dtype.itemsize
+    return summarise(events, REPLAYS, model.num_layers, linear_bytes(model, itemsize))
+
+
+def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None:
+    """Profile `REPLAYS` replays of the prefill graph of a prompt that fits one chunk.
+
+    None on a CPU device. The engine must be idle and of lookahead 0, so that the prompt's chunk is
+    what its buffers hold last; afterwards it is good for closing only. ValueError otherwise.
+    """
+    if engine._cuda_stream is None:
+        return None
+    longest = engine.memory.prefill_ladder.sizes[-1]
+    if engine.busy or engine.config.lookahead or tokens > longest:
+        raise ValueError(
+            f"a prompt of {tokens} tokens, in chunks of {longest}, on an engine of lookahead "
+            f"{engine.config.lookahead} that is {'busy' if engine.busy else 'idle'}"
+        )
+    prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
+    engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    engine.step()
+    events = _trace(engine, f"prefill/{engine.memory.prefill_ladder.pick(tokens)}")
+    return summarise(events, REPLAYS, engine.model.config.num_layers, {})
+
+
+def _trace(engine: Engine, graph: str) -> list[dict[str, Any]]:
+    """The kernels of `REPLAYS` replays of a graph, behind one to warm up."""
+    stream = engine._cuda_stream
+    assert stream is not None, "a CPU runs no kernels"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.cuda.stream(stream):
         stream.synchronize()
@@ -63,10 +91,7 @@ def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
             for _ in range(REPLAYS):
                 engine._graphs[graph].replay()
                 stream.synchronize()
-    model, itemsize = engine.model.config, engine.memory.dtype.itemsize
-    return summarise(
-        _kernel_events(profiler), REPLAYS, model.num_layers, linear_bytes(model, itemsize)
-    )
+    return _kernel_events(profiler)
 
 
 def _start_decoding(engine: Engine, work: Work) -> str:
@@ -108,8 +133,8 @@ def summarise(
     """Group the launches of `replays` equal steps, in order of first appearance.
 
     `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is known by
-    its place: `weight_bytes` names a layer's linears in order, lm_head last. RuntimeError if the
-    events are not `replays` times the same.
+    its place: `weight_bytes` names a layer's linears in order, lm_head last; empty where they are
+    not told apart, in prefill. RuntimeError if the events are not `replays` times the same.
     """
     if not events or len(events) % replays:
         raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
@@ -144,7 +169,7 @@ def summarise(
 def _parts(names: Sequence[str], layers: int, linears: Sequence[str]) -> list[str | None]:
     """For each kernel of a step the linear that it is; all None where their number is not that."""
     places = [index for index, name in enumerate(names) if name in LINEARS]
-    order = [*linears[:-1]] * layers + [linears[-1]]
+    order = [*linears[:-1]] * layers + [*linears[-1:]]
     found: list[str | None] = [None] * len(names)
     if len(places) == len(order):
         for place, part in zip(places, order, strict=True):

@@ -128,7 +128,8 @@ def describe_document(document: Mapping[str, Any]) -> str:
     parts += [_record(row["record"]) for row in document["rows"] if row.get("record")]
     if document["admission"] is not None:
         parts.append(_admission(document["admission"]))
-    parts += [_kernels(found) for found in document["kernels"] or ()]
+    parts += [_step_kernels(found) for found in document["kernels"] or ()]
+    parts += [_prefill_kernels(found) for found in document.get("prefill_kernels") or ()]
     parts += [_peer(name, peer) for name, peer in document["peers"].items()]
     return "\n\n".join(parts)
 
@@ -207,17 +208,25 @@ def _admission(found: Mapping[str, Any]) -> str:
     )
 
 
-def _kernels(found: Mapping[str, Any]) -> str:
+def _step_kernels(found: Mapping[str, Any]) -> str:
     title = f"kernels, {found['live']} live of {found['max_batch']}, {found['sampler']}"
-    if found["kernels"] is None:
+    return _kernels(title, found["kernels"], f"a step of {found['ms_per_step']:.3f} ms, PDL off")
+
+
+def _prefill_kernels(found: Mapping[str, Any]) -> str:
+    title = f"kernels of a prompt of {found['prompt_tokens']} tokens"
+    whole = f"{found['ttft_ms']:.3f} ms to the first token"
+    return _kernels(title, found["kernels"], whole)
+
+
+def _kernels(title: str, times: Sequence[Mapping[str, Any]] | None, whole: str) -> str:
+    if times is None:
         return f"{title}: none on this device"
-    times = found["kernels"]
     total = sum(time["step_us"] for time in times)
     names = [time["name"] for time in times]
     lines = text_table(KERNEL_COLUMNS, times).splitlines()
     body = [f"{line}  {name}" for line, name in zip(lines, ["kernel", *names], strict=True)]
-    end = f"{total:.1f} us of kernels in a step of {found['ms_per_step']:.3f} ms, PDL off"
-    return "\n".join([title, *body, end])
+    return "\n".join([title, *body, f"{total:.1f} us of kernels in {whole}"])
 
 
 def _peer(name: str, peer: Mapping[str, Any]) -> str:

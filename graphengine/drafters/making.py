@@ -81,8 +81,9 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
         fitting = MAX_LANES // width
         raise ValueError(
             f"vanilla MTP with k={k} feeds {rows * width} tokens of {rows} rows to the last "
-            f"module, {width} a row, and at most {MAX_LANES} fit: max_batch={fitting} or "
-            f"gate=GateOptions(max_live={fitting}) does with k={k}"
+            f"module, {width} a row, and at most {MAX_LANES} fit: max_batch={fitting} does with "
+            f"k={k}, or a larger one with a bucket of at most {fitting} rows and a gate whose "
+            f"max_live it serves"
         )
 
 
@@ -111,7 +112,7 @@ def _draft_model(
     if lanes > MAX_LANES:
         raise ValueError(
             f"a draft model reads two tokens of each row, {lanes} of max_batch={config.max_batch}, "
-            f"and at most {MAX_LANES} fit"
+            f"and at most {MAX_LANES} fit, whatever the gate: max_batch={MAX_LANES // 2} does"
         )
     return DraftModelDrafter(draft, options.k, checkpoint)
 

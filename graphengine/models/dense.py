@@ -10,14 +10,13 @@ Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, F ffn width, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphengine.kernels import (
     DecodeLanes,
@@ -66,6 +65,10 @@ class DenseConfig:
     """Of q, k and v alone."""
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
 
     @property
     def q_size(self) -> int:
@@ -196,11 +199,10 @@ def allocate_layer(config: DenseConfig, *, device: str, dtype: torch.dtype) -> L
         return new(*shape) if condition else None
 
     hidden, ffn = config.hidden_size, config.ffn_size
-    qkv_size = config.q_size + 2 * config.kv_size
     return LayerWeights(
         input_norm=new(hidden),
-        qkv=new(qkv_size, hidden),
-        qkv_bias=maybe(config.attention_bias or config.qkv_bias, qkv_size),
+        qkv=new(config.qkv_size, hidden),
+        qkv_bias=maybe(config.attention_bias or config.qkv_bias, config.qkv_size),
         q_norm=maybe(config.qk_norm, config.head_dim),
         k_norm=maybe(config.qk_norm, config.head_dim),
         output=new(hidden, config.q_size),
@@ -231,7 +233,7 @@ def decode_shapes(config: DenseConfig) -> dict[str, tuple[LinearKind, int, int]]
     """Kind, rows and columns of the weight behind each field of `DecodePlans`."""
     hidden, ffn = config.hidden_size, config.ffn_size
     return {
-        "qkv": ("store", config.q_size + 2 * config.kv_size, hidden),
+        "qkv": ("store", config.qkv_size, hidden),
         "output": ("residual", hidden, config.q_size),
         "gate_up": ("swiglu", 2 * ffn, hidden),
         "down": ("residual", hidden, ffn),
@@ -273,9 +275,12 @@ class DecodeLaunch(NamedTuple):
     tokens_per_row: int = 1
 
 
-Attend = Callable[[Tensor, Tensor], Tensor]
-"""`attend(q_NQD, kv)`: `[N, Q*D]` attention of a chunk over one layer's cache
-`kv = [blocks, 2, block_size, G, D]`, which already holds the lanes' own keys and values."""
+class Attend(Protocol):
+    """Attention of a chunk over one layer's cache, which holds the lanes' own keys and values."""
+
+    def __call__(self, q_NQD: Tensor, kv: Tensor, *, out: Tensor) -> Tensor:
+        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`."""
+        ...
 
 
 class LayerContext(NamedTuple):
@@ -367,6 +372,36 @@ def decode_layer(
     )
 
 
+class PrefillScratch:
+    """What the layers of a chunk of T lanes compute in, one behind the other.
+
+    One piece of memory, since each product's result is needed until the next one has read it and no
+    longer: queries, keys and values, then the queries behind RoPE beside them, attention in place
+    of the first and its output product in place of the second, gate and up in place of all.
+    """
+
+    def __init__(self, config: DenseConfig, lanes: int, like: Tensor) -> None:
+        self._lanes = lanes
+        self._memory = like.new_empty(lanes * prefill_scratch_width(config))
+
+    def take(self, columns: int, *, behind: int = 0) -> Tensor:
+        """`[T, columns]`, dense, behind as many columns' memory; it holds anything."""
+        start = self._lanes * behind
+        return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
+
+
+def prefill_scratch_width(config: DenseConfig) -> int:
+    """Values that `PrefillScratch` holds for each lane."""
+    attention = config.qkv_size + max(config.q_size, config.hidden_size)
+    return max(attention, 2 * config.ffn_size)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
 def prefill_attention(
     layer: LayerWeights,
     h: Tensor,
@@ -375,14 +410,18 @@ def prefill_attention(
     block_table: Tensor,
     context: LayerContext,
     attend: Attend,
+    scratch: PrefillScratch,
 ) -> Tensor:
     """The first half of a layer for a chunk: `[T, Q*D]` attention of the normed `h` `[T, H]`.
 
-    `kv`, the layer's cache, receives the keys and values of the live lanes.
+    `kv`, the layer's cache, receives the keys and values of the live lanes. The result lies in
+    `scratch`, in front of what the first product of `prefill_behind_attention` writes.
     """
     config = context.config
-    q = rope_append(
-        functional.linear(h, layer.qkv, layer.qkv_bias),
+    qkv = scratch.take(config.qkv_size)
+    q = scratch.take(config.q_size, behind=config.qkv_size)
+    rope_append(
+        _product(h, layer.qkv, layer.qkv_bias, qkv),
         context.cos,
         context.sin,
         kv,
@@ -394,8 +433,10 @@ def prefill_attention(
         q_norm_weight=layer.q_norm,
         k_norm_weight=layer.k_norm,
         eps=config.norm_eps,
+        out=q.view(-1, config.num_heads, config.head_dim),
     )
-    return attend(q, kv)
+    attended = scratch.take(config.q_size)
+    return attend(q.view(-1, config.num_heads, config.head_dim), kv, out=attended)
 
 
 def prefill_behind_attention(
@@ -403,28 +444,35 @@ def prefill_behind_attention(
     next_norm: Tensor,
     x: Tensor,
     attended: Tensor,
+    h: Tensor,
     slot: Tensor,
     context: LayerContext,
-) -> Tensor:
-    """The other half, for any of the chunk's lanes: `x` behind `next_norm`, in the model's dtype.
+    scratch: PrefillScratch,
+) -> None:
+    """The other half: `h` becomes `x` behind `next_norm`, in the model's dtype.
 
-    `x`, the float32 residual stream, is updated in place.
+    `x`, the float32 residual stream, is updated in place; `attended` is lost where it lies in
+    `scratch`.
     """
-    norm: Any = {"eps": context.config.norm_eps, "out_dtype": layer.down.dtype}
-    output = functional.linear(attended, layer.output, layer.output_bias)
-    h = add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
-    gated = swiglu(functional.linear(h, layer.gate_up, layer.gate_up_bias), slot)
-    down = functional.linear(gated, layer.down, layer.down_bias)
-    return add_rms_norm(x, down, next_norm, slot, **norm)
+    config = context.config
+    norm: Any = {"eps": config.norm_eps, "out_dtype": h.dtype, "out": h}
+    output = scratch.take(config.hidden_size, behind=config.qkv_size)
+    _product(attended, layer.output, layer.output_bias, output)
+    add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
+    gate_up = scratch.take(2 * config.ffn_size)
+    _product(h, layer.gate_up, layer.gate_up_bias, gate_up)
+    gated = swiglu(gate_up, slot, out=gate_up[:, : config.ffn_size])
+    _product(gated, layer.down, layer.down_bias, h)
+    add_rms_norm(x, h, next_norm, slot, **norm)
 
 
 class PrefillEnd(NamedTuple):
-    """What `DenseModel.prefill` leaves of a chunk's T lanes."""
+    """What `DenseModel.prefill` leaves of a chunk of T lanes."""
 
-    x: Tensor
-    """The float32 residual stream `[T, H]` in front of the last layer's output product."""
-    attended: Tensor
-    """The last layer's attention `[T, Q*D]`."""
+    x_1H: Tensor
+    """The last lane's float32 residual stream in front of the last layer's output product."""
+    attended_1A: Tensor
+    """Its attention in the last layer, `A = Q*D`."""
     hidden: Tensor | None
     """The stream behind the final norm `[T, H]` in the model's dtype, where it was asked for."""
 
@@ -513,24 +561,35 @@ class DenseModel:
         last = len(self.weights.layers) - 1
         x = embed(lanes.token, self.weights.embedding, slot)
         h = rms_norm(x, self.norm_behind(-1), slot, eps=config.norm_eps, out_dtype=self.dtype)
+        scratch = PrefillScratch(config, len(h), like=h)
         for index, (layer, kv) in enumerate(zip(self.weights.layers, cache.unbind(0), strict=True)):
-            attended = prefill_attention(layer, h, lanes, kv, block_table, context, attend)
-            if index < last:
-                h = self._behind_attention(index, x, attended, slot)
-                _keep_stream(x, index, streams)
-        hidden = None
+            attended = prefill_attention(layer, h, lanes, kv, block_table, context, attend, scratch)
+            if index == last:
+                break
+            self._behind_attention(index, x, attended, h, slot, scratch)
+            _keep_stream(x, index, streams)
+        x_1H, attended_1A = (rows.index_select(0, lanes.last) for rows in (x, attended))
         if all_lanes:
-            stream = x.clone()
-            hidden = self._behind_attention(last, stream, attended, slot)
-            _keep_stream(stream, last, streams)
-        return PrefillEnd(x, attended, hidden)
+            self._behind_attention(last, x, attended, h, slot, scratch)
+            _keep_stream(x, last, streams)
+        return PrefillEnd(x_1H, attended_1A, h if all_lanes else None)
 
-    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor, lane_1: Tensor) -> Tensor:
-        """Float32 `[1, V]` of the chunk's lane `lane_1`, which works for `slot_1`."""
-        x_1H, attended_1A = (lanes.index_select(0, lane_1) for lanes in (end.x, end.attended))
-        h = self._behind_attention(len(self.weights.layers) - 1, x_1H, attended_1A, slot_1)
+    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor) -> Tensor:
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
+        last = len(self.weights.layers) - 1
+        h = torch.empty_like(end.x_1H, dtype=self.dtype)
+        scratch = PrefillScratch(self.config, 1, like=h)
+        self._behind_attention(last, end.x_1H, end.attended_1A, h, slot_1, scratch)
         return linear(h, self.weights.lm_head, slot_1, out_dtype=torch.float32)
 
-    def _behind_attention(self, index: int, x: Tensor, attended: Tensor, slot: Tensor) -> Tensor:
-        layer, next_norm = self.weights.layers[index], self.norm_behind(index)
-        return prefill_behind_attention(layer, next_norm, x, attended, slot, self.context)
+    def _behind_attention(
+        self,
+        index: int,
+        x: Tensor,
+        attended: Tensor,
+        h: Tensor,
+        slot: Tensor,
+        scratch: PrefillScratch,
+    ) -> None:
+        layer, norm = self.weights.layers[index], self.norm_behind(index)
+        prefill_behind_attention(layer, norm, x, attended, h, slot, self.context, scratch)

@@ -44,6 +44,7 @@ from graphengine.models.dense import (
     Destinations,
     LayerContext,
     LayerWeights,
+    PrefillScratch,
     allocate_layer,
     allocate_weights,
     decode_layer,
@@ -423,5 +424,8 @@ def mtp_prefill(
     h = rms_norm(
         x, layer.input_norm, chunk.slot, eps=context.config.norm_eps, out_dtype=combined_T2H.dtype
     )
-    attended = prefill_attention(layer, h, chunk, kv, block_table, context, attend)
-    return prefill_behind_attention(layer, module.final_norm, x, attended, chunk.slot, context)
+    scratch = PrefillScratch(context.config, len(h), like=h)
+    attended = prefill_attention(layer, h, chunk, kv, block_table, context, attend, scratch)
+    norm = module.final_norm
+    prefill_behind_attention(layer, norm, x, attended, h, chunk.slot, context, scratch)
+    return h

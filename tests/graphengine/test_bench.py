@@ -19,7 +19,12 @@ from graphengine.models.families import read_model_config
 from graphengine.profiles import eager, engines, measure
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling, sum_stream_reference
 from graphengine.profiles.engines import build_engine, engine_options
-from graphengine.profiles.kernel_times import LINEARS, kernel_times, summarise
+from graphengine.profiles.kernel_times import (
+    LINEARS,
+    kernel_times,
+    prefill_kernel_times,
+    summarise,
+)
 from graphengine.profiles.measure import Work
 from graphengine.profiles.percentiles import SHARES, percentiles, supports
 from graphengine.profiles.shapes import (
@@ -441,6 +446,22 @@ def test_the_kernels_of_a_gpu(sampler: str) -> None:
     assert counts == {"qkv": 2, "output": 2, "gate_up": 2, "down": 2, "lm_head": 1}
 
 
+@pytest.mark.gpu
+def test_the_kernels_of_a_prompt() -> None:
+    """Each of the 2 layers feeds attention once, and a longer prompt's chunk is refused."""
+    options = {"device": "cuda", "max_batch": 1, "max_seq_len": 96, "lookahead": 0}
+    engine, _ = build_engine(Subject.of_shape("tiny"), options)
+    with engine:
+        with pytest.raises(ValueError, match="a prompt of 1025 tokens, in chunks of 96"):
+            prefill_kernel_times(engine, 1025)
+        times = prefill_kernel_times(engine, 70)
+        assert times is not None and all(time.mean_us > 0 for time in times)
+        (attention,) = [time for time in times if time.name == "_prefill_kernel"]
+        assert attention.count == 2
+        with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
+            prefill_kernel_times(engine, 70)
+
+
 def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict[str, Any]]:
     """A made-up trace: begin, five kernels a layer, lm_head, finish; times by place."""
     layer = [(linear, 3), ("decode_attention_kernel", 2), (linear, 1), (linear, 8), (linear, 4)]
@@ -486,3 +507,8 @@ def test_replays_that_differ_cannot_be_summarised() -> None:
         summarise(events, 2, 2, {"lm_head": 1})
     with pytest.raises(RuntimeError, match="0 kernels"):
         summarise([], 2, 2, {"lm_head": 1})
+
+
+def test_products_of_a_prompt_have_no_part() -> None:
+    found = summarise(trace(replays=3, layers=2), 3, 2, {})
+    assert {row.part for row in found} == {None} and len(found) == 8

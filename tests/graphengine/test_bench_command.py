@@ -76,6 +76,7 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
 
     assert document["admission"]["decoding"] == 7
     assert [entry["kernels"] for entry in document["kernels"]] == [None, None]
+    assert [entry["kernels"] for entry in document["prefill_kernels"]] == [None]
     assert document["peers"] == {}
     assert "tiny, float32, on" in printed and "7 requests decode, a prompt of 40" in printed
     assert "* fewer values than this percentile needs" in printed
@@ -96,7 +97,8 @@ def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
         start = row["start"]
         assert start["capture_s"] > 0 and start["pool_mib"] > 0 and start["graphs_mib"] >= 0
         assert start["capture_mib"] == pytest.approx(start["pool_mib"] + start["graphs_mib"])
-    assert all(entry["kernels"] for entry in document["kernels"])
+    for name in ("kernels", "prefill_kernels"):
+        assert document[name] and all(entry["kernels"] for entry in document[name])
 
 
 def test_json_alone_is_printed_when_asked_for(run_bench: Bench) -> None:

@@ -221,6 +221,18 @@ def test_the_summary_says_what_became_of_the_drafts(cli: Cli) -> None:
     assert status == 0 and "speculation" not in out
 
 
+def test_max_live_leaves_larger_buckets_without_drafts(cli: Cli) -> None:
+    arguments = ("--speculative", "mtp:3", "--max-batch", "64", "--max-live", "16", "--json")
+    status, out, err = cli("info", *arguments)
+    assert status == 0 and err == ""
+    facts = json.loads(out)
+    sizes = facts["decode_buckets"]
+    drafting = [size for size in sizes if size <= 16]
+    assert 16 in drafting and sizes[-1] == 64
+    # k=3 in these and k=0 in all, each with two samplers.
+    assert facts["graphs"] == 2 * (len(drafting) + len(sizes)) + len(facts["prefill_buckets"])
+
+
 # chat
 
 
@@ -375,6 +387,8 @@ def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
         (("--speculative", "mtp:x"), r"speculative='mtp:x' must be off, auto, mtp\[:K"),
         (("--speculative", "mtp:0"), "k=0 drafts"),
         (("--speculative", "mtp:14", "--max-batch", "8"), "feed 120 tokens a step"),
+        (("--max-live", "3"), "gate is for an engine with drafts, not speculative=None"),
+        (("--speculative", "mtp", "--max-live", "0"), "max_live=0 must be an integer in"),
         (("--speculative", "mtp", "--draft-vocab", "512"), "must be TEXT:SIZE"),
         (("--speculative", "ngram", "--draft-vocab", "x.txt:512"), "a draft vocabulary is for mtp"),
     ],

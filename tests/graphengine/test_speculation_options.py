@@ -498,17 +498,18 @@ def test_relaxed_steps_are_those_of_a_plain_simulation(
         ({"speculative": "mtp"}, r"speculative='mtp' must be one of MTP, NGram, .*or None"),
         ({"speculative": MTP}, r"speculative=<class.*must be one of"),
         ({"speculative": MTP(k=3), "max_batch": 17},
-         r"17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 or "),
+         r"17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 does "),
         ({"speculative": NGram(k=3), "max_batch": 40, "gate": GateOptions(max_live=17)},
-         r"24 rows with k=3 drafts feed 96 tokens"),
-        ({"speculative": Auto(), "max_batch": 20, "buckets": (20,)}, r"20 rows with k=3 .* 80 tok"),
+         r"24 rows \(the bucket that serves max_live=17\) with k=3 drafts feed 96 tokens"),
+        ({"speculative": Auto(), "max_batch": 20, "buckets": (20,)},
+         r"20 rows .*max_live=16\) with k=3 .* 80 tok"),
         ({"speculative": NGram(k=3), "row_family": "fma"},
          r"row_family='fma' serves up to 2 rows, not max_batch=8 of 4 tokens each"),
         ({"speculative": NGram(k=2), "row_family": "fma", "max_batch": 1},
          r"row_family='fma' serves up to 2 rows, not max_batch=1 of 3 tokens each"),
-        ({"gate": GateOptions()}, r"gate is for an engine with drafts: .*None"),
+        ({"gate": GateOptions()}, r"gate is for an engine with drafts, not speculative=None"),
         ({"gate": True, "speculative": NGram()}, r"gate=True must be GateOptions or None"),
-        ({"forced_acceptance": 2}, r"forced_acceptance is for an engine with drafts: .*None"),
+        ({"forced_acceptance": 2}, r"forced_acceptance is for an engine with drafts, not"),
         ({"forced_acceptance": True, "speculative": NGram()}, r"forced_acceptance=True must"),
         ({"forced_acceptance": -1, "speculative": NGram()}, r"forced_acceptance=-1 must be an int"),
         ({"relaxed_acceptance": MARKS}, r"relaxed_acceptance is for an engine with drafts"),
@@ -562,7 +563,8 @@ def test_a_draft_model_that_does_not_fit_is_refused(
                    config={"max_position_embeddings": 100})  # fmt: skip
     refused(None, DraftModel(short), r"max_position_embeddings=100, and max_seq_len is 128")
     refused(None, DraftModel(tmp_path / "nowhere"), r"nowhere")
-    refused(None, DraftModel(DEMO), r"two tokens of each row, 66 of max_batch=33, and at most 64",
+    refused(None, DraftModel(DEMO), r"two tokens of each row, 66 of max_batch=33, and at most 64 "
+            r"fit, whatever the gate: max_batch=32 does",
             max_batch=33, gate=GateOptions(max_live=1))  # fmt: skip
 
 
@@ -626,11 +628,20 @@ def test_drafts_that_cannot_be_are_refused() -> None:
         for wrong in ([4096], [-1], ["a"], [1.5], [True]):
             with pytest.raises(ValueError, match=str(wrong[0])):
                 engine.draft(request, wrong)
+        for nothing in (5, None, "12"):
+            with pytest.raises(ValueError, match=f"drafts are token ids, not {nothing!r}"):
+                engine.draft(request, nothing)  # type: ignore[arg-type]
+        with open_speculating(UserProvided(2), device="cpu") as other:
+            stranger = other.submit(PROMPT, greedy(9))
+            for wrong_request in (stranger, None, 1):
+                with pytest.raises(ValueError, match="is no request of this engine"):
+                    engine.draft(wrong_request, [1])  # type: ignore[arg-type]
+            assert stranger.drafts == ()
         # What was refused changed nothing.
         assert request.drafts == (4095, 0)
         run(engine)
-        engine.draft(request, [1])
-        run(engine)
+        with pytest.raises(ValueError, match=r"id=1.* has ended: nothing verifies its drafts"):
+            engine.draft(request, [1])
     with pytest.raises(ValueError, match="closed"):
         engine.draft(request, [1])
     for mode in (None, NGram(), MTP()):

@@ -366,25 +366,29 @@ def test_rows_that_fit(rows: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "message"),
+    ("rows", "k", "max_live", "message"),
     [
         (
             17,
             3,
-            "17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 or "
-            "gate=GateOptions(max_live=16) does with k=3, k=2 with 17 rows",
+            None,
+            "17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 does "
+            "with k=3, or a larger one with a bucket of at most 16 rows and a gate whose max_live "
+            "it serves; k=2 does with 17 rows",
         ),
         (
             64,
             1,
-            "64 rows with k=1 drafts feed 128 tokens a step, and at most 64 fit: max_batch=32 or "
-            "gate=GateOptions(max_live=32) does with k=1",
+            33,
+            "64 rows (the bucket that serves max_live=33) with k=1 drafts feed 128 tokens a step, "
+            "and at most 64 fit: max_batch=32 does with k=1, or a larger one with a bucket of at "
+            "most 32 rows and a gate whose max_live it serves",
         ),
     ],
 )
-def test_rows_that_do_not_fit(rows: int, k: int, message: str) -> None:
+def test_rows_that_do_not_fit(rows: int, k: int, max_live: int | None, message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        check_rows(rows, k)
+        check_rows(rows, k, max_live)
     assert str(refused.value) == message
 
 

@@ -240,7 +240,7 @@ def test_more_drafts_than_modules_are_refused(checkpoints: dict[int, Path]) -> N
 def test_more_lanes_than_a_kernel_holds_are_refused(checkpoints: dict[int, Path]) -> None:
     message = (
         r"k=3 feeds 66 tokens of 11 rows to the last module, 6 a row, and at most 64 fit: "
-        r"max_batch=10 or gate=GateOptions\(max_live=10\) does with k=3"
+        r"max_batch=10 does with k=3, or a larger one with a bucket of at most 10 rows"
     )
     with pytest.raises(ValueError, match=message):
         open_engine(checkpoints[MODULES], 3, max_batch=11)
