@@ -8,7 +8,22 @@ with Engine.from_pretrained("path/to/checkpoint", max_batch=8) as engine:
 
 from graphengine.config import EngineConfig
 from graphengine.engine import Engine
-from graphengine.request import Event, Request, Result, Timings
+from graphengine.prompts import Chat
+from graphengine.report import StepReport
+from graphengine.request import Event, QueueFull, Request
+from graphengine.result import Result, Segment, Timings
 from graphengine.sampling_params import SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "Event", "Request", "Result", "SamplingParams", "Timings"]
+__all__ = [
+    "Chat",
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "QueueFull",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "Segment",
+    "StepReport",
+    "Timings",
+]

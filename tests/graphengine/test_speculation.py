@@ -455,7 +455,7 @@ def test_a_request_may_end_at_every_offset_of_a_step(
         options: dict[str, Any] = {"max_tokens": 40}
         if by == "eos":
             for engine in engines:
-                monkeypatch.setattr(engine, "eos_ids", (4095, known[end]))
+                monkeypatch.setattr(engine._intake, "_eos_ids", (4095, known[end]))
         elif by == "stop-id":
             options["stop_token_ids"] = (4095, known[end])
         elif by == "max-tokens":
