@@ -17,19 +17,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from graphengine.config import EngineConfig
     from graphengine.engine import Engine
-    from graphengine.request import Event, Request, Result, Timings
+    from graphengine.prompts import Chat
+    from graphengine.report import StepReport
+    from graphengine.request import Event, QueueFull, Request
+    from graphengine.result import Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "Event", "Request", "Result", "SamplingParams", "Timings"]
+__all__ = [
+    "Chat",
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "QueueFull",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "Segment",
+    "StepReport",
+    "Timings",
+]
 
 _HOMES = {
+    "Chat": "graphengine.prompts",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.request",
+    "QueueFull": "graphengine.request",
     "Request": "graphengine.request",
-    "Result": "graphengine.request",
+    "Result": "graphengine.result",
     "SamplingParams": "graphengine.sampling_params",
-    "Timings": "graphengine.request",
+    "Segment": "graphengine.result",
+    "StepReport": "graphengine.report",
+    "Timings": "graphengine.result",
 }
 
 # Type checkers know the names from above; to them, this function would allow any other too.

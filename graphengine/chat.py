@@ -51,14 +51,24 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt's text. Every fault of the messages or the template is a ValueError.
 
-        special_tokens  what the template sees as `bos_token`, `eos_token`, ...
+        special_tokens          what the template sees as `bos_token`, `eos_token`, ...
+        continue_final_message  end with the text of the last message, as in transformers
         """
+        plain = _plain_messages(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message goes on with the last message, add_generation_prompt "
+                    "begins another one: only one of them can be True"
+                )
+            final = _mark_final(plain)
         variables = {
             **(special_tokens or {}),
-            "messages": _plain_messages(messages),
+            "messages": plain,
             "tools": _plain_tools(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -66,10 +76,11 @@ class ChatTemplate:
         template = self._template
         self._sandbox.steps = 0
         try:
-            return "".join(self._sandbox.limited(template.generate(variables)))
+            text = "".join(self._sandbox.limited(template.generate(variables)))
         except Exception as error:
             # What a template raises is its own affair: KeyError, RecursionError, MemoryError, ...
             raise ValueError(f"the chat template failed: {_describe(error)}") from error
+        return _up_to_mark(text, final) if continue_final_message else text
 
     @cached_property
     def _template(self) -> Template:
@@ -275,6 +286,36 @@ def _check_message(index: int, message: Any) -> None:
             f"chat message {index} has content={content!r}: "
             f"must be a string or a list of dicts: {message!r}"
         )
+
+
+# Behind the last message's text while it is rendered. The space shows whether the template strips.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def _mark_final(messages: list[dict[str, Any]]) -> str:
+    """Put the mark behind the text of the last message; returns that text."""
+    message = messages[-1]
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return content
+    for part in reversed(content or []):
+        if isinstance(text := part.get("text"), str):
+            part["text"] = text + _MARK
+            return text
+    raise ValueError(f"continue_final_message: the last message has no text: {message!r}")
+
+
+def _up_to_mark(text: str, final: str) -> str:
+    """`text` up to the end of the last message, whose text is `final`."""
+    end = text.rfind(_MARK.strip())
+    if end < 0 or final.strip() not in text:
+        raise ValueError(
+            f"continue_final_message: the chat template does not write out the last message: "
+            f"{final!r}"
+        )
+    kept = text[:end]
+    return kept if text.startswith(_MARK, end) else kept.rstrip()
 
 
 def _plain_tools(tools: Any) -> list[dict[str, Any]] | None:

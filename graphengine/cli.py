@@ -33,7 +33,7 @@ from graphengine.graph_command import (
 )
 from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
-from graphengine.request import Result
+from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
 from graphengine.speculative_text import (
@@ -180,7 +180,7 @@ def graph_diff(options: argparse.Namespace) -> int:
 def _run(engine: Engine, prompt: Any, options: argparse.Namespace) -> tuple[Result, dict[str, Any]]:
     """Run one request, writing its text as it comes unless JSON is asked for."""
     before, request = Counter(engine.counters), None
-    for event in engine.stream(prompt, _sampling(options)):
+    for event in engine.stream(prompt, _sampling(options), deadline_s=options.deadline):
         request = event.request
         if not options.json:
             print(event.text, end="", flush=True)
@@ -208,6 +208,7 @@ def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str
         "prompt_tokens": len(result.prompt_token_ids),
         "new_tokens": len(result.token_ids),
         "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
         "seed": result.seed,
         "ttft_ms": _milliseconds(first),
         "itl_p50_ms": _milliseconds(p50),
@@ -224,13 +225,15 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 def _print_summary(summary: dict[str, Any]) -> None:
     buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
+    stopped = "" if summary["stop_reason"] is None else f" ({summary['stop_reason']!r})"
     latencies = [f"time to first token {summary['ttft_ms']} ms"]
     if summary["itl_p50_ms"] is not None:
         latencies.append(f"inter-token p50 {summary['itl_p50_ms']} ms")
         latencies.append(f"p99 {summary['itl_p99_ms']} ms")
     print(
         f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
-        f"{summary['device']}, finished by {summary['finish_reason']}, seed {summary['seed']}\n"
+        f"{summary['device']}, finished by {summary['finish_reason']}{stopped}, "
+        f"seed {summary['seed']}\n"
         f"{', '.join(latencies)}\n"
         f"buckets: {buckets}"
     )
@@ -294,6 +297,9 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         min_tokens=options.min_tokens,
         stop=options.stop,
         ignore_eos=options.ignore_eos,
+        include_stop_str_in_output=options.include_stop,
+        skip_special_tokens=not options.special_tokens,
+        add_bos=options.add_bos,
     )
 
 
@@ -309,8 +315,14 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
         _add_engine_options(sub)
         if command is generate:
             sub.add_argument("--prompt", required=True, help="the prompt, or - for standard input")
+            sub.add_argument(
+                "--add-bos",
+                action=argparse.BooleanOptionalAction,
+                help="one BOS token before the prompt, or none (default: as the tokenizer has it)",
+            )
         if command is chat:
             sub.add_argument("--system", help="system message")
+            sub.set_defaults(add_bos=None)
         if command is not info:
             _add_sampling_options(sub)
     _add_graph_commands(commands)
@@ -381,4 +393,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, default=defaults.min_p, help="0 keeps all tokens")
     add("--seed", type=int, dest="sampling_seed", help="of the request's random numbers")
     add("--stop", action="append", help="a string that ends the text; may be repeated")
+    add("--include-stop", action="store_true", help="keep what ended the text in it")
+    add("--special-tokens", action="store_true", help="show special tokens in the text")
+    add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
     add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")

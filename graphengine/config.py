@@ -30,7 +30,13 @@ WaitMode = Literal["spin", "yield", "block"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_OPTIONAL = ("max_seq_len", "max_prefill_tokens_per_step", "kv_blocks", "swap_blocks")
+_OPTIONAL = (
+    "max_seq_len",
+    "max_prefill_tokens_per_step",
+    "kv_blocks",
+    "swap_blocks",
+    "max_waiting",
+)
 _INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_OPTIONAL)
 
 
@@ -54,6 +60,8 @@ class EngineConfig:
     swap_blocks            pinned host blocks for paused requests; None: what a short pool can need
     lookahead              replays launched before the oldest one is collected, 0 or 1
     memory_fraction        share of the device's free memory that the engine may plan with
+    max_waiting            requests that may wait for a slot, those submitted since the last step
+                           among them; one more is refused with `QueueFull`. None: any number
     max_stop_ids           EOS and stop token ids that one request may have
     pdl                    programmatic dependent launch between the decode kernels of a GPU
     row_family             "fma" (1 or 2 rows) or "dot": the decode kernels' arithmetic, part of the
@@ -82,6 +90,7 @@ class EngineConfig:
     swap_blocks: int | None = None
     lookahead: int = 1
     memory_fraction: float = 0.9
+    max_waiting: int | None = None
     max_stop_ids: int = 16
     pdl: bool = True
     row_family: RowFamily | None = None
@@ -132,6 +141,8 @@ class EngineConfig:
             raise ValueError(f"lookahead={self.lookahead} must be 0 or 1")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be in (0, 1]")
+        if self.max_waiting is not None and self.max_waiting < 1:
+            raise ValueError(f"max_waiting={self.max_waiting} must be at least 1, or None")
         if self.max_stop_ids < 1:
             raise ValueError(f"max_stop_ids={self.max_stop_ids} must be at least 1")
         if not 0 <= self.seed < 2**63:
@@ -253,6 +264,7 @@ class EngineOptions(TypedDict, total=False):
     swap_blocks: int | None
     lookahead: int
     memory_fraction: float
+    max_waiting: int | None
     max_stop_ids: int
     pdl: bool
     row_family: RowFamily | None

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from graphengine.acceptance import Acceptance
 from graphengine.buckets.mailbox import Payloads
+from graphengine.deadlines import Deadlines
 from graphengine.gate import Gate
 from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
 from graphengine.recorder import Recorder
-from graphengine.request import Event, FinishReason, Request
-from graphengine.scheduler import Scheduler
+from graphengine.request import Event, Phase, Request
+from graphengine.result import FinishReason
+from graphengine.scheduler import PrefillChunk, Scheduler
 
 log = logging.getLogger(__name__)
+
+StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
+
+
+class Replay(NamedTuple):
+    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
+
+    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
+    prefill fed `chunk`; a decode is of a bucket of `rows`.
+    """
+
+    sequence: int
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+    width: int
+    rows: int = 0
+    chunk: PrefillChunk | None = None
 
 
 class Delivery:
@@ -25,8 +45,9 @@ class Delivery:
     recorder   learns who finished, while it records
     forced     whether acceptance is, so that nothing was judged
 
-    `cancelled` collects requests that their owners end; `acceptance` is of all requests. A wait or
-    a callback that raises, or a `generate` in between, delays events but loses none.
+    `cancelled` collects requests that their owners end, `deadlines` those that may be late;
+    `acceptance` is of all requests. A wait or a callback that raises, or a `generate` in between,
+    delays events but loses none.
     """
 
     def __init__(
@@ -35,6 +56,8 @@ class Delivery:
         self.counters = scheduler.counters
         self.acceptance = Acceptance()
         self.cancelled: list[Request] = []
+        self.deadlines = Deadlines()
+        self.stop_callback: StopCallback | None = None
         self._scheduler = scheduler
         self._gate = gate
         self._recorder = recorder
@@ -50,12 +73,24 @@ class Delivery:
 
     def clear(self) -> None:
         """Drop all that is left, as the engine closes."""
-        for left in (self.cancelled, self._undelivered, self._unreturned):
+        for left in (self.cancelled, self._undelivered, self._unreturned, self.deadlines.heap):
             left.clear()
 
-    def keep(self, events: Sequence[Event]) -> None:
-        """Events that the next step is to return, in front of its own."""
-        self._unreturned = list(events)
+    def keep(self, events: list[Event]) -> None:
+        """Take the list that a step has returned: the next step returns it, and adds its own."""
+        self._unreturned = events
+
+    def read_replay(self, replay: Replay, record: Payloads, now: float) -> None:
+        """All lanes of a replay's mailbox entry, read at `now`."""
+        lanes = zip(replay.requests, replay.epochs, record, strict=True)
+        given = [
+            self.read(request, epoch, items, replay.width, now) for request, epoch, items in lanes
+        ]
+        if self._recorder.recording:
+            drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
+            self._recorder.collected(
+                replay.sequence, replay.requests, given, now, drafted, accepted
+            )
 
     def read(
         self, request: Request, epoch: int, items: tuple[int, ...], width: int, now: float
@@ -78,21 +113,26 @@ class Delivery:
             log.error("request %d: the logits hold no finite value", request.id)
             self._finish(request, "error", (), "", now)
             return 0
-        tokens, text, stopped = items[:count], "", False
+        tokens, text, stopped = items[:count], "", None
         if request.stream is not None:
-            for index, token in enumerate(tokens):
-                piece, stopped = request.stream.push(token)
-                text += piece
-                if stopped:
+            if count == 1 and not flags & STOP:
+                text, stopped = request.stream.push(tokens[0])
+            else:
+                silent = bool(flags & STOP) and request.hides(tokens[-1])
+                text, taken, stopped = request.stream.take(tokens, silent)
+                if taken < count:
                     # What the step emitted behind a stop string is none of the caller's.
-                    self.counters["discarded_tokens"] += count - index - 1
-                    tokens = tokens[: index + 1]
-                    break
-            request.text += text
+                    self.counters["discarded_tokens"] += count - taken
+                    tokens = tokens[:taken]
+            request.pieces.append(text)
         request.token_ids += tokens
         request.timings.tokens += [now] * len(tokens)
         self.counters["tokens"] += len(tokens)
-        if stopped or flags & STOP:
+        if stopped is not None:
+            request.stop_reason = stopped
+            self._finish(request, "stop", tokens, text, now)
+        elif flags & STOP:
+            request.stop_reason = None if tokens[-1] in request.eos_ids else tokens[-1]
             self._finish(request, "stop", tokens, text, now)
         elif flags & LENGTH:
             self._finish(request, "length", tokens, text, now)
@@ -125,7 +165,7 @@ class Delivery:
     ) -> None:
         """Retire the request; its last event brings the text that was held back."""
         tail = request.stream.flush() if request.stream is not None else ""
-        request.text += tail
+        request.pieces.append(tail)
         request.finish_reason = reason
         request.timings.finished = now
         self._scheduler.retire(request)
@@ -134,23 +174,59 @@ class Delivery:
             self._recorder.finished(request)
         self._undelivered.append(Event(request, token_ids, text + tail, reason, now))
 
-    def end_cancelled(self) -> None:
-        """Finish what was cancelled since the last call."""
+    def end_due(self) -> None:
+        """Finish what was cancelled since the last call, and what is late."""
         while self.cancelled:
             request = self.cancelled.pop(0)
             self._finish(request, "cancelled", (), "", time.perf_counter())
+        if self.deadlines.heap:
+            now = time.perf_counter()
+            for request in self.deadlines.late(now):
+                self._finish(request, "deadline", (), "", now)
+
+    def _ask(self, callback: StopCallback) -> BaseException | None:
+        """Finish what `stop_callback` says; returns what it raised, or what is wrong with it."""
+        active = {
+            request.id: request
+            for request in self._scheduler.active
+            if request.phase is not Phase.PAUSED and request.finish_reason is None
+        }
+        if not active:
+            return None
+        try:
+            asked = callback(tuple(active))
+            ended = dict.fromkeys(asked) if isinstance(asked, Iterable) else None
+            if ended is None or not ended.keys() <= active.keys():
+                raise ValueError(
+                    f"stop_callback returned {asked!r}: it must be ids of {tuple(active)}"
+                )
+        except BaseException as error:
+            return error
+        now = time.perf_counter()
+        for number in ended:
+            # The callback may have cancelled it itself.
+            if active[number].finish_reason is None:
+                self._finish(active[number], "stop", (), "", now)
+        return None
 
     def run_callbacks(self) -> list[Event]:
-        """Run the callbacks of new events; return these behind those left from earlier steps."""
-        failure: BaseException | None = None
+        """Run the callbacks of new events; return these behind those left from earlier steps.
+
+        What the first of them raises is raised behind the last; `stop_callback` comes before all.
+        """
+        failure = None if self.stop_callback is None else self._ask(self.stop_callback)
         while self._undelivered:
             event = self._undelivered.pop(0)
-            self._unreturned.append(event)
-            if event.request.callback is not None:
-                try:
-                    event.request.callback(event)
-                except BaseException as error:
-                    failure = failure or error
+            callback = event.request.callback
+            if callback is None:
+                self._unreturned.append(event)
+                continue
+            if not event.request.private:
+                self._unreturned.append(event)
+            try:
+                callback(event)
+            except BaseException as error:
+                failure = failure or error
         if failure is not None:
             raise failure
         events, self._unreturned = self._unreturned, []

@@ -5,32 +5,39 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, Unpack, cast, get_args
+from typing import Any, Self, Unpack, get_args
 
 import torch
 
+from graphengine import runs
 from graphengine.allocation import allocate, graph_steps
 from graphengine.buckets import capture_all
 from graphengine.buckets.mailbox import Payloads
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
-from graphengine.delivery import Delivery, drafts_of
+from graphengine.delivery import Delivery, Replay, StopCallback
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.fields import draft_updates, host_updates
 from graphengine.gate import Gate
-from graphengine.intake import Intake
+from graphengine.intake import Intake, QueueOptions
 from graphengine.kernels import RowFamily, copy_blocks
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
-from graphengine.prompts import Prompt, is_batch, token_ids_of
+from graphengine.prompts import Prompt
 from graphengine.recorder import Recorder
-from graphengine.report import EngineReport, describe_engine
+from graphengine.report import (
+    EngineReport,
+    StepReport,
+    describe_engine,
+    describe_step,
+    make_report,
+)
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, PrefillChunk, Scheduler
@@ -40,23 +47,6 @@ from graphengine.tracing import span
 from graphengine.tuning import numerics_id
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-
-
-class _Replay(NamedTuple):
-    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
-
-    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
-    prefill fed `chunk`; a decode is of a bucket of `rows`.
-    """
-
-    sequence: int
-    requests: tuple[Request, ...]
-    epochs: tuple[int, ...]
-    width: int
-    rows: int = 0
-    chunk: PrefillChunk | None = None
 
 
 class Engine:
@@ -95,6 +85,7 @@ class Engine:
             reserve_extra=0 if drafter is None else drafter.reserve,
             max_seq_len=memory.max_seq_len,
             ladder=memory.ladder,
+            max_waiting=config.max_waiting,
         )
         gate = config.gate_options
         self.gate: Gate | None = None
@@ -103,7 +94,7 @@ class Engine:
                 lengths=memory.draft_lengths, counters=self.scheduler.counters, **asdict(gate)
             )
         self.counters = self.scheduler.counters
-        self._in_flight: deque[tuple[_Replay, ...]] = deque()
+        self._in_flight: deque[tuple[Replay, ...]] = deque()
         self._launched = 0
         self._busy_in: str | None = None
         self._closed = False
@@ -142,7 +133,7 @@ class Engine:
         cls,
         path: str | Path,
         *,
-        progress: Progress | None = None,
+        progress: runs.Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
         """Load a checkpoint, allocate everything, capture every bucket.
@@ -217,21 +208,33 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         on_event: Callable[[Event], None] | None = None,
+        **options: Unpack[QueueOptions],
     ) -> Request:
         """Queue a request; it starts at a `step()` that finds a slot and KV blocks for it.
 
-        prompt    text, token ids, or chat messages (`{"role": ..., "content": ...}`)
-        on_event  called during `step()` with each of the request's events; it may submit and cancel
+        prompt      text, token ids, chat messages (`{"role": ..., "content": ...}`) or a `Chat`
+        on_event    called during `step()` with each of the request's events; it may submit and
+                    cancel
+        priority    of those that wait the lowest number starts first, as in vLLM, and the first
+                    come among equals; who has started is paused for nobody's priority
+        deadline_s  seconds from now: a step that begins later finishes the request with reason
+                    "deadline", wherever it stands, and it keeps the tokens that were read
 
-        ValueError, with the value and the limit, for a prompt or parameters that cannot be served.
+        ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
+        `QueueFull`, a RuntimeError, where `max_waiting` requests wait already.
         """
         self._check_open()
-        if on_event is not None and not callable(on_event):
-            raise ValueError(f"on_event={on_event!r} cannot be called")
+        self.scheduler.check_queue()
         params = self._intake.usual_params if params is None else params
-        request = self._intake.request(self._intake.prompt_ids(prompt), params, on_event)
-        self.scheduler.submit(request)
+        ids = self._intake.prompt_ids(prompt, params)
+        request = self._intake.request(ids, params, on_event, **options)
+        self._queue(request)
         return request
+
+    def _queue(self, request: Request) -> None:
+        self.scheduler.submit(request)
+        if request.deadline is not None:
+            self._delivery.deadlines.watch(request)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
         """Propose what `request` says next, in an engine of `UserProvided` drafts.
@@ -245,14 +248,7 @@ class Engine:
             raise ValueError(
                 f"speculative={self.config.speculative!r}: only UserProvided takes drafts"
             )
-        if not isinstance(request, Request) or not request.belongs_to(self._delivery.cancelled):
-            raise ValueError(f"{request!r} is no request of this engine")
-        if request.finish_reason is not None:
-            raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
-        ids = token_ids_of(token_ids, self.model.config.vocab_size, "drafts are token ids")
-        if len(ids) > self.drafter.length:
-            raise ValueError(f"{len(ids)} drafts for a request, k={self.drafter.length}")
-        request.drafts = ids
+        request.drafts = self._intake.drafts(request, token_ids, self.drafter.length)
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
@@ -260,14 +256,16 @@ class Engine:
         timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
                  An empty list where it was not done in time, or only fed a part of a prompt.
 
-        What an event callback raises goes on to the caller once every callback has run; the events
-        come with the next step.
+        What an event callback or `stop_callback` raises goes on to the caller once every callback
+        has run; the events come with the next step. Events of a `generate`, `stream` or `astream`
+        go to its caller alone.
         """
         if timeout is not None and (not isinstance(timeout, int | float) or timeout != timeout):
             raise ValueError(f"timeout={timeout!r} must be seconds, or None")
         self._enter("step()")
         try:
-            self._delivery.end_cancelled()
+            self.scheduler.moves.clear()
+            self._delivery.end_due()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
                     with span("step/plan", 0, len(self.scheduler.active)):
@@ -296,64 +294,69 @@ class Engine:
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
         return self.scheduler.busy or bool(self._in_flight) or self._delivery.pending
 
+    def last_step(self) -> StepReport:
+        """Who the last `step()` left active, and who it paused, resumed and finished."""
+        return describe_step(self)
+
+    @property
+    def stop_callback(self) -> StopCallback | None:
+        """Who else ends requests; None: nobody. ValueError for what cannot be called.
+
+        Once in every `step()` that leaves a request active, in front of the events' callbacks, it
+        is called with the ids of all that are active (in a slot and not paused) and returns those
+        to finish: with reason "stop", stop reason None and the tokens they have. Any other id is a
+        ValueError, and then nobody is finished. It may submit and cancel.
+        """
+        return self._delivery.stop_callback
+
+    @stop_callback.setter
+    def stop_callback(self, callback: StopCallback | None) -> None:
+        if callback is not None and not callable(callback):
+            raise ValueError(f"stop_callback={callback!r} cannot be called")
+        self._delivery.stop_callback = callback
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: runs.Progress | None = None,
+        **options: Unpack[QueueOptions],
     ) -> Any:
         """Run one prompt, or a list of them as a batch, to the end.
 
+        progress  called with (requests finished, requests) after each step that finished one
+        options   `priority` and `deadline_s` of `submit`, for each of them
+
         Returns a `Result`, or a list of them in the order of the prompts. Other requests go on
-        meanwhile; the next `step()` returns their events. What one of their callbacks raises ends
-        this call, too, and cancels its requests.
+        meanwhile; the next `step()` returns their events. What `progress` or one of their callbacks
+        raises ends this call, too, and cancels its requests.
         """
         self._check_open()
-        batch = is_batch(prompts)
-        prompt_list: Sequence[Any] = prompts if batch else [prompts]
-        if not isinstance(params, Sequence):
-            params = [self._intake.usual_params if params is None else params] * len(prompt_list)
-        if len(params) != len(prompt_list):
-            raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
-        ids = [self._intake.prompt_ids(prompt) for prompt in prompt_list]
-        made = [self._intake.request(*pair) for pair in zip(ids, params, strict=True)]
-        queued: list[Request] = []
-        try:
-            for request in made:
-                self.scheduler.submit(request)
-                queued.append(request)
-            while not all(request.finished for request in made):
-                self._step_for(queued)
-        except BaseException:
-            for request in queued:
-                request.cancel()
-            raise
-        results = [request.result() for request in made]
-        return results if batch else results[0]
+        return runs.generate(self, prompts, params, progress, **options)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
-        """Submit a request now and yield its events; closing the iterator early cancels it."""
-        events: deque[Event] = deque()
-        request = self.submit(prompt, params, on_event=events.append)
-        stream = self._stream_events(request, events)
-        # To its first yield, so that closing an untouched iterator cancels the request too.
-        next(stream)
-        return cast(Iterator[Event], stream)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
+    ) -> Iterator[Event]:
+        """Submit a request now and yield its events, which no step returns.
 
-    def _step_for(self, requests: Sequence[Request]) -> None:
-        """A step whose caller wants the events of `requests`; those of others are kept."""
-        events = self.step()
-        self._delivery.keep([event for event in events if event.request not in requests])
+        Closing the iterator early cancels the request. `options` are `priority` and `deadline_s` of
+        `submit`.
+        """
+        return runs.stream(self, prompt, params, **options)
 
-    def _stream_events(self, request: Request, events: deque[Event]) -> Iterator[Event | None]:
-        try:
-            yield None
-            while events or not request.finished:
-                if not events:
-                    self._step_for([request])
-                while events:
-                    yield events.popleft()
-        finally:
-            request.cancel()
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
+    ) -> AsyncIterator[Event]:
+        """Submit a request now; `async for event in engine.astream(...)` brings its events.
+
+        It steps the engine on the caller's asyncio loop, without a thread: a step that never waits,
+        then the loop's other tasks. Any number of them may run in one loop, beside a task that
+        calls `step(timeout=0)`. A task that is cancelled, an exception, or closing the iterator
+        early (`contextlib.aclosing` does so at once) cancels the request; whoever steps next frees
+        its slot. `options` as for `stream`.
+        """
+        return runs.astream(self, prompt, params, **options)
 
     @property
     def row_family(self) -> RowFamily:
@@ -377,17 +380,7 @@ class Engine:
 
     def report(self) -> EngineReport:
         """Budget, kernels, ladder, captures and counters; print it."""
-        asked = self.config.row_family is not None
-        why = "asked for" if asked else f"for max_batch {self.config.max_batch}"
-        return EngineReport(
-            memory=self.memory,
-            kernels=(
-                f"row family {self.row_family} ({why}), plans {self.plan_sources}, "
-                f"PDL {'on' if self.program.launch.pdl else 'off'}, numerics {self.numerics_id}"
-            ),
-            captures=tuple(graph.report for graph in self._graphs.values()),
-            counters=dict(self.counters),
-        )
+        return make_report(self, [graph.report for graph in self._graphs.values()])
 
     def stats(self) -> dict[str, Any]:
         """Counters, and what became of the drafts, since the engine opened; a copy.
@@ -466,7 +459,7 @@ class Engine:
                 self.buffers.load(updates, sequence=self._launched + 1)
             self.counters["loads"] += 1
 
-    def _replay(self, plan: Plan) -> tuple[_Replay, ...]:
+    def _replay(self, plan: Plan) -> tuple[Replay, ...]:
         """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
         if plan.swap_out or plan.swap_in:
             with self._on_stream():
@@ -497,13 +490,13 @@ class Engine:
         *,
         rows: int = 0,
         chunk: PrefillChunk | None = None,
-    ) -> _Replay:
-        replay = _Replay(self._launched + 1, requests, epochs, width, rows, chunk)
+    ) -> Replay:
+        replay = Replay(self._launched + 1, requests, epochs, width, rows, chunk)
         self._run(bucket, replay)
         self._launched += 1
         return replay
 
-    def _run(self, bucket: str, replay: _Replay) -> None:
+    def _run(self, bucket: str, replay: Replay) -> None:
         """Launch a graph, that of `replay` or the drafter's own behind it."""
         graph = self._graphs[bucket]
         if self.recorder.recording:
@@ -542,16 +535,7 @@ class Engine:
             self._in_flight.popleft()
             self.buffers.acknowledge(replays[-1].sequence)
             for replay, record in zip(replays, records, strict=True):
-                lanes = zip(replay.requests, replay.epochs, record, strict=True)
-                given = [
-                    self._delivery.read(request, epoch, items, replay.width, now)
-                    for request, epoch, items in lanes
-                ]
-                if self.recorder.recording:
-                    drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
-                    self.recorder.collected(
-                        replay.sequence, replay.requests, given, now, drafted, accepted
-                    )
+                self._delivery.read_replay(replay, record, now)
         except BaseException as error:
             self._break(error)
             raise
@@ -561,7 +545,7 @@ class Engine:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
 
-    def _wait(self, replay: _Replay, timeout: float | None) -> Payloads | None:
+    def _wait(self, replay: Replay, timeout: float | None) -> Payloads | None:
         try:
             return self.mailbox.wait(
                 replay.sequence,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 from graphengine.config import EngineConfig
 from graphengine.memory import MemoryPlan
-from graphengine.prompts import Prompt, prompt_ids, token_id
+from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
 from graphengine.request import Event, Request
-from graphengine.sampling_params import SamplingParams
+from graphengine.sampling_params import SamplingParams, is_int
 from graphengine.text import TextStream, Tokenizer
+
+
+class QueueOptions(TypedDict, total=False):
+    """How a request waits: `Engine.submit` documents both."""
+
+    priority: int
+    deadline_s: float | None
 
 
 class Intake:
@@ -46,13 +56,16 @@ class Intake:
         self._cancelled = cancelled
         self._seeds = random.Random(config.seed)
 
-    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The prompt's tokens; ValueError for what cannot be served."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {params!r}")
         return prompt_ids(
             prompt,
             tokenizer=self.tokenizer,
             vocab_size=self._vocab_size,
             max_seq_len=self._max_seq_len,
+            add_bos=params.add_bos,
         )
 
     def request(
@@ -60,10 +73,17 @@ class Intake:
         ids: Sequence[int],
         params: SamplingParams,
         callback: Callable[[Event], None] | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> Request:
         """A request, not queued yet; ValueError for parameters that cannot be served."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {params!r}")
+        if callback is not None and not callable(callback):
+            raise ValueError(f"on_event={callback!r} cannot be called")
+        if not is_int(priority):
+            raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
+        if deadline_s is not None:
+            _check_deadline(deadline_s)
         eos = () if params.ignore_eos else self._eos_ids
         given = (token_id(token, self._vocab_size) for token in params.stop_token_ids)
         stop_ids = tuple(dict.fromkeys((*eos, *given)))
@@ -90,6 +110,40 @@ class Intake:
             max_len=len(ids) + min(room, params.max_tokens or room),
             submitted=time.perf_counter(),
             cancelled=self._cancelled,
-            stream=TextStream(self.tokenizer, params.stop_strings) if self.tokenizer else None,
+            stream=self._stream(params),
             callback=callback,
+            eos_ids=eos,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def drafts(self, request: Request, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """Drafts for a request; ValueError for more than `most`, and for what is no such thing."""
+        if not isinstance(request, Request) or not request.belongs_to(self._cancelled):
+            raise ValueError(f"{request!r} is no request of this engine")
+        if request.finish_reason is not None:
+            raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
+        ids = token_ids_of(token_ids, self._vocab_size, "drafts are token ids")
+        if len(ids) > most:
+            raise ValueError(f"{len(ids)} drafts for a request, k={most}")
+        return ids
+
+    def _stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(
+            self.tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+
+def _check_deadline(seconds: float) -> None:
+    number: object = seconds
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not is_number or not (seconds > 0 and math.isfinite(seconds)):
+        raise ValueError(
+            f"deadline_s={seconds!r} must be positive, finite seconds from now on, or None"
         )

@@ -5,28 +5,75 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
+from graphengine.chat import Messages, Tools
 from graphengine.text import Tokenizer
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """A conversation as a prompt, where its messages alone do not say enough.
+
+    messages                dicts with "role" and "content"
+    tools                   JSON schemas of the functions that the model may call
+    add_generation_prompt   end with the beginning of the assistant's answer; None: unless the last
+                            message is continued
+    continue_final_message  end with the text of the last message, for the model to go on with
+
+    Nothing is checked before the prompt is used; then every fault is a ValueError.
+    """
+
+    messages: Messages
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """What `tokenizer.apply_chat_template` makes of it."""
+        generation = self.add_generation_prompt
+        return tokenizer.apply_chat_template(
+            self.messages,
+            add_generation_prompt=not self.continue_final_message
+            if generation is None
+            else generation,
+            tools=self.tools,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+Prompt = str | Sequence[int] | Messages | Chat
 
 
 def prompt_ids(
-    prompt: Prompt, *, tokenizer: Tokenizer | None, vocab_size: int, max_seq_len: int
+    prompt: Prompt,
+    *,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_seq_len: int,
+    add_bos: bool | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of text, of chat messages, or of ids given as they are.
+    """Token ids of text, of a conversation, or of ids given as they are.
+
+    add_bos  of `Tokenizer.encode`; only text can have it
 
     ValueError, with the value and the limit, for a prompt that cannot be served.
     """
-    if _is_chat(prompt) or isinstance(prompt, str):
+    if _is_messages(prompt):
+        prompt = Chat(messages=cast(Messages, prompt))
+    if add_bos is not None and not isinstance(prompt, str):
+        raise ValueError(
+            f"add_bos={add_bos} is for a prompt of text: token ids and chat templates bring their "
+            f"own"
+        )
+    if isinstance(prompt, str | Chat):
         if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
         if isinstance(prompt, str):
-            prompt = tokenizer.encode(prompt)
+            prompt = tokenizer.encode(prompt, add_bos=add_bos)
         else:
-            prompt = tokenizer.apply_chat_template(cast(Sequence[Message], prompt))
+            prompt = prompt.token_ids(tokenizer)
     ids = token_ids_of(prompt, vocab_size, "a prompt is text, token ids or chat messages")
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
@@ -55,7 +102,7 @@ def token_id(token: object, vocab_size: int) -> int:
     return index
 
 
-def _is_chat(prompt: object) -> bool:
+def _is_messages(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
@@ -64,6 +111,8 @@ def is_batch(prompts: object) -> bool:
     if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         return False
     first = prompts[0]
+    if isinstance(first, Chat):
+        return True
     # A tensor of no dimension is a token id that only claims to be iterable.
     return (
         isinstance(first, Iterable)

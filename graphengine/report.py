@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphengine.buckets import CaptureReport
 from graphengine.memory import MemoryPlan
+from graphengine.request import Phase
 from graphengine.speculative import describe
 
 if TYPE_CHECKING:
@@ -46,6 +47,48 @@ class EngineReport:
             lines += ["", "counters"]
             lines += [f"  {name:<24}{count}" for name, count in sorted(self.counters.items())]
         return "\n".join(lines)
+
+
+def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineReport:
+    """The engine's report, with those of its captures."""
+    config = engine.config
+    why = "asked for" if config.row_family else f"for max_batch {config.max_batch}"
+    return EngineReport(
+        memory=engine.memory,
+        kernels=(
+            f"row family {engine.row_family} ({why}), plans {engine.plan_sources}, "
+            f"PDL {'on' if engine.program.launch.pdl else 'off'}, numerics {engine.numerics_id}"
+        ),
+        captures=tuple(captures),
+        counters=dict(engine.counters),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """Ids of requests, each in the order in which it happened.
+
+    active    in a slot and not paused, when the report was made
+    paused    paused by the step, to make room for older ones
+    resumed   brought back by the step; one may be paused and resumed in the same step
+    finished  ended by the step, for whatever reason
+    """
+
+    active: tuple[int, ...]
+    paused: tuple[int, ...]
+    resumed: tuple[int, ...]
+    finished: tuple[int, ...]
+
+
+def describe_step(engine: Engine) -> StepReport:
+    """The report of the engine's last step."""
+    scheduler = engine.scheduler
+    moved = {
+        kind: tuple(number for move, number in scheduler.moves if move == kind)
+        for kind in ("paused", "resumed", "finished")
+    }
+    active = (request.id for request in scheduler.active if request.phase is not Phase.PAUSED)
+    return StepReport(active=tuple(active), **moved)
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:

@@ -1,19 +1,23 @@
-"""A request's life as its owner sees it: the handle, the events of a step, the result."""
+"""A request's life as its owner sees it: the handle, and the events of a step."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphengine.acceptance import Acceptance
+from graphengine.result import FinishReason, Result, Timings
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from graphengine.text import TextStream
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+class QueueFull(RuntimeError):
+    """As many requests wait as `max_waiting` allows; nobody's fault, so no ValueError."""
 
 
 class Phase(enum.Enum):
@@ -40,41 +44,6 @@ class Event(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     time: float
-
-
-@dataclass(kw_only=True, slots=True)
-class Timings:
-    """Host times in seconds of `time.perf_counter()`, as tokens reached the host."""
-
-    submitted: float
-    tokens: list[float] = field(default_factory=list)
-    finished: float | None = None
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        return self.tokens[0] - self.submitted if self.tokens else None
-
-    @property
-    def inter_token(self) -> list[float]:
-        """Gaps between consecutive tokens."""
-        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """A finished request. `token_ids` end with the stop token where one ended the request.
-
-    `acceptance` counts what became of its drafts; without speculation it is empty.
-    """
-
-    request_id: int
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    seed: int
-    timings: Timings
-    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,15 +78,23 @@ class Placement:
 class Request:
     """Handle of a submitted request, valid after the engine is closed.
 
-    Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `phase`, `token_ids` and `text`
-    so far, `finish_reason`, `timings`, `pauses`, `acceptance`.
+    Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `priority`, `phase`, `token_ids`
+    and `text` so far, `finish_reason`, `stop_reason`, `timings`, `pauses`, `acceptance`.
+
+    priority     the lowest of those that wait starts first, arrival decides among equals
+    deadline     `time.perf_counter()` from which on it is late; None: never
+    eos_ids      those of the stop ids that are the checkpoint's
+    private      its events are for its callback alone: no step returns them
+    pieces       the text in pieces, so that a step adds to it without a copy
     """
 
     __slots__ = (
         "_cancelled",
         "acceptance",
         "callback",
+        "deadline",
         "drafts",
+        "eos_ids",
         "finish_reason",
         "id",
         "max_len",
@@ -125,13 +102,16 @@ class Request:
         "params",
         "pauses",
         "phase",
+        "pieces",
         "placement",
+        "priority",
+        "private",
         "prompt_len",
         "prompt_token_ids",
         "seed",
         "stop_ids",
+        "stop_reason",
         "stream",
-        "text",
         "timings",
         "token_ids",
     )
@@ -149,22 +129,30 @@ class Request:
         cancelled: list[Request],
         stream: TextStream | None = None,
         callback: Callable[[Event], None] | None = None,
+        eos_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
+        self.eos_ids = eos_ids
+        self.priority = priority
+        self.deadline = None if deadline_s is None else submitted + deadline_s
         self.prompt_len = len(self.prompt_token_ids)
         self.max_len = max_len
         self.max_new_tokens = max_len - self.prompt_len
         self.stream = stream
         self.callback = callback
+        self.private = False
         self.phase = Phase.WAITING
         self.placement: Placement | None = None
         self.token_ids: list[int] = []
-        self.text = ""
+        self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
         self.timings = Timings(submitted=submitted)
         self.pauses = 0
         self.acceptance = Acceptance()
@@ -180,6 +168,19 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.phase is Phase.FINISHED
+
+    @property
+    def text(self) -> str:
+        """The text so far. A string of all of it is made where a step has added to it."""
+        if len(self.pieces) > 1:
+            self.pieces[:] = ["".join(self.pieces)]
+        return self.pieces[0] if self.pieces else ""
+
+    def hides(self, stop_token: int) -> bool:
+        """Whether this token, if it ends the request, has no text."""
+        params = self.params
+        eos_is_removed = params.remove_eos and stop_token in self.eos_ids
+        return not params.include_stop_str_in_output or eos_is_removed
 
     @property
     def placed(self) -> Placement:
@@ -209,12 +210,16 @@ class Request:
         """What the request produced. ValueError while it is not finished."""
         if not self.finished or self.finish_reason is None:
             raise ValueError(f"request {self.id} is not finished: it is in {self.phase.value}")
+        text = self.text
+        ends = () if self.stream is None else accumulate(self.stream.lengths)
         return Result(
             request_id=self.id,
             prompt_token_ids=self.prompt_token_ids,
             token_ids=tuple(self.token_ids),
-            text=self.text,
+            text=text,
+            text_ends=tuple(min(end, len(text)) for end in ends),
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             seed=self.seed,
             timings=self.timings,
             acceptance=self.acceptance,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("decode", "prefill", "draft")
-REASONS = ("stop", "length", "cancelled", "error")
+REASONS = ("stop", "length", "cancelled", "error", "deadline")
 STAMPS = ("plan", "load", "replay", "launched", "collect", "read", "delivered")
 STAGES = {
     "plan": ("plan", "load"),

@@ -12,6 +12,7 @@ FLOAT32_MAX = 3.4028234e38
 MIN_TEMPERATURE = 1e-6
 
 _INTEGERS = {"top_k": False, "min_tokens": False, "seed": True, "max_tokens": True}
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "remove_eos")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +26,23 @@ class SamplingParams:
     seed            of the request's own random numbers; None: the engine draws one and reports it
     max_tokens      new tokens at most; None: up to max_seq_len
     min_tokens      end-of-sequence and stop token ids cannot be sampled before this many new tokens
-    stop            strings that end the request; they are not part of the text
+    stop            strings that end the request; one that is complete with one of the first
+                    `min_tokens` tokens does not
     stop_token_ids  token ids that end the request, beside the checkpoint's end-of-sequence ids
     ignore_eos      the checkpoint's end-of-sequence ids do not end the request
+
+    What ended a request is in its token ids; of its text these decide:
+
+    include_stop_str_in_output  the text ends with the stop string, or the text of the stop token
+    skip_special_tokens         special tokens have no text
+    remove_eos                  an end-of-sequence token that ended the request has no text even
+                                where `include_stop_str_in_output` (`remove_EOD` of Megatron's text
+                                generation controller)
+
+    And of its prompt, if that is text:
+
+    add_bos  True: it begins with exactly one BOS token, False: with none (Megatron's `add_BOS`);
+             None: as the tokenizer's files have it
     """
 
     temperature: float = 1.0
@@ -40,6 +55,10 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    remove_eos: bool = False
+    add_bos: bool | None = None
 
     def __post_init__(self) -> None:
         for name, optional in _INTEGERS.items():
@@ -50,8 +69,11 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise ValueError(f"{name}={value!r} must be a number")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.add_bos, bool | None):
+            raise ValueError(f"add_bos={self.add_bos!r} must be True, False or None")
         self._freeze("stop_token_ids", "a list of token ids")
         if not isinstance(self.stop, str | None):
             self._freeze("stop", "a string or a list of strings")

@@ -20,11 +20,15 @@ at least, until all its tokens are in flight; it finishes, and so does everyone 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from graphengine.buckets import BucketLadder
-from graphengine.request import Phase, Placement, Request
+from graphengine.request import Phase, Placement, QueueFull, Request
+
+Move = Literal["paused", "resumed", "finished"]
 
 
 class BlockPool:
@@ -110,6 +114,9 @@ class _Changes:
 class Scheduler:
     """Admits, pauses, resumes and retires requests; first come, first served.
 
+    Of those that wait the lowest priority comes first, and the first come of equal ones. Priority
+    decides when a request starts and nothing else: it is nobody's reason to pause another.
+
     slots             requests that can hold a slot at once
     ladder            rows of the decode graphs; None: all slots', in one
     kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
@@ -118,6 +125,9 @@ class Scheduler:
     tokens_per_step   the greatest width of a step, and the one to begin with
     reserve_extra     positions that a drafter may write past those of the step or prompt it follows
     max_seq_len       positions that a block table has; no drafter writes past them
+    max_waiting       requests that may wait for a slot; None: any number
+
+    `moves` notes who was paused, resumed and finished; to be cleared by whoever reads it.
     """
 
     def __init__(
@@ -132,6 +142,7 @@ class Scheduler:
         reserve_extra: int = 0,
         max_seq_len: int | None = None,
         ladder: BucketLadder | None = None,
+        max_waiting: int | None = None,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
@@ -144,6 +155,8 @@ class Scheduler:
         self.active: list[Request] = []
         self.slots: list[Request | None] = [None] * slots
         self.counters: Counter[str] = Counter()
+        self.moves: list[tuple[Move, int]] = []
+        self._max_waiting = max_waiting
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
@@ -189,6 +202,15 @@ class Scheduler:
         """Blocks of the request at its greatest length."""
         return self.blocks_for(self._reach(request, request.max_len))
 
+    def check_queue(self, count: int = 1) -> None:
+        """QueueFull unless `count` more requests may wait."""
+        waiting, limit = len(self.waiting), self._max_waiting
+        if limit is not None and waiting + count > limit:
+            more = "another one" if count == 1 else f"{count} more"
+            raise QueueFull(
+                f"{waiting} requests wait already: {more} would exceed max_waiting={limit}"
+            )
+
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool to itself."""
         need = self._greatest_need(request)
@@ -200,7 +222,12 @@ class Scheduler:
                 f"{request.max_new_tokens} new){drafts} needs {need} KV blocks of "
                 f"{self.block_size} tokens; the pool has {self.pool.count}"
             )
-        self.waiting.append(request)
+        waiting = self.waiting
+        if waiting and waiting[-1].priority > request.priority:
+            place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
+            waiting.insert(place, request)
+        else:
+            waiting.append(request)
         self._repeats = 0
 
     def retire(self, request: Request) -> None:
@@ -217,6 +244,7 @@ class Scheduler:
             request.placement = None
             self._changes.slots = self._changes.tables = True
         request.phase = Phase.FINISHED
+        self.moves.append(("finished", request.id))
 
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can be launched before something is collected.
@@ -351,6 +379,7 @@ class Scheduler:
         request.phase = Phase.PAUSED
         request.pauses += 1
         self.counters["pauses"] += 1
+        self.moves.append(("paused", request.id))
         self._changes.tables = True
 
     def _resume(self) -> list[Request]:
@@ -378,6 +407,7 @@ class Scheduler:
             self._changes.tables = True
             headroom += self._headroom(1)
             self.counters["resumes"] += 1
+            self.moves.append(("resumed", request.id))
             request.phase = Phase.PREFILL if prefilling else Phase.DECODE
             if not prefilling and _can_sample(request):
                 rows.append(request)

@@ -9,16 +9,16 @@ class StopStrings:
     """Passes text on until one of `stops` has appeared in it.
 
     The match that ends first wins, whatever pieces the text comes in; of those that end at the same
-    character the longest wins, so that no part of a stop string is left in the text. (vLLM too
-    looks after every token and cuts at what it finds; where one token completes several strings it
-    takes the first of the list, which makes its cut depend on the tokenizer. This one does not.)
-    The stop string itself and all that follows are dropped.
+    character the first of the list wins. This is what vLLM does (`check_stop_strings` of its v1
+    detokenizer: the string that is complete first, ties in the order of the list). What follows the
+    stop string is dropped, and so is the string itself unless it is to be included.
 
-    Text is held back only while it is the beginning of a stop string. Each string is tracked with
-    Knuth, Morris and Pratt's automaton: amortised O(len(stops)) a character, however long they are.
+    Text is held back only while it is the beginning of a stop string that may have to be dropped:
+    where stop strings are included nothing is. Each string is tracked with Knuth, Morris and
+    Pratt's automaton: amortised O(len(stops)) a character, however long they are.
     """
 
-    def __init__(self, stops: str | Sequence[str]) -> None:
+    def __init__(self, stops: str | Sequence[str], *, include: bool = False) -> None:
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in self._stops:
             if not isinstance(stop, str) or not stop:
@@ -26,11 +26,15 @@ class StopStrings:
         self._fallbacks = [_fallback_lengths(stop) for stop in self._stops]
         # Characters of each stop string that the end of the text so far agrees with.
         self._agreeing = [0] * len(self._stops)
+        self._include = include
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text that no stop string can claim any more, the stop string if one has matched)."""
+    def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
+        """(text that no stop string can claim any more, the stop string if one has matched).
+
+        armed  whether a stop string that ends in `text` counts; one that ends later may begin here
+        """
         if self.matched is not None:
             return "", self.matched
         if not self._stops:
@@ -38,10 +42,10 @@ class StopStrings:
         pending = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             matched = self._advance(character)
-            if matched is not None:
+            if matched is not None and armed:
                 self.matched, self._held = matched, ""
-                return pending[: end - len(matched)], matched
-        held_from = len(pending) - max(self._agreeing)
+                return pending[: end if self._include else end - len(matched)], matched
+        held_from = len(pending) - (0 if self._include else max(self._agreeing))
         self._held = pending[held_from:]
         return pending[:held_from], None
 
@@ -51,16 +55,17 @@ class StopStrings:
         return held
 
     def _advance(self, character: str) -> str | None:
-        """The longest stop string that ends with this character, if one does."""
+        """The first stop string of the list that ends with this character, if one does."""
         matched: str | None = None
         for index, stop in enumerate(self._stops):
             agreeing, fallbacks = self._agreeing[index], self._fallbacks[index]
             while agreeing and stop[agreeing] != character:
                 agreeing = fallbacks[agreeing]
             agreeing += stop[agreeing] == character
+            if agreeing == len(stop):
+                matched = matched or stop
+                agreeing = fallbacks[agreeing]
             self._agreeing[index] = agreeing
-            if agreeing == len(stop) > len(matched or ""):
-                matched = stop
         return matched
 
 

@@ -126,11 +126,16 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         return self._library.id_to_token(_checked_id(token_id))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, add_bos: bool | None = None
+    ) -> list[int]:
         """Token ids of `text`; names of special tokens in it become those tokens.
 
         add_special_tokens  with BOS and EOS as `tokenizer_config.json` says (`add_bos_token`,
                             `add_eos_token`), or as `tokenizer.json` does where it says nothing
+        add_bos             True: exactly one BOS comes first, False: none does, whatever the text
+                            and the configuration say, as in Megatron's text generation controller;
+                            None: it is left as it is. ValueError for True without a BOS
         """
         if not isinstance(text, str):
             raise ValueError(f"text to encode must be a string, got {text!r}")
@@ -141,9 +146,24 @@ class Tokenizer:
                 f"text to encode has a lone surrogate {text[error.start]!r} at {error.start}"
             ) from error
         if self._affixes is None or not add_special_tokens:
-            return self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        before, after = self._affixes
-        return [*before, *self._library.encode(text, add_special_tokens=False).ids, *after]
+            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            before, after = self._affixes
+            ids = [*before, *self._library.encode(text, add_special_tokens=False).ids, *after]
+        return ids if add_bos is None else self._with_bos(ids, add_bos)
+
+    def _with_bos(self, ids: list[int], wanted: bool) -> list[int]:
+        """`ids` behind one BOS token, or behind none."""
+        bos = self.bos_token_id
+        if bos is None:
+            if wanted:
+                raise ValueError(
+                    f"add_bos=True, but the tokenizer's bos_token is "
+                    f"{self.special_tokens.get('bos_token')!r}, which is not in the vocabulary"
+                )
+            return ids
+        first = next((index for index, token in enumerate(ids) if token != bos), len(ids))
+        return [bos] * wanted + ids[first:]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`: what `tokenizers` makes of them, with one exception.
@@ -160,18 +180,32 @@ class Tokenizer:
         return "".join(map(decoder.push, ids)) + decoder.flush()
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation as the checkpoint's template writes it.
 
-        messages  dicts with "role" and "content" (text, or a list of dicts); more keys may follow
-        tools     JSON schemas of functions; the template "tool_use" is taken where there is one
+        messages                dicts with "role" and "content" (text, or a list of dicts); more
+                                keys may follow
+        add_generation_prompt   with the beginning of the assistant's answer
+        tools                   JSON schemas of functions; the template "tool_use" is taken where
+                                there is one
+        continue_final_message  end with the text of the last message, which the model then goes on
+                                with. ValueError together with `add_generation_prompt`, for a last
+                                message without text, and where the template does not write it out
         """
-        text = self.render_chat(messages, add_generation_prompt, tools)
+        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message)
         return self.encode(text, add_special_tokens=False)
 
     def render_chat(
-        self, messages: Messages, add_generation_prompt: bool = True, tools: Tools | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The text that `apply_chat_template` encodes."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -184,6 +218,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             special_tokens=self.special_tokens,
+            continue_final_message=continue_final_message,
         )
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -325,20 +360,63 @@ class IncrementalDecoder:
 
 
 class TextStream:
-    """A request's text: token ids in, text out up to a stop string."""
+    """A request's text: token ids in, text out up to a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._stops = StopStrings(stops)
+    include_stop         whether a stop string that ends the text stays in it
+    skip_special_tokens  whether special tokens have no text
+    min_tokens           a stop string that is complete with one of the first so many tokens is text
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """(text that became certain, whether a stop string has ended the text)."""
-        text, matched = self._stops.push(self._decoder.push(token_id))
-        return text, matched is not None
+    `lengths[i]` counts the characters that became certain with token i, those of a stop string and
+    of what follows it included. A push costs the same however many came before it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.lengths: list[int] = []
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stops, include=include_stop) if stops else None
+        self._min_tokens = min_tokens
+        self._silent = False
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """(text that became certain, the stop string that has ended the text)."""
+        text = self._decoder.push(token_id)
+        self.lengths.append(len(text))
+        if self._stops is None:
+            return text, None
+        return self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
+
+    def take(self, token_ids: Sequence[int], silent: bool = False) -> tuple[str, int, str | None]:
+        """(text that became certain, tokens up to the end of the text, the stop string there).
+
+        silent  the last token has no text
+        """
+        text = ""
+        for taken, token_id in enumerate(token_ids[:-1] if silent else token_ids, start=1):
+            piece, matched = self.push(token_id)
+            text += piece
+            if matched is not None:
+                return text, taken, matched
+        if silent:
+            self.lengths.append(0)
+            self._silent = True
+        return text, len(token_ids), None
 
     def flush(self) -> str:
         """The text still held back; nothing after a stop string. To be called once, at the end."""
-        text, _ = self._stops.push(self._decoder.flush())
+        text = self._decoder.flush()
+        if text:
+            self.lengths[-2 if self._silent else -1] += len(text)
+        if self._stops is None:
+            return text
+        text, _ = self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
         return text + self._stops.flush()
 
 

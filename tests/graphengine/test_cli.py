@@ -28,6 +28,7 @@ GENERATED_KEYS = {
     "prompt_tokens",
     "new_tokens",
     "finish_reason",
+    "stop_reason",
     "seed",
     "ttft_ms",
     "itl_p50_ms",
@@ -178,6 +179,10 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
     stopped = run("--stop", "never in the text", "--stop", stop)
     assert stopped["finish_reason"] == "stop"
     assert stopped["text"] == greedy["text"][: greedy["text"].find(stop)]
+    assert stopped["stop_reason"] == stop and greedy["stop_reason"] is None
+    included = run("--stop", stop, "--include-stop")
+    assert included["text"] == greedy["text"][: greedy["text"].find(stop) + len(stop)]
+    assert run("--deadline", "1e-9")["finish_reason"] == "deadline"
     assert run("--min-tokens", "20", "--ignore-eos")["new_tokens"] == 20
 
 
@@ -432,7 +437,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 def test_an_interrupt_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "stream", interrupted)

@@ -29,7 +29,12 @@ VLLM_DEFAULTS = {
     "ignore_eos": False,
     "max_tokens": 16,
     "min_tokens": 0,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
 }
+# What vLLM has no name for: it changes nothing unless it is given.
+OWN_DEFAULTS = {"remove_eos": False, "add_bos": None}
+DEFAULTS = VLLM_DEFAULTS | OWN_DEFAULTS
 
 
 def make_request(cancelled: list[Request]) -> Request:
@@ -49,7 +54,7 @@ def make_request(cancelled: list[Request]) -> Request:
 
 
 def test_sampling_defaults_are_vllms() -> None:
-    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS
+    assert dataclasses.asdict(SamplingParams()) == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,13 @@ def test_sampling_defaults_are_vllms() -> None:
         ({"stop": ""}, "stop='' must be strings that are not empty"),
         ({"stop": ["a", ""]}, "stop=('a', '') must be strings that are not empty"),
         ({"stop": [13]}, "stop=(13,) must be strings that are not empty"),
+        ({"add_bos": 1}, "add_bos=1 must be True, False or None"),
+        ({"remove_eos": None}, "remove_eos=None must be True or False"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens=0 must be True or False"),
+        (
+            {"include_stop_str_in_output": "yes"},
+            "include_stop_str_in_output='yes' must be True or False",
+        ),
         ({"stop_token_ids": [2, 3.0]}, "stop_token_ids holds 3.0, which is not an integer"),
     ],
 )
@@ -116,7 +128,7 @@ def test_sampling_errors_name_the_field_and_its_value(
 )
 def test_the_ends_of_the_sampling_ranges_are_allowed(options: dict[str, Any]) -> None:
     params = SamplingParams(**options)
-    assert dataclasses.asdict(params) == VLLM_DEFAULTS | options
+    assert dataclasses.asdict(params) == DEFAULTS | options
 
 
 @pytest.mark.parametrize(
@@ -172,6 +184,7 @@ def test_engine_defaults() -> None:
         "swap_blocks": None,
         "lookahead": 1,
         "memory_fraction": 0.9,
+        "max_waiting": None,
         "max_stop_ids": 16,
         "pdl": True,
         "row_family": None,
@@ -357,7 +370,7 @@ def test_cancelling_a_finished_request_changes_nothing() -> None:
 def test_a_result_keeps_what_the_request_had() -> None:
     request = make_request([])
     request.token_ids += [5, 9]
-    request.text = "hi"
+    request.pieces += ["h", "i"]
     request.phase, request.finish_reason = Phase.FINISHED, "length"
     result = request.result()
     request.token_ids.append(1)

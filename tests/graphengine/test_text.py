@@ -388,13 +388,17 @@ def test_what_is_no_token_id_is_refused(token_id: Any) -> None:
 # Stop strings.
 
 
-def naive_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The match that ends first, of those the longest, by trying every place."""
-    for end in range(1, len(text) + 1):
+def naive_stop(
+    text: str, stops: Sequence[str], include: bool = False, unarmed: int = 0
+) -> tuple[str, str | None]:
+    """The match that ends first, of those the first of the list, by trying every place.
+
+    Those that end in the first `unarmed` characters are none.
+    """
+    for end in range(unarmed + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
-            matched = max(found, key=len)
-            return text[: end - len(matched)], matched
+            return text[: end if include else end - len(found[0])], found[0]
     return text, None
 
 
@@ -409,20 +413,26 @@ PIECES = st.lists(st.text(alphabet="ab\n", max_size=6), max_size=8)
 
 
 @settings(max_examples=500, deadline=None)
-@given(stops=STOPS, pieces=PIECES)
-@example(stops=["abab", "b\n"], pieces=["aab", "ab\n"])
-@example(stops=["aab"], pieces=["aaaab"])
-def test_stop_strings_equal_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
-    expected, matched = naive_stop("".join(pieces), stops)
-    stop_strings = StopStrings(stops)
+@given(stops=STOPS, pieces=PIECES, include=st.booleans(), unarmed=st.integers(0, 3))
+@example(stops=["abab", "b\n"], pieces=["aab", "ab\n"], include=False, unarmed=0)
+@example(stops=["aab"], pieces=["aaaab"], include=False, unarmed=0)
+@example(stops=["aa"], pieces=["aa", "a"], include=True, unarmed=1)
+def test_stop_strings_equal_a_search_of_the_whole_text(
+    stops: list[str], pieces: list[str], include: bool, unarmed: int
+) -> None:
+    """Nothing matches in the first `unarmed` pieces; it may begin there, even inside a match."""
+    characters = len("".join(pieces[:unarmed]))
+    expected, matched = naive_stop("".join(pieces), stops, include, characters)
+    stop_strings = StopStrings(stops, include=include)
     emitted, seen = "", ""
-    for piece in pieces:
+    for index, piece in enumerate(pieces):
         seen += piece
-        text, found = stop_strings.push(piece)
+        text, found = stop_strings.push(piece, armed=index >= unarmed)
         emitted += text
         assert found == stop_strings.matched
         if found is None:
-            assert len(seen) - len(emitted) == naive_held(seen, stops)
+            held = 0 if include else naive_held(seen, stops)
+            assert len(seen) - len(emitted) == held
     assert stop_strings.matched == matched
     assert emitted + stop_strings.flush() == expected
 
@@ -437,9 +447,10 @@ def test_stop_strings_end_the_text() -> None:
     assert stops.flush() == ""
 
 
-def test_the_earliest_end_wins_then_the_longest() -> None:
+def test_the_earliest_end_wins_then_the_first_of_the_list() -> None:
     assert StopStrings(["abcd", "bc"]).push("xabcd") == ("xa", "bc")
-    assert StopStrings(["c", "abc", "bc"]).push("xabc") == ("x", "abc")
+    assert StopStrings(["c", "abc", "bc"]).push("xabc") == ("xab", "c")
+    assert StopStrings(["abc", "c", "bc"]).push("xabc") == ("x", "abc")
     assert StopStrings("abc").push("xabc") == ("x", "abc")
 
 
@@ -462,7 +473,7 @@ def test_a_text_stream_stops_inside_a_character_of_tokens() -> None:
     text_stream = TextStream(tokenizer, ["😀!"])
     results = [text_stream.push(index) for index in byte_ids(tokenizer, "hi 😀!x".encode())]
     assert "".join(text for text, _ in results) + text_stream.flush() == "hi "
-    assert [stopped for _, stopped in results] == [False] * 7 + [True, True]
+    assert [stopped for _, stopped in results] == [None] * 7 + ["😀!", "😀!"]
 
 
 def test_a_text_stream_flushes_both_of_its_parts() -> None:

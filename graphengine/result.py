@@ -1,0 +1,106 @@
+"""What a finished request has produced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from graphengine.acceptance import Acceptance
+
+FinishReason = Literal["stop", "length", "cancelled", "error", "deadline"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Timings:
+    """Host times in seconds of `time.perf_counter()`, as tokens reached the host."""
+
+    submitted: float
+    tokens: list[float] = field(default_factory=list)
+    finished: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.tokens[0] - self.submitted if self.tokens else None
+
+    @property
+    def inter_token(self) -> list[float]:
+        """Gaps between consecutive tokens."""
+        return [after - before for before, after in pairwise(self.tokens)]
+
+
+class Segment(NamedTuple):
+    """The part of a text that one token made certain: characters `start` to `end`, without `end`.
+
+    A character of several tokens belongs to the one that completes it; a token without text of its
+    own has an empty segment.
+    """
+
+    token_id: int
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished request. `token_ids` end with the stop token where one ended the request.
+
+    text_ends    characters of `text` up to and with each token; empty without a tokenizer
+    stop_reason  the stop string or the stop token id that ended it; None for an end-of-sequence
+                 token, a `stop_callback` and whatever is no "stop"
+    acceptance   counts what became of its drafts; without speculation it is empty
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    timings: Timings
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    stop_reason: str | int | None = None
+    text_ends: tuple[int, ...] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """One segment a token; together they are `text`. None of them without a tokenizer."""
+        starts = (0, *self.text_ends[:-1])
+        spans = zip(self.token_ids, starts, self.text_ends, strict=False)
+        return tuple(
+            Segment(token_id, self.text[start:end], start, end) for token_id, start, end in spans
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result in plain JSON types. These names stay as they are; more may come.
+
+        request_id        number of the request in its engine, from 1
+        prompt_token_ids  list of ids
+        token_ids         list of ids, what ended the request included
+        text              what the tokens say; empty without a tokenizer
+        segments          list of {"token_id", "text", "start", "end"}, one for each token
+        finish_reason     "stop", "length", "cancelled", "error" or "deadline"
+        stop_reason       the stop string (text) or stop token (id) that ended it, or null
+        seed              of its random numbers, drawn by the engine where none was given
+        timings           seconds from its submission: {"time_to_first_token" (null without one),
+                          "tokens": when each reached the host, "finished"}
+        acceptance        `Acceptance.as_dict()`: what became of its drafts
+        """
+        submitted, finished = self.timings.submitted, self.timings.finished
+        return {
+            "request_id": self.request_id,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "token_ids": list(self.token_ids),
+            "text": self.text,
+            "segments": [segment._asdict() for segment in self.segments],
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "seed": self.seed,
+            "timings": {
+                "time_to_first_token": self.timings.time_to_first_token,
+                "tokens": [time - submitted for time in self.timings.tokens],
+                "finished": None if finished is None else finished - submitted,
+            },
+            "acceptance": self.acceptance.as_dict(),
+        }

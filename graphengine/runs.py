@@ -1,0 +1,136 @@
+"""Ways to run requests to their end, each a thin shell over `Engine.step`.
+
+They hear of their own requests through callbacks, so that any number of them, and a loop of plain
+steps, may go on side by side: whoever steps brings everybody's requests forward, and no event goes
+to the wrong one. What another request's callback raises in a step ends the run that stepped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Unpack, cast
+
+from graphengine.intake import QueueOptions
+from graphengine.prompts import Prompt, is_batch
+from graphengine.request import Event, Request
+from graphengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from graphengine.engine import Engine
+
+Progress = Callable[[int, int], None]
+
+
+def generate(
+    engine: Engine,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    progress: Progress | None,
+    **options: Unpack[QueueOptions],
+) -> Any:
+    """What `Engine.generate` says."""
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress={progress!r} cannot be called")
+    intake = engine._intake
+    batch = is_batch(prompts)
+    prompt_list: Sequence[Any] = prompts if batch else [prompts]  # type: ignore[assignment]
+    if not isinstance(params, Sequence):
+        params = [intake.usual_params if params is None else params] * len(prompt_list)
+    if len(params) != len(prompt_list):
+        raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
+    done = 0
+
+    def heard(event: Event) -> None:
+        nonlocal done
+        done += event.finish_reason is not None
+
+    ids = [intake.prompt_ids(*pair) for pair in zip(prompt_list, params, strict=True)]
+    made = [intake.request(*pair, heard, **options) for pair in zip(ids, params, strict=True)]
+    engine.scheduler.check_queue(len(made))
+    queued: list[Request] = []
+    try:
+        for request in made:
+            request.private = True
+            engine._queue(request)
+            queued.append(request)
+        told = 0
+        while done < len(made):
+            _step(engine)
+            if progress is not None and done > told:
+                told = done
+                progress(done, len(made))
+    except BaseException:
+        for request in queued:
+            request.cancel()
+        raise
+    results = [request.result() for request in made]
+    return results if batch else results[0]
+
+
+def stream(
+    engine: Engine, prompt: Prompt, params: SamplingParams | None, **options: Unpack[QueueOptions]
+) -> Iterator[Event]:
+    """What `Engine.stream` says."""
+    request, events = _submit(engine, prompt, params, **options)
+    generator = _events(engine, request, events)
+    # To its first yield, so that closing an untouched iterator cancels the request too.
+    next(generator)
+    return cast(Iterator[Event], generator)
+
+
+def astream(
+    engine: Engine, prompt: Prompt, params: SamplingParams | None, **options: Unpack[QueueOptions]
+) -> AsyncIterator[Event]:
+    """What `Engine.astream` says."""
+    request, events = _submit(engine, prompt, params, **options)
+    generator = _events_async(engine, request, events)
+    # To its first yield, in front of which it awaits nothing.
+    with suppress(StopIteration):
+        generator.__anext__().__await__().__next__()
+    return cast(AsyncIterator[Event], generator)
+
+
+def _submit(
+    engine: Engine, prompt: Prompt, params: SamplingParams | None, **options: Unpack[QueueOptions]
+) -> tuple[Request, deque[Event]]:
+    """A request whose events go into a queue, and that queue."""
+    events: deque[Event] = deque()
+    request = engine.submit(prompt, params, on_event=events.append, **options)
+    request.private = True
+    return request, events
+
+
+def _step(engine: Engine, timeout: float | None = None) -> None:
+    """A step for those who hear by callbacks: the next plain one returns what this one would."""
+    engine._delivery.keep(engine.step(timeout))
+
+
+def _events(engine: Engine, request: Request, events: deque[Event]) -> Iterator[Event | None]:
+    try:
+        yield None
+        while events or not request.finished:
+            if not events:
+                _step(engine)
+            while events:
+                yield events.popleft()
+    finally:
+        request.cancel()
+
+
+async def _events_async(
+    engine: Engine, request: Request, events: deque[Event]
+) -> AsyncIterator[Event | None]:
+    try:
+        yield None
+        while events or not request.finished:
+            if not events:
+                await asyncio.sleep(0)
+            if not events and not request.finished:
+                _step(engine, timeout=0)
+            while events:
+                yield events.popleft()
+    finally:
+        request.cancel()

@@ -1,0 +1,178 @@
+"""Prompts as users write them: BOS or none, conversations with tools, and ones to be continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from graphengine import Chat, Engine
+from graphengine.text import Tokenizer
+from stepping import PROMPT, greedy, open_engine
+
+BOS, EOS = "<s>", "</s>"
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% if tools %}[{% for tool in tools %}{{ tool.function.name }} {% endfor %}]{% endif %}"
+    "{% for message in messages %}"
+    "#{{ message.role }}:{{ message.content if message.content is string"
+    " else message.content | map(attribute='text') | join }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}#assistant:{% endif %}"
+)
+# Templates that treat the last message in other ways.
+TRIMMING = TEMPLATE.replace("message.content if", "message.content | trim if")
+FORGETTING = "{% for message in messages[:-1] %}{{ message.content }}{% endfor %}end"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def letters() -> tokenizers.Tokenizer:
+    """A token a character."""
+    names = [BOS, EOS, *map(chr, range(32, 127)), "\n"]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.add_special_tokens([BOS, EOS])
+    library.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return library
+
+
+def both(template: str = TEMPLATE, **options: Any) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+    special = {"bos_token": BOS, "eos_token": EOS}
+    ours = Tokenizer(
+        letters(), special_tokens=special, chat_templates={"default": template}, **options
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=letters(), chat_template=template, **special)
+    return ours, theirs
+
+
+# BOS.
+
+
+@pytest.mark.parametrize("configured", [None, True, False])
+@pytest.mark.parametrize("text", ["a b", "<s>a", "<s><s>a", "", "a<s>"])
+def test_add_bos_puts_exactly_one_or_none(configured: bool | None, text: str) -> None:
+    """As `TextGenerationController.tokenize_prompt` of Megatron."""
+    ours, theirs = both(add_bos=configured)
+    plain = theirs.encode(text, add_special_tokens=False)
+    while plain[:1] == [0]:
+        del plain[0]
+    assert ours.encode(text, add_bos=True) == [0, *plain]
+    assert ours.encode(text, add_bos=False) == plain
+    assert ours.encode(text) == [0] * bool(configured) + theirs.encode(
+        text, add_special_tokens=False
+    )
+
+
+def test_add_bos_needs_one(engine: Engine) -> None:
+    tokenizer = Tokenizer(letters())
+    assert tokenizer.encode("a", add_bos=False) == tokenizer.encode("a")
+    with pytest.raises(ValueError, match="add_bos=True, but the tokenizer's bos_token is None"):
+        tokenizer.encode("a", add_bos=True)
+    with pytest.raises(ValueError, match="add_bos=True, but the tokenizer's bos_token is None"):
+        engine.submit(PROMPT, greedy(add_bos=True))
+
+
+def test_add_bos_is_for_text(engine: Engine) -> None:
+    for prompt in ([1, 2], [{"role": "user", "content": "a"}], Chat(messages=[])):
+        for wanted in (True, False):
+            with pytest.raises(ValueError, match=f"add_bos={wanted} is for a prompt of text"):
+                engine.submit(prompt, greedy(add_bos=wanted))
+    assert len(engine.generate(PROMPT, greedy(2, add_bos=False)).token_ids) == 2
+
+
+def test_an_engine_adds_bos(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    was = dict(tokenizer.special_tokens)
+    tokenizer.special_tokens["bos_token"] = tokenizer.id_to_token(0) or ""
+    try:
+        with_bos = engine.generate(PROMPT, greedy(2, add_bos=True))
+        assert with_bos.prompt_token_ids == (0, *tokenizer.encode(PROMPT))
+    finally:
+        tokenizer.special_tokens.clear()
+        tokenizer.special_tokens.update(was)
+
+
+# Conversations.
+
+WORDS = st.text(alphabet="ab .<\n", max_size=8)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": WORDS}),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=MESSAGES, tools=st.sampled_from([None, TOOLS]), generation=st.booleans())
+def test_conversations_are_transformers(
+    messages: list[dict[str, str]], tools: Any, generation: bool
+) -> None:
+    ours, theirs = both()
+    chat = Chat(messages=messages, tools=tools, add_generation_prompt=generation)
+    expected = theirs.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=generation, return_dict=False
+    )
+    assert chat.token_ids(ours) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [(TEMPLATE, False), (TEMPLATE, True), (TRIMMING, False)],
+    ids=["as it is", "in parts", "trimmed"],
+)
+@settings(max_examples=40, deadline=None)
+@given(messages=MESSAGES)
+def test_a_continued_message_is_transformers(
+    template: str, parts: bool, messages: list[dict[str, Any]]
+) -> None:
+    messages = [dict(message) for message in messages]
+    if parts:
+        text = messages[-1]["content"]
+        messages[-1]["content"] = [{"type": "text", "text": text} for text in ("x ", text)]
+    before = str(messages)
+    ours, theirs = both(template)
+    expected = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    chat = Chat(messages=messages, continue_final_message=True)
+    assert ours.render_chat(messages, False, None, True) == expected
+    assert chat.token_ids(ours) == theirs.encode(expected, add_special_tokens=False)
+    assert str(messages) == before, "the caller's messages are as they were"
+
+
+def test_a_message_that_cannot_be_continued_is_named() -> None:
+    ours, _ = both()
+    user = {"role": "user", "content": "go on"}
+    with pytest.raises(ValueError, match="only one of them can be True"):
+        Chat(messages=[user], continue_final_message=True, add_generation_prompt=True).token_ids(
+            ours
+        )
+    image = {"role": "user", "content": [{"type": "image"}]}
+    with pytest.raises(ValueError, match=r"the last message has no text: .*image"):
+        Chat(messages=[user, image], continue_final_message=True).token_ids(ours)
+    forgetting, _ = both(FORGETTING)
+    with pytest.raises(ValueError, match="does not write out the last message: 'go on'"):
+        Chat(messages=[user, user], continue_final_message=True).token_ids(forgetting)
+
+
+def test_engines_take_conversations(chat_checkpoint: Path, device: str) -> None:
+    messages = [
+        {"role": "user", "content": "A function, please."},
+        {"role": "assistant", "content": "def f("},
+    ]
+    text = "# user: A function, please.\n# assistant: def f("
+    with open_engine(chat_checkpoint, device=device) as engine:
+        expected = engine.generate(text, greedy(6))
+        going_on = Chat(messages=messages, continue_final_message=True)
+        assert engine.generate(going_on, greedy(6)).token_ids == expected.token_ids
+        batch = engine.generate([going_on, Chat(messages=messages[:1]), messages[:1]], greedy(6))
+        assert [result.prompt_token_ids for result in batch] == [
+            expected.prompt_token_ids,
+            *[tuple(engine.tokenizer.encode(text[: -len(" def f(")]))] * 2,
+        ]
+        with pytest.raises(ValueError, match="tools must be a list of dicts"):
+            engine.submit(Chat(messages=messages, tools="add"))  # type: ignore[arg-type]
