@@ -36,6 +36,7 @@ from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.nodes import count_nodes
 from graphengine.buckets.static import Field, Owner, StaticBuffers
+from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [
     "BucketLadder",
@@ -52,6 +53,7 @@ __all__ = [
     "OutOfBudget",
     "Owner",
     "PoolHandle",
+    "ReplayTimer",
     "StaticBuffers",
     "Step",
     "WaitMode",

@@ -16,6 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -184,7 +185,7 @@ class CapturedGraph:
             except Exception as cause:
                 raise RuntimeError(f"capture of bucket {self.name!r} failed: {cause}") from cause
             # torch's replay also tells the graph how far its random numbers have come.
-            library = None if self._draws else _runtime()
+            library = None if self._draws else runtime()
             self.is_direct = library is not None
             launch = partial(_launch_by_torch, graph, self.stream)
             if library is not None:
@@ -258,11 +259,13 @@ def capture_all(
     buffers: StaticBuffers | None = None,
     warmups: int = 2,
     on_capture: Callable[[CaptureReport], None] | None = None,
+    around: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> dict[str, CapturedGraph]:
     """Warm up and capture the named steps, in the order given, on one stream and in one pool.
 
     Put the largest bucket first: the others then reuse its memory. `on_capture` is called with each
-    report (for a progress bar). If a capture fails, those made before it are closed.
+    report (for a progress bar); `around(name)` is entered for the time of one graph's warm-up and
+    capture. If a capture fails, those made before it are closed.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -281,7 +284,8 @@ def capture_all(
                 warmups=warmups,
             )
             undo.callback(graph.close)
-            report = graph.capture()
+            with around(name):
+                report = graph.capture()
             if on_capture is not None:
                 on_capture(report)
         undo.pop_all()
@@ -405,8 +409,10 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
 
 
 @functools.cache
-def _runtime() -> Any:
+def runtime() -> Any:
     """The CUDA runtime library that torch has loaded; None where there is no such file.
+
+    Its functions return a status, 0 for success.
 
     The runtime's launch and not the driver's, because it is the one that torch's profiler shows.
     Its "last error" is cleared behind a failure, so that torch never finds it.
@@ -414,8 +420,10 @@ def _runtime() -> Any:
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD)
-        library.cudaGraphLaunch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        library.cudaGraphLaunch.restype = ctypes.c_int
+        pointer = ctypes.c_void_p
+        library.cudaGraphLaunch.argtypes = (pointer, pointer)
+        library.cudaEventRecord.argtypes = (pointer, pointer)
+        library.cudaEventElapsedTime.argtypes = (ctypes.POINTER(ctypes.c_float), pointer, pointer)
         return library
     except (OSError, AttributeError):
         return None

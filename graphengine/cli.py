@@ -36,6 +36,8 @@ from graphengine.speculative_text import (
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens a step drafters are worth on a text.",
     "bench": "Measure a shape or a checkpoint.",
+    "profile": "Profile an engine with Nsight Systems or torch's profiler.",
+    "report": "Tell from a recording or a trace where the time between tokens goes.",
     "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
 }
 """Commands whose code lies above this folder, and what `--help` says of them.
@@ -48,7 +50,7 @@ FOLDER_ABOVE = "graphengine.profiles"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 2 after an error the user can mend."""
+    """Run one command, which may return its exit status; 2 after an error the user can mend."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(arguments[0] if arguments else None).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -57,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
-        command: Callable[[argparse.Namespace], None] = options.command
-        command(options)
+        command: Callable[[argparse.Namespace], int | None] = options.command
+        status = command(options)
     except ValueError as error:
         print(f"graphengine: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status or 0
 
 
 def generate(options: argparse.Namespace) -> None:

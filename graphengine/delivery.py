@@ -7,8 +7,10 @@ import time
 from collections.abc import Sequence
 
 from graphengine.acceptance import Acceptance
+from graphengine.buckets.mailbox import Payloads
 from graphengine.gate import Gate
 from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
+from graphengine.recorder import Recorder
 from graphengine.request import Event, FinishReason, Request
 from graphengine.scheduler import Scheduler
 
@@ -20,18 +22,22 @@ class Delivery:
 
     scheduler  retires what finishes, and learns how many tokens a speculative row came to
     gate       learns how many drafts were accepted
+    recorder   learns who finished, while it records
     forced     whether acceptance is, so that nothing was judged
 
     `cancelled` collects requests that their owners end; `acceptance` is of all requests. A wait or
     a callback that raises, or a `generate` in between, delays events but loses none.
     """
 
-    def __init__(self, scheduler: Scheduler, gate: Gate | None, *, forced: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, gate: Gate | None, recorder: Recorder, *, forced: bool
+    ) -> None:
         self.counters = scheduler.counters
         self.acceptance = Acceptance()
         self.cancelled: list[Request] = []
         self._scheduler = scheduler
         self._gate = gate
+        self._recorder = recorder
         self._forced = forced
         # Events whose callbacks have not run, and events that no step has returned.
         self._undelivered: list[Event] = []
@@ -53,26 +59,25 @@ class Delivery:
 
     def read(
         self, request: Request, epoch: int, items: tuple[int, ...], width: int, now: float
-    ) -> None:
+    ) -> int:
         """One lane of a mailbox entry, of a graph that feeds `width` tokens a row.
 
-        Its tokens go to the request, unless that has ended; the event awaits its callback.
+        Its tokens go to the request, unless that has ended; the event awaits its callback. Returns
+        how many the request was given.
         """
         state = items[-1]
         flags, count = state & 0xF, state >> 4 & 0xF
         if width > 1:
-            # Nobody judged the drafts behind a stop.
-            verified = count if flags & STOP else state >> 8 & 0xF
-            self._account(request, epoch, width, count, verified)
+            self._account(request, epoch, width, count, _verified(state))
         if not flags & (EMITTED | INVALID):
-            return
+            return 0
         if request.finish_reason is not None or state >> 12 != epoch & EPOCH_MASK:
             self.counters["discarded_tokens"] += count
-            return
+            return 0
         if flags & INVALID:
             log.error("request %d: the logits hold no finite value", request.id)
             self._finish(request, "error", (), "", now)
-            return
+            return 0
         tokens, text, stopped = items[:count], "", False
         if request.stream is not None:
             for index, token in enumerate(tokens):
@@ -93,6 +98,7 @@ class Delivery:
             self._finish(request, "length", tokens, text, now)
         else:
             self._undelivered.append(Event(request, tokens, text, None, now))
+        return len(tokens)
 
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
         """Tell the scheduler, the statistics and the gate what a speculative row came to.
@@ -124,6 +130,8 @@ class Delivery:
         request.timings.finished = now
         self._scheduler.retire(request)
         self.counters[f"finished/{reason}"] += 1
+        if self._recorder.recording:
+            self._recorder.finished(request)
         self._undelivered.append(Event(request, token_ids, text + tail, reason, now))
 
     def end_cancelled(self) -> None:
@@ -147,3 +155,19 @@ class Delivery:
             raise failure
         events, self._unreturned = self._unreturned, []
         return events
+
+
+def drafts_of(record: Payloads) -> tuple[int, int]:
+    """Drafts that the lanes of a speculative step verified, and those of them that were right."""
+    drafted = accepted = 0
+    for items in record:
+        count = items[-1] >> 4 & 0xF
+        if count:
+            drafted += _verified(items[-1]) - 1
+            accepted += count - 1
+    return drafted, accepted
+
+
+def _verified(state: int) -> int:
+    """Tokens fed by the lane with this state that were judged: not the drafts behind a stop."""
+    return state >> 4 & 0xF if state & STOP else state >> 8 & 0xF

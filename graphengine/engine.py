@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +19,24 @@ from graphengine.buckets import capture_all
 from graphengine.buckets.mailbox import Payloads
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
-from graphengine.delivery import Delivery
+from graphengine.delivery import Delivery, drafts_of
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.fields import draft_updates, host_updates
 from graphengine.gate import Gate
+from graphengine.intake import Intake
 from graphengine.kernels import RowFamily, copy_blocks
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
-from graphengine.prompts import Prompt, is_batch, prompt_ids, token_id, token_ids_of
-from graphengine.report import EngineReport
+from graphengine.prompts import Prompt, is_batch, token_ids_of
+from graphengine.recorder import Recorder
+from graphengine.report import EngineReport, describe_engine
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, PrefillChunk, Scheduler
 from graphengine.step import Sampler, decode_bucket, draft_bucket
-from graphengine.text import TextStream, Tokenizer
+from graphengine.text import Tokenizer
+from graphengine.tracing import span
 from graphengine.tuning import numerics_id
 
 log = logging.getLogger(__name__)
@@ -46,13 +48,14 @@ class _Replay(NamedTuple):
     """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
 
     A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
-    prefill fed `chunk`.
+    prefill fed `chunk`; a decode is of a bucket of `rows`.
     """
 
     sequence: int
     requests: tuple[Request, ...]
     epochs: tuple[int, ...]
     width: int
+    rows: int = 0
     chunk: PrefillChunk | None = None
 
 
@@ -82,10 +85,6 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        self._prompts_only = drafter is not None and drafter.prompts_only
-        self._usual_params = (
-            SamplingParams(max_tokens=1) if self._prompts_only else SamplingParams()
-        )
         self.scheduler = Scheduler(
             slots=config.max_batch,
             kv_blocks=memory.kv_blocks,
@@ -95,6 +94,7 @@ class Engine:
             tokens_per_step=memory.tokens_per_step,
             reserve_extra=0 if drafter is None else drafter.reserve,
             max_seq_len=memory.max_seq_len,
+            ladder=memory.ladder,
         )
         gate = config.gate_options
         self.gate: Gate | None = None
@@ -102,14 +102,9 @@ class Engine:
             self.gate = Gate(
                 lengths=memory.draft_lengths, counters=self.scheduler.counters, **asdict(gate)
             )
-        forced = config.forced_acceptance is not None
-        self._delivery = Delivery(self.scheduler, self.gate, forced=forced)
         self.counters = self.scheduler.counters
-        self.acceptance = self._delivery.acceptance
         self._in_flight: deque[tuple[_Replay, ...]] = deque()
         self._launched = 0
-        self._requests_made = 0
-        self._seeds = random.Random(config.seed)
         self._busy_in: str | None = None
         self._closed = False
         self._broken: str | None = None
@@ -118,6 +113,29 @@ class Engine:
         self._samplers: tuple[Sampler, ...] = ("full",) if relaxed else get_args(Sampler)
         self._allocate(model)
         self._capture()
+        self.recorder = Recorder(
+            description=describe_engine(self),
+            captures=[graph.report for graph in self._graphs.values()],
+            lanes=config.max_batch,
+            in_flight=3 * (config.lookahead + 1),
+            stream=self._cuda_stream,
+        )
+        self._delivery = Delivery(
+            self.scheduler,
+            self.gate,
+            self.recorder,
+            forced=config.forced_acceptance is not None,
+        )
+        self.acceptance = self._delivery.acceptance
+        self._intake = Intake(
+            config,
+            memory,
+            tokenizer=tokenizer,
+            vocab_size=model.config.vocab_size,
+            eos_ids=self.eos_ids,
+            prompts_only=drafter is not None and drafter.prompts_only,
+            cancelled=self._delivery.cancelled,
+        )
 
     @classmethod
     def from_pretrained(
@@ -141,11 +159,12 @@ class Engine:
             model_config, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter
         )
         log.info("memory budget\n%s", memory.budget.table())
-        weights = allocate_weights(model_config, device=config.device, dtype=memory.dtype)
-        destinations = weights.named(model_config)
-        if drafter is not None:
-            destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
-        unused = checkpoint.load(destinations, progress)
+        with span("load"):
+            weights = allocate_weights(model_config, device=config.device, dtype=memory.dtype)
+            destinations = weights.named(model_config)
+            if drafter is not None:
+                destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
+            unused = checkpoint.load(destinations, progress)
         if unused:
             log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
         model = DenseModel(model_config, weights, max_seq_len=memory.max_seq_len)
@@ -182,6 +201,7 @@ class Engine:
                 device=memory.device,
                 stream=self._cuda_stream,
                 buffers=self.buffers,
+                around=lambda bucket: span(f"capture/{bucket}"),
             )
             self.buffers.reset()
         if self._cuda_stream is not None:
@@ -208,9 +228,8 @@ class Engine:
         self._check_open()
         if on_event is not None and not callable(on_event):
             raise ValueError(f"on_event={on_event!r} cannot be called")
-        params = self._usual_params if params is None else params
-        ids = self._prompt_ids(prompt)
-        request = self._new_request(ids, params, on_event)
+        params = self._intake.usual_params if params is None else params
+        request = self._intake.request(self._intake.prompt_ids(prompt), params, on_event)
         self.scheduler.submit(request)
         return request
 
@@ -251,18 +270,26 @@ class Engine:
             self._delivery.end_cancelled()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
-                    plan = self._plan()
+                    with span("step/plan", 0, len(self.scheduler.active)):
+                        plan = self._plan()
                     if plan is None:
                         break
-                    self._load(plan)
-                    self._in_flight.append(self._replay(plan))
+                    with span("step/load", plan.bucket, len(plan.rows)):
+                        self._load(plan)
+                    with span("step/replay", plan.bucket, len(plan.rows)):
+                        self._in_flight.append(self._replay(plan))
             except BaseException as error:
                 self._break(error)
                 raise
-            self._collect(timeout)
+            if self._in_flight:
+                oldest = self._in_flight[0][-1]
+                with span("step/collect", oldest.rows, len(oldest.requests)):
+                    self._collect(timeout)
             return self._delivery.run_callbacks()
         finally:
             self._busy_in = None
+            if self.recorder.recording:
+                self.recorder.delivered()
 
     @property
     def busy(self) -> bool:
@@ -284,14 +311,11 @@ class Engine:
         batch = is_batch(prompts)
         prompt_list: Sequence[Any] = prompts if batch else [prompts]
         if not isinstance(params, Sequence):
-            params = [self._usual_params if params is None else params] * len(prompt_list)
+            params = [self._intake.usual_params if params is None else params] * len(prompt_list)
         if len(params) != len(prompt_list):
             raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
-        ids = [self._prompt_ids(prompt) for prompt in prompt_list]
-        made = [
-            self._new_request(prompt_ids, param, None)
-            for prompt_ids, param in zip(ids, params, strict=True)
-        ]
+        ids = [self._intake.prompt_ids(prompt) for prompt in prompt_list]
+        made = [self._intake.request(*pair) for pair in zip(ids, params, strict=True)]
         queued: list[Request] = []
         try:
             for request in made:
@@ -391,6 +415,7 @@ class Engine:
             request.cancel()
             self.scheduler.retire(request)
         self._closed = True
+        self.recorder.close()
         for graph in self._graphs.values():
             graph.close()
         self._in_flight.clear()
@@ -412,10 +437,12 @@ class Engine:
     ) -> None:
         self.close()
 
-    # One step, piece by piece.
+    # One step, piece by piece. What each does is a range for profilers, and timed while recording.
 
     def _plan(self) -> Plan | None:
         """The scheduler's next plan, at the width that the gate allows."""
+        if self.recorder.recording:
+            self.recorder.planning()
         if self.gate is None:
             return self.scheduler.plan()
         live_rows = len(self.scheduler.active)
@@ -427,6 +454,8 @@ class Engine:
 
     def _load(self, plan: Plan) -> None:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
+        if self.recorder.recording:
+            self.recorder.loading()
         drafter = self.drafter
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
@@ -444,32 +473,46 @@ class Engine:
                 self._swap_out(len(plan.swap_out))
                 self._swap_in(len(plan.swap_in))
         replays = []
-        if plan.prefill is not None:
-            tokens = self.memory.prefill_ladder.pick(plan.prefill.count)
-            request = plan.prefill.request
-            epochs = (request.placed.epoch,)
-            replay = self._launch(f"prefill/{tokens}", (request,), epochs, 1)
-            replays.append(replay._replace(chunk=plan.prefill))
+        chunk = plan.prefill
+        if chunk is not None:
+            tokens = self.memory.prefill_ladder.pick(chunk.count)
+            requests, epochs = (chunk.request,), (chunk.request.placed.epoch,)
+            with span("prefill", tokens, chunk.count):
+                replays.append(self._launch(f"prefill/{tokens}", requests, epochs, chunk=chunk))
         if plan.rows:
-            rows = self.memory.ladder.pick(len(plan.rows))
-            sampler = self._samplers[-1 if plan.filtered else 0]
-            bucket = decode_bucket(rows, plan.width - 1, sampler)
-            replays.append(self._launch(bucket, plan.rows, plan.epochs, plan.width))
+            rows, drafts = plan.bucket, plan.width - 1
+            bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.filtered else 0])
+            replays.append(self._launch(bucket, plan.rows, plan.epochs, plan.width, rows=rows))
             if self.drafter is not None and self.drafter.own_graph:
-                self._launch_draft(draft_bucket(rows, plan.width - 1))
+                # It publishes nothing, so nobody waits for it.
+                self._run(draft_bucket(rows, drafts), replays[-1])
         return tuple(replays)
 
     def _launch(
-        self, bucket: str, requests: tuple[Request, ...], epochs: tuple[int, ...], width: int
+        self,
+        bucket: str,
+        requests: tuple[Request, ...],
+        epochs: tuple[int, ...],
+        width: int = 1,
+        *,
+        rows: int = 0,
+        chunk: PrefillChunk | None = None,
     ) -> _Replay:
-        self._graphs[bucket].replay()
+        replay = _Replay(self._launched + 1, requests, epochs, width, rows, chunk)
+        self._run(bucket, replay)
         self._launched += 1
-        self.counters[f"replays/{bucket}"] += 1
-        return _Replay(self._launched, requests, epochs, width)
+        return replay
 
-    def _launch_draft(self, bucket: str) -> None:
-        """The drafter's own graph: it publishes nothing, so nobody waits for it."""
-        self._graphs[bucket].replay()
+    def _run(self, bucket: str, replay: _Replay) -> None:
+        """Launch a graph, that of `replay` or the drafter's own behind it."""
+        graph = self._graphs[bucket]
+        if self.recorder.recording:
+            fed = 0 if replay.chunk is None else replay.chunk.count
+            self.recorder.launch(
+                graph.replay, bucket, replay.sequence, len(replay.requests), replay.width, fed
+            )
+        else:
+            graph.replay()
         self.counters[f"replays/{bucket}"] += 1
 
     def _swap_out(self, count: int) -> None:
@@ -483,8 +526,8 @@ class Engine:
 
     def _collect(self, timeout: float | None) -> None:
         """Read the oldest launch, unless it is not done within `timeout` seconds."""
-        if not self._in_flight:
-            return
+        if self.recorder.recording:
+            self.recorder.collecting()
         replays = self._in_flight[0]
         deadline = None if timeout is None else time.perf_counter() + timeout
         records = []
@@ -500,8 +543,15 @@ class Engine:
             self.buffers.acknowledge(replays[-1].sequence)
             for replay, record in zip(replays, records, strict=True):
                 lanes = zip(replay.requests, replay.epochs, record, strict=True)
-                for request, epoch, items in lanes:
+                given = [
                     self._delivery.read(request, epoch, items, replay.width, now)
+                    for request, epoch, items in lanes
+                ]
+                if self.recorder.recording:
+                    drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
+                    self.recorder.collected(
+                        replay.sequence, replay.requests, given, now, drafted, accepted
+                    )
         except BaseException as error:
             self._break(error)
             raise
@@ -526,52 +576,6 @@ class Engine:
             raise
 
     # Checks at the door.
-
-    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return prompt_ids(
-            prompt,
-            tokenizer=self.tokenizer,
-            vocab_size=self.model.config.vocab_size,
-            max_seq_len=self.memory.max_seq_len,
-        )
-
-    def _new_request(
-        self,
-        ids: tuple[int, ...],
-        params: SamplingParams,
-        callback: Callable[[Event], None] | None,
-    ) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {params!r}")
-        limit, vocab_size = self.config.max_stop_ids, self.model.config.vocab_size
-        eos = () if params.ignore_eos else self.eos_ids
-        stop_ids = (*eos, *(token_id(token, vocab_size) for token in params.stop_token_ids))
-        stop_ids = tuple(dict.fromkeys(stop_ids))
-        if len(stop_ids) > limit:
-            raise ValueError(
-                f"{len(stop_ids)} end-of-sequence and stop token ids exceed max_stop_ids={limit}"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
-        if self._prompts_only and params.max_tokens not in (None, 1):
-            raise ValueError(
-                f"max_tokens={params.max_tokens}: with {self.config.speculative} a prompt has one "
-                f"new token, max_tokens=1"
-            )
-        room = 1 if self._prompts_only else self.memory.max_seq_len - len(ids)
-        self._requests_made += 1
-        return Request(
-            request_id=self._requests_made,
-            prompt_token_ids=ids,
-            params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            max_len=len(ids) + min(room, params.max_tokens or room),
-            submitted=time.perf_counter(),
-            cancelled=self._delivery.cancelled,
-            stream=TextStream(self.tokenizer, params.stop_strings) if self.tokenizer else None,
-            callback=callback,
-        )
 
     def _check_open(self) -> None:
         if self._closed:

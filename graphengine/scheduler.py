@@ -23,6 +23,7 @@ import sys
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
+from graphengine.buckets import BucketLadder
 from graphengine.request import Phase, Placement, Request
 
 
@@ -63,13 +64,15 @@ class PrefillChunk:
 class Plan:
     """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
 
-    `rows[i]` runs in decode row i, in its stay `epochs[i]`; `filtered` says whether one of them may
-    not sample from the whole vocabulary. A plan swaps out or in, never both. The other flags say
-    which host-owned fields differ from those of the plan before. In steady state, where nothing
-    differs, plans are one and the same object. `width` is the tokens that a decode row feeds.
+    `rows[i]` runs in decode row i, in its stay `epochs[i]`; `bucket` is the rows of the graph that
+    serves them, 0 where nobody decodes. `filtered` says whether one of them may not sample from the
+    whole vocabulary. A plan swaps out or in, never both. The other flags say which host-owned
+    fields differ from those of the plan before. In steady state, where nothing differs, plans are
+    one and the same object. `width` is the tokens that a decode row feeds.
     """
 
     rows: tuple[Request, ...]
+    bucket: int
     epochs: tuple[int, ...]
     width: int
     filtered: bool
@@ -83,6 +86,7 @@ class Plan:
 
 _NOTHING = Plan(
     rows=(),
+    bucket=0,
     epochs=(),
     width=1,
     filtered=False,
@@ -107,6 +111,7 @@ class Scheduler:
     """Admits, pauses, resumes and retires requests; first come, first served.
 
     slots             requests that can hold a slot at once
+    ladder            rows of the decode graphs; None: all slots', in one
     kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
     swap_blocks       host blocks for paused requests
     max_chunk         prompt tokens of a prefill replay; chunks are cut at its multiples
@@ -126,9 +131,11 @@ class Scheduler:
         tokens_per_step: int = 1,
         reserve_extra: int = 0,
         max_seq_len: int | None = None,
+        ladder: BucketLadder | None = None,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
+        self._ladder = BucketLadder(slots, (slots,)) if ladder is None else ladder
         self.block_size = block_size
         self.max_chunk = max_chunk
         self.pool = BlockPool(kv_blocks, first=1)
@@ -234,6 +241,7 @@ class Scheduler:
         same = tuple(rows) == self._last.rows
         plan = Plan(
             rows=tuple(rows),
+            bucket=self._ladder.pick(len(rows)) if rows else 0,
             # A request has one stay: these can have changed only with the rows.
             epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
             width=self._width,

@@ -112,6 +112,7 @@ from graphengine.kernels.prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.records import EPOCH_MASK, publish
 from graphengine.kernels.relaxed import (
     relaxed_acceptance,
     relaxed_acceptance_reference,
@@ -142,7 +143,6 @@ from graphengine.kernels.speculative import (
 )
 from graphengine.kernels.state import (
     EMITTED,
-    EPOCH_MASK,
     INVALID,
     LENGTH,
     STOP,
@@ -153,7 +153,6 @@ from graphengine.kernels.state import (
     apply_commands,
     commit_prefill,
     gather_prefill,
-    publish,
 )
 from graphengine.kernels.stop_sequences import (
     StopMatch,

@@ -16,6 +16,11 @@ from graphengine.kernels.candidates import LAST_ID
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.records import (
+    check_mailbox,
+    publish_tokens_reference,
+    state_payload,
+)
 from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference
 from graphengine.kernels.state import (
     EMITTED,
@@ -26,14 +31,11 @@ from graphengine.kernels.state import (
     check_draft_count,
     check_draft_table,
     check_limits,
-    check_mailbox,
     check_state,
     commit_flags,
     commit_flags_reference,
     commit_tokens_reference,
     load_limits,
-    publish_tokens_reference,
-    state_payload,
     stop_ids_block,
 )
 

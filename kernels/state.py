@@ -1,13 +1,13 @@
-"""The per-slot state that advances itself: commands in, lanes out, tokens committed and published.
+"""The per-slot state that advances itself: commands in, lanes out, tokens committed.
 
     prefill   apply_commands -> gather_prefill -> (model, sample) -> commit_prefill -> publish
     decode    begin_decode   -> (model, sample) -> finish_decode
 
-The decode ops are one kernel each and have modules of their own, `begin` and `finish`; the rules
-that both phases share are here. These ops are the only ones that write the device-owned state. The
-host never copies into it: it states a slot's epoch, and the slot is started afresh once. A row that
-stopped clears its slot's `running`, so the next replay, which may be under way before the host has
-read this one, finds its lane padded.
+The decode ops are one kernel each and have modules of their own, `begin` and `finish`; `publish` is
+in `records`. The rules that both phases share are here. These ops are the only ones that write the
+device-owned state. The host never copies into it: it states a slot's epoch, and the slot is started
+afresh once. A row that stopped clears its slot's `running`, so the next replay, which may be under
+way before the host has read this one, finds its lane padded.
 
 Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
 among them: it sits at position `kv_len` and is the next replay's query.
@@ -37,11 +37,6 @@ STOP = 2  # which is one of the slot's stop ids
 LENGTH = 4  # or fills the sequence up to the slot's max_len
 INVALID = 8  # no token: the row's logits were not finite
 
-# The bits of an epoch that a mailbox record has room for: two that share them are a million stays
-# apart, and no replay is in flight for so long.
-EPOCH_MASK = 0xFFFFF
-
-_EPOCH_MASK = tl.constexpr(EPOCH_MASK)
 _EMITTED = tl.constexpr(EMITTED)
 _STOP = tl.constexpr(STOP)
 _LENGTH = tl.constexpr(LENGTH)
@@ -307,92 +302,6 @@ def commit_tokens_reference(
     return flags
 
 
-def publish(
-    mailbox_items: torch.Tensor,
-    state: SlotState,
-    token_R: torch.Tensor,
-    flags_R: torch.Tensor,
-    slot_R: torch.Tensor,
-) -> None:
-    """Write this replay's records into the mailbox, then count the replay in `state.sequence`.
-
-    With seq = sequence + 1, entry seq % entries gets all items of *all* its lanes, each one aligned
-    64-bit store that carries its own tag, since no order among stores may be trusted:
-
-        items[entry, lane, i] = (seq & 0xffffffff) << 32 | payload i
-
-    The last item's payload is (epoch[slot] & EPOCH_MASK) << 12 | fed << 8 | count << 4 | flags,
-    those before it are the row's `count` new tokens and then zeros: here one token where the flags
-    have EMITTED, else none. `fed` are the live lanes that the row had, here as many as `count`. Of
-    padded lanes and those past R every payload is 0, and nothing is read.
-
-    Args:
-        mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= 2; the device's memory
-            or pinned host memory. The entry is overwritten: its reader must be done with it.
-        state: epoch is read, sequence updated in place.
-        token_R, flags_R, slot_R: int32 [R]; flags below 16.
-    """
-    check_state(state)
-    rows = slot_R.numel()
-    check_lanes(rows, token=token_R, flags=flags_R, slot=slot_R)
-    entries, lanes, items = check_mailbox(mailbox_items, rows)
-    if not use_triton(state.sequence):
-        publish_reference(mailbox_items, state, token_R, flags_R, slot_R)
-        return
-    _publish_kernel[(1,)](
-        mailbox_items,
-        state.sequence,
-        state.epoch,
-        token_R,
-        flags_R,
-        slot_R,
-        rows,
-        entries,
-        lanes,
-        ITEMS=items,
-        BLOCK=triton.next_power_of_2(lanes),
-        BLOCK_I=triton.next_power_of_2(items),
-    )
-
-
-def publish_reference(
-    mailbox_items: torch.Tensor,
-    state: SlotState,
-    token_R: torch.Tensor,
-    flags_R: torch.Tensor,
-    slot_R: torch.Tensor,
-) -> None:
-    """Plain twin of `publish`."""
-    count_R = flags_R & EMITTED
-    publish_tokens_reference(
-        mailbox_items, state, token_R[:, None], flags_R, count_R, count_R, slot_R
-    )
-
-
-def publish_tokens_reference(
-    mailbox_items: torch.Tensor,
-    state: SlotState,
-    token_RW: torch.Tensor,
-    flags_R: torch.Tensor,
-    count_R: torch.Tensor,
-    fed_R: torch.Tensor,
-    slot_R: torch.Tensor,
-) -> None:
-    """As `publish`, with the first `count` of a row's W tokens; W below the mailbox's items."""
-    entries, lanes, items = mailbox_items.shape
-    rows, width = token_RW.shape
-    live = slot_R >= 0
-    epoch = state.epoch[slot_R.where(live, 0).long()]
-    emitted = torch.arange(width, device=token_RW.device) < count_R.where(live, 0)[:, None]
-    payload = torch.zeros(lanes, items, dtype=torch.int64)
-    payload[:rows, :width] = token_RW.long().where(emitted, 0)
-    numbers = fed_R << 8 | count_R << 4 | flags_R
-    payload[:rows, -1] = ((epoch.long() & EPOCH_MASK) << 12 | numbers).where(live, 0)
-    sequence = state.sequence + 1
-    mailbox_items[sequence % entries] = (sequence & 0xFFFFFFFF) << 32 | payload
-    state.sequence.copy_(sequence)
-
-
 def check_state(state: SlotState) -> int:
     """The number of slots; ValueError unless every field of `state` fits it."""
     slots = state.next_token.numel()
@@ -422,25 +331,6 @@ def check_limits(limits: StopTensors, slots: int) -> int:
     """The number of stop ids a slot; ValueError unless `limits` are those of `slots` slots."""
     check_lanes(slots, max_len=limits.max_len)
     return check_stop_ids(limits.stop_ids, slots)
-
-
-def check_mailbox(mailbox_items: torch.Tensor, rows: int, tokens: int = 1) -> tuple[int, int, int]:
-    """The mailbox's (entries, lanes, items); ValueError unless `rows` rows of `tokens` fit it."""
-    shape, dtype = tuple(mailbox_items.shape), mailbox_items.dtype
-    dense = dtype == torch.int64 and mailbox_items.is_contiguous()
-    if len(shape) != 3 or not dense:
-        raise ValueError(
-            f"mailbox must be a dense int64 [entries, lanes, items], not {dtype} {shape}"
-        )
-    entries, lanes, items = shape
-    if rows > lanes or entries < 1:
-        raise ValueError(f"{rows} rows do not fit a mailbox of {entries} entries x {lanes} lanes")
-    if tokens >= items:
-        raise ValueError(
-            f"a mailbox must be of {tokens + 1} items a lane or more for {tokens} tokens and the "
-            f"state, not {items}"
-        )
-    return entries, lanes, items
 
 
 def check_draft_count(num_speculative_tokens: int) -> int:
@@ -578,45 +468,3 @@ def _commit_prefill_kernel(
     tl.store(next_token_ptr + slot + one, token_1, mask=(flags_1 & _EMITTED) != 0)
     tl.store(running_ptr + slot + one, (flags_1 == _EMITTED).to(tl.int32), mask=final)
     tl.store(flags_ptr + one, flags_1)
-
-
-@triton.jit
-def state_payload(epoch, fed, count, flags):
-    """What a lane's last item says, int64."""
-    numbers = (fed << 8) | (count << 4) | flags
-    return ((epoch.to(tl.int64) & _EPOCH_MASK) << 12) | numbers.to(tl.int64)
-
-
-@triton.jit
-def _publish_kernel(
-    items_ptr,
-    sequence_ptr,
-    epoch_ptr,
-    token_ptr,
-    flags_ptr,
-    slot_ptr,
-    rows,
-    entries,
-    lanes,
-    ITEMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    sequence = tl.load(sequence_ptr) + 1
-    lane = tl.arange(0, BLOCK)
-    slot = tl.load(slot_ptr + lane, mask=lane < rows, other=-1)
-    live = slot >= 0
-    flags = tl.load(flags_ptr + lane, mask=live, other=0)
-    count = flags & _EMITTED
-    token = tl.load(token_ptr + lane, mask=count != 0, other=0)
-    epoch = tl.load(epoch_ptr + slot, mask=live, other=0)
-
-    i = tl.arange(0, BLOCK_I)[None, :]
-    state = state_payload(epoch, count, count, flags)[:, None]
-    payload = tl.where(i == 0, token[:, None].to(tl.int64), tl.where(i == ITEMS - 1, state, 0))
-    item_ptr = items_ptr + ((sequence % entries) * lanes + lane)[:, None] * ITEMS + i
-    tag = (sequence & 0xFFFFFFFF) << 32
-    tl.store(item_ptr, tag | payload, mask=(lane < lanes)[:, None] & (i < ITEMS))
-    # Every warp has read the sequence before one of them overwrites it.
-    tl.debug_barrier()
-    tl.store(sequence_ptr, sequence)

@@ -21,11 +21,11 @@ from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.checkpoint import Checkpoint
 from graphengine.config import DTYPES, EngineOptions
 from graphengine.demo import checkpoint_path, heldout_text
+from graphengine.environment import environment
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import check_out
 from graphengine.profiles.eager import require_equal
 from graphengine.profiles.engines import engine_options, freed
-from graphengine.profiles.environment import environment
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import Column, Row, number, text_table
 from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe

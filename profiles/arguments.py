@@ -17,17 +17,17 @@ def integers(text: str, name: str, least: int = 1) -> list[int]:
     return [int(part) for part in parts]
 
 
-def check_out(path: Path) -> None:
+def check_out(path: Path, option: str = "--out") -> None:
     """ValueError unless this file can be written; one that is there stays as it is."""
     if path.is_dir():
-        raise ValueError(f"--out {path} is a folder: name a file in it")
+        raise ValueError(f"{option} {path} is a folder: name a file in it")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {path}: there is no such folder")
+        raise ValueError(f"{option} {path}: there is no such folder")
     is_new = not os.path.lexists(path)
     try:
         # Nothing but the attempt tells it of every file system and user.
         path.open("ab").close()
     except OSError as error:
-        raise ValueError(f"--out {path} cannot be written: {error.strerror}") from error
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
     if is_new:
         path.unlink()

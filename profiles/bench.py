@@ -2,9 +2,9 @@
 
 Each row of the result is an engine of its own. Before a row's figures are taken its tokens are
 checked against the eager step. What a figure means is said by the function that takes it, in
-`measure.py`, `speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`; floors
-and shares are made here. All but a row's `speculation` is of engines that do not speculate. What
-only a GPU has is null on a CPU.
+`measure.py`, `recording.py`, `speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and
+`peers.py`; floors and shares are made here. All but a row's `speculation` is of engines that do not
+speculate. What only a GPU has is null on a CPU.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.config import DTYPES
+from graphengine.environment import environment
 from graphengine.profiles import measure, speculation
 from graphengine.profiles.arguments import check_out, integers
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling
 from graphengine.profiles.engines import (
     StartUp,
     build_engine,
-    describe_engine,
     engine_options,
     freed,
 )
-from graphengine.profiles.environment import environment
 from graphengine.profiles.kernel_times import kernel_times, prefill_kernel_times
 from graphengine.profiles.measure import ADMITTED_NEW_TOKENS, SAMPLERS, Work
 from graphengine.profiles.peers import PEERS, require_peer, run_peer
 from graphengine.profiles.percentiles import rounded
+from graphengine.profiles.recording import record
 from graphengine.profiles.shapes import NAMES, Subject, step_bytes
 from graphengine.profiles.speculation import Sweep, check_sweep, measure_sweep, read_sweep
 from graphengine.profiles.text import ROW_COLUMNS, SWEEP_COLUMNS, describe_document, text_table
+from graphengine.report import describe_engine
 from graphengine.speculative import describe
 
 SCHEMA = 1
@@ -57,6 +58,7 @@ class Bench:
     default_engine  add a row with one live request in an engine of the default sizes
     ttft_tokens     prompt lengths; those that the model cannot hold are left out
     long_tokens     gaps to take in the sized engines with one live request; 0: none
+    record          file for the recording of the one row there is then
     admission       length of the prompt that is admitted beside seven decoding requests; 0: none
     sweep           the speculative engines beside each row's plain one
     """
@@ -69,6 +71,7 @@ class Bench:
     default_engine: bool
     ttft_tokens: tuple[int, ...]
     long_tokens: int
+    record: Path | None
     admission: int
     kernels: bool
     peers: tuple[str, ...]
@@ -94,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
     add("--checkpoint", help="directory or hub id, in place of a shape")
-    add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8)")
+    add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8; recorded 1)")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=256)
     add("--runs", type=int, default=5, help="of each row, behind one to warm up")
@@ -108,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--row-family", choices=("fma", "dot"), help="arithmetic of the decode kernels")
     add("--max-prefill-tokens-per-step", type=int, help="longest prompt chunk of a step")
     add("--long", type=int, default=0, metavar="N", help="gaps of N tokens, for batch 1")
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines of every replay of N tokens (of the runs without --long), of one batch; "
+        "tells what recording costs",
+    )
     add(
         "--admission",
         type=int,
@@ -127,8 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(options: argparse.Namespace) -> None:
     """Measure, print, write. ValueError for bad options, before anything is measured."""
-    if options.out is not None:
-        check_out(options.out)
+    for name in ("out", "record"):
+        path = getattr(options, name)
+        if path is not None:
+            check_out(path, f"--{name}")
     wanted = _read_options(options)
 
     def save(document: dict[str, Any]) -> None:
@@ -154,15 +166,19 @@ def _read_options(options: argparse.Namespace) -> Bench:
         else Subject.of_checkpoint(options.checkpoint)
     )
     sweep = read_sweep(options, subject)
-    batches = integers(options.batch or ("1,8,32" if sweep is None else "1,8"), "batch")
+    usual = "1" if options.record is not None else "1,8,32" if sweep is None else "1,8"
+    batches = integers(options.batch or usual, "batch")
+    if options.record is not None and len(batches) > 1:
+        raise ValueError(f"--record {options.record} takes one batch, not {options.batch}")
     if options.max_batch is not None and options.max_batch < max(batches):
         raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
     lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
     names = ("device", "dtype", "row_family", "max_prefill_tokens_per_step")
     wanted = {name: getattr(options, name) for name in names}
     wanted["pdl"] = False if options.no_pdl else None
-    # The engine of default sizes is no row where sizes are given, or where it would be too short.
-    sized = (options.max_batch, options.max_seq_len) != (None, None)
+    # The engine of default sizes is no row where sizes are given, where it would be too short, and
+    # beside a row that is recorded.
+    sized = (options.max_batch, options.max_seq_len) != (None, None) or options.record is not None
     too_long = options.prompt_tokens + options.new_tokens > DEFAULT_SEQ_LEN
     works = tuple(
         Work(
@@ -184,6 +200,7 @@ def _read_options(options: argparse.Namespace) -> Bench:
         and not (sized or too_long or sweep is not None or options.row_family == "fma"),
         ttft_tokens=tuple(lengths),
         long_tokens=options.long,
+        record=options.record,
         admission=options.admission,
         kernels=options.kernels,
         peers=tuple(dict.fromkeys(options.peer)),
@@ -336,6 +353,10 @@ def _measure_row(
         # Of one live row, in the engine that was sized for it.
         wants_long = bench.long_tokens and work.live == 1 and sizes.get("max_seq_len") is not None
         row["long"] = measure.long_run(engine, work, bench.long_tokens) if wants_long else None
+        row["record"] = None
+        if bench.record is not None:
+            tokens = bench.long_tokens or work.live * work.new_tokens * work.runs
+            row["record"] = record(engine, work, bench.record, tokens)
         row["start"] = asdict(start)
         row["engine"] = describe_engine(engine)
         row["speculation"] = None

@@ -22,6 +22,7 @@ from graphengine.memory import plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.profiles.shapes import Subject, fill_random, random_module, random_tokens
 from graphengine.speculative import MTP, NGram, describe
+from graphengine.tracing import span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +88,14 @@ def _random_engine(
     """`Engine.from_pretrained` for a shape: what would be read is drawn."""
     drafter = random_drafter(subject, config, random_vocab)
     memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
-    weights = allocate_weights(subject.model, device=config.device, dtype=memory.dtype)
-    destinations = weights.named(subject.model)
-    if drafter is not None:
-        destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
-    fill_random(destinations)
-    if memory.device.type == "cuda":
-        torch.cuda.synchronize(memory.device)
+    with span("load"):
+        weights = allocate_weights(subject.model, device=config.device, dtype=memory.dtype)
+        destinations = weights.named(subject.model)
+        if drafter is not None:
+            destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
+        fill_random(destinations)
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize(memory.device)
     progress(0, 0)
     model = DenseModel(subject.model, weights, max_seq_len=memory.max_seq_len)
     return Engine(model, memory, config, drafter=drafter)
@@ -155,25 +157,3 @@ def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
         ),
         graphs=len(captures),
     )
-
-
-def describe_engine(engine: Engine) -> dict[str, Any]:
-    """What latency and numerics depend on."""
-    memory, config = engine.memory, engine.config
-    return {
-        "architecture": engine.model.config.architecture,
-        "dtype": str(memory.dtype).removeprefix("torch."),
-        "max_batch": config.max_batch,
-        "max_seq_len": memory.max_seq_len,
-        "buckets": list(memory.ladder.sizes),
-        "prefill_buckets": list(memory.prefill_ladder.sizes),
-        "block_size": memory.block_size,
-        "kv_blocks": memory.kv_blocks,
-        "lookahead": config.lookahead,
-        "wait": config.wait,
-        "pdl": config.pdl,
-        "row_family": engine.row_family,
-        "numerics_id": engine.numerics_id,
-        "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
-        "speculative": describe(config.mode),
-    }

@@ -125,6 +125,7 @@ def describe_document(document: Mapping[str, Any]) -> str:
         parts.append("* fewer values than this percentile needs: their maximum by another name")
     parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]
     parts += [_long(row) for row in document["rows"] if row["long"] is not None]
+    parts += [_record(row["record"]) for row in document["rows"] if row.get("record")]
     if document["admission"] is not None:
         parts.append(_admission(document["admission"]))
     parts += [_step_kernels(found) for found in document["kernels"] or ()]
@@ -166,6 +167,36 @@ def _long(row: Row) -> str:
         f"{itl['n']} gaps of {found['requests']} requests, slots {row['max_batch']}, collector "
         f"{collector}: p50 {percentile(itl, 'p50')}, p99 {percentile(itl, 'p99')}, p99.9 "
         f"{percentile(itl, 'p99.9')}, max {itl['max']:.3f}; p99.9/p50 {found['p99.9/p50']:.3f}"
+    )
+
+
+def _record(found: Row) -> str:
+    lines = [
+        f"recorded {found['replays']} replays, {found['tokens']} tokens of {found['requests']} "
+        f"requests, in {found['file']}; {found['dropped']} replays dropped",
+        _cost("the recorder", found["cost"]),
+    ]
+    if found["cost_without_events"] is not None:
+        lines.append(_cost("the recorder without events", found["cost_without_events"]))
+    if found["host_us"] is not None:
+        off, on = found["host_us"]["off"], found["host_us"]["on"]
+        lines.append(f"host us a step: {off:.1f} without it, {on:.1f} with it")
+    listens = "a tool listens" if found["ranges"] else "no tool listens"
+    lines.append(f"one NVTX range: {found['range_ns']:.0f} ns ({listens})")
+    return "\n".join(lines)
+
+
+def _cost(title: str, found: Row) -> str:
+    step, itl = found["ms_per_step"], found["itl_ms"]
+    low, high = found["more_us_quartiles"]
+    tails = ", ".join(
+        f"{name} {percentile(itl['off'], name)} and {percentile(itl['on'], name)}"
+        for name in ("p50", "p99", "p99.9")
+    )
+    return (
+        f"{title}, off and on in {found['pairs']} pairs: {step['off']:.4f} and {step['on']:.4f} "
+        f"ms/step, {found['more_us']:+.2f} us a step (quartiles {low:+.2f} to {high:+.2f}); ITL "
+        f"{tails}"
     )
 
 

@@ -37,7 +37,7 @@ ALLOWED = {
     "kernels": THIRD_PARTY | {"graphengine.kernels"},
     "buckets": {"torch", "numpy", "cuda", "graphengine.kernels", "graphengine.buckets"},
     "graphengine": LIBRARIES - {"cuda"} | {"graphengine"},
-    "profiles": LIBRARIES | {"graphengine"},
+    "profiles": LIBRARIES | {"graphengine", "matplotlib"},
 }
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 

@@ -7,7 +7,9 @@ and the pool must work afterwards.
 import ctypes
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -268,7 +270,22 @@ def test_a_direct_launch_is_one_call_and_a_refused_one_goes_to_torch(status: int
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA runtime")
 def test_without_a_cuda_runtime_there_is_no_library() -> None:
-    assert captured_module._runtime() is None
+    assert captured_module.runtime() is None
+
+
+def test_each_warm_up_and_capture_is_inside_what_is_put_around_it() -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        said.append(f"begin {name}")
+        yield
+        said.append(f"end {name}")
+
+    steps = {name: partial(said.append, f"step {name}") for name in ("b", "a")}
+    for graph in capture_all(steps, device="cpu", warmups=1, around=around).values():
+        graph.close()
+    assert said == ["begin b", "step b", "end b", "begin a", "step a", "end a"]
 
 
 # From here on: a GPU.
@@ -483,7 +500,7 @@ def test_replays_go_to_the_stream_of_the_capture_whichever_is_current(
 ) -> None:
     if library != "found":
         stand_in = Library(400) if library == "refusing" else None
-        monkeypatch.setattr(captured_module, "_runtime", lambda: stand_in)
+        monkeypatch.setattr(captured_module, "runtime", lambda: stand_in)
     program = Program("cuda")
     graph = CapturedGraph(program, name="decode/8", device="cuda", buffers=program.buffers)
     graph.capture()

@@ -22,7 +22,7 @@ SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device"
 ROW_KEYS = {
     "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
     "tokens_per_step", "tokens_per_s", "itl_ms", "itl_admission_ms", "checked", "step_bytes",
-    "floor_ms", "share", "ttft_ms", "host", "long", "start", "engine", "speculation",
+    "floor_ms", "share", "ttft_ms", "host", "long", "record", "start", "engine", "speculation",
 }  # fmt: skip
 ENVIRONMENT_KEYS = {
     "device", "driver", "cuda", "torch", "triton", "python", "threads", "commit",

@@ -15,10 +15,11 @@ from graphengine import Engine, EngineConfig, Result, cli
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench, measure
-from graphengine.profiles.engines import build_engine, describe_engine, random_drafter
+from graphengine.profiles.engines import build_engine, random_drafter
 from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject, random_module, random_tokens
 from graphengine.profiles.speculation import Sweep, measure_sweep, read_sweep
+from graphengine.report import describe_engine
 from graphengine.request import Timings
 from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 

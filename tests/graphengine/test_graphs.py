@@ -85,7 +85,7 @@ def open_engine(case: Case, checkpoints: dict[str, Any], **options: Any) -> Engi
 
 def submit(engine: Engine, length: int, **options: Any) -> Request:
     """A random prompt of `length` tokens under the next of the MIXED settings."""
-    number = engine._requests_made
+    number = engine._intake.made
     dice = random.Random(1000 * number + length)
     prompt = [dice.randrange(engine.model.config.vocab_size) for _ in range(length)]
     settings = {"max_tokens": MAX_TOKENS} | MIXED[number % len(MIXED)] | options

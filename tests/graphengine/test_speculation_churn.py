@@ -39,7 +39,7 @@ class Size(NamedTuple):
     kv_blocks: int
 
 
-SIZES = {"cpu": Size(700, 4, 5, 32), "cuda": Size(8_000, 30, 12, 72)}
+SIZES = {"cpu": Size(350, 3, 5, 32), "cuda": Size(3_000, 12, 12, 72)}
 
 
 class Churn(NamedTuple):

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from graphengine.kernels.begin import begin_decode
 from graphengine.kernels.finish import finish_decode
+from graphengine.kernels.records import publish, publish_reference
 from graphengine.kernels.residual import new_residual
 from graphengine.kernels.state import (
     EMITTED,
@@ -36,8 +37,6 @@ from graphengine.kernels.state import (
     commit_prefill_reference,
     gather_prefill,
     gather_prefill_reference,
-    publish,
-    publish_reference,
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from finishing import new_mailbox, read_entry
 
+from graphengine.kernels import records
 from graphengine.kernels import state as state_ops
 from graphengine.kernels.state import (
     EMITTED,
@@ -26,6 +27,12 @@ SLOTS = 150
 STOP_IDS = 3
 
 
+def find_op(name: str) -> Callable[..., Any]:
+    module = records if name.startswith("publish") else state_ops
+    op: Callable[..., Any] = getattr(module, name)
+    return op
+
+
 @dataclass(frozen=True)
 class Ops:
     """One twin of every op, and the device it runs on."""
@@ -34,7 +41,7 @@ class Ops:
     name: Callable[[str], str]
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        return getattr(state_ops, self.name(op))
+        return find_op(self.name(op))
 
     def ints(self, values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -189,7 +196,7 @@ def test_wrong_dtypes_and_shapes_are_refused(op: str, arguments: tuple[Any, ...]
                 wrong.append(argument._replace(**{name: tensor[None]}))
         for value in wrong:
             with pytest.raises(ValueError, match=r"must be"):
-                getattr(state_ops, op)(*arguments[:number], value, *arguments[number + 1 :])
+                find_op(op)(*arguments[:number], value, *arguments[number + 1 :])
 
 
 def test_a_mailbox_without_room_is_refused():

@@ -33,7 +33,7 @@ def outcome(request: Request | Result) -> Outcome:
 def step_with(engine: Engine, drafts: Drafts | None) -> list[Event]:
     """One step, before which every request that decodes gets its drafts."""
     for request in engine.scheduler.active if drafts is not None else ():
-        if request.token_ids:
+        if request.token_ids and request.finish_reason is None:
             engine.draft(request, drafts(request))
     return engine.step()
 

@@ -1,0 +1,72 @@
+"""How long replays take on the device: pairs of CUDA events around them, in a ring.
+
+An event that times costs a call into CUDA and a timestamp on the device, and never a wait: a time
+is read when a later replay shows that it is there. Events are made once. Recording one that the
+ring has come round to forgets what it said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+
+import torch
+
+from graphengine.buckets.captured import runtime
+
+
+class ReplayTimer:
+    """`pairs` pairs of events on `stream`, numbered from 0.
+
+    One call into CUDA's runtime each, as for a replay; through torch's events where its runtime
+    library was not found. Making it records every event once, which is when CUDA creates them.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pairs: int) -> None:
+        self.pairs = pairs
+        self._events = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2 * pairs)
+        ]
+        for event in self._events:
+            event.record(stream)
+        self._library = runtime()
+        self._handles = [ctypes.c_void_p(event.cuda_event) for event in self._events]
+        self._stream = stream
+        self._stream_handle = ctypes.c_void_p(stream.cuda_stream)
+        self._milliseconds = ctypes.c_float()
+        self._result = ctypes.byref(self._milliseconds)
+
+    def begin(self, pair: int) -> None:
+        """The next replay on the stream is the one that `pair` times."""
+        self._record(2 * pair)
+
+    def end(self, pair: int) -> None:
+        """The latest replay on the stream was the one that `pair` times."""
+        self._record(2 * pair + 1)
+
+    def _record(self, index: int) -> None:
+        if self._library is None:
+            self._events[index].record(self._stream)
+        elif self._library.cudaEventRecord(self._handles[index], self._stream_handle):
+            self._library.cudaGetLastError()
+
+    def microseconds(self, pair: int) -> float:
+        """From one event of `pair` to the other; NaN where the device has not passed both."""
+        before, after = 2 * pair, 2 * pair + 1
+        if self._library is None:
+            return _by_torch(self._events[before], self._events[after])
+        handles = self._handles[before], self._handles[after]
+        if self._library.cudaEventElapsedTime(self._result, *handles):
+            self._library.cudaGetLastError()
+            return math.nan
+        return 1e3 * self._milliseconds.value
+
+
+def _by_torch(before: torch.cuda.Event, after: torch.cuda.Event) -> float:
+    with contextlib.suppress(RuntimeError):
+        if after.query():  # type: ignore[no-untyped-call]
+            milliseconds: float = before.elapsed_time(after)
+            return 1e3 * milliseconds
+    return math.nan

@@ -1,0 +1,400 @@
+"""The recorder: what each replay did and when, in a ring that is allocated before the first one.
+
+Off until `engine.recorder.start()`. Then a step costs a few clock reads, two writes into the ring
+and two CUDA events around each replay; it waits for nothing.
+
+    engine.recorder.start()
+    ...                                       # any use of the engine
+    engine.recorder.stop()
+    engine.recorder.write("run.jsonl")        # or look at `replays()`, `requests()`, `stages()`
+
+A step is what one plan launches: at most a prefill, a decode and a drafter's own graph. These share
+all times but `replay` and `launched`:
+
+    plan       the scheduler began
+    load       it was done; what changed is staged, copied, swapped
+    replay     the launch of this replay began
+    launched   it returned
+    collect    the call of `Engine.step` that read the step began to wait for it
+    read       its tokens were there: the time of its events
+    delivered  its callbacks had run: that `Engine.step` returned
+
+With a lookahead the next step is planned and launched between `launched` and `collect`. A drafter's
+own graph publishes nothing, so its last three never come.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphengine.buckets import CaptureReport, ReplayTimer
+from graphengine.environment import environment
+from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, STAMPS, Ring
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphengine.request import Request
+
+SCHEMA = 1
+LEAST_CAPACITY = 64
+
+_REPLAY = struct.Struct("<6q6id3q4i")
+_COLLECTED = struct.Struct("<3q4i")
+_TIME = struct.Struct("<q")
+_MICROSECONDS = struct.Struct("<d")
+_FINISHED = struct.Struct("<4q4i")
+_AT = {name: field[1] for name, field in (REPLAY.fields or {}).items()}
+_NO_REQUESTS: tuple[Request, ...] = ()
+
+
+class Recorder:
+    """Records the replays and the finished requests of one engine, which makes and feeds it.
+
+    buckets      names of the engine's graphs, as the records count them
+    description  what is told of the engine: at least its `device`
+    captures     what the graphs took to capture
+    lanes        requests of a replay at most
+    in_flight    replays launched and not collected at most
+    stream       of the replays; None on a CPU
+
+    What was recorded stays until `clear()`, also behind the engine's `close()`. The methods behind
+    `write` are the engine's to call, and only while `recording`.
+    """
+
+    def __init__(
+        self,
+        *,
+        description: Mapping[str, Any],
+        captures: Sequence[CaptureReport],
+        lanes: int,
+        in_flight: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.recording = False
+        self.buckets = tuple(capture.name for capture in captures)
+        self._description = dict(description)
+        self._captures = tuple(captures)
+        self._shapes = {name: (index, *_shape(name)) for index, name in enumerate(self.buckets)}
+        self._lanes = lanes
+        self._stream = stream
+        self._closed = False
+        # Records whose replay is in flight, by its sequence number; and as many pairs of events.
+        self._launches = [(NEVER, NEVER)] * max(16, 4 * in_flight)
+        self._timer: ReplayTimer | None = None
+        self._timed = 0
+        self._times_device = True
+        self._allocate(0, 0)
+        self._plan = self._load = self._collect = NEVER
+        self._step = NEVER
+        self._undelivered: list[int] = []
+        # Lanes change seldom, so that their ids are packed once for many replays.
+        self._requests, self._ids = _NO_REQUESTS, b""
+
+    def _allocate(self, capacity: int, requests: int) -> None:
+        self._replays = Ring(REPLAY, capacity)
+        self._lane_ids = Ring(np.int64, capacity, self._lanes)
+        self._lane_tokens = Ring(np.uint8, capacity, self._lanes)
+        self._finished = Ring(FINISHED, requests)
+        self._timed = 0
+
+    # What a user calls.
+
+    def start(
+        self, capacity: int = 65536, *, requests: int = 4096, device_times: bool = True
+    ) -> None:
+        """Begin to record, or go on behind a `stop()`: other sizes than before drop what is there.
+
+        capacity      replays to keep, each 120 bytes and 9 for each slot of the engine
+        requests      finished requests to keep
+        device_times  time each replay with a pair of CUDA events; no effect on a CPU
+
+        Replays in flight by now are not recorded. ValueError while it records, for capacities below
+        64 and 1, and once the engine is closed.
+        """
+        if self._closed:
+            raise ValueError("the engine is closed: nothing is left to record")
+        if self.recording:
+            raise ValueError("it is recording: stop() comes first")
+        if capacity < LEAST_CAPACITY or requests < 1:
+            raise ValueError(
+                f"capacity={capacity} must be at least {LEAST_CAPACITY}, requests={requests} at "
+                "least 1"
+            )
+        # Of what was in flight at a stop; its events are about to be used again.
+        self._read_times(self._replays.made)
+        if (capacity, requests) != (self._replays.capacity, self._finished.capacity):
+            self._allocate(capacity, requests)
+        if self._timer is None and self._stream is not None and device_times:
+            self._timer = ReplayTimer(self._stream, len(self._launches))
+        self._times_device = device_times and self._timer is not None
+        self._timed = self._replays.made
+        self.recording = True
+
+    def stop(self) -> None:
+        """Record no more; what is there stays. Replays in flight remain without their ends."""
+        self.recording = False
+        self._read_times(self._replays.made)
+        self._forget_launches()
+
+    def clear(self) -> None:
+        """Forget what was recorded; go on recording if it does."""
+        self._replays.made = self._finished.made = self._timed = 0
+        self._step = NEVER
+        self._forget_launches()
+
+    def _forget_launches(self) -> None:
+        self._launches = [(NEVER, NEVER)] * len(self._launches)
+        self._undelivered.clear()
+        self._requests, self._ids = _NO_REQUESTS, b""
+
+    def __len__(self) -> int:
+        """Replays that are kept."""
+        return len(self._replays)
+
+    @property
+    def dropped(self) -> int:
+        """Replays that were overwritten by later ones."""
+        return self._replays.dropped
+
+    @property
+    def dropped_requests(self) -> int:
+        """Finished requests that were overwritten by later ones."""
+        return self._finished.dropped
+
+    def replays(self) -> NDArray[np.void]:
+        """The replays, oldest first, as columns: `replays()["device_us"]`, the names of `REPLAY`.
+
+        A view that further replays change; a copy once the ring has come round.
+        """
+        self._read_times(self._replays.made)
+        return self._replays.oldest_first()
+
+    def lanes(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Request ids and tokens given, both [replays, slots], in the order of `replays()`.
+
+        The first `lanes` of a row count.
+        """
+        made = self._replays.made
+        return self._lane_ids.oldest_first(made), self._lane_tokens.oldest_first(made)
+
+    def requests(self) -> NDArray[np.void]:
+        """The finished requests, oldest first: columns with the names of `FINISHED`."""
+        return self._finished.oldest_first()
+
+    def stages(self) -> dict[str, NDArray[np.float64]]:
+        """Microseconds of each replay in each of `STAGES`; NaN where one of its ends never came."""
+        records = self.replays()
+        found = {}
+        for stage, (begin, end) in STAGES.items():
+            known = (records[begin] != NEVER) & (records[end] != NEVER)
+            took = (records[end] - records[begin]) / 1e3
+            found[stage] = np.where(known, took, math.nan)
+        return found
+
+    def header(self) -> dict[str, Any]:
+        """The first line of a file: what was recorded, where, and how much of it is there."""
+        return {
+            "schema": SCHEMA,
+            "kind": "header",
+            "environment": environment(str(self._description["device"])),
+            "engine": self._description,
+            "captures": [
+                {
+                    "bucket": capture.name,
+                    "seconds": round(capture.capture_ms / 1e3, 6),
+                    "warm_up_seconds": round(capture.warm_up_ms / 1e3, 6),
+                    "bytes": capture.bytes,
+                    "nodes": capture.nodes,
+                }
+                for capture in self._captures
+            ],
+            "recorder": {
+                "capacity": self._replays.capacity,
+                "records": len(self),
+                "dropped": self.dropped,
+                "requests": len(self._finished),
+                "dropped_requests": self.dropped_requests,
+                "device_times": self._times_device,
+            },
+        }
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The lines of a file behind its header: the replays, then the finished requests.
+
+        Times are nanoseconds since the first replay's plan began; None where one did not come. A
+        request that was submitted before has a negative one.
+        """
+        replays, requests = self.replays(), self.requests()
+        origin = int(replays["plan"][0]) if len(replays) else 0
+
+        def since(time: int) -> int | None:
+            return None if time == NEVER else time - origin
+
+        ids, tokens = self.lanes()
+        for record, of_lane, given in zip(replays, ids, tokens, strict=True):
+            values = dict(zip(REPLAY.names or (), record.item(), strict=True))
+            lanes, kind, microseconds = (
+                values.pop(name) for name in ("lanes", "kind", "device_us")
+            )
+            yield {
+                "kind": "replay",
+                **values,
+                "bucket": self.buckets[values["bucket"]],
+                "type": KINDS[kind],
+                "device_us": None if math.isnan(microseconds) else round(microseconds, 3),
+                **{name: since(values[name]) for name in STAMPS},
+                "lanes": np.stack([of_lane[:lanes], given[:lanes]], axis=1).tolist(),
+            }
+        for record in requests:
+            values = dict(zip(FINISHED.names or (), record.item(), strict=True))
+            times = {name: since(values[name]) for name in ("submitted", "first", "finished")}
+            yield {"kind": "request", **values, **times, "reason": REASONS[values["reason"]]}
+
+    def write(self, path: str | Path) -> None:
+        """Write JSON lines: `header()`, then `rows()`. OSError where the file cannot be written."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            for line in (self.header(), *self.rows()):
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    # What the engine calls, in the order of a step.
+
+    def planning(self) -> None:
+        """The scheduler is about to plan."""
+        self._plan = time.perf_counter_ns()
+
+    def loading(self) -> None:
+        """There is a plan: a step begins."""
+        self._load = time.perf_counter_ns()
+        self._step += 1
+
+    def launch(
+        self,
+        replay: Callable[[], None],
+        bucket: str,
+        sequence: int,
+        live: int,
+        width: int,
+        fed: int,
+    ) -> None:
+        """Launch the graph `bucket` with `replay()` and record that; a launch that raises is not.
+
+        live, width  requests, and tokens fed to each by a decode
+        fed          prompt tokens, by a prefill
+        """
+        ring = self._replays
+        timer = self._timer if self._times_device else None
+        number = ring.made
+        if timer is not None:
+            timer.begin(number % timer.pairs)
+        began = time.perf_counter_ns()
+        replay()
+        launched = time.perf_counter_ns()
+        if timer is not None:
+            timer.end(number % timer.pairs)
+        index, kind, rows = self._shapes[bucket]
+        _REPLAY.pack_into(
+            ring.memory, number % ring.capacity * ring.stride,
+            self._step, sequence, self._plan, self._load, began, launched,
+            fed, index, rows, fed or live, width, kind,
+            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0,
+        )  # fmt: skip
+        if KINDS[kind] != "draft":
+            self._launches[sequence % len(self._launches)] = (sequence, number)
+        ring.made = number + 1
+
+    def collecting(self) -> None:
+        """`Engine.step` is about to wait."""
+        self._collect = time.perf_counter_ns()
+
+    def collected(
+        self,
+        sequence: int,
+        requests: tuple[Request, ...],
+        given: Sequence[int],
+        now: float,
+        drafted: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        """Replay `sequence` was read at `now` seconds; lane i's request was `given[i]` tokens."""
+        launched, number = self._launches[sequence % len(self._launches)]
+        if launched != sequence:
+            return
+        if requests is not self._requests:
+            self._requests = requests
+            self._ids = struct.pack(f"<{len(requests)}q", *[request.id for request in requests])
+        ring, lanes = self._replays, len(requests)
+        row = number % ring.capacity
+        _COLLECTED.pack_into(
+            ring.memory, row * ring.stride + _AT["collect"],
+            self._collect, nanoseconds(now), NEVER, sum(given), drafted, accepted, lanes,
+        )  # fmt: skip
+        start = row * self._lane_ids.stride
+        self._lane_ids.memory[start : start + 8 * lanes] = self._ids
+        start = row * self._lane_tokens.stride
+        self._lane_tokens.memory[start : start + lanes] = bytes(given)
+        self._undelivered.append(row)
+        # Replays of a stream end in the order of their launches.
+        self._read_times(number)
+
+    def delivered(self) -> None:
+        """`Engine.step` is about to return."""
+        if self._undelivered:
+            now, ring = time.perf_counter_ns(), self._replays
+            for row in self._undelivered:
+                _TIME.pack_into(ring.memory, row * ring.stride + _AT["delivered"], now)
+            self._undelivered.clear()
+
+    def finished(self, request: Request) -> None:
+        """A request has ended."""
+        ring, timings = self._finished, request.timings
+        assert timings.finished is not None and request.finish_reason is not None, f"{request=}"
+        _FINISHED.pack_into(
+            ring.memory, ring.made % ring.capacity * ring.stride,
+            request.id, nanoseconds(timings.submitted),
+            nanoseconds(timings.tokens[0]) if timings.tokens else NEVER,
+            nanoseconds(timings.finished), request.prompt_len, len(request.token_ids),
+            REASONS.index(request.finish_reason), request.pauses,
+        )  # fmt: skip
+        ring.made += 1
+
+    def close(self) -> None:
+        """The engine closes, its stream idle or broken: take the last times, let the events go."""
+        self.stop()
+        self._closed = True
+        self._timer = self._stream = None
+
+    def _read_times(self, until: int) -> None:
+        """Take the device times of the records before number `until`, as far as they are there."""
+        timer, ring = self._timer, self._replays
+        if timer is None or not self._times_device:
+            return
+        # What the ring of events has come round to is lost.
+        self._timed = max(self._timed, ring.made - timer.pairs)
+        while self._timed < until:
+            microseconds = timer.microseconds(self._timed % timer.pairs)
+            if math.isnan(microseconds):
+                return
+            offset = self._timed % ring.capacity * ring.stride + _AT["device_us"]
+            _MICROSECONDS.pack_into(ring.memory, offset, microseconds)
+            self._timed += 1
+
+
+def nanoseconds(seconds: float) -> int:
+    """Of `time.perf_counter()`, as `time.perf_counter_ns()` counts them, to a fraction of one."""
+    return int(seconds * 1e9)
+
+
+def _shape(bucket: str) -> tuple[int, int]:
+    """(index into `KINDS`, rows or prompt tokens) of the graph `bucket`."""
+    kind, size = bucket.split("/")[:2]
+    return KINDS.index(kind), int(size)

@@ -1,0 +1,133 @@
+"""NVTX ranges: what a profiler shows of the engine beside CUDA's own calls.
+
+One domain, `graphengine`; the first part of a range's name is its category:
+
+    step/plan       scheduling of one step
+    step/load       staging and copy of the host-owned fields that changed
+    step/replay     launches of one step
+    step/collect    waiting for the oldest step in flight, and reading its tokens
+    prefill         the launch of a prompt's chunk, inside step/replay
+    capture/BUCKET  warm-up and capture of one graph
+    load            weights onto the device
+
+A range's payload packs two counts, `rows << 32 | live`: rows of the bucket, and those of them that
+serve a request (`unpack` takes it apart). Of a prefill they are the bucket's tokens and the prompt
+tokens fed; of step/plan, which has no bucket yet, 0 and the requests that hold a slot. Where a step
+decodes nothing, its rows are 0.
+
+A range in the code of a captured step fires once, at capture: a replay runs no Python. That is why
+all of these are around launches and none is inside a graph.
+
+Tools attach when a process first calls NVTX, so what `enabled` says holds for good. Without a tool,
+without the nvtx package or with NVTX_DISABLE=1 no range is made: every call returns one and the
+same object, which does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+nvtx: Any = None
+with suppress(ImportError):
+    nvtx = importlib.import_module("nvtx")
+
+DOMAIN = "graphengine"
+COLORS = {"step": 0xFF2E7D32, "prefill": 0xFF1565C0, "capture": 0xFFEF6C00, "load": 0xFF6A1B9A}
+"""Of each category, as ARGB."""
+
+
+class Domain(Protocol):
+    """What is used of an NVTX domain. One that no tool listens to has no attributes to give."""
+
+    def get_event_attributes(
+        self, *, message: str, color: int, category: str, payload: int
+    ) -> Any: ...
+
+    def push_range(self, attributes: Any) -> None: ...
+
+    def pop_range(self) -> None: ...
+
+
+class _Nothing:
+    """The range where nobody looks."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    # Three names cost less than a tuple of them.
+    def __exit__(self, _kind: object, _error: object, _trace: object, /) -> None:
+        pass
+
+
+NOTHING = _Nothing()
+
+
+class _Range:
+    """A range that may be entered again and again; it holds no state of its own."""
+
+    __slots__ = ("_attributes", "_domain")
+
+    def __init__(self, domain: Domain, attributes: Any) -> None:
+        self._domain = domain
+        self._attributes = attributes
+
+    def __enter__(self) -> None:
+        self._domain.push_range(self._attributes)
+
+    def __exit__(self, *_: object) -> None:
+        self._domain.pop_range()
+
+
+class Tracer:
+    """The ranges of one domain, each made once; of no domain, `NOTHING` throughout."""
+
+    __slots__ = ("_domain", "_ranges")
+
+    def __init__(self, domain: Domain | None) -> None:
+        self._domain = domain
+        # As many as there are names and pairs of counts: some hundreds.
+        self._ranges: dict[tuple[str, int], _Range] = {}
+
+    @property
+    def enabled(self) -> bool:
+        """Whether ranges reach a tool."""
+        return self._domain is not None
+
+    def span(self, name: str, rows: int = 0, live: int = 0) -> AbstractContextManager[None]:
+        """The range `name` with the payload of `rows` and `live`, for a `with` statement."""
+        if self._domain is None:
+            return NOTHING
+        key = (name, rows << 32 | live)
+        found = self._ranges.get(key)
+        if found is None:
+            category = name.partition("/")[0]
+            attributes = self._domain.get_event_attributes(
+                message=name, color=COLORS[category], category=category, payload=key[1]
+            )
+            found = self._ranges[key] = _Range(self._domain, attributes)
+        return found
+
+
+def unpack(payload: int) -> tuple[int, int]:
+    """(rows, live) of a range's payload."""
+    return payload >> 32, payload & 0xFFFF_FFFF
+
+
+def open_domain() -> Domain | None:
+    """The domain `graphengine`; None where no tool listens to it, or NVTX is off or missing."""
+    if nvtx is None or not nvtx.enabled():
+        return None
+    domain: Domain = nvtx.get_domain(DOMAIN)
+    attributes = domain.get_event_attributes(
+        message="load", color=COLORS["load"], category="load", payload=0
+    )
+    return None if attributes is None else domain
+
+
+tracer = Tracer(open_domain())
+"""Of this process."""
+span = tracer.span

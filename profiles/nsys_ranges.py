@@ -1,0 +1,129 @@
+"""The engine's NVTX ranges in an nsys export, and what they tell of the graphs launched in them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from graphengine.profiles.nsys_tables import Tables
+from graphengine.profiles.run_file import UNKNOWN, Floats, Replays
+from graphengine.tracing import DOMAIN, unpack
+
+NVTX = "NVTX_EVENTS"
+RANGES, DOMAIN_CREATE = (59, 60), 75
+"""Event types of NVTX_EVENTS: push/pop and start/end ranges; the creation of a domain."""
+CLOCK_SLACK_NS = 20_000
+"""By which the clocks of host and device may differ in an export."""
+
+
+class NvtxRange(NamedTuple):
+    """One range of the engine's domain; `payload` is 0 where it has none."""
+
+    name: str
+    begin: int
+    end: int
+    payload: int
+
+
+def engine_ranges(tables: Tables, strings: dict[int, str], notes: list[str]) -> list[NvtxRange]:
+    """Ranges of the engine's domain, in order of time; those that never ended are left out."""
+    if NVTX not in tables:
+        notes.append("the export has no NVTX ranges: stages and buckets are not known")
+        return []
+    domains = {
+        domain
+        for domain, text, text_id in tables.rows(
+            NVTX, "domainId", "text", "textId", where=f"eventType = {DOMAIN_CREATE}"
+        )
+        if (text if text is not None else strings.get(text_id)) == DOMAIN
+    }
+    columns = ("start", "end", "domainId", "text", "textId", "int64Value", "uint64Value")
+    found = []
+    for begin, end, domain, text, text_id, signed, unsigned in tables.rows(
+        NVTX, *columns, where=f"eventType IN {RANGES} AND end IS NOT NULL"
+    ):
+        if domain in domains:
+            name = str(text if text is not None else strings.get(text_id, text_id))
+            payload = signed if signed is not None else unsigned
+            found.append(NvtxRange(name, begin, end, payload or 0))
+    if not found:
+        notes.append(
+            f"no range of the domain {DOMAIN!r} is in the export: stages and buckets are not known "
+            "(is the nvtx package installed, and NVTX_DISABLE unset?)"
+        )
+    return sorted(found, key=lambda one: one.begin)
+
+
+class Fact(NamedTuple):
+    """What the ranges around a launch tell of it."""
+
+    kind: str
+    rows: int
+    live: int
+    step: int
+
+    def bucket(self, graph: int | None) -> str:
+        """A name; ranges tell a bucket's rows, but not its sampler and drafts."""
+        if self.rows != UNKNOWN:
+            return f"{self.kind}/{self.rows}"
+        return self.kind if graph is None else f"graph {graph}"
+
+
+def facts_of(launch: Floats, ranges: Sequence[NvtxRange]) -> list[Fact]:
+    """For each launch, what `prefill` or `step/replay` it lies in; decode where none is known.
+
+    The second launch of a step beside its prefill is that of a drafter's own graph.
+    """
+    steps = _Places([one for one in ranges if one.name == "step/replay"])
+    prefills = _Places([one for one in ranges if one.name == "prefill"])
+    found: list[Fact] = []
+    decoded = UNKNOWN
+    for moment in launch:
+        step, prefill = steps.around(moment), prefills.around(moment)
+        if prefill is not None:
+            payload = prefills.ranges[prefill].payload
+            found.append(Fact("prefill", *unpack(payload), UNKNOWN if step is None else step))
+        elif step is not None and steps.ranges[step].payload:
+            kind = "draft" if step == decoded else "decode"
+            decoded = step
+            found.append(Fact(kind, *unpack(steps.ranges[step].payload), step))
+        else:
+            found.append(Fact("decode", UNKNOWN, UNKNOWN, UNKNOWN if step is None else step))
+    return found
+
+
+class _Places:
+    """Disjoint ranges in order of time."""
+
+    def __init__(self, ranges: Sequence[NvtxRange]) -> None:
+        self.ranges = ranges
+        self._begins = [one.begin for one in ranges]
+
+    def around(self, moment: float) -> int | None:
+        """Index of the range that holds `moment`."""
+        index = bisect_right(self._begins, moment) - 1
+        inside = index >= 0 and moment < self.ranges[index].end
+        return index if inside else None
+
+
+def collected(replays: Replays, collects: Sequence[tuple[int, int]]) -> Floats:
+    """When the host had read each replay: the end of the first `step/collect` that ends behind it
+    on the device and has not read an earlier step. NaN for those that were never read.
+    """
+    found = np.full(len(replays), np.nan)
+    place, previous = -1, None
+    for index, (step, done) in enumerate(zip(replays.step, replays.device_end, strict=True)):
+        if np.isnan(done) or replays.kind[index] == "draft":
+            continue
+        if previous is None or step != previous or step == UNKNOWN:
+            place += 1
+        previous = step
+        while place < len(collects) and collects[place][1] < done - CLOCK_SLACK_NS:
+            place += 1
+        if place >= len(collects):
+            break
+        found[index] = collects[place][1]
+    return found

@@ -1,0 +1,58 @@
+"""`graphengine report`: what a run's file says of its latency, alone or against another run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from graphengine.profiles.arguments import check_out
+from graphengine.profiles.compare import compare
+from graphengine.profiles.percentiles import rounded
+from graphengine.profiles.report_html import html_report
+from graphengine.profiles.report_text import describe_report
+from graphengine.profiles.run_document import describe_run
+from graphengine.profiles.run_file import Run
+from graphengine.profiles.sources import read_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `graphengine report`."""
+    add = parser.add_argument
+    add("file", type=Path, help="run.jsonl (recorder), run.sqlite (nsys) or trace.json (torch)")
+    add("--against", type=Path, metavar="FILE", help="an earlier run to compare with")
+    add("--deadline-ms", type=float, metavar="X", help="count the gaps that take longer")
+    add("--html", type=Path, metavar="FILE", help="write a report with plots; needs matplotlib")
+    add("--out", type=Path, metavar="FILE", help="write the JSON")
+    add("--json", action="store_true", help="print the JSON instead of tables")
+
+
+def report(options: argparse.Namespace) -> None:
+    """Read, print, write. ValueError for files that cannot be read and bad options."""
+    deadline = options.deadline_ms
+    if deadline is not None and not (deadline > 0 and math.isfinite(deadline)):
+        raise ValueError(f"--deadline-ms {deadline} must be a positive number of milliseconds")
+    for path in (options.html, options.out):
+        if path is not None:
+            check_out(path)
+    run = read_run(options.file)
+    baseline = None if options.against is None else read_run(options.against)
+    document = make_document(run, baseline, deadline_ms=deadline)
+    if options.html is not None:
+        options.html.write_text(html_report(run, document, baseline), encoding="utf-8")
+    text = json.dumps(document, indent=2)
+    if options.out is not None:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    print(text if options.json else describe_report(document))
+
+
+def make_document(
+    run: Run, baseline: Run | None = None, *, deadline_ms: float | None = None
+) -> dict[str, Any]:
+    """The report of `run` as a JSON document, compared with `baseline` where there is one."""
+    document = describe_run(run, deadline_ms=deadline_ms)
+    if baseline is not None:
+        document["against"] = rounded(compare(baseline, run), 6)
+    return document

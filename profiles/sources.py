@@ -1,0 +1,35 @@
+"""Which reader a run's file is for: by what it holds, not by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graphengine.profiles.nsys_export import read_export
+from graphengine.profiles.nsys_tables import MAGIC
+from graphengine.profiles.run_file import Run, read_recording
+from graphengine.profiles.torch_trace import GZIP, is_trace, read_trace
+
+HEAD = 65536
+
+
+def read_run(path: Path) -> Run:
+    """The run of a recording, an nsys export or a Chrome trace. ValueError for anything else."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if not head.strip():
+        raise ValueError(f"{path} is empty")
+    if head.startswith(MAGIC):
+        return read_export(path)
+    if path.suffix in (".sqlite", ".db", ".sqlite3"):
+        raise ValueError(f"{path} is not an SQLite database")
+    if path.suffix == ".nsys-rep":
+        raise ValueError(
+            f"{path} is a report of nsys: make a database of it with "
+            f"`nsys export --type sqlite --output {path.with_suffix('.sqlite').name} {path.name}`"
+        )
+    if head.startswith(GZIP) or is_trace(head):
+        return read_trace(path)
+    return read_recording(path)

@@ -1,0 +1,292 @@
+"""NVTX ranges: which there are, what they carry, what they cost where nobody looks.
+
+A stand-in for NVTX's domain shows what the engine does; a small tool in C, attached to a process of
+its own as a profiler is, shows what arrives behind the nvtx package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphengine import Engine, tracing
+from graphengine import engine as engine_module
+from graphengine.profiles import engines as profile_engines
+from graphengine.profiles.recording import range_ns
+from graphengine.tracing import NOTHING, Tracer, unpack
+from stepping import LONG, PROMPT, greedy, open_engine, run
+
+STEPS = ("step/plan", "step/load", "step/replay", "step/collect")
+
+
+class Domain:
+    """Keeps every range as (depth, name, category, rows, live), as they begin."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, str, str, int, int]] = []
+        self.made: Counter[tuple[str, int]] = Counter()
+        self.open = 0
+
+    def get_event_attributes(self, *, message: str, color: int, category: str, payload: int) -> Any:
+        self.made[message, payload] += 1
+        return message, category, *unpack(payload)
+
+    def push_range(self, attributes: Any) -> None:
+        self.ranges.append((self.open, *attributes))
+        self.open += 1
+
+    def pop_range(self) -> None:
+        self.open -= 1
+        assert self.open >= 0
+
+    def take(self) -> list[tuple[int, str, str, int, int]]:
+        ranges, self.ranges = self.ranges, []
+        return ranges
+
+
+@pytest.fixture
+def domain(monkeypatch: pytest.MonkeyPatch) -> Domain:
+    """What the engine's ranges go to in this test."""
+    domain = Domain()
+    for module in (engine_module, profile_engines):
+        monkeypatch.setattr(module, "span", Tracer(domain).span)
+    return domain
+
+
+def test_a_start_shows_the_weights_and_every_capture(domain: Domain) -> None:
+    with open_engine(device="cpu", max_batch=2) as engine:
+        ranges = domain.take()
+        assert ranges[0] == (0, "load", "load", 0, 0)
+        captured = [name for _, name, category, *_ in ranges if category == "capture"]
+        assert captured == [f"capture/{name}" for name in engine._graphs]
+        # The captured code holds no range: a replay runs none of it.
+        assert len(ranges) == 1 + len(captured) and domain.open == 0
+
+
+def test_a_step_is_four_ranges_with_bucket_and_live_rows(domain: Domain) -> None:
+    with open_engine(device="cpu", max_batch=4, buckets=(1, 4), lookahead=0) as engine:
+        requests = [engine.submit(prompt, greedy()) for prompt in (PROMPT, LONG, PROMPT)]
+        while not all(len(request.token_ids) >= 2 for request in requests):
+            engine.step()
+        domain.take()
+        engine.step()
+        assert domain.take() == [
+            (0, "step/plan", "step", 0, 3),
+            (0, "step/load", "step", 4, 3),
+            (0, "step/replay", "step", 4, 3),
+            (0, "step/collect", "step", 4, 3),
+        ]
+        run(engine)
+        # One look at an engine with nothing to do.
+        domain.take()
+        engine.step()
+        assert domain.take() == [(0, "step/plan", "step", 0, 0)]
+
+
+def test_a_prefill_is_a_range_of_its_own_inside_the_replay(domain: Domain) -> None:
+    with open_engine(device="cpu", lookahead=0) as engine:
+        engine.submit(list(range(40)), greedy())
+        domain.take()
+        engine.step()
+        assert domain.take() == [
+            (0, "step/plan", "step", 0, 0),
+            (0, "step/load", "step", 0, 0),
+            (0, "step/replay", "step", 0, 0),
+            (1, "prefill", "prefill", 32, 32),
+            (0, "step/collect", "step", 0, 1),
+        ]
+        engine.step()
+        assert (1, "prefill", "prefill", 8, 8) in domain.take()
+
+
+def test_attributes_are_made_once_for_each_name_and_payload(domain: Domain) -> None:
+    with open_engine(device="cpu") as engine:
+        engine.generate([PROMPT, LONG], greedy(20))
+        names = Counter(name for _, name, *_ in domain.ranges)
+        assert min(names[name] for name in STEPS) >= 20
+        assert set(domain.made.values()) == {1}, domain.made
+
+
+def test_ranges_are_closed_when_a_launch_fails_and_when_a_wait_is_interrupted(
+    domain: Domain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(device="cpu") as engine:
+        engine.submit(PROMPT, greedy())
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.mailbox, "wait", fail)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert domain.open == 0
+        graph = engine._graphs["decode/1/fast"]
+        engine._graphs["decode/1/fast"] = SimpleNamespace(replay=fail, close=graph.close)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+        assert domain.open == 0
+
+
+# Without a tool.
+
+
+def test_without_a_domain_no_range_is_made() -> None:
+    tracer = Tracer(None)
+    assert not tracer.enabled
+    assert tracer.span("step/plan", 8, 3) is NOTHING is tracer.span("capture/decode/8/fast")
+    with tracer.span("load"), tracer.span("load"):
+        pass
+
+
+def test_a_payload_holds_both_counts() -> None:
+    for rows, live in ((0, 0), (64, 1), (1024, 1023), (2**20, 2**20 - 1)):
+        assert unpack(rows << 32 | live) == (rows, live)
+
+
+def test_a_category_without_a_colour_is_a_mistake() -> None:
+    with pytest.raises(KeyError, match="swap"):
+        Tracer(Domain()).span("swap/out")
+
+
+def test_a_range_costs_less_than_a_microsecond_without_a_profiler() -> None:
+    """As this process is, and with ranges that go all the way to a domain nobody listens to."""
+    assert range_ns() < 1000
+    nvtx = pytest.importorskip("nvtx")
+    quiet = nvtx.get_domain("graphengine-test")
+    tracing_span = Tracer(quiet).span
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphengine.profiles.recording.span", tracing_span)
+        cost = range_ns()
+    print(f"\na range: {range_ns():.0f} ns, through nvtx without a tool {cost:.0f} ns")
+    assert cost < 1000
+
+
+ASK = "import sys; {before}; from graphengine.tracing import tracer; print(tracer.enabled)"
+
+
+@pytest.mark.parametrize(
+    ("before", "variables"),
+    [
+        ("pass", {"NVTX_DISABLE": "1"}),
+        ("sys.modules['nvtx'] = None", {}),
+        ("pass", {}),
+    ],
+    ids=["disabled", "missing", "no tool"],
+)
+def test_where_nothing_listens_ranges_are_off(before: str, variables: dict[str, str]) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NVTX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK.format(before=before)],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
+
+
+# With a tool, as NVTX attaches one: a library that NVTX_INJECTION64_PATH names. It prints a line
+# for each call. Types and numbers are those of nvToolsExt.h and nvtxDetail/nvtxTypes.h.
+TOOL = r"""
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+typedef struct {
+    uint16_t version, size;
+    uint32_t category;
+    int32_t color_type;
+    uint32_t color;
+    int32_t payload_type, reserved;
+    int64_t payload;
+    int32_t message_type;
+    const char *message;
+} attributes_t;
+
+typedef struct {
+    size_t struct_size;
+    int (*get_module_function_table)(int module, void ****table, unsigned *size);
+} callbacks_t;
+
+static FILE *out;
+static char domain_handle;
+
+static void *domain_create(const char *name) {
+    fprintf(out, "domain %s\n", name);
+    return &domain_handle;
+}
+static void *register_string(void *domain, const char *text) {
+    char *copy = NULL;
+    return asprintf(&copy, "%s", text) < 0 ? NULL : copy;
+}
+static void name_category(void *domain, uint32_t number, const char *name) {
+    fprintf(out, "category %u %s\n", number, name);
+}
+static int push(void *domain, const attributes_t *range) {
+    fprintf(out, "push %s %u %lld %d\n", range->message, range->category,
+            (long long)range->payload, range->payload_type);
+    return 0;
+}
+static int pop(void *domain) {
+    fprintf(out, "pop\n");
+    fflush(out);
+    return 0;
+}
+
+int InitializeInjectionNvtx2(const void *(*get_export_table)(uint32_t)) {
+    const callbacks_t *callbacks = get_export_table(1);
+    void ***table;
+    unsigned size;
+    out = fopen(getenv("TOOL_OUT"), "a");
+    if (!callbacks || !out || !callbacks->get_module_function_table(5, &table, &size)) return 0;
+    *table[4] = push;
+    *table[5] = pop;
+    *table[8] = name_category;
+    *table[10] = register_string;
+    *table[12] = domain_create;
+    return 1;
+}
+"""
+TRACED = """
+from graphengine.tracing import span, tracer
+assert tracer.enabled
+with span("step/replay", 8, 3):
+    with span("prefill", 64, 40):
+        pass
+with span("step/replay", 8, 3):
+    pass
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvtx") is None, reason="nvtx is not installed")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler builds the tool")
+def test_a_tool_gets_names_categories_and_payloads(tmp_path: Path) -> None:
+    source, tool, out = (tmp_path / name for name in ("tool.c", "tool.so", "calls.txt"))
+    source.write_text("#define _GNU_SOURCE\n#include <stdlib.h>\n" + TOOL)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tool), str(source)], check=True)
+    environment = os.environ | {"NVTX_INJECTION64_PATH": str(tool), "TOOL_OUT": str(out)}
+    environment.pop("NVTX_DISABLE", None)
+    subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True)
+    lines = [line.split() for line in out.read_text().splitlines()]
+    assert ["domain", tracing.DOMAIN] in lines
+    categories = {line[2]: line[1] for line in lines if line[0] == "category"}
+    integer = "2"
+    replay = ["push", "step/replay", categories["step"], str(8 << 32 | 3), integer]
+    prefill = ["push", "prefill", categories["prefill"], str(64 << 32 | 40), integer]
+    calls = [line for line in lines if line[0] in ("push", "pop")]
+    assert calls == [replay, prefill, ["pop"], ["pop"], replay, ["pop"]]
+
+
+def test_an_engine_without_a_tool_runs_as_ever(engine: Engine) -> None:
+    assert engine_module.span.__self__ is tracing.tracer  # type: ignore[attr-defined]
+    assert len(engine.generate(PROMPT, greedy(5)).token_ids) == 5

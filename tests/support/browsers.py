@@ -1,0 +1,51 @@
+"""A headless Chromium for tests: the one of the system, or installed from Debian's packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+INSTALL_SECONDS = 240
+
+
+def find_chromium() -> tuple[str | None, str]:
+    """(its path, or None; why not). Tries to install it once a session, where root may."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is not None:
+        return found, ""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        return None, "no Chromium, and no right to install it with apt-get"
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    options = ("-y", "-qq", "--no-install-recommends")
+    for command in (("update", "-qq"), ("install", *options, "chromium")):
+        try:
+            done = subprocess.run(
+                ("apt-get", *command),
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"apt-get {command[0]} took longer than {INSTALL_SECONDS} s"
+        if done.returncode:
+            return None, f"apt-get {command[0]} failed: {done.stderr.strip()[-200:]}"
+    found = shutil.which(NAMES[0])
+    return found, "" if found else "apt-get installed no chromium"
+
+
+def run_chromium(chromium: str, page: Path, folder: Path, *options: str) -> str:
+    """Open `page` and return what is printed; `folder` holds the profile. Nothing is resolved."""
+    command = [
+        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        f"--user-data-dir={folder / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--disable-background-networking", "--no-first-run", "--hide-scrollbars",
+        *options, page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
