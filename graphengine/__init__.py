@@ -8,7 +8,16 @@ with Engine.from_pretrained("path/to/checkpoint", max_batch=8) as engine:
 
 from graphengine.config import EngineConfig
 from graphengine.engine import Engine
-from graphengine.request import Event, Request, Result, Timings
+from graphengine.request import Event, Logprob, Request, Result, Timings
 from graphengine.sampling_params import SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "Event", "Request", "Result", "SamplingParams", "Timings"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "Logprob",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "Timings",
+]

@@ -11,7 +11,7 @@ from graphengine.buckets.mailbox import Payloads
 from graphengine.gate import Gate
 from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
 from graphengine.recorder import Recorder
-from graphengine.request import Event, FinishReason, Request
+from graphengine.request import Event, FinishReason, Request, TokenLogprobs
 from graphengine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,17 @@ class Delivery:
         self._unreturned = list(events)
 
     def read(
-        self, request: Request, epoch: int, items: tuple[int, ...], width: int, now: float
+        self,
+        request: Request,
+        epoch: int,
+        items: tuple[int, ...],
+        width: int,
+        now: float,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> int:
         """One lane of a mailbox entry, of a graph that feeds `width` tokens a row.
+
+        `logprobs` are those of its tokens, where the request asks for them.
 
         Its tokens go to the request, unless that has ended; the event awaits its callback. Returns
         how many the request was given.
@@ -90,14 +98,17 @@ class Delivery:
                     break
             request.text += text
         request.token_ids += tokens
+        if logprobs is not None and request.logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+            request.logprobs += logprobs
         request.timings.tokens += [now] * len(tokens)
         self.counters["tokens"] += len(tokens)
         if stopped or flags & STOP:
-            self._finish(request, "stop", tokens, text, now)
+            self._finish(request, "stop", tokens, text, now, logprobs)
         elif flags & LENGTH:
-            self._finish(request, "length", tokens, text, now)
+            self._finish(request, "length", tokens, text, now, logprobs)
         else:
-            self._undelivered.append(Event(request, tokens, text, None, now))
+            self._undelivered.append(Event(request, tokens, text, None, now, logprobs))
         return len(tokens)
 
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
@@ -122,6 +133,7 @@ class Delivery:
         token_ids: tuple[int, ...],
         text: str,
         now: float,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         """Retire the request; its last event brings the text that was held back."""
         tail = request.stream.flush() if request.stream is not None else ""
@@ -132,7 +144,7 @@ class Delivery:
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:
             self._recorder.finished(request)
-        self._undelivered.append(Event(request, token_ids, text + tail, reason, now))
+        self._undelivered.append(Event(request, token_ids, text + tail, reason, now, logprobs))
 
     def end_cancelled(self) -> None:
         """Finish what was cancelled since the last call."""

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, Unpack, cast, get_args
+from typing import Any, Self, Unpack, cast, get_args
 
 import torch
 
-from graphengine.allocation import allocate, graph_steps
+from graphengine.allocation import allocate, graph_steps, swap_blocks
 from graphengine.buckets import capture_all
-from graphengine.buckets.mailbox import Payloads
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.delivery import Delivery, drafts_of
@@ -24,17 +24,18 @@ from graphengine.drafters import Drafter, make_drafter
 from graphengine.fields import draft_updates, host_updates
 from graphengine.gate import Gate
 from graphengine.intake import Intake
-from graphengine.kernels import RowFamily, copy_blocks
+from graphengine.kernels import RowFamily
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.prompts import Prompt, is_batch, token_ids_of
 from graphengine.recorder import Recorder
+from graphengine.replay import Replay
 from graphengine.report import EngineReport, describe_engine
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, PrefillChunk, Scheduler
-from graphengine.step import Sampler, decode_bucket, draft_bucket
+from graphengine.step import Sampler, decode_bucket, draft_bucket, prefill_bucket, prefill_kind
 from graphengine.text import Tokenizer
 from graphengine.tracing import span
 from graphengine.tuning import numerics_id
@@ -43,20 +44,8 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-
-class _Replay(NamedTuple):
-    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
-
-    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
-    prefill fed `chunk`; a decode is of a bucket of `rows`.
-    """
-
-    sequence: int
-    requests: tuple[Request, ...]
-    epochs: tuple[int, ...]
-    width: int
-    rows: int = 0
-    chunk: PrefillChunk | None = None
+# Of the lanes of a replay that publishes none.
+_NO_LOGPROBS = repeat(None)
 
 
 class Engine:
@@ -103,7 +92,7 @@ class Engine:
                 lengths=memory.draft_lengths, counters=self.scheduler.counters, **asdict(gate)
             )
         self.counters = self.scheduler.counters
-        self._in_flight: deque[tuple[_Replay, ...]] = deque()
+        self._in_flight: deque[tuple[Replay, ...]] = deque()
         self._launched = 0
         self._busy_in: str | None = None
         self._closed = False
@@ -132,6 +121,7 @@ class Engine:
             memory,
             tokenizer=tokenizer,
             vocab_size=model.config.vocab_size,
+            vocabulary=model.lm_head.shape[0],
             eos_ids=self.eos_ids,
             prompts_only=drafter is not None and drafter.prompts_only,
             cancelled=self._delivery.cancelled,
@@ -167,14 +157,20 @@ class Engine:
             unused = checkpoint.load(destinations, progress)
         if unused:
             log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
-        model = DenseModel(model_config, weights, max_seq_len=memory.max_seq_len)
         tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
+        eos_ids = eos_token_ids(checkpoint)
+        model = DenseModel(
+            model_config,
+            weights,
+            max_seq_len=memory.max_seq_len,
+            vocabulary=0 if tokenizer is None else 1 + max(tokenizer.largest_id, *eos_ids),
+        )
         return cls(
             model,
             memory,
             config,
             tokenizer=tokenizer,
-            eos_ids=eos_token_ids(checkpoint),
+            eos_ids=eos_ids,
             drafter=drafter,
         )
 
@@ -182,10 +178,9 @@ class Engine:
         held = allocate(model, self.memory, self.config, self.drafter)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
-        self.buffers, self.mailbox = held.buffers, held.mailbox
+        self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.cache, self.swap_area = held.caches[0]
-        self._caches = held.caches
-        self.program = held.program
+        self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
     def _capture(self) -> None:
@@ -194,8 +189,7 @@ class Engine:
         with self._on_stream():
             self.buffers.reset()
             # Compiles the copies; the pairs are padded, so nothing moves.
-            self._swap_out(min(1, memory.swap_blocks))
-            self._swap_in(min(1, memory.swap_blocks))
+            swap_blocks(self._caches, self.buffers, *[min(1, memory.swap_blocks)] * 2)
             self._graphs = capture_all(
                 graph_steps(self.program, memory, self._samplers),
                 device=memory.device,
@@ -207,6 +201,7 @@ class Engine:
         if self._cuda_stream is not None:
             self._cuda_stream.synchronize()
         self.mailbox.clear()
+        self.logprobs.clear()
         log.info("captured\n%s", self.report())
 
     # What a caller does with requests.
@@ -421,7 +416,8 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches, self.mailbox
+        del self.program, self.model, self.cache, self.swap_area, self._caches
+        del self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
             drafter.close()
@@ -466,23 +462,26 @@ class Engine:
                 self.buffers.load(updates, sequence=self._launched + 1)
             self.counters["loads"] += 1
 
-    def _replay(self, plan: Plan) -> tuple[_Replay, ...]:
+    def _replay(self, plan: Plan) -> tuple[Replay, ...]:
         """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
         if plan.swap_out or plan.swap_in:
             with self._on_stream():
-                self._swap_out(len(plan.swap_out))
-                self._swap_in(len(plan.swap_in))
+                swap_blocks(self._caches, self.buffers, len(plan.swap_out), len(plan.swap_in))
         replays = []
         chunk = plan.prefill
         if chunk is not None:
             tokens = self.memory.prefill_ladder.pick(chunk.count)
             requests, epochs = (chunk.request,), (chunk.request.placed.epoch,)
+            request = chunk.request
+            full = request.processing is not None
+            bucket = prefill_bucket(tokens, prefill_kind(request))
             with span("prefill", tokens, chunk.count):
-                replays.append(self._launch(f"prefill/{tokens}", requests, epochs, chunk=chunk))
+                replays.append(self._launch(bucket, requests, epochs, 1, 0, chunk, full))
         if plan.rows:
             rows, drafts = plan.bucket, plan.width - 1
-            bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.filtered else 0])
-            replays.append(self._launch(bucket, plan.rows, plan.epochs, plan.width, rows=rows))
+            bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.full else 0])
+            full, live = plan.full, plan.rows
+            replays.append(self._launch(bucket, live, plan.epochs, plan.width, rows, None, full))
             if self.drafter is not None and self.drafter.own_graph:
                 # It publishes nothing, so nobody waits for it.
                 self._run(draft_bucket(rows, drafts), replays[-1])
@@ -493,17 +492,17 @@ class Engine:
         bucket: str,
         requests: tuple[Request, ...],
         epochs: tuple[int, ...],
-        width: int = 1,
-        *,
-        rows: int = 0,
-        chunk: PrefillChunk | None = None,
-    ) -> _Replay:
-        replay = _Replay(self._launched + 1, requests, epochs, width, rows, chunk)
+        width: int,
+        rows: int,
+        chunk: PrefillChunk | None,
+        full: bool,
+    ) -> Replay:
+        replay = Replay(self._launched + 1, requests, epochs, width, rows, chunk, full)
         self._run(bucket, replay)
         self._launched += 1
         return replay
 
-    def _run(self, bucket: str, replay: _Replay) -> None:
+    def _run(self, bucket: str, replay: Replay) -> None:
         """Launch a graph, that of `replay` or the drafter's own behind it."""
         graph = self._graphs[bucket]
         if self.recorder.recording:
@@ -515,15 +514,6 @@ class Engine:
             graph.replay()
         self.counters[f"replays/{bucket}"] += 1
 
-    def _swap_out(self, count: int) -> None:
-        """Copy the first `count` of `swap_pairs` from the pool to the swap area."""
-        for cache, area in self._caches if count else ():
-            copy_blocks(cache, area, self.buffers["swap_pairs"], count)
-
-    def _swap_in(self, count: int) -> None:
-        for cache, area in self._caches if count else ():
-            copy_blocks(area, cache, self.buffers["swap_pairs"], count)
-
     def _collect(self, timeout: float | None) -> None:
         """Read the oldest launch, unless it is not done within `timeout` seconds."""
         if self.recorder.recording:
@@ -533,19 +523,24 @@ class Engine:
         records = []
         for replay in replays:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-            record = self._wait(replay, left)
-            if record is None:
+            record = self._wait(self.mailbox.wait, replay.sequence, len(replay.requests), left)
+            logprobs: Any = _NO_LOGPROBS
+            if replay.full and record is not None:
+                both = replay, record
+                logprobs = self._wait(self.logprobs.wait, replay.sequence, both, left)
+            if record is None or logprobs is None:
                 return
-            records.append(record)
+            records.append((record, logprobs))
         now = time.perf_counter()
         try:
             self._in_flight.popleft()
             self.buffers.acknowledge(replays[-1].sequence)
-            for replay, record in zip(replays, records, strict=True):
-                lanes = zip(replay.requests, replay.epochs, record, strict=True)
+            read = self._delivery.read
+            for replay, (record, logprobs) in zip(replays, records, strict=True):
+                row = zip(replay.requests, replay.epochs, record, logprobs, strict=False)
                 given = [
-                    self._delivery.read(request, epoch, items, replay.width, now)
-                    for request, epoch, items in lanes
+                    read(request, epoch, items, replay.width, now, found)
+                    for request, epoch, items, found in row
                 ]
                 if self.recorder.recording:
                     drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
@@ -561,11 +556,14 @@ class Engine:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
 
-    def _wait(self, replay: _Replay, timeout: float | None) -> Payloads | None:
+    def _wait(
+        self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None
+    ) -> Any:
+        """What a mailbox has of a replay's lanes; None if it is not there within `timeout`."""
         try:
-            return self.mailbox.wait(
-                replay.sequence,
-                len(replay.requests),
+            return wait(
+                sequence,
+                lanes,
                 timeout=timeout,
                 mode=self.config.wait,
                 stream=self._cuda_stream,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from graphengine.config import EngineConfig
 from graphengine.memory import MemoryPlan
+from graphengine.processing import make_processing, single_stop_ids
 from graphengine.prompts import Prompt, prompt_ids, token_id
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from graphengine.text import TextStream, Tokenizer
 class Intake:
     """Makes requests for an engine of `config` and `memory`, numbered from 1.
 
+    vocabulary    ids that can be sampled, the first of the `vocab_size` of the model
     eos_ids       tokens that end every request, unless it ignores them
     prompts_only  a request has one new token
     cancelled     where requests put themselves that their owners end
@@ -31,6 +33,7 @@ class Intake:
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        vocabulary: int,
         eos_ids: tuple[int, ...],
         prompts_only: bool,
         cancelled: list[Request],
@@ -41,6 +44,7 @@ class Intake:
         self._config = config
         self._max_seq_len = memory.max_seq_len
         self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._prompts_only = prompts_only
         self._cancelled = cancelled
@@ -65,7 +69,8 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {params!r}")
         eos = () if params.ignore_eos else self._eos_ids
-        given = (token_id(token, self._vocab_size) for token in params.stop_token_ids)
+        stops = (*params.stop_token_ids, *single_stop_ids(params))
+        given = (token_id(token, self._vocab_size) for token in stops)
         stop_ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
         if len(stop_ids) > limit:
@@ -79,6 +84,13 @@ class Intake:
                 f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "
                 f"new token, max_tokens=1"
             )
+        processing = make_processing(
+            params,
+            prompt_len=len(ids),
+            vocabulary=self._vocabulary,
+            tokenizer=self.tokenizer,
+            config=self._config,
+        )
         room = 1 if self._prompts_only else self._max_seq_len - len(ids)
         self.made += 1
         return Request(
@@ -92,4 +104,5 @@ class Intake:
             cancelled=self._cancelled,
             stream=TextStream(self.tokenizer, params.stop_strings) if self.tokenizer else None,
             callback=callback,
+            processing=processing,
         )

@@ -11,9 +11,21 @@ from graphengine.acceptance import Acceptance
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from graphengine.processing import Processing
     from graphengine.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Logprob(NamedTuple):
+    """Of a token: its log-probability, and its rank, of which 1 is the most probable."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of a position, by token id: the token that came first, then the most probable ones in order."""
 
 
 class Phase(enum.Enum):
@@ -33,6 +45,7 @@ class Event(NamedTuple):
     text           text that became final with them; it may lag behind the tokens
     finish_reason  set on the request's last event
     time           `time.perf_counter()` when the host read the tokens
+    logprobs       of each new token, where the request asks for them
     """
 
     request: Request
@@ -40,6 +53,7 @@ class Event(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     time: float
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,7 +78,9 @@ class Timings:
 class Result:
     """A finished request. `token_ids` end with the stop token where one ended the request.
 
-    `acceptance` counts what became of its drafts; without speculation it is empty.
+    `acceptance` counts what became of its drafts; without speculation it is empty. `logprobs` are
+    there if it asked for them, an entry for each of `token_ids`, and `prompt_logprobs` with one for
+    each of the prompt's, of which the first, that follows from nothing, is None.
     """
 
     request_id: int
@@ -75,6 +91,16 @@ class Result:
     seed: int
     timings: Timings
     acceptance: Acceptance = field(default_factory=Acceptance)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the tokens; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(logprobs[token].logprob for token, logprobs in pairs)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,7 +136,8 @@ class Request:
     """Handle of a submitted request, valid after the engine is closed.
 
     Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `phase`, `token_ids` and `text`
-    so far, `finish_reason`, `timings`, `pauses`, `acceptance`.
+    so far, `logprobs` of them, `prompt_logprobs`, `finish_reason`, `timings`, `pauses`,
+    `acceptance`.
     """
 
     __slots__ = (
@@ -119,14 +146,18 @@ class Request:
         "callback",
         "drafts",
         "finish_reason",
+        "full",
         "id",
+        "logprobs",
         "max_len",
         "max_new_tokens",
         "params",
         "pauses",
         "phase",
         "placement",
+        "processing",
         "prompt_len",
+        "prompt_logprobs",
         "prompt_token_ids",
         "seed",
         "stop_ids",
@@ -149,6 +180,7 @@ class Request:
         cancelled: list[Request],
         stream: TextStream | None = None,
         callback: Callable[[Event], None] | None = None,
+        processing: Processing | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -158,11 +190,18 @@ class Request:
         self.prompt_len = len(self.prompt_token_ids)
         self.max_len = max_len
         self.max_new_tokens = max_len - self.prompt_len
+        self.processing = processing
+        # Whether its steps need the full sampler's graphs.
+        self.full = params.filtered or processing is not None
         self.stream = stream
         self.callback = callback
         self.phase = Phase.WAITING
         self.placement: Placement | None = None
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * self.prompt_len
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.timings = Timings(submitted=submitted)
@@ -218,4 +257,6 @@ class Request:
             seed=self.seed,
             timings=self.timings,
             acceptance=self.acceptance,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )

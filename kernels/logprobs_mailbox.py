@@ -35,7 +35,7 @@ from graphengine.kernels.logprobs import (
 )
 from graphengine.kernels.logprobs_kernels import MAX_TOP_LOGPROBS
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.state import check_mailbox
+from graphengine.kernels.records import check_mailbox
 
 _TOP = tl.constexpr(MAX_TOP_LOGPROBS)
 

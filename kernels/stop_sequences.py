@@ -143,6 +143,8 @@ def stop_sequence_of_tokens_reference(
     wanted = [
         [token for token in padded if token >= 0] for padded in sequences.tokens[slot].tolist()
     ]
+    if not any(wanted):
+        return [-1] * len(emitted)
     indices = []
     for j in range(len(emitted)):
         said = tokens_from(start, history_SP[slot], position + 1, emitted[: j + 1])
