@@ -5,10 +5,11 @@ them. Device-owned fields are written by kernels alone and are no part of any co
 dimension counts its *lanes* (rows, slots or tokens); lanes that a load does not fill get the
 field's pad value, so that a padded lane never holds what an earlier load left there.
 
-All host-owned fields share one block of bytes: a load edits the host's image of it, copies that
-into the next *staging block* (pinned on CUDA), and queues a single copy to the device. A staging
-block may be overwritten only when the copy out of it is known to be done, which nobody waits for:
-the replay behind the copy has published, and `acknowledge` says so.
+The host-owned fields of a *group* share one block of bytes: a load edits the host's image of it,
+copies that into the next *staging block* (pinned on CUDA), and queues a single copy to the device;
+groups that it does not name are left alone. So what is large and seldom changes has a group of its
+own. A staging block may be overwritten only when the copy out of it is known to be done, which
+nobody waits for: the replay behind the copy has published, and `acknowledge` says so.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _NUMPY_DTYPES = {
 class Field:
     """One row of the table: a tensor of `shape` (lanes first) and `dtype`, filled with `pad`.
 
-    `meaning` is for people: what the values are and what the pad value stands for.
+    `meaning` is for people: what the values are and what the pad value stands for. The host-owned
+    fields of one `group` are copied together.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Field:
     owner: Owner = "host"
     pad: int | float = 0
     meaning: str = ""
+    group: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -75,16 +78,12 @@ class StaticBuffers:
     # Slots, so that a field that would hide an attribute is caught (`_check_table`).
     __slots__ = (
         "_acknowledged",
-        "_block",
         "_closed",
-        "_image",
-        "_in_flight",
+        "_groups",
         "_lanes",
-        "_next_block",
         "_pointers",
         "_recorded",
-        "_staging",
-        "_staging_arrays",
+        "_staging_blocks",
         "_tensors",
         "device",
         "fields",
@@ -101,30 +100,28 @@ class StaticBuffers:
             raise ValueError(f"staging_blocks={staging_blocks}")
         _check_table(self.fields)
 
-        offsets, size = _layout([field for field in self.fields if field.owner == "host"])
-        self._image: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
-        self._block = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        self._staging = [
-            torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            for _ in range(staging_blocks)
-        ]
-        self._staging_arrays = [block.numpy() for block in self._staging]
-        # The replay behind the copy out of each staging block; 0 when there was none.
-        self._in_flight = [0] * staging_blocks
-        self._next_block = 0
+        self._staging_blocks = staging_blocks
         self._acknowledged = 0
-
+        self._groups: list[_Group] = []
         self._lanes: dict[str, _Lanes] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        for field in self.fields:
-            if field.owner == "host":
+        owned = [field for field in self.fields if field.owner == "host"]
+        tensors: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(field.group for field in owned):
+            fields_of_group = [field for field in owned if field.group == name]
+            offsets, size = _layout(fields_of_group)
+            group = _Group(size, self.device, staging_blocks)
+            self._groups.append(group)
+            for field in fields_of_group:
                 part = slice(offsets[field.name], offsets[field.name] + field.nbytes)
-                self._lanes[field.name] = _Lanes(field, self._image[part])
-                self._tensors[field.name] = self._block[part].view(field.dtype).view(field.shape)
-            else:
-                self._tensors[field.name] = torch.empty(
-                    field.shape, dtype=field.dtype, device=self.device
-                )
+                self._lanes[field.name] = _Lanes(field, group, part)
+                tensors[field.name] = group.block[part].view(field.dtype).view(field.shape)
+        self._tensors = {
+            field.name: tensors[field.name]
+            if field.owner == "host"
+            else torch.empty(field.shape, dtype=field.dtype, device=self.device)
+            for field in self.fields
+        }
+        size = sum(group.nbytes for group in self._groups)
         self.nbytes = size + sum(f.nbytes for f in self.fields if f.owner == "device")
         self.staging_nbytes = size * staging_blocks
         self._pointers = [tensor.data_ptr for tensor in self._tensors.values()]
@@ -147,7 +144,7 @@ class StaticBuffers:
         return self._tensors[name]
 
     def load(self, updates: Mapping[str, Any], *, sequence: int) -> None:
-        """Replace the contents of the named host-owned fields and copy all of them to the device.
+        """Replace the contents of the named host-owned fields and copy their groups to the device.
 
         A value holds one item for each of the field's first lanes; the lanes after them are
         padded. It is an array, or a list in which None stands for a padded lane; an item shorter
@@ -165,24 +162,26 @@ class StaticBuffers:
         """
         self._require_open()
         prepared = {name: self._lanes_of(name).prepare(value) for name, value in updates.items()}
-        earliest = max(self._acknowledged + 1, *self._in_flight)
+        groups = self._groups if len(self._groups) < 2 else self._groups_of(updates)
+        earliest = max(self._acknowledged + 1, *(group.last for group in self._groups), 1)
         if sequence < earliest:
             raise ValueError(
                 f"sequence={sequence}: the next replay to be launched is {earliest} or later"
             )
-        index = self._next_block
-        if self._in_flight[index] > self._acknowledged:
-            raise RuntimeError(
-                f"all {len(self._staging)} staging blocks are in flight: the oldest waits for "
-                f"replay {self._in_flight[index]}, acknowledged are those up to "
-                f"{self._acknowledged}"
-            )
+        for group in groups:
+            if group.oldest > self._acknowledged:
+                raise RuntimeError(
+                    f"all {self._staging_blocks} staging blocks are in flight: the oldest waits "
+                    f"for replay {group.oldest}, acknowledged are those up to {self._acknowledged}"
+                )
         for name, values in prepared.items():
             self._lanes[name].store(values)
-        np.copyto(self._staging_arrays[index], self._image)
-        self._block.copy_(self._staging[index], non_blocking=True)
-        self._in_flight[index] = sequence
-        self._next_block = (index + 1) % len(self._staging)
+        for group in groups:
+            group.send(sequence)
+
+    def _groups_of(self, names: Iterable[str]) -> list[_Group]:
+        """The groups of these fields; the first of all where none is named."""
+        return list(dict.fromkeys(self._lanes[name].group for name in names)) or self._groups[:1]
 
     def acknowledge(self, sequence: int) -> None:
         """Replays up to number `sequence` have published: their staging blocks are free again."""
@@ -196,12 +195,11 @@ class StaticBuffers:
         self._require_open()
         for lanes in self._lanes.values():
             lanes.array[...] = lanes.field.pad
-        # A copy from pageable memory: it returns when it and the copies before it are done.
-        self._block.copy_(torch.from_numpy(self._image))
+        for group in self._groups:
+            group.reset()
         for field in self.fields:
             if field.owner == "device":
                 self._tensors[field.name].fill_(field.pad)
-        self._in_flight = [0] * len(self._staging)
         self._acknowledged = 0
 
     def addresses(self) -> dict[str, int]:
@@ -257,11 +255,9 @@ class StaticBuffers:
         self._closed = True
         self._tensors = {}
         self._lanes = {}
-        self._staging = []
-        self._staging_arrays = []
+        self._groups = []
         self._pointers = []
         self._recorded = [0]  # equal to no list of addresses: `check_addresses` says what is wrong
-        self._block = torch.empty(0)
 
     def _lanes_of(self, name: str) -> _Lanes:
         lanes = self._lanes.get(name)
@@ -276,14 +272,62 @@ class StaticBuffers:
             raise ValueError("the static buffers are closed")
 
 
+class _Group:
+    """The block of bytes that one load copies: the host's image, its staging blocks, the device's.
+
+    last    the replay behind the newest copy; 0 when there was none
+    """
+
+    __slots__ = ("_in_flight", "_next", "_staging", "_staging_arrays", "block", "image", "last")
+
+    def __init__(self, size: int, device: torch.device, staging_blocks: int) -> None:
+        self.image: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+        self.block = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._staging = [
+            torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            for _ in range(staging_blocks)
+        ]
+        self._staging_arrays = [block.numpy() for block in self._staging]
+        # The replay behind the copy out of each staging block; 0 when there was none.
+        self._in_flight = [0] * staging_blocks
+        self._next = 0
+        self.last = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes
+
+    @property
+    def oldest(self) -> int:
+        """The replay behind the copy out of the staging block that is next."""
+        return self._in_flight[self._next]
+
+    def send(self, sequence: int) -> None:
+        """Queue the copy of the image in front of replay `sequence`."""
+        index = self._next
+        np.copyto(self._staging_arrays[index], self.image)
+        self.block.copy_(self._staging[index], non_blocking=True)
+        self._in_flight[index] = self.last = sequence
+        self._next = (index + 1) % len(self._staging)
+
+    def reset(self) -> None:
+        """Copy the image at once, with nothing in flight."""
+        # A copy from pageable memory: it returns when it and the copies before it are done.
+        self.block.copy_(torch.from_numpy(self.image))
+        self._in_flight = [0] * len(self._staging)
+        self.last = 0
+
+
 class _Lanes:
     """A host-owned field in the host's image: checks the values of a load, then stores them."""
 
-    __slots__ = ("array", "field", "lane_shape")
+    __slots__ = ("array", "field", "group", "lane_shape")
 
-    def __init__(self, field: Field, image: NDArray[np.uint8]) -> None:
+    def __init__(self, field: Field, group: _Group, part: slice) -> None:
         self.field = field
+        self.group = group
         self.lane_shape = field.shape[1:]
+        image = group.image[part]
         self.array: NDArray[Any] = image.view(_NUMPY_DTYPES[field.dtype]).reshape(field.shape)
         self._cast(np.asarray(field.pad))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphengine.prompts import Chat
     from graphengine.report import StepReport
     from graphengine.request import Event, QueueFull, Request
-    from graphengine.result import Result, Segment, Timings
+    from graphengine.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Event",
+    "Logprob",
     "QueueFull",
     "Request",
     "Result",
@@ -42,6 +43,7 @@ _HOMES = {
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.request",
+    "Logprob": "graphengine.result",
     "QueueFull": "graphengine.request",
     "Request": "graphengine.request",
     "Result": "graphengine.result",

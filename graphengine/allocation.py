@@ -14,11 +14,14 @@ from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.fields import field_table
-from graphengine.kernels import attention_split
+from graphengine.kernels import attention_split, copy_blocks
+from graphengine.logits_step import LogitsStep
+from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.memory import MemoryPlan
 from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel, arrival_counters
+from graphengine.processing import processing_fields
 from graphengine.relaxed import Relaxation, relaxed_field
-from graphengine.step import Sampler, StepProgram, decode_bucket, draft_bucket
+from graphengine.step import Sampler, StepProgram, decode_bucket, draft_bucket, prefill_bucket
 from graphengine.tuning import PlanSources, choose_plans
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class Allocation:
     plan_sources: PlanSources
     buffers: StaticBuffers
     mailbox: Mailbox
+    logprobs: Logprobs
     caches: tuple[tuple[Tensor, Tensor], ...]
     program: StepProgram
     stream: torch.cuda.Stream | None
@@ -56,6 +60,7 @@ def allocate(
         items_per_lane=memory.tokens_per_step + 1,
         device=memory.device,
     )
+    logprobs = _new_logprobs(memory, config, mailbox.entries)
     block = model.config.kv_block_shape(memory.block_size)
     caches = [_new_cache(memory, model.config.num_layers, *block)]
     launch = DecodeLaunch(
@@ -76,6 +81,13 @@ def allocate(
         caches[0][0],
         mailbox,
         launch,
+        LogitsStep(
+            buffers,
+            logprobs.tokens.tensor,
+            None if logprobs.prompts is None else logprobs.prompts.tensor,
+            top=config.max_logprobs,
+            keep_raw=config.logprobs_mode == "raw_logprobs",
+        ),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         forced_acceptance=config.forced_acceptance,
@@ -88,6 +100,7 @@ def allocate(
         plan_sources=plan_sources,
         buffers=buffers,
         mailbox=mailbox,
+        logprobs=logprobs,
         caches=tuple(caches),
         program=program,
         stream=stream,
@@ -110,10 +123,14 @@ def _new_buffers(
         swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
         drafts=memory.tokens_per_step - 1,
         host_drafts=drafter is not None and drafter.host_drafts,
+        prompt_logprobs=config.prompt_logprobs,
         arrivals=max(
             arrival_counters(model.config, plans, config.lanes),
             0 if drafter is None else drafter.arrivals(config.max_batch, config.lanes),
         ),
+    )
+    fields += processing_fields(
+        config, vocab_size=model.config.vocab_size, max_seq_len=memory.max_seq_len
     )
     if drafter is not None:
         fields += drafter.fields(
@@ -126,6 +143,17 @@ def _new_buffers(
     buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
     log.debug("static buffers\n%s", buffers.describe())
     return buffers
+
+
+def _new_logprobs(memory: MemoryPlan, config: EngineConfig, entries: int) -> Logprobs:
+    """The mailboxes of log-probabilities, in step with the engine's of so many entries."""
+    top, device = config.max_logprobs, memory.device
+    tokens = LogprobMailbox(entries, config.max_batch, memory.tokens_per_step, top, device=device)
+    longest = memory.prefill_ladder.sizes[-1]
+    prompts = None
+    if config.prompt_logprobs:
+        prompts = LogprobMailbox(entries, longest, 1, top, device=device)
+    return Logprobs(tokens, prompts)
 
 
 def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:
@@ -141,13 +169,25 @@ def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Te
     )
 
 
+def swap_blocks(
+    caches: Sequence[tuple[Tensor, Tensor]], buffers: StaticBuffers, out: int, back: int
+) -> None:
+    """Copy the first `out` of `swap_pairs` from the pool to the swap area, or `back` from there."""
+    for cache, area in caches:
+        if out:
+            copy_blocks(cache, area, buffers["swap_pairs"], out)
+        if back:
+            copy_blocks(area, cache, buffers["swap_pairs"], back)
+
+
 def graph_steps(
     program: StepProgram, memory: MemoryPlan, samplers: Sequence[Sampler]
 ) -> dict[str, Callable[[], object]]:
     """The step of every bucket by its graph's name, largest first, as they are to be captured."""
     steps: dict[str, Callable[[], object]] = {
-        f"prefill/{tokens}": partial(program.prefill, tokens)
+        prefill_bucket(tokens, kind): partial(program.prefill, tokens, kind)
         for tokens in reversed(memory.prefill_ladder.sizes)
+        for kind in memory.prefill_kinds
     }
     shapes = memory.decode_shapes[::-1]
     for rows, drafts in shapes:

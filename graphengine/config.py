@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 import torch
 
 from graphengine.buckets import BucketLadder
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, row_family
+from graphengine.logits_params import MAX_LOGPROBS
 from graphengine.sampling_params import is_int
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
@@ -30,6 +31,18 @@ WaitMode = Literal["spin", "yield", "block"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+# What one request may ask for at most, and the most that a kernel holds of it.
+_LIMITS = {
+    "max_logit_bias": (1, 4096),
+    "max_bad_words": (1, 1024),
+    "max_bad_word_tokens": (1, 64),
+    "max_stop_sequences": (1, 64),
+    "max_stop_sequence_tokens": (2, 64),
+    "max_logprobs": (0, MAX_LOGPROBS),
+}
+
 _OPTIONAL = (
     "max_seq_len",
     "max_prefill_tokens_per_step",
@@ -37,7 +50,7 @@ _OPTIONAL = (
     "swap_blocks",
     "max_waiting",
 )
-_INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_OPTIONAL)
+_INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_LIMITS, *_OPTIONAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +76,17 @@ class EngineConfig:
     max_waiting            requests that may wait for a slot, those submitted since the last step
                            among them; one more is refused with `QueueFull`. None: any number
     max_stop_ids           EOS and stop token ids that one request may have
+    max_logit_bias         ids that one request's logit_bias may name
+    max_bad_words          sequences of tokens that its bad words may come to, and the tokens of one
+    max_bad_word_tokens
+    max_stop_sequences     its stop token sequences, and the tokens of one
+    max_stop_sequence_tokens
+    max_logprobs           its logprobs and prompt_logprobs, up to 20
+    prompt_logprobs        whether requests may ask for those of their prompts, which takes prefill
+                           graphs of their own
+    logprobs_mode          of which logits log-probabilities are: "raw_logprobs", the model's, or
+                           "processed_logprobs", behind penalties, bias and bans (but, unlike
+                           vLLM's, in front of min_tokens, temperature and filters)
     pdl                    programmatic dependent launch between the decode kernels of a GPU
     row_family             "fma" (1 or 2 rows) or "dot": the decode kernels' arithmetic, part of the
                            numerics; None: "fma" where a step has a single lane, else "dot"
@@ -92,6 +116,14 @@ class EngineConfig:
     memory_fraction: float = 0.9
     max_waiting: int | None = None
     max_stop_ids: int = 16
+    max_logit_bias: int = 300
+    max_bad_words: int = 64
+    max_bad_word_tokens: int = 8
+    max_stop_sequences: int = 8
+    max_stop_sequence_tokens: int = 16
+    max_logprobs: int = MAX_LOGPROBS
+    prompt_logprobs: bool = False
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     pdl: bool = True
     row_family: RowFamily | None = None
     speculative: Speculative | None = None
@@ -145,14 +177,23 @@ class EngineConfig:
             raise ValueError(f"max_waiting={self.max_waiting} must be at least 1, or None")
         if self.max_stop_ids < 1:
             raise ValueError(f"max_stop_ids={self.max_stop_ids} must be at least 1")
+        for name, (least, most) in _LIMITS.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [{least}, {most}]")
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            raise ValueError(
+                f"logprobs_mode={self.logprobs_mode!r} must be one of "
+                f"{', '.join(map(repr, get_args(LogprobsMode)))}"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
         if self.wait not in ("spin", "yield", "block"):
             raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
         if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
             raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
-        if not isinstance(self.pdl, bool):
-            raise ValueError(f"pdl={self.pdl!r} must be True or False")
+        for name in ("pdl", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.row_family not in (None, "fma", "dot"):
             raise ValueError(f"row_family={self.row_family!r} must be 'fma', 'dot' or None")
         self._check_speculation()
@@ -266,6 +307,14 @@ class EngineOptions(TypedDict, total=False):
     memory_fraction: float
     max_waiting: int | None
     max_stop_ids: int
+    max_logit_bias: int
+    max_bad_words: int
+    max_bad_word_tokens: int
+    max_stop_sequences: int
+    max_stop_sequence_tokens: int
+    max_logprobs: int
+    prompt_logprobs: bool
+    logprobs_mode: LogprobsMode
     pdl: bool
     row_family: RowFamily | None
     speculative: Speculative | None

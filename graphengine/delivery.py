@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 from graphengine.acceptance import Acceptance
 from graphengine.buckets.mailbox import Payloads
@@ -13,28 +13,14 @@ from graphengine.deadlines import Deadlines
 from graphengine.gate import Gate
 from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
 from graphengine.recorder import Recorder
+from graphengine.replay import Replay
 from graphengine.request import Event, Phase, Request
-from graphengine.result import FinishReason
-from graphengine.scheduler import PrefillChunk, Scheduler
+from graphengine.result import FinishReason, TokenLogprobs
+from graphengine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
-
-
-class Replay(NamedTuple):
-    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
-
-    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
-    prefill fed `chunk`; a decode is of a bucket of `rows`.
-    """
-
-    sequence: int
-    requests: tuple[Request, ...]
-    epochs: tuple[int, ...]
-    width: int
-    rows: int = 0
-    chunk: PrefillChunk | None = None
 
 
 class Delivery:
@@ -80,11 +66,19 @@ class Delivery:
         """Take the list that a step has returned: the next step returns it, and adds its own."""
         self._unreturned = events
 
-    def read_replay(self, replay: Replay, record: Payloads, now: float) -> None:
-        """All lanes of a replay's mailbox entry, read at `now`."""
-        lanes = zip(replay.requests, replay.epochs, record, strict=True)
+    def read_replay(
+        self,
+        replay: Replay,
+        record: Payloads,
+        logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None,
+        now: float,
+    ) -> None:
+        """All lanes of a replay's mailbox entry and of its log-probabilities, read at `now`."""
+        found = repeat(None) if logprobs is None else logprobs
+        lanes = zip(replay.requests, replay.epochs, record, found, strict=False)
         given = [
-            self.read(request, epoch, items, replay.width, now) for request, epoch, items in lanes
+            self.read(request, epoch, items, replay.width, now, each)
+            for request, epoch, items, each in lanes
         ]
         if self._recorder.recording:
             drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
@@ -93,9 +87,17 @@ class Delivery:
             )
 
     def read(
-        self, request: Request, epoch: int, items: tuple[int, ...], width: int, now: float
+        self,
+        request: Request,
+        epoch: int,
+        items: tuple[int, ...],
+        width: int,
+        now: float,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> int:
         """One lane of a mailbox entry, of a graph that feeds `width` tokens a row.
+
+        `logprobs` are those of its tokens, where the request asks for them.
 
         Its tokens go to the request, unless that has ended; the event awaits its callback. Returns
         how many the request was given.
@@ -126,18 +128,21 @@ class Delivery:
                     tokens = tokens[:taken]
             request.pieces.append(text)
         request.token_ids += tokens
+        if logprobs is not None and request.logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+            request.logprobs += logprobs
         request.timings.tokens += [now] * len(tokens)
         self.counters["tokens"] += len(tokens)
         if stopped is not None:
             request.stop_reason = stopped
-            self._finish(request, "stop", tokens, text, now)
+            self._finish(request, "stop", tokens, text, now, logprobs)
         elif flags & STOP:
-            request.stop_reason = None if tokens[-1] in request.eos_ids else tokens[-1]
-            self._finish(request, "stop", tokens, text, now)
+            request.stop_reason = request.reason_to_stop()
+            self._finish(request, "stop", tokens, text, now, logprobs)
         elif flags & LENGTH:
-            self._finish(request, "length", tokens, text, now)
+            self._finish(request, "length", tokens, text, now, logprobs)
         else:
-            self._undelivered.append(Event(request, tokens, text, None, now))
+            self._undelivered.append(Event(request, tokens, text, None, now, logprobs))
         return len(tokens)
 
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
@@ -162,6 +167,7 @@ class Delivery:
         token_ids: tuple[int, ...],
         text: str,
         now: float,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         """Retire the request; its last event brings the text that was held back."""
         tail = request.stream.flush() if request.stream is not None else ""
@@ -172,7 +178,7 @@ class Delivery:
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:
             self._recorder.finished(request)
-        self._undelivered.append(Event(request, token_ids, text + tail, reason, now))
+        self._undelivered.append(Event(request, token_ids, text + tail, reason, now, logprobs))
 
     def end_due(self) -> None:
         """Finish what was cancelled since the last call, and what is late."""

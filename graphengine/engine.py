@@ -15,22 +15,22 @@ from typing import Any, Self, Unpack, get_args
 import torch
 
 from graphengine import runs
-from graphengine.allocation import allocate, graph_steps
+from graphengine.allocation import allocate, graph_steps, swap_blocks
 from graphengine.buckets import capture_all
-from graphengine.buckets.mailbox import Payloads
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
-from graphengine.delivery import Delivery, Replay, StopCallback
+from graphengine.delivery import Delivery, StopCallback
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.fields import draft_updates, host_updates
 from graphengine.gate import Gate
 from graphengine.intake import Intake, QueueOptions
-from graphengine.kernels import RowFamily, copy_blocks
+from graphengine.kernels import RowFamily
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.prompts import Prompt
 from graphengine.recorder import Recorder
+from graphengine.replay import Replay
 from graphengine.report import (
     EngineReport,
     StepReport,
@@ -41,7 +41,7 @@ from graphengine.report import (
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, PrefillChunk, Scheduler
-from graphengine.step import Sampler, decode_bucket, draft_bucket
+from graphengine.step import Sampler, decode_bucket, draft_bucket, prefill_bucket, prefill_kind
 from graphengine.text import Tokenizer
 from graphengine.tracing import span
 from graphengine.tuning import numerics_id
@@ -123,6 +123,7 @@ class Engine:
             memory,
             tokenizer=tokenizer,
             vocab_size=model.config.vocab_size,
+            vocabulary=model.lm_head.shape[0],
             eos_ids=self.eos_ids,
             prompts_only=drafter is not None and drafter.prompts_only,
             cancelled=self._delivery.cancelled,
@@ -158,14 +159,20 @@ class Engine:
             unused = checkpoint.load(destinations, progress)
         if unused:
             log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
-        model = DenseModel(model_config, weights, max_seq_len=memory.max_seq_len)
         tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
+        eos_ids = eos_token_ids(checkpoint)
+        model = DenseModel(
+            model_config,
+            weights,
+            max_seq_len=memory.max_seq_len,
+            vocabulary=0 if tokenizer is None else 1 + max(tokenizer.largest_id, *eos_ids),
+        )
         return cls(
             model,
             memory,
             config,
             tokenizer=tokenizer,
-            eos_ids=eos_token_ids(checkpoint),
+            eos_ids=eos_ids,
             drafter=drafter,
         )
 
@@ -173,10 +180,9 @@ class Engine:
         held = allocate(model, self.memory, self.config, self.drafter)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
-        self.buffers, self.mailbox = held.buffers, held.mailbox
+        self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.cache, self.swap_area = held.caches[0]
-        self._caches = held.caches
-        self.program = held.program
+        self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
     def _capture(self) -> None:
@@ -185,8 +191,7 @@ class Engine:
         with self._on_stream():
             self.buffers.reset()
             # Compiles the copies; the pairs are padded, so nothing moves.
-            self._swap_out(min(1, memory.swap_blocks))
-            self._swap_in(min(1, memory.swap_blocks))
+            swap_blocks(self._caches, self.buffers, *[min(1, memory.swap_blocks)] * 2)
             self._graphs = capture_all(
                 graph_steps(self.program, memory, self._samplers),
                 device=memory.device,
@@ -198,6 +203,7 @@ class Engine:
         if self._cuda_stream is not None:
             self._cuda_stream.synchronize()
         self.mailbox.clear()
+        self.logprobs.clear()
         log.info("captured\n%s", self.report())
 
     # What a caller does with requests.
@@ -414,7 +420,8 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches, self.mailbox
+        del self.program, self.model, self.cache, self.swap_area, self._caches
+        del self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
             drafter.close()
@@ -463,19 +470,22 @@ class Engine:
         """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
         if plan.swap_out or plan.swap_in:
             with self._on_stream():
-                self._swap_out(len(plan.swap_out))
-                self._swap_in(len(plan.swap_in))
+                swap_blocks(self._caches, self.buffers, len(plan.swap_out), len(plan.swap_in))
         replays = []
         chunk = plan.prefill
         if chunk is not None:
             tokens = self.memory.prefill_ladder.pick(chunk.count)
             requests, epochs = (chunk.request,), (chunk.request.placed.epoch,)
+            request = chunk.request
+            full = request.processing is not None
+            bucket = prefill_bucket(tokens, prefill_kind(request))
             with span("prefill", tokens, chunk.count):
-                replays.append(self._launch(f"prefill/{tokens}", requests, epochs, chunk=chunk))
+                replays.append(self._launch(bucket, requests, epochs, 1, 0, chunk, full))
         if plan.rows:
             rows, drafts = plan.bucket, plan.width - 1
-            bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.filtered else 0])
-            replays.append(self._launch(bucket, plan.rows, plan.epochs, plan.width, rows=rows))
+            bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.full else 0])
+            full, live = plan.full, plan.rows
+            replays.append(self._launch(bucket, live, plan.epochs, plan.width, rows, None, full))
             if self.drafter is not None and self.drafter.own_graph:
                 # It publishes nothing, so nobody waits for it.
                 self._run(draft_bucket(rows, drafts), replays[-1])
@@ -486,12 +496,12 @@ class Engine:
         bucket: str,
         requests: tuple[Request, ...],
         epochs: tuple[int, ...],
-        width: int = 1,
-        *,
-        rows: int = 0,
-        chunk: PrefillChunk | None = None,
+        width: int,
+        rows: int,
+        chunk: PrefillChunk | None,
+        full: bool,
     ) -> Replay:
-        replay = Replay(self._launched + 1, requests, epochs, width, rows, chunk)
+        replay = Replay(self._launched + 1, requests, epochs, width, rows, chunk, full)
         self._run(bucket, replay)
         self._launched += 1
         return replay
@@ -508,15 +518,6 @@ class Engine:
             graph.replay()
         self.counters[f"replays/{bucket}"] += 1
 
-    def _swap_out(self, count: int) -> None:
-        """Copy the first `count` of `swap_pairs` from the pool to the swap area."""
-        for cache, area in self._caches if count else ():
-            copy_blocks(cache, area, self.buffers["swap_pairs"], count)
-
-    def _swap_in(self, count: int) -> None:
-        for cache, area in self._caches if count else ():
-            copy_blocks(area, cache, self.buffers["swap_pairs"], count)
-
     def _collect(self, timeout: float | None) -> None:
         """Read the oldest launch, unless it is not done within `timeout` seconds."""
         if self.recorder.recording:
@@ -526,16 +527,22 @@ class Engine:
         records = []
         for replay in replays:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-            record = self._wait(replay, left)
+            record = self._wait(self.mailbox.wait, replay.sequence, len(replay.requests), left)
             if record is None:
                 return
-            records.append(record)
+            logprobs = None
+            if replay.full:
+                published = replay, record
+                logprobs = self._wait(self.logprobs.wait, replay.sequence, published, left)
+                if logprobs is None:
+                    return
+            records.append((replay, record, logprobs))
         now = time.perf_counter()
         try:
             self._in_flight.popleft()
             self.buffers.acknowledge(replays[-1].sequence)
-            for replay, record in zip(replays, records, strict=True):
-                self._delivery.read_replay(replay, record, now)
+            for replay, record, logprobs in records:
+                self._delivery.read_replay(replay, record, logprobs, now)
         except BaseException as error:
             self._break(error)
             raise
@@ -545,11 +552,14 @@ class Engine:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
 
-    def _wait(self, replay: Replay, timeout: float | None) -> Payloads | None:
+    def _wait(
+        self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None
+    ) -> Any:
+        """What a mailbox has of a replay's lanes; None if it is not there within `timeout`."""
         try:
-            return self.mailbox.wait(
-                replay.sequence,
-                len(replay.requests),
+            return wait(
+                sequence,
+                lanes,
                 timeout=timeout,
                 mode=self.config.wait,
                 stream=self._cuda_stream,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graphengine.buckets import Field, Owner
+from graphengine.processing import processing_updates
 from graphengine.request import Request
 from graphengine.scheduler import Plan
 
@@ -26,11 +27,13 @@ def field_table(
     arrivals: int,
     drafts: int = 0,
     host_drafts: bool = False,
+    prompt_logprobs: bool = False,
 ) -> list[Field]:
     """Every tensor a replay can see; not the weights, the KV cache, and what a drafter adds.
 
-    drafts       K, drafts of a step at most
-    host_drafts  whether the host writes them, rather than a drafter on the device
+    drafts           K, drafts of a step at most
+    host_drafts      whether the host writes them, rather than a drafter on the device
+    prompt_logprobs  whether requests may ask for log-probabilities of their prompts
     """
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
 
@@ -42,10 +45,13 @@ def field_table(
 
     S = slots
     speculation: list[Field] = []
+    if prompt_logprobs or drafts:
+        meaning = "prompt token behind the chunk"
+        speculation.append(host("prefill_next", 1, dtype=int32, pad=-1, meaning=meaning))
     if drafts:
         meaning = "drafts that the slot's next step verifies; -1 for none"
         owner: Owner = "host" if host_drafts else "device"
-        speculation = [
+        speculation.append(
             Field(
                 name="draft_tokens",
                 shape=(S, drafts),
@@ -53,9 +59,8 @@ def field_table(
                 owner=owner,
                 pad=-1,
                 meaning=meaning,
-            ),
-            host("prefill_next", 1, dtype=int32, pad=-1, meaning="prompt token behind the chunk"),
-        ]
+            )
+        )
     return [
         *speculation,
         host("slot_of_row", S, dtype=int32, pad=-1, meaning="slot of each decode row"),
@@ -98,6 +103,10 @@ def host_updates(
         updates["block_table"] = [request and request.placed.blocks for request in slots]
     if plan.slots_changed:
         updates |= _slot_fields(slots)
+        if plan.options_changed:
+            updates |= processing_updates(
+                [None if request is None else request.processing for request in slots]
+            )
     if plan.prefill is not None:
         chunk = plan.prefill
         request, end = chunk.request, chunk.start + chunk.count
@@ -108,7 +117,7 @@ def host_updates(
             "prefill_count": [chunk.count],
             "prefill_final": [int(chunk.final)],
         }
-        if speculative:
+        if speculative or request.prompt_logprobs is not None:
             behind = request.prompt_token_ids[end : end + 1]
             updates["prefill_next"] = behind or [-1]
     if plan.swap_out or plan.swap_in:

@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from graphengine.config import EngineConfig
 from graphengine.memory import MemoryPlan
+from graphengine.processing import make_processing, single_stop_ids
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams, is_int
@@ -27,6 +28,7 @@ class QueueOptions(TypedDict, total=False):
 class Intake:
     """Makes requests for an engine of `config` and `memory`, numbered from 1.
 
+    vocabulary    ids that can be sampled, the first of the `vocab_size` of the model
     eos_ids       tokens that end every request, unless it ignores them
     prompts_only  a request has one new token
     cancelled     where requests put themselves that their owners end
@@ -41,6 +43,7 @@ class Intake:
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        vocabulary: int,
         eos_ids: tuple[int, ...],
         prompts_only: bool,
         cancelled: list[Request],
@@ -51,6 +54,7 @@ class Intake:
         self._config = config
         self._max_seq_len = memory.max_seq_len
         self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._prompts_only = prompts_only
         self._cancelled = cancelled
@@ -85,7 +89,8 @@ class Intake:
         if deadline_s is not None:
             _check_deadline(deadline_s)
         eos = () if params.ignore_eos else self._eos_ids
-        given = (token_id(token, self._vocab_size) for token in params.stop_token_ids)
+        stops = (*params.stop_token_ids, *single_stop_ids(params))
+        given = (token_id(token, self._vocab_size) for token in stops)
         stop_ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
         if len(stop_ids) > limit:
@@ -99,6 +104,13 @@ class Intake:
                 f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "
                 f"new token, max_tokens=1"
             )
+        processing = make_processing(
+            params,
+            prompt_len=len(ids),
+            vocabulary=self._vocabulary,
+            tokenizer=self.tokenizer,
+            config=self._config,
+        )
         room = 1 if self._prompts_only else self._max_seq_len - len(ids)
         self.made += 1
         return Request(
@@ -115,6 +127,7 @@ class Intake:
             eos_ids=eos,
             priority=priority,
             deadline_s=deadline_s,
+            processing=processing,
         )
 
     def drafts(self, request: Request, token_ids: Sequence[int], most: int) -> tuple[int, ...]:

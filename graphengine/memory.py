@@ -11,13 +11,14 @@ from graphengine.buckets import BucketLadder, MemoryBudget, Where
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.fields import field_table
-from graphengine.kernels import decode_attention_workspace_bytes
+from graphengine.kernels import MAX_LANES, decode_attention_workspace_bytes, logprob_items
 from graphengine.models.dense import (
     DenseConfig,
     allocate_weights,
     decode_shapes,
     prefill_scratch_width,
 )
+from graphengine.processing import PrefillKind, processing_fields
 from graphengine.tuning import MAX_SPLITS
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
@@ -37,6 +38,7 @@ class MemoryPlan:
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     draft_rows     the largest bucket with a graph for each of them; larger ones verify none
+    prefill_kinds  the prefill graphs of each token bucket
     graphs         how many are captured; with relaxed acceptance fewer
     """
 
@@ -51,6 +53,7 @@ class MemoryPlan:
     swap_blocks: int
     draft_lengths: tuple[int, ...]
     draft_rows: int
+    prefill_kinds: tuple[PrefillKind, ...]
     graphs: int
     budget: MemoryBudget
 
@@ -104,6 +107,15 @@ def plan_memory(
     budget.add(
         "state and tables", _state_bytes(model, config, table_blocks, max_seq_len, drafter), where
     )
+    options = processing_fields(config, vocab_size=model.vocab_size, max_seq_len=max_seq_len)
+    budget.add("request options", sum(field.nbytes for field in options), where)
+    reported = config.max_batch * (1 + draft_lengths[-1])
+    if config.prompt_logprobs:
+        reported += prefill_ladder.sizes[-1]
+    # Of the entries of each mailbox, 64-bit items.
+    logprob_bytes = 2 * (config.lookahead + 2) * reported * logprob_items(config.max_logprobs) * 8
+    pinned: Where = "pinned" if device.type == "cuda" else "host"
+    budget.add("log-probabilities", logprob_bytes, pinned)
     if drafter is not None:
         sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
         fields = drafter.fields(sizes)
@@ -113,12 +125,17 @@ def plan_memory(
     lanes = config.max_batch
     if drafter is not None:
         lanes = max(lanes, config.draft_rows * drafter.lanes_of_row)
+    if config.prompt_logprobs:
+        lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
     workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
     budget.add("workspace (estimate)", workspace, where)
     # A drafter may have a graph of its own beside each bucket's.
     own = drafter is not None and drafter.own_graph
     shapes = _decode_shapes(ladder, draft_lengths, config.draft_rows)
-    graphs = (_SAMPLERS + own) * len(shapes) + len(prefill_ladder.sizes)
+    kinds: tuple[PrefillKind, ...] = ("full", "fast")
+    if config.prompt_logprobs:
+        kinds = ("prompt", *kinds)
+    graphs = (_SAMPLERS + own) * len(shapes) + len(kinds) * len(prefill_ladder.sizes)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
@@ -131,10 +148,9 @@ def plan_memory(
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
         swap_blocks = _swap_blocks(config, kv_blocks, table_blocks, block_bytes)
-    swap_where: Where = "pinned" if device.type == "cuda" else "host"
-    budget.add(f"swap ({swap_blocks} blocks)", swap_blocks * block_bytes, swap_where)
+    budget.add(f"swap ({swap_blocks} blocks)", swap_blocks * block_bytes, pinned)
     host_bytes = available_bytes(torch.device("cpu"))
-    budget.check(int(host_bytes * config.memory_fraction), swap_where)
+    budget.check(int(host_bytes * config.memory_fraction), pinned)
     return MemoryPlan(
         device=device,
         dtype=dtype,
@@ -147,6 +163,7 @@ def plan_memory(
         swap_blocks=swap_blocks,
         draft_lengths=draft_lengths,
         draft_rows=config.draft_rows,
+        prefill_kinds=kinds,
         graphs=graphs,
         budget=budget,
     )
@@ -213,8 +230,8 @@ def _workspace_bytes(
     # lm_head is never split.
     widest = max(M for kind, M, _ in decode_shapes(model).values() if kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest
-    # Float32 logits, and the sampler's keys of the same size.
-    sampling = 2 * 4 * rows * model.vocab_size
+    # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
+    sampling = 3 * 4 * rows * model.vocab_size
     return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
 
 

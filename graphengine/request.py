@@ -9,10 +9,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphengine.acceptance import Acceptance
-from graphengine.result import FinishReason, Result, Timings
+from graphengine.result import FinishReason, Result, Timings, TokenLogprobs
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from graphengine.processing import Processing
     from graphengine.text import TextStream
 
 
@@ -37,6 +38,7 @@ class Event(NamedTuple):
     text           text that became final with them; it may lag behind the tokens
     finish_reason  set on the request's last event
     time           `time.perf_counter()` when the host read the tokens
+    logprobs       of each new token, where the request asks for them
     """
 
     request: Request
@@ -44,6 +46,7 @@ class Event(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     time: float
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +82,8 @@ class Request:
     """Handle of a submitted request, valid after the engine is closed.
 
     Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `priority`, `phase`, `token_ids`
-    and `text` so far, `finish_reason`, `stop_reason`, `timings`, `pauses`, `acceptance`.
+    and `text` so far, `logprobs` of them, `prompt_logprobs`, `finish_reason`, `stop_reason`,
+    `timings`, `pauses`, `acceptance`.
 
     priority     the lowest of those that wait starts first, arrival decides among equals
     deadline     `time.perf_counter()` from which on it is late; None: never
@@ -96,7 +100,9 @@ class Request:
         "drafts",
         "eos_ids",
         "finish_reason",
+        "full",
         "id",
+        "logprobs",
         "max_len",
         "max_new_tokens",
         "params",
@@ -106,7 +112,9 @@ class Request:
         "placement",
         "priority",
         "private",
+        "processing",
         "prompt_len",
+        "prompt_logprobs",
         "prompt_token_ids",
         "seed",
         "stop_ids",
@@ -132,6 +140,7 @@ class Request:
         eos_ids: tuple[int, ...] = (),
         priority: int = 0,
         deadline_s: float | None = None,
+        processing: Processing | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -144,6 +153,9 @@ class Request:
         self.prompt_len = len(self.prompt_token_ids)
         self.max_len = max_len
         self.max_new_tokens = max_len - self.prompt_len
+        self.processing = processing
+        # Whether its steps need the full sampler's graphs.
+        self.full = params.filtered or processing is not None
         self.stream = stream
         self.callback = callback
         self.private = False
@@ -151,8 +163,12 @@ class Request:
         self.placement: Placement | None = None
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * self.prompt_len
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
+        self.stop_reason: str | int | tuple[int, ...] | None = None
         self.timings = Timings(submitted=submitted)
         self.pauses = 0
         self.acceptance = Acceptance()
@@ -176,8 +192,19 @@ class Request:
             self.pieces[:] = ["".join(self.pieces)]
         return self.pieces[0] if self.pieces else ""
 
+    def reason_to_stop(self) -> int | tuple[int, ...] | None:
+        """Which stop token or sequence its last token is the end of; None for EOS."""
+        token = self.token_ids[-1]
+        if token in self.stop_ids:
+            return None if token in self.eos_ids else token
+        sequences = self.params.stop_token_sequences
+        ended = (ids for ids in sequences if self.token_ids[-len(ids) :] == list(ids))
+        return next(map(tuple, ended))
+
     def hides(self, stop_token: int) -> bool:
-        """Whether this token, if it ends the request, has no text."""
+        """Whether this token, if it ends the request, has no text. Stop sequences keep theirs."""
+        if stop_token not in self.stop_ids:
+            return False
         params = self.params
         eos_is_removed = params.remove_eos and stop_token in self.eos_ids
         return not params.include_stop_str_in_output or eos_is_removed
@@ -223,4 +250,6 @@ class Request:
             seed=self.seed,
             timings=self.timings,
             acceptance=self.acceptance,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )

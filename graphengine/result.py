@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,17 @@ class Timings:
         return [after - before for before, after in pairwise(self.tokens)]
 
 
+class Logprob(NamedTuple):
+    """Of a token: its log-probability, and its rank, of which 1 is the most probable."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of a position, by token id: the token that came first, then the most probable ones in order."""
+
+
 class Segment(NamedTuple):
     """The part of a text that one token made certain: characters `start` to `end`, without `end`.
 
@@ -47,9 +59,11 @@ class Result:
     """A finished request. `token_ids` end with the stop token where one ended the request.
 
     text_ends    characters of `text` up to and with each token; empty without a tokenizer
-    stop_reason  the stop string or the stop token id that ended it; None for an end-of-sequence
-                 token, a `stop_callback` and whatever is no "stop"
+    stop_reason  the stop string, the stop token id or the stop token sequence that ended it; None
+                 for an end-of-sequence token, a `stop_callback` and whatever is no "stop"
     acceptance   counts what became of its drafts; without speculation it is empty
+    logprobs     if it asked for them: an entry for each of `token_ids`
+    prompt_logprobs  the same of the prompt's; the first, which follows from nothing, is None
     """
 
     request_id: int
@@ -60,8 +74,18 @@ class Result:
     seed: int
     timings: Timings
     acceptance: Acceptance = field(default_factory=Acceptance)
-    stop_reason: str | int | None = None
+    stop_reason: str | int | tuple[int, ...] | None = None
     text_ends: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the tokens; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(logprobs[token].logprob for token, logprobs in pairs)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -81,13 +105,18 @@ class Result:
         text              what the tokens say; empty without a tokenizer
         segments          list of {"token_id", "text", "start", "end"}, one for each token
         finish_reason     "stop", "length", "cancelled", "error" or "deadline"
-        stop_reason       the stop string (text) or stop token (id) that ended it, or null
+        stop_reason       the stop string (text), stop token (id) or stop token sequence (list of
+                          ids) that ended it, or null
         seed              of its random numbers, drawn by the engine where none was given
         timings           seconds from its submission: {"time_to_first_token" (null without one),
                           "tokens": when each reached the host, "finished"}
         acceptance        `Acceptance.as_dict()`: what became of its drafts
+        logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
+                          token's own, then those of the most probable ones
+        prompt_logprobs   null, or the same of the prompt's tokens, null for the first
         """
         submitted, finished = self.timings.submitted, self.timings.finished
+        reason = self.stop_reason
         return {
             "request_id": self.request_id,
             "prompt_token_ids": list(self.prompt_token_ids),
@@ -95,7 +124,7 @@ class Result:
             "text": self.text,
             "segments": [segment._asdict() for segment in self.segments],
             "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
+            "stop_reason": list(reason) if isinstance(reason, tuple) else reason,
             "seed": self.seed,
             "timings": {
                 "time_to_first_token": self.timings.time_to_first_token,
@@ -103,4 +132,15 @@ class Result:
                 "finished": None if finished is None else finished - submitted,
             },
             "acceptance": self.acceptance.as_dict(),
+            "logprobs": _lists_of(self.logprobs),
+            "prompt_logprobs": _lists_of(self.prompt_logprobs),
         }
+
+
+def _lists_of(logprobs: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
+    if logprobs is None:
+        return None
+    return [
+        each and [{"token_id": token, **found._asdict()} for token, found in each.items()]
+        for each in logprobs
+    ]

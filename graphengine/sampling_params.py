@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphengine.logits_params import (
+    FLOAT32_MAX,
+    BadWord,
+    check_logits_params,
+    frozen_bad_words,
+    frozen_ids,
+    frozen_logit_bias,
+    frozen_sequences,
+    is_int,
+)
+
+__all__ = ["SamplingParams", "is_int"]
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = 3.4028234e38
 # Below it the quotients leave float32's range, and tokens tie that do not.
 MIN_TEMPERATURE = 1e-6
 
@@ -43,6 +55,26 @@ class SamplingParams:
 
     add_bos  True: it begins with exactly one BOS token, False: with none (Megatron's `add_BOS`);
              None: as the tokenizer's files have it
+    What is done to the logits in front of that, in the order of `kernels/logits.py`:
+
+    allowed_token_ids   no other ids are sampled; None: all may be
+    bad_words           words, or sequences of token ids, whose last token is not sampled where it
+                        would complete them in the output; a word counts with and without a space
+                        in front, as of vLLM
+    logit_bias          what is added to the logits of these ids: finite, or -inf
+    repetition_penalty  divides positive logits of ids in prompt or output, multiplies the others;
+                        above 1 against repetition
+    frequency_penalty   subtracted for each time that the id is in the output; in [-2, 2]
+    presence_penalty    subtracted if the id is in the output at all; in [-2, 2]
+
+    And:
+
+    logprobs              log-probabilities of each new token, and of so many of the most probable
+                          ones beside it, up to 20; None: none
+    prompt_logprobs       the same of the prompt's tokens, of the logits as they are; of an engine
+                          that is opened with `prompt_logprobs`
+    stop_token_sequences  sequences of token ids that end the request where the output holds one of
+                          them as a whole; in front of min_tokens they do not
     """
 
     temperature: float = 1.0
@@ -59,6 +91,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     remove_eos: bool = False
     add_bos: bool | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[BadWord] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_sequences: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         for name, optional in _INTEGERS.items():
@@ -102,6 +143,18 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if not is_int(token):
                 raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
+        check_logits_params(self)
+        frozen: dict[str, object] = {
+            "bad_words": frozen_bad_words(self.bad_words),
+            "logit_bias": frozen_logit_bias(self.logit_bias),
+            "stop_token_sequences": frozen_sequences(
+                "stop_token_sequences", self.stop_token_sequences
+            ),
+        }
+        if self.allowed_token_ids is not None:
+            frozen["allowed_token_ids"] = frozen_ids("allowed_token_ids", self.allowed_token_ids)
+        for name, value in frozen.items():
+            object.__setattr__(self, name, value)
 
     def _freeze(self, name: str, meaning: str) -> None:
         """Keep a tuple of the field's items: the caller may change the list later."""
@@ -120,8 +173,3 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-def is_int(value: object) -> bool:
-    """Whether `value` is an integer, numpy's included; True and 1.0 are not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

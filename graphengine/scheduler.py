@@ -69,23 +69,24 @@ class Plan:
     """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
 
     `rows[i]` runs in decode row i, in its stay `epochs[i]`; `bucket` is the rows of the graph that
-    serves them, 0 where nobody decodes. `filtered` says whether one of them may not sample from the
-    whole vocabulary. A plan swaps out or in, never both. The other flags say which host-owned
-    fields differ from those of the plan before. In steady state, where nothing differs, plans are
-    one and the same object. `width` is the tokens that a decode row feeds.
+    serves them, 0 where nobody decodes. `full` says whether one of them needs a graph of the full
+    sampler. A plan swaps out or in, never both. The other flags say which host-owned fields differ
+    from those of the plan before. In steady state, where nothing differs, plans are one and the
+    same object. `width` is the tokens that a decode row feeds.
     """
 
     rows: tuple[Request, ...]
     bucket: int
     epochs: tuple[int, ...]
     width: int
-    filtered: bool
+    full: bool
     prefill: PrefillChunk | None
     swap_out: tuple[tuple[int, int], ...]
     swap_in: tuple[tuple[int, int], ...]
     rows_changed: bool
     slots_changed: bool
     tables_changed: bool
+    options_changed: bool
 
 
 _NOTHING = Plan(
@@ -93,13 +94,14 @@ _NOTHING = Plan(
     bucket=0,
     epochs=(),
     width=1,
-    filtered=False,
+    full=False,
     prefill=None,
     swap_out=(),
     swap_in=(),
     rows_changed=False,
     slots_changed=False,
     tables_changed=False,
+    options_changed=False,
 )
 
 
@@ -107,6 +109,7 @@ _NOTHING = Plan(
 class _Changes:
     slots: bool = False
     tables: bool = False
+    options: bool = False
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
@@ -243,6 +246,7 @@ class Scheduler:
             self.swap.give_back(placement.swap_blocks)
             request.placement = None
             self._changes.slots = self._changes.tables = True
+            self._changes.options |= request.processing is not None
         request.phase = Phase.FINISHED
         self.moves.append(("finished", request.id))
 
@@ -273,20 +277,25 @@ class Scheduler:
             # A request has one stay: these can have changed only with the rows.
             epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
             width=self._width,
-            filtered=self._last.filtered if same else any(row.params.filtered for row in rows),
+            full=self._last.full if same else any(row.full for row in rows),
             prefill=prefill,
             swap_out=tuple(changes.swap_out),
             swap_in=tuple(changes.swap_in),
             rows_changed=not same,
             slots_changed=changes.slots,
             tables_changed=changes.tables,
+            options_changed=changes.options,
         )
         _count_launch(plan)
         self._last = plan
         self._repeats = self._holds_for(plan)
         if self._repeats:
             self._last = replace(
-                plan, rows_changed=False, slots_changed=False, tables_changed=False
+                plan,
+                rows_changed=False,
+                slots_changed=False,
+                tables_changed=False,
+                options_changed=False,
             )
         return plan
 
@@ -441,6 +450,7 @@ class Scheduler:
             self.counters["slot_reuses"] += slot in self._slots_used
             self._slots_used.add(slot)
             self._changes.slots = self._changes.tables = True
+            self._changes.options |= request.processing is not None
 
     def _headroom(self, rows: int) -> int:
         """Blocks that `rows` rows may take in their next step: none where they have all."""

@@ -7,7 +7,8 @@
 They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.
 Verifying and drafting are there where an engine speculates: then a row feeds its K drafts behind
-its last token, W = K + 1 lanes in all, and emits 1 to W tokens.
+its last token, W = K + 1 lanes in all, and emits 1 to W tokens. What requests ask of their logits
+beside sampling from them is done in graphs of the full sampler alone (`logits_step.py`).
 
 Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of the prefill bucket,
 S slots.
@@ -24,6 +25,7 @@ from torch import Tensor
 from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.drafters import Drafter, Prefilled, Verified
 from graphengine.kernels import (
+    EMITTED,
     DecodeLanes,
     Residual,
     SamplingTensors,
@@ -43,16 +45,32 @@ from graphengine.kernels import (
     sample,
     sample_tiles,
 )
+from graphengine.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.models.dense import DecodeLaunch, DenseModel
+from graphengine.processing import PrefillKind
 from graphengine.relaxed import Relaxation
+from graphengine.request import Request
 
 Sampler = Literal["fast", "full"]
-"""`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well."""
+"""`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well,
+and all else that a request asks of its logits."""
 
 
 def decode_bucket(rows: int, drafts: int, sampler: Sampler) -> str:
     """Name of the decode graph of `rows` rows that verifies `drafts` drafts of each."""
     return f"decode/{rows}/k{drafts}/{sampler}" if drafts else f"decode/{rows}/{sampler}"
+
+
+def prefill_bucket(tokens: int, kind: PrefillKind) -> str:
+    """Name of the prefill graph of `tokens` tokens; that of each kind has all filters."""
+    return f"prefill/{tokens}" if kind == "fast" else f"prefill/{tokens}/{kind}"
+
+
+def prefill_kind(request: Request) -> PrefillKind:
+    """The prefill graphs that the request needs."""
+    if request.processing is None:
+        return "fast"
+    return "full" if request.prompt_logprobs is None else "prompt"
 
 
 def draft_bucket(rows: int, drafts: int) -> str:
@@ -81,6 +99,7 @@ class StepProgram:
         cache: Tensor,
         mailbox: Mailbox,
         launch: DecodeLaunch,
+        logits_step: LogitsStep,
         *,
         drafter: Drafter | None = None,
         relaxation: Relaxation | None = None,
@@ -94,6 +113,7 @@ class StepProgram:
         self.cache = cache
         self.mailbox = mailbox
         self.launch = launch
+        self.logits_step = logits_step
         self.state = SlotState(*(buffers[name] for name in SlotState._fields))
         self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
@@ -126,11 +146,12 @@ class StepProgram:
         )
         launch = self.launch._replace(tokens_per_row=1 + drafts)
         residual = model.decode(lanes, residual, self.cache, buffers["block_table"], launch)
-        logits, best, health = self._sample(lanes, residual, sampler)
+        processed, best, health = self._sample(lanes, residual, sampler, drafts)
         relaxed = None
         if self.relaxation is not None and drafts:
-            assert logits is not None, "relaxed acceptance reads logits: the full sampler has them"
-            relaxed = self.relaxation.judge(logits, lanes, self.sampling, drafts, pdl)
+            assert processed is not None, "relaxed acceptance reads logits: those of `full`"
+            relaxed = self.relaxation.judge(processed.logits, lanes, self.sampling, drafts, pdl)
+        options = self.logits_step
         host_drafts = self.drafter is not None and self.drafter.host_drafts
         step = finish_decode(
             best,
@@ -145,17 +166,22 @@ class StepProgram:
             forced=self.forced_acceptance if drafts else None,
             # Used drafts are cleared by whoever owns their table.
             draft_SK=None if host_drafts else table,
+            sequences=None if processed is None else options.stops,
+            history_SP=None if processed is None else options.history,
             pdl=pdl,
         )
+        if processed is not None:
+            options.report(processed, step.token_N, step.count_R, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
         if self.drafter is not None:
             self.drafter.propose(Verified(lanes, residual, step, drafts))
+        logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
 
     def _sample(
-        self, lanes: DecodeLanes, residual: Residual, sampler: Sampler
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        self, lanes: DecodeLanes, residual: Residual, sampler: Sampler, drafts: int
+    ) -> tuple[Processed | None, Tensor, Tensor]:
         """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
         launch = self.launch
         shared: Any = {
@@ -165,19 +191,20 @@ class StepProgram:
             "arrivals": launch.arrivals,
             "pdl": launch.pdl,
         }
-        x, lm_head = residual.scaled, self.model.weights.lm_head
+        x, lm_head = residual.scaled, self.model.lm_head
         if sampler == "fast":
             best, health = linear_sample(
                 x, lm_head, lanes.slot, lanes.position, self.sampling, **shared
             )
             return None, best, health
         logits = linear(x, lm_head, lanes.slot, out_dtype=torch.float32, **shared)
+        processed = self.logits_step.process(logits, lanes, drafts, pdl=launch.pdl)
         best, health = sample_tiles(
             logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl
         )
-        return logits, best, health
+        return processed, best, health
 
-    def prefill(self, tokens: int) -> StepOutputs:
+    def prefill(self, tokens: int, kind: PrefillKind = "fast") -> StepOutputs:
         """Feed one request's prompt chunk of at most `tokens`; the final one samples its token."""
         buffers, block_table = self.buffers, self.buffers["block_table"]
         slot, start = buffers["prefill_slot"], buffers["prefill_start"]
@@ -196,12 +223,25 @@ class StepProgram:
         wanted: Any = {}
         if drafter is not None:
             wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
+        if kind == "prompt":
+            wanted["all_lanes"] = True
         end = self.model.prefill(chunk, self.cache, block_table, attend, **wanted)
         logits = self.model.prefill_logits(end, slot)
         position = chunk.position.index_select(0, chunk.last)
+        processed = None
+        if kind != "fast":
+            lane = DecodeLanes(chunk.token.index_select(0, chunk.last), slot, position)
+            self.logits_step.note_prompt(chunk)
+            processed = self.logits_step.process(logits, lane)
         sampled = sample(logits, slot, position, self.sampling)
         flags = commit_prefill(self.state, sampled, slot, start, count, final, self.stopping)
         publish(self.mailbox.tensor, self.state, sampled, flags, slot)
+        if processed is not None:
+            self.logits_step.report(processed, sampled, flags & EMITTED)
+        if kind == "prompt":
+            assert end.hidden is not None, f"{kind=}"
+            behind = following_tokens(chunk, buffers["prefill_next"])
+            self.logits_step.report_prompt(chunk, end.hidden, self.model.lm_head, behind, final)
         if drafter is not None:
             following = buffers["prefill_next"] if self._drafts else None
             prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)

@@ -105,6 +105,11 @@ class Tokenizer:
         return self._library.get_vocab_size(with_added_tokens=True)
 
     @property
+    def largest_id(self) -> int:
+        """The last id that has a token; a model's vocabulary may go on behind it."""
+        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 

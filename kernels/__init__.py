@@ -58,6 +58,29 @@ from graphengine.kernels.linear import (
     linear_sample,
     residual_groups,
 )
+from graphengine.kernels.logits import LogitsTensors, process_logits, process_logits_reference
+from graphengine.kernels.logits_kernels import (
+    USES_BAD_WORDS,
+    USES_BIAS,
+    USES_COUNTS,
+    USES_MASK,
+    USES_REPETITION,
+)
+from graphengine.kernels.logprobs import (
+    LogprobTensors,
+    RankedLogits,
+    TokenLogprobs,
+    rank_logits,
+    rank_logits_reference,
+    token_log_probabilities,
+    token_log_probabilities_reference,
+)
+from graphengine.kernels.logprobs_kernels import MAX_TOP_LOGPROBS
+from graphengine.kernels.logprobs_mailbox import (
+    logprob_items,
+    publish_logprobs,
+    publish_logprobs_reference,
+)
 from graphengine.kernels.ngram import (
     ngram_prompt,
     ngram_prompt_reference,
@@ -69,6 +92,12 @@ from graphengine.kernels.norm import (
     add_rms_norm_reference,
     rms_norm,
     rms_norm_reference,
+)
+from graphengine.kernels.noted import (
+    note_prompt,
+    note_prompt_reference,
+    note_tokens,
+    note_tokens_reference,
 )
 from graphengine.kernels.plans import (
     FMA_LANES,
@@ -125,6 +154,12 @@ from graphengine.kernels.state import (
     commit_prefill,
     gather_prefill,
 )
+from graphengine.kernels.stop_sequences import (
+    StopMatch,
+    StopSequences,
+    match_stop_sequences,
+    match_stop_sequences_reference,
+)
 from graphengine.kernels.swap import copy_blocks, copy_blocks_reference
 
 __all__ = [
@@ -134,7 +169,13 @@ __all__ = [
     "INVALID",
     "LENGTH",
     "MAX_LANES",
+    "MAX_TOP_LOGPROBS",
     "STOP",
+    "USES_BAD_WORDS",
+    "USES_BIAS",
+    "USES_COUNTS",
+    "USES_MASK",
+    "USES_REPETITION",
     "DecodeLanes",
     "DraftChain",
     "DraftTiles",
@@ -145,17 +186,23 @@ __all__ = [
     "HandOver",
     "LinearKind",
     "LinearPlan",
+    "LogitsTensors",
+    "LogprobTensors",
     "ModelDraft",
     "ModuleInput",
     "ModuleRun",
     "NextDraft",
     "PrefillLanes",
+    "RankedLogits",
     "Residual",
     "RopeConfig",
     "RowFamily",
     "SamplingTensors",
     "SlotState",
+    "StopMatch",
+    "StopSequences",
     "StopTensors",
+    "TokenLogprobs",
     "add_rms_norm",
     "add_rms_norm_reference",
     "advance_model_draft",
@@ -197,19 +244,32 @@ __all__ = [
     "linear_residual",
     "linear_residual_reference",
     "linear_sample",
+    "logprob_items",
     "mamba_state_selective_copy",
     "mamba_state_selective_copy_reference",
+    "match_stop_sequences",
+    "match_stop_sequences_reference",
     "new_draft_chain",
     "new_residual",
     "ngram_prompt",
     "ngram_prompt_reference",
     "ngram_propose",
     "ngram_propose_reference",
+    "note_prompt",
+    "note_prompt_reference",
+    "note_tokens",
+    "note_tokens_reference",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "prepare_next_forward_pass",
     "prepare_next_forward_pass_reference",
+    "process_logits",
+    "process_logits_reference",
     "publish",
+    "publish_logprobs",
+    "publish_logprobs_reference",
+    "rank_logits",
+    "rank_logits_reference",
     "relaxed_acceptance",
     "relaxed_acceptance_reference",
     "relaxed_delta_prompt",
@@ -229,6 +289,8 @@ __all__ = [
     "sample_tiles_reference",
     "swiglu",
     "swiglu_reference",
+    "token_log_probabilities",
+    "token_log_probabilities_reference",
     "update_relaxed_delta",
     "update_relaxed_delta_reference",
     "verify_speculative_tokens",

@@ -25,6 +25,7 @@ from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference
 from graphengine.kernels.state import (
     EMITTED,
     INVALID,
+    STOP,
     DecodeLanes,
     SlotState,
     StopTensors,
@@ -38,9 +39,16 @@ from graphengine.kernels.state import (
     load_limits,
     stop_ids_block,
 )
+from graphengine.kernels.stop_sequences import (
+    StopSequences,
+    check_stop_sequences,
+    stop_sequence_of_tokens,
+    stop_sequence_of_tokens_reference,
+)
 
 _EMITTED = tl.constexpr(EMITTED)
 _INVALID = tl.constexpr(INVALID)
+_STOP = tl.constexpr(STOP)
 
 # The health of a row that has valid logits, as `sample_tiles` has it.
 _FINITE = tl.constexpr(1)
@@ -74,18 +82,20 @@ def finish_decode(
     relaxed_N: torch.Tensor | None = None,
     forced: int | None = None,
     draft_SK: torch.Tensor | None = None,
+    sequences: StopSequences | None = None,
+    history_SP: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> FinishedStep:
     """Take each live row's tokens out of their tiles and into its slot's state; publish them.
 
     A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Its first d drafts are accepted,
     as many as there are before the first that is not what its lane's predecessor sampled. Then
-    tokens 0..d are walked in order. The walk ends at a token that ends the request: a stop id, or
-    one with which the sequence reaches max_len. It also ends *before* a lane without valid logits;
-    if that is the row's first, the request ends with the flag INVALID alone and its next_token
-    stays, else it runs on, and its next step will find out. Of the tokens walked, `count`, the last
-    is the next query, and the K and V before it are in the cache by now: kv_len grows by `count`,
-    or by one without a valid token.
+    tokens 0..d are walked in order. The walk ends at a token that ends the request: a stop id, the
+    last token of a stop sequence, or one with which the sequence reaches max_len. It also ends
+    *before* a lane without valid logits; if that is the row's first, the request ends with the flag
+    INVALID alone and its next_token stays, else it runs on, and its next step will find out. Of the
+    tokens walked, `count`, the last is the next query, and the K and V before it are in the cache
+    by now: kv_len grows by `count`, or by one without a valid token.
 
     Worked, W = 4: tokens t0 t1 t2 t3, drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit t0 t1 t2;
     kv_len + 3, next_token t2.
@@ -108,6 +118,9 @@ def finish_decode(
             emitted tokens are the sampled ones, `relaxed_N` is not asked. For benchmarks.
         draft_SK: int32 [S, any], dense rows; the rows of live slots are set to -1, because these
             drafts are used now.
+        sequences: stop sequences by slot, host-owned; wanted together with `history_SP`.
+        history_SP: int32, dense rows: the token at each position up to the row's first lane; only
+            read, and older than the launch before.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
             launch must lie between this one and `begin_decode`.
 
@@ -130,6 +143,12 @@ def finish_decode(
     if forced is not None and forced < 0:
         raise ValueError(f"forced={forced} must be 0 or more, or None")
     columns = 0 if draft_SK is None else check_draft_table(draft_SK, slots)
+    if (sequences is None) != (history_SP is None):
+        raise ValueError("sequences and history_SP are wanted together or not at all")
+    if sequences is not None and history_SP is not None:
+        listed = check_stop_sequences(sequences, history_SP)
+        if listed != slots:
+            raise ValueError(f"stop sequences of {listed} slots do not fit {slots} slots")
     if not use_triton(best_NC):
         return finish_decode_reference(
             best_NC,
@@ -142,7 +161,10 @@ def finish_decode(
             relaxed_N=relaxed_N,
             forced=forced,
             draft_SK=draft_SK,
+            sequences=sequences,
+            history_SP=history_SP,
         )
+    Q, L = (0, 1) if sequences is None else sequences.tokens.shape[1:]
     flags_R = lanes.slot.new_empty(rows)
     step = FinishedStep(torch.empty_like(lanes.slot), flags_R, torch.empty_like(flags_R))
     block_w = triton.next_power_of_2(width)
@@ -165,15 +187,23 @@ def finish_decode(
         mailbox_items,
         arrivals,
         *step,
+        history_SP,
+        *(sequences or (None, None, None)),
         tiles,
         stop_ids,
         0 if draft_SK is None else draft_SK.stride(0),
+        0 if history_SP is None else history_SP.stride(0),
+        0 if history_SP is None else history_SP.shape[1],
         entries,
         mailbox_lanes,
         W=width,
         FORCED=forced,
         COLUMNS=columns,
         ITEMS=items,
+        Q=Q,
+        L=L,
+        BLOCK_Q=triton.next_power_of_2(max(Q, 1)),
+        BLOCK_L=triton.next_power_of_2(L),
         BLOCK_W=block_w,
         BLOCK_C=block_c,
         BLOCK_E=stop_ids_block(stop_ids),
@@ -197,6 +227,8 @@ def finish_decode_reference(
     relaxed_N: torch.Tensor | None = None,
     forced: int | None = None,
     draft_SK: torch.Tensor | None = None,
+    sequences: StopSequences | None = None,
+    history_SP: torch.Tensor | None = None,
 ) -> FinishedStep:
     """Plain twin of `finish_decode`, which needs no arrivals."""
     width = num_speculative_tokens + 1
@@ -213,6 +245,8 @@ def finish_decode_reference(
     flags_LW = commit_flags_reference(
         token_LW, state.kv_len[slot][:, None] + 1 + j, slot[:, None], limits
     )
+    if sequences is not None and history_SP is not None:
+        flags_LW = _stops_reference(flags_LW, token_LW, slot, state, sequences, history_SP)
     ends = (flags_LW != EMITTED) | (j == accepted_L[:, None])
     end = ends.int().argmax(dim=1)
     count = (end + (flags_LW.gather(1, end[:, None])[:, 0] != INVALID)).to(torch.int32)
@@ -221,7 +255,10 @@ def finish_decode_reference(
 
     flags_R, count_R = torch.zeros_like(slot_R), torch.zeros_like(slot_R)
     count_R[live] = count
-    flags_R[live] = commit_tokens_reference(state, last, slot, limits)
+    flags_L = commit_tokens_reference(state, last, slot, limits)
+    stopped = flags_LW.gather(1, (count.long() - 1).clamp(min=0)[:, None])[:, 0] & STOP
+    flags_R[live] = flags_L | stopped.where(flags_L & EMITTED != 0, 0)
+    state.running[slot] *= flags_R[live] == EMITTED
     if draft_SK is not None:
         draft_SK[slot] = -1
     rows = slot_R.numel()
@@ -252,6 +289,25 @@ def _verify_reference(
     return torch.cat([taken, token_RW[:, -1:]], dim=1), accepted.sum(dim=1)
 
 
+def _stops_reference(
+    flags_LW: torch.Tensor,
+    token_LW: torch.Tensor,
+    slot: torch.Tensor,
+    state: SlotState,
+    sequences: StopSequences,
+    history_SP: torch.Tensor,
+) -> torch.Tensor:
+    """The flags, with STOP for the tokens that complete a stop sequence."""
+    completed = [
+        stop_sequence_of_tokens_reference(tokens, at, position, history_SP, sequences)
+        for tokens, at, position in zip(
+            token_LW.tolist(), slot.tolist(), state.kv_len[slot].tolist(), strict=True
+        )
+    ]
+    stops = torch.tensor(completed, device=flags_LW.device).view_as(flags_LW) >= 0
+    return torch.where(stops & (flags_LW & EMITTED != 0), flags_LW | STOP, flags_LW)
+
+
 @triton.jit
 def _finish_decode_kernel(
     best_ptr,
@@ -272,15 +328,25 @@ def _finish_decode_kernel(
     token_ptr,
     flags_ptr,
     count_ptr,
+    history_ptr,
+    sequences_ptr,
+    sequence_start_ptr,
+    min_len_ptr,
     tiles,
     stop_ids,
     draft_stride,
+    history_stride,
+    positions,
     entries,
     mailbox_lanes,
     W: tl.constexpr,
     FORCED: tl.constexpr,
     COLUMNS: tl.constexpr,
     ITEMS: tl.constexpr,
+    Q: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -321,6 +387,27 @@ def _finish_decode_kernel(
         token_W = tl.where(relaxed_W & (j < accepted), draft_W, token_W)
 
     flags_W = commit_flags(token_W, kv_len + 1 + j, live_W, stop_ids_E, max_len)
+    if sequences_ptr is not None:
+        completed_W = stop_sequence_of_tokens(
+            token_W,
+            kv_len,
+            slot,
+            live,
+            history_ptr,
+            sequences_ptr,
+            sequence_start_ptr,
+            min_len_ptr,
+            history_stride,
+            positions,
+            W,
+            Q,
+            L,
+            BLOCK_W,
+            BLOCK_Q,
+            BLOCK_L,
+        )
+        stops_W = (completed_W >= 0) & ((flags_W & _EMITTED) != 0)
+        flags_W = tl.where(stops_W, flags_W | _STOP, flags_W)
     end = tl.min(tl.where((flags_W == _EMITTED) & (j < accepted), BLOCK_W, j), 0)
     flags = tl.sum(tl.where(j == end, flags_W, 0), 0)
     count = tl.where((flags & _EMITTED) != 0, end + 1, end)

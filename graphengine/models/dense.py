@@ -483,11 +483,14 @@ def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
 
 
 class DenseModel:
-    """A configuration, its weights, and the RoPE tables for `max_seq_len` positions."""
+    """Configuration, weights, RoPE tables; logits have the first `vocabulary` ids, 0 for all."""
 
-    def __init__(self, config: DenseConfig, weights: DenseWeights, *, max_seq_len: int) -> None:
+    def __init__(
+        self, config: DenseConfig, weights: DenseWeights, *, max_seq_len: int, vocabulary: int = 0
+    ) -> None:
         self.config = config
         self.weights = weights
+        self.lm_head = weights.lm_head[: vocabulary or None]
         cos, sin = rope_tables(
             config.rope,
             head_dim=config.head_dim,
@@ -580,7 +583,7 @@ class DenseModel:
         h = torch.empty_like(end.x_1H, dtype=self.dtype)
         scratch = PrefillScratch(self.config, 1, like=h)
         self._behind_attention(last, end.x_1H, end.attended_1A, h, slot_1, scratch)
-        return linear(h, self.weights.lm_head, slot_1, out_dtype=torch.float32)
+        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32)
 
     def _behind_attention(
         self,

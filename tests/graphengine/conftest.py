@@ -263,14 +263,14 @@ class EagerGraph:
 
     def _run(self) -> None:
         program, buffers = self.engine.program, self.engine.buffers
-        kind, size = self.name.split("/")[:2]
+        kind, size, *sampler = self.name.split("/")
         if kind == "decode":
             slots = buffers["slot_of_row"][: int(size)].tolist()
             # The fast sampler keeps logits to itself; the full one takes the same tokens.
             outputs = program.decode(int(size), "full")
         else:
             slots = buffers["prefill_slot"].tolist()
-            outputs = program.prefill(int(size))
+            outputs = program.prefill(int(size), *sampler)
         assert outputs.logits is not None
         for row, slot in enumerate(slots):
             if slot >= 0 and int(outputs.flags[row]):

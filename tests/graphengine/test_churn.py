@@ -1,16 +1,19 @@
 """Requests come and go at random; each must get the tokens it gets when it runs alone.
 
 The pool is too small for all of them, so that they pause and resume; a part is cancelled; half
-sample at temperature 1. The counters show that all of that happened.
+sample at temperature 1, and some ask something of their logits. The counters show that all of that
+happened.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from asking import random_options
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path
@@ -33,11 +36,14 @@ MAX_SEQ_LEN = 128
 BLOCK_SIZE = 8
 
 
-def random_params(dice: random.Random) -> SamplingParams:
+def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
     max_tokens = dice.randrange(1, 60)
+    options = random_options(dice, vocab_size) if dice.random() < 0.2 else {}
     if dice.random() < 0.5:
         ignore_eos = dice.random() < 0.5
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        return SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **options
+        )
     return SamplingParams(
         temperature=1.0,
         top_k=dice.choice([0, 0, 1, 20]),
@@ -45,6 +51,7 @@ def random_params(dice: random.Random) -> SamplingParams:
         min_p=dice.choice([0.0, 0.0, 0.05]),
         min_tokens=dice.randrange(max_tokens + 1),
         max_tokens=max_tokens,
+        **options,
     )
 
 
@@ -57,6 +64,7 @@ def open_engine(path: Any, device: str, size: Size, **options: Any) -> Engine:
         max_seq_len=MAX_SEQ_LEN,
         block_size=BLOCK_SIZE,
         prefill_buckets=(8, 32),
+        prompt_logprobs=True,
         **options,
     )
 
@@ -78,7 +86,7 @@ def churn(engine: Engine, size: Size, dice: random.Random) -> list[Request]:
         crowd = dice.randrange(2 * size.max_batch)
         for _ in range(crowd):
             prompt = [dice.randrange(vocab) for _ in range(dice.randrange(1, 60))]
-            requests.append(engine.submit(prompt, random_params(dice)))
+            requests.append(engine.submit(prompt, random_params(dice, vocab)))
         for _ in range(dice.randrange(40)):
             engine.step(timeout=dice.choice([None, None, 0, 0.001]))
             open_requests = [request for request in requests if not request.finished]
@@ -122,14 +130,7 @@ def test_each_request_gets_the_tokens_it_gets_alone(
     started = [request for request in requests if request.token_ids]
     with open_engine(path, device, size, lookahead=lookahead) as alone:
         for request in started:
-            params = SamplingParams(
-                **{
-                    name: getattr(request.params, name)
-                    for name in SamplingParams.__slots__
-                    if name != "seed"
-                },
-                seed=request.seed,
-            )
+            params = dataclasses.replace(request.params, seed=request.seed)
             expected = alone.generate(list(request.prompt_token_ids), params)
             if request.finish_reason == "cancelled":
                 got = len(request.token_ids)
@@ -137,3 +138,10 @@ def test_each_request_gets_the_tokens_it_gets_alone(
             else:
                 assert tuple(request.token_ids) == expected.token_ids, f"{request}"
                 assert request.finish_reason == expected.finish_reason
+            if expected.logprobs is not None:
+                assert request.logprobs == list(expected.logprobs[: len(request.token_ids)])
+            if expected.prompt_logprobs is not None:
+                assert request.prompt_logprobs == list(expected.prompt_logprobs)
+    asked = [request for request in started if request.processing is not None]
+    assert sum(request.logprobs is not None for request in asked) > 5
+    assert sum(request.prompt_logprobs is not None for request in asked) > 5

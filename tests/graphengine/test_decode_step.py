@@ -334,8 +334,9 @@ def test_a_decode_graph_is_one_chain_of_kernels(
             captured = engine._graphs[f"decode/{rows}/{sampler}"]
             assert captured.graph is not None
             structure = inspect_graph(captured.graph)
-            # begin, five a layer, lm_head, finish; the full sampler adds its cutoff and its tiles.
-            kernels = 5 * layers + (3 if sampler == "fast" else 5)
+            # begin, five a layer, lm_head, finish; the full sampler adds its cutoff and its tiles,
+            # and for what requests ask one in front of them and five behind finish.
+            kernels = 5 * layers + (3 if sampler == "fast" else 11)
             shown = f"{captured.name}, pdl={pdl}\n{structure}"
             assert structure.count() == {"kernel": kernels}, shown
             assert captured.report.nodes == kernels

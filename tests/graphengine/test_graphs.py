@@ -23,9 +23,11 @@ import torch
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets.captured import CHECK_EVERY
+from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
+from graphengine.processing import processing_fields
 from graphengine.scheduler import Plan
-from graphengine.step import Sampler, StepOutputs
+from graphengine.step import Sampler, StepOutputs, prefill_bucket
 
 Tensors = dict[str, torch.Tensor]
 
@@ -55,9 +57,19 @@ MIXED = (
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2, "ignore_eos": True},
     {"temperature": 1.3, "min_p": 0.02, "seed": 3, "ignore_eos": True},
     {"temperature": 1.0, "seed": 4, "min_tokens": MAX_TOKENS, "stop_token_ids": (3, 4, 5)},
-)
+    {
+        "temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.5,
+        "logit_bias": {5: 1.5, 9: -2.0}, "bad_words": ((3, 4), (7,)), "logprobs": 3,
+        "allowed_token_ids": tuple(range(0, 250, 2)), "stop_token_sequences": ((1, 2, 1),),
+        "ignore_eos": True,
+    },
+)  # fmt: skip
 # For the fast sampler.
-UNFILTERED: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+UNFILTERED: dict[str, Any] = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "logit_bias": None, "bad_words": None, "logprobs": None, "allowed_token_ids": None,
+    "stop_token_sequences": (),
+}  # fmt: skip
 
 HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 SLOT_PARAMETERS = (
@@ -70,8 +82,14 @@ SLOT_PARAMETERS = (
     "stop_ids",
     "min_len",
     "max_len",
+    *(
+        field.name
+        for field in processing_fields(EngineConfig(device="cpu"), vocab_size=1, max_seq_len=2)
+    ),
 )
 SLOT_STATE = ("next_token", "kv_len", "running")
+# What a step of the full sampler notes of its live slots.
+NOTED = ("counts", "history")
 
 
 def open_engine(case: Case, checkpoints: dict[str, Any], **options: Any) -> Engine:
@@ -125,7 +143,8 @@ def settle(engine: Engine) -> None:
 def visible(engine: Engine) -> Tensors:
     """Every tensor that a step can write, and the host-owned ones that it must not."""
     fields = {field.name: engine.buffers[field.name] for field in engine.buffers.fields}
-    return fields | {"cache": engine.cache, "mailbox": engine.mailbox.tensor}
+    mailboxes = {"mailbox": engine.mailbox.tensor, "logprobs": engine.logprobs.tokens.tensor}
+    return fields | {"cache": engine.cache} | mailboxes
 
 
 def snapshot(engine: Engine) -> Tensors:
@@ -165,9 +184,10 @@ def assert_same_state(got: Tensors, expected: Tensors, what: str) -> None:
 
 def run_step(engine: Engine, bucket: str) -> StepOutputs:
     """The eager step of a bucket; the engine's stream is the current one."""
-    size, *sampler = bucket.split("/")[1:]
+    kind, size, *sampler = bucket.split("/")
     program = engine.program
-    return program.decode(int(size), *sampler) if sampler else program.prefill(int(size))
+    step = program.decode if kind == "decode" else program.prefill
+    return step(int(size), *sampler)
 
 
 # Replay and eager step.
@@ -210,7 +230,8 @@ def test_a_replay_equals_the_eager_step(
         # Prompts of one chunk and of several, full and padded. They end one after the other, so
         # that the rows shrink through every bucket, some with padding, over slots that are dead.
         lengths = (3, 8, 9, 31, 32, 33, 70, 64)
-        for filters in (UNFILTERED, {"temperature": 0.9, "top_k": 30}):
+        asking = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 2}
+        for filters in (UNFILTERED, {"temperature": 0.9, "top_k": 30}, UNFILTERED | asking):
             requests = [
                 submit(engine, length, max_tokens=12 + 3 * index, min_tokens=0, **filters)
                 for index, length in enumerate(lengths)
@@ -449,7 +470,7 @@ def assert_padding_is_harmless(
     # What must be there now: the poison, but for what the clean step made of its live slots.
     expected = poisoned
     for span in spans:
-        for name in (*SLOT_STATE, "epoch"):
+        for name in (*SLOT_STATE, *NOTED, "epoch"):
             expected[name][span.slot] = clean[name][span.slot]
         span.copy_written(clean["cache"], expected["cache"])
     commands = poisoned["command_epoch"]
@@ -458,7 +479,8 @@ def assert_padding_is_harmless(
             expected["epoch"][slot] = commands[slot]
             for name in SLOT_STATE:
                 expected[name][slot] = 0
-    expected["sequence"], expected["mailbox"] = clean["sequence"], clean["mailbox"]
+    for name in ("sequence", "mailbox", "logprobs"):
+        expected[name] = clean[name]
     assert_same_state(after, expected, f"{bucket}, poisoned")
     restore(engine, before)
 
@@ -511,14 +533,15 @@ def test_padded_rows_of_a_decode_step(
             assert_padding_is_harmless(engine, f"{bucket}/{sampler}", spans, poison_lanes)
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize(("length", "first_chunks"), [(5, 0), (37, 0), (64, 0), (100, 0), (100, 1)])
 @pytest.mark.parametrize("case", CASES)
 def test_padded_lanes_of_a_prefill_step(
-    case: Case, checkpoints: dict[str, Any], length: int, first_chunks: int
+    case: Case, checkpoints: dict[str, Any], length: int, first_chunks: int, sampler: Sampler
 ) -> None:
     with open_engine(case, checkpoints) as engine:
         decode_some(engine, (5, 17, 30))
-        newcomer = submit(engine, length)
+        newcomer = submit(engine, length, **({"logprobs": 2} if sampler == "full" else UNFILTERED))
         for _ in range(first_chunks):
             engine.step()
         with planned_step(engine) as plan:
@@ -526,7 +549,7 @@ def test_padded_lanes_of_a_prefill_step(
             assert chunk is not None and chunk.request is newcomer
             assert len(plan.rows) == 3
             assert chunk.start == 64 * first_chunks
-            bucket = f"prefill/{engine.memory.prefill_ladder.pick(chunk.count)}"
+            bucket = prefill_bucket(engine.memory.prefill_ladder.pick(chunk.count), sampler)
             span = Span(engine, newcomer, chunk.start, chunk.start + chunk.count)
 
             def poison_lanes() -> None:

@@ -465,7 +465,7 @@ class Simulation:
         assert all(request.phase is Phase.DECODE for request in rows)
         assert plan.epochs == tuple(request.placed.epoch for request in rows)
         assert plan.width == self.scheduler.width
-        assert plan.filtered == any(request.params.filtered for request in rows)
+        assert plan.full == any(request.full for request in rows)
         assert not (plan.swap_out and plan.swap_in), "a plan swaps one way"
         pairs = plan.swap_out or plan.swap_in
         for side in zip(*pairs, strict=True):
@@ -650,11 +650,11 @@ def test_a_plan_says_whether_a_row_is_filtered() -> None:
     plans = [plan_of(scheduler) for _ in range(9)]
     # Prefill of the one, prefill of the other beside it, then seven steps of both.
     assert [len(plan.rows) for plan in plans] == [0, 1, *[2] * 7]
-    assert [plan.filtered for plan in plans] == [False, False, *[True] * 7]
+    assert [plan.full for plan in plans] == [False, False, *[True] * 7]
     assert plans[5] is plans[4], "repeated plans say so too"
     scheduler.retire(filtered)
     plan = plan_of(scheduler)
-    assert plan.rows == (plain,) and not plan.filtered
+    assert plan.rows == (plain,) and not plan.full
 
 
 def test_a_newcomer_ends_the_steady_state() -> None:

@@ -7,6 +7,7 @@ and rewind blocks at every offset. The counters show that all of that happened.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from asking import random_options
 from mtp_checkpoints import VOCAB, write_random
 from speculating import DEMO, Script, outcome, step_with, write_draft_model
 
@@ -82,11 +84,14 @@ CASES = [
 ]
 
 
-def random_params(dice: random.Random) -> SamplingParams:
+def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
     max_tokens = dice.randrange(1, 50)
+    options = random_options(dice, vocab_size) if dice.random() < 0.2 else {}
     if dice.random() < 0.6:
         ignore_eos = dice.random() < 0.5
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        return SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **options
+        )
     return SamplingParams(
         temperature=dice.choice([0.3, 1.0]),
         top_k=dice.choice([0, 0, 1, 20]),
@@ -94,6 +99,7 @@ def random_params(dice: random.Random) -> SamplingParams:
         min_p=dice.choice([0.0, 0.0, 0.05]),
         min_tokens=dice.randrange(max_tokens + 1),
         max_tokens=max_tokens,
+        **options,
     )
 
 
@@ -127,7 +133,7 @@ def churn(engine: Engine, size: Size, dice: random.Random) -> list[Request]:
     while not enough() and counters["tokens"] < 20 * size.tokens:
         for _ in range(dice.randrange(2 * size.max_batch)):
             prompt = random_prompt(dice, vocab_size)
-            requests.append(engine.submit(prompt, random_params(dice)))
+            requests.append(engine.submit(prompt, random_params(dice, vocab_size)))
         for _ in range(dice.randrange(25)):
             step_with(engine, guess if user else None)
             unfinished = [request for request in requests if not request.finished]
@@ -152,7 +158,7 @@ def test_each_request_says_what_it_says_alone_without_drafts(
         path.symlink_to(DEMO)
     options: dict[str, Any] = {
         "device": device, "max_batch": size.max_batch, "max_seq_len": MAX_SEQ_LEN,
-        "row_family": "dot",
+        "row_family": "dot", "prompt_logprobs": True,
     }  # fmt: skip
     drafting: dict[str, Any] = {
         "speculative": case.mode(tmp_path), "gate": case.gate, "lookahead": lookahead,
@@ -183,16 +189,18 @@ def test_each_request_says_what_it_says_alone_without_drafts(
         for request in requests:
             if not request.token_ids:
                 continue
-            names = set(SamplingParams.__slots__) - {"seed"}
-            same = {name: getattr(request.params, name) for name in names}
-            expected = alone.generate(
-                list(request.prompt_token_ids), SamplingParams(**same, seed=request.seed)
-            )
+            params = dataclasses.replace(request.params, seed=request.seed)
+            expected = alone.generate(list(request.prompt_token_ids), params)
             if request.finish_reason == "cancelled":
                 got = tuple(request.token_ids)
                 assert got == expected.token_ids[: len(got)], f"{request}"
             else:
                 assert outcome(request) == outcome(expected), f"{request}"
+            if expected.logprobs is not None:
+                assert request.logprobs == list(expected.logprobs[: len(request.token_ids)])
+            if expected.prompt_logprobs is not None:
+                assert request.prompt_logprobs == list(expected.prompt_logprobs)
+    assert any(request.logprobs for request in requests)
 
 
 @pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3)], ids=["mtp", "ngram"])

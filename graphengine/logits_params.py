@@ -1,0 +1,103 @@
+"""What a request may ask of its logits: the checks of `SamplingParams`, by vLLM's names and ranges.
+
+`processing.py` makes what the device reads of it, once the engine's limits are known.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphengine.sampling_params import SamplingParams
+
+MAX_LOGPROBS = 20
+FLOAT32_MAX = 3.4028234e38
+MAX_PENALTY = 2.0
+
+BadWord = str | Sequence[int]
+
+
+def check_logits_params(params: SamplingParams) -> None:
+    """ValueError, with the value and the limits, for what no engine could do."""
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        _check_number(name, getattr(params, name))
+    if not 0 < params.repetition_penalty <= FLOAT32_MAX:
+        raise ValueError(
+            f"repetition_penalty={params.repetition_penalty} must be above 0 and finite"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not -MAX_PENALTY <= value <= MAX_PENALTY:
+            raise ValueError(f"{name}={value} must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and not (is_int(value) and 0 <= value <= MAX_LOGPROBS):
+            raise ValueError(
+                f"{name}={value!r} must be an integer in [0, {MAX_LOGPROBS}], or None for none"
+            )
+
+
+def frozen_logit_bias(bias: object) -> dict[int, float] | None:
+    """A copy; ValueError unless it is a mapping from ids to finite numbers, or -inf."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias={bias!r} must be a mapping from token ids to numbers")
+    for token, value in bias.items():
+        if not is_int(token) or token < 0:
+            raise ValueError(f"logit_bias is for {token!r}, which is not a token id")
+        _check_number(f"logit_bias[{token}]", value)
+        if not (abs(value) <= FLOAT32_MAX or value == -math.inf):
+            raise ValueError(f"logit_bias[{token}]={value} must be finite, or -inf")
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+def frozen_ids(name: str, ids: object) -> tuple[int, ...]:
+    """A copy; ValueError unless they are a sequence of integers, one at least."""
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise ValueError(f"{name}={ids!r} must be a list of token ids")
+    for token in ids:
+        if not is_int(token) or token < 0:
+            raise ValueError(f"{name} holds {token!r}, which is not a token id")
+    if not ids:
+        raise ValueError(f"{name}={ids!r} must hold a token id at least")
+    return tuple(int(token) for token in ids)
+
+
+def frozen_sequences(name: str, sequences: object) -> tuple[tuple[int, ...], ...]:
+    """A copy; ValueError unless it is a list of lists of token ids."""
+    return tuple(frozen_ids(f"a sequence of {name}", ids) for ids in _listed(name, sequences))
+
+
+def frozen_bad_words(words: object) -> tuple[str | tuple[int, ...], ...] | None:
+    """A copy; ValueError unless it is a list of strings, or of lists of token ids."""
+    if words is None:
+        return None
+    frozen: list[str | tuple[int, ...]] = []
+    for word in _listed("bad_words", words):
+        if isinstance(word, str):
+            if not word:
+                raise ValueError(f"bad_words={words!r} must hold no empty string")
+            frozen.append(word)
+        else:
+            frozen.append(frozen_ids("a sequence of bad_words", word))
+    return tuple(frozen)
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is an integer, numpy's included; True and 1.0 are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _listed(name: str, value: object) -> Sequence[object]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ValueError(f"{name}={value!r} must be a list")
+    return value
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r} must be a number")

@@ -1,0 +1,172 @@
+"""What the `full` graphs do with logits beside sampling from them, for requests that ask for it.
+
+    process         in front of the sampler: bans, biases, penalties
+    report          behind the published tokens: their log-probabilities; what was said is noted
+    report_prompt   those of a prompt's tokens
+
+Letters: R rows, W lanes of a row, N = R * W lanes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import StaticBuffers
+from graphengine.kernels import (
+    MAX_LANES,
+    DecodeLanes,
+    LogitsTensors,
+    LogprobTensors,
+    PrefillLanes,
+    RankedLogits,
+    StopSequences,
+    TokenLogprobs,
+    linear,
+    note_prompt,
+    note_tokens,
+    process_logits,
+    publish_logprobs,
+    rank_logits,
+    token_log_probabilities,
+)
+
+# The fields of `processing.py` that the kernels have another name for.
+_FIELDS = {
+    "flags": "logits_flags",
+    "bitmask": "allowed_bits",
+    "bad_words_start": "output_start",
+    "tokens": "stop_sequences",
+    "start": "output_start",
+    "wanted": "logprobs_wanted",
+    "raw": "logprobs_raw",
+}
+
+
+class Processed(NamedTuple):
+    """Logits of a step; valid until the next step of the same pool."""
+
+    logits: Tensor
+    """float32 [N, V], what is sampled from."""
+    raw: Tensor | None
+    """float32 [N, V], as they were, in the lanes whose log-probabilities are to be of them."""
+    lanes: DecodeLanes
+
+
+class LogitsStep:
+    """The fields of `processing.py`, as the step's graphs use them.
+
+    mailbox   where log-probabilities go, and `prompt_mailbox` those of prompts; both have items for
+              `top` of the most probable tokens
+    keep_raw  whether log-probabilities are of the logits as the model gave them
+    """
+
+    def __init__(
+        self,
+        buffers: StaticBuffers,
+        mailbox: Tensor,
+        prompt_mailbox: Tensor | None,
+        *,
+        top: int,
+        keep_raw: bool,
+    ) -> None:
+        def fields(names: tuple[str, ...]) -> list[Tensor]:
+            return [buffers[_FIELDS.get(name, name)] for name in names]
+
+        self.stops = StopSequences(*fields(StopSequences._fields))
+        self.history = buffers["history"]
+        self._tensors = LogitsTensors(*fields(LogitsTensors._fields))
+        self._wants = LogprobTensors(*fields(LogprobTensors._fields))
+        self._prompt_wants = self._wants._replace(wanted=buffers["prompt_logprobs_wanted"])
+        self._mailbox = mailbox
+        self._prompt_mailbox = prompt_mailbox
+        self._sequence = buffers["sequence"]
+        self._top = top
+        self._keep_raw = keep_raw
+
+    def note_prompt(self, chunk: PrefillLanes) -> None:
+        """Note a prompt chunk, before its last lane's logits are processed."""
+        note_prompt(chunk, self._tensors.counts, self.history)
+
+    def process(
+        self, logits: Tensor, lanes: DecodeLanes, drafts: int = 0, *, pdl: bool = False
+    ) -> Processed:
+        """Change `logits` in place; its lanes are rows of 1 + `drafts`."""
+        raw = torch.empty_like(logits) if self._keep_raw else None
+        process_logits(
+            logits,
+            lanes,
+            self._tensors,
+            num_speculative_tokens=drafts,
+            raw_NV=raw,
+            wants=None if raw is None else self._wants,
+            pdl=pdl,
+        )
+        return Processed(logits, raw, lanes)
+
+    def report(
+        self, processed: Processed, token: Tensor, count: Tensor, *, pdl: bool = False
+    ) -> None:
+        """Publish the log-probabilities of the step's tokens, int32 [N], `count` of each row, and
+        note them. The step itself has published by now.
+        """
+        logits, raw, lanes = processed
+        slot = lanes.slot
+        ranked = rank_logits(logits, slot, self._wants, raw_NV=raw, pdl=pdl)
+        tokens = token_log_probabilities(
+            logits, token, count, slot, self._wants, ranked, raw_NV=raw, pdl=pdl
+        )
+        publish_logprobs(
+            self._mailbox,
+            self._sequence,
+            count,
+            slot,
+            self._wants,
+            ranked,
+            tokens,
+            top=self._top,
+            pdl=pdl,
+        )
+        note_tokens(token, count, lanes, self._tensors.counts, self.history, pdl=pdl)
+
+    def report_prompt(
+        self, chunk: PrefillLanes, hidden: Tensor, lm_head: Tensor, behind: Tensor, final: Tensor
+    ) -> None:
+        """Publish the log-probabilities of `behind`, int32 [T], the tokens behind a chunk's lanes.
+
+        hidden  [T, H] behind the final norm
+        final   int32 [1]: not 0 where nothing of the prompt is behind the last lane
+        """
+        assert self._prompt_mailbox is not None, "an engine without prompt_logprobs"
+        wants = self._prompt_wants
+        lane = torch.arange(len(behind), dtype=torch.int32, device=behind.device)
+        ends = (final != 0) & (lane == chunk.last)
+        count = ((chunk.slot >= 0) & ~ends).to(torch.int32)
+        parts = []
+        # So many lanes are what a product takes, and what there is room for.
+        for start in range(0, len(behind), MAX_LANES):
+            part = slice(start, start + MAX_LANES)
+            slot = chunk.slot[part]
+            logits = linear(hidden[part], lm_head, slot, out_dtype=torch.float32)
+            ranked = rank_logits(logits, slot, wants)
+            tokens = token_log_probabilities(logits, behind[part], count[part], slot, wants, ranked)
+            parts.append((*ranked, *tokens))
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        publish_logprobs(
+            self._prompt_mailbox,
+            self._sequence,
+            count,
+            chunk.slot,
+            wants,
+            RankedLogits(*columns[:4]),
+            TokenLogprobs(*columns[4:]),
+            top=self._top,
+        )
+
+
+def following_tokens(chunk: PrefillLanes, behind_1: Tensor) -> Tensor:
+    """int32 [T]: the prompt's token behind each lane of a chunk, of the last one `behind_1`."""
+    lane = torch.arange(len(chunk.token), dtype=torch.int32, device=behind_1.device)
+    return torch.where(lane == chunk.last, behind_1, chunk.token.roll(-1))

@@ -1,0 +1,235 @@
+"""What requests ask of their logits, on its way to the device: checked, laid out, in static fields.
+
+A request that asks for none of it has no `Processing`, and its steps none of this. The fields are a
+group of their own, copied when a request that asks for something comes or goes; the padding of each
+asks for nothing. `logits_step.py` reads them.
+
+Letters: S slots, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graphengine.buckets import Field
+from graphengine.config import EngineConfig
+from graphengine.kernels import (
+    USES_BAD_WORDS,
+    USES_BIAS,
+    USES_COUNTS,
+    USES_MASK,
+    USES_REPETITION,
+)
+from graphengine.prompts import token_id
+from graphengine.sampling_params import SamplingParams
+from graphengine.text import Tokenizer
+
+PrefillKind = Literal["fast", "full", "prompt"]
+"""Prefill graphs: for requests that ask nothing of their logits, for others, and for those that ask
+for log-probabilities of their prompts."""
+
+GROUP = "options"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processing:
+    """A slot's values of the fields of `processing_fields`, by their names, but for None: padding.
+
+    flags  of `logits_flags`: which of the others change its logits
+    """
+
+    flags: int
+    values: dict[str, Any]
+
+
+def make_processing(
+    params: SamplingParams,
+    *,
+    prompt_len: int,
+    vocabulary: int,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+) -> Processing | None:
+    """What `params` ask of the logits; None if nothing. ValueError for what the engine cannot do.
+
+    vocabulary  ids that can be sampled
+    """
+    flags, values = 0, dict[str, Any]()
+    if params.allowed_token_ids is not None:
+        flags |= USES_MASK
+        values["allowed_bits"] = _bitmask(params.allowed_token_ids, vocabulary)
+    if params.bad_words:
+        flags |= USES_BAD_WORDS
+        words = _bad_words(params, vocabulary, tokenizer, config)
+        values["bad_words"] = _from_the_end(words, config.max_bad_word_tokens)
+    if params.logit_bias:
+        flags |= USES_BIAS
+        _check_count("logit_bias", len(params.logit_bias), "max_logit_bias", config)
+        values["bias_ids"] = [token_id(token, vocabulary) for token in params.logit_bias]
+        values["bias_values"] = list(params.logit_bias.values())
+    if params.repetition_penalty != 1:
+        flags |= USES_REPETITION
+        values["repetition_penalty"] = params.repetition_penalty
+    if params.frequency_penalty or params.presence_penalty:
+        flags |= USES_COUNTS
+        values["frequency_penalty"] = params.frequency_penalty
+        values["presence_penalty"] = params.presence_penalty
+    if params.logprobs is not None:
+        _check_count("logprobs", params.logprobs, "max_logprobs", config)
+        values["logprobs_wanted"] = params.logprobs
+        # Of a slot that changes no logits both are the same.
+        values["logprobs_raw"] = int(bool(flags) and config.logprobs_mode == "raw_logprobs")
+    if params.prompt_logprobs is not None:
+        if not config.prompt_logprobs:
+            raise ValueError(
+                f"prompt_logprobs={params.prompt_logprobs} are for an engine that is opened with "
+                f"prompt_logprobs=True"
+            )
+        _check_count("prompt_logprobs", params.prompt_logprobs, "max_logprobs", config)
+        values["prompt_logprobs_wanted"] = params.prompt_logprobs
+    if sequences := [ids for ids in params.stop_token_sequences if len(ids) > 1]:
+        for ids in sequences:
+            _check_tokens("stop_token_sequences", ids, config.max_stop_sequence_tokens, vocabulary)
+        _check_count("stop_token_sequences", len(sequences), "max_stop_sequences", config)
+        values["stop_sequences"] = _from_the_end(sequences, config.max_stop_sequence_tokens)
+    if not values:
+        return None
+    return Processing(
+        flags=flags, values=values | {"logits_flags": flags, "output_start": prompt_len}
+    )
+
+
+def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
+    """Stop sequences of one token, which are stop ids like others."""
+    return tuple(ids[0] for ids in params.stop_token_sequences if len(ids) == 1)
+
+
+def processing_fields(config: EngineConfig, *, vocab_size: int, max_seq_len: int) -> list[Field]:
+    """The static fields of what requests may ask of their logits, and of what they have said."""
+    S, int32, float32 = config.max_batch, torch.int32, torch.float32
+    words = -(-vocab_size // 32)
+
+    def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
+        return Field(
+            name=name, shape=shape, dtype=dtype, owner="host", pad=pad, meaning=meaning, group=GROUP
+        )
+
+    number: Callable[..., Field] = partial(host, dtype=float32)
+    ids: Callable[..., Field] = partial(host, dtype=int32)
+    bad_words = (config.max_bad_words, config.max_bad_word_tokens)
+    sequences = (config.max_stop_sequences, config.max_stop_sequence_tokens)
+    noted: dict[str, Any] = {"dtype": int32, "owner": "device"}
+    return [
+        ids("logits_flags", S, pad=0, meaning="which of these change logits; 0 for none"),
+        number("repetition_penalty", S, pad=1, meaning="1 changes nothing"),
+        number("presence_penalty", S, pad=0, meaning="0 changes nothing"),
+        number("frequency_penalty", S, pad=0, meaning="0 changes nothing"),
+        ids("bias_ids", S, config.max_logit_bias, pad=-1, meaning="ids with a bias; -1 for none"),
+        number("bias_values", S, config.max_logit_bias, pad=0, meaning="their biases"),
+        ids("allowed_bits", S, 1, words, pad=-1, meaning="a bit for each id, 1 if it is allowed"),
+        ids("bad_words", S, *bad_words, pad=-1, meaning="sequences that may not be completed"),
+        ids("output_start", S, pad=0, meaning="where bad words and stop sequences may begin"),
+        ids(
+            "logprobs_wanted", S, pad=-1, meaning="most probable tokens to report; -1: no logprobs"
+        ),
+        ids("prompt_logprobs_wanted", S, pad=-1, meaning="the same of its prompt"),
+        ids("logprobs_raw", S, pad=0, meaning="1: of the logits as they were"),
+        ids("stop_sequences", S, *sequences, pad=-1, meaning="sequences that end the request"),
+        Field(name="counts", shape=(S, vocab_size), meaning="what was said, by id", **noted),
+        Field(
+            name="history", shape=(S, max_seq_len), meaning="what was said, by position", **noted
+        ),
+    ]
+
+
+_HOST_FIELDS = (
+    "logits_flags",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bias_ids",
+    "bias_values",
+    "allowed_bits",
+    "bad_words",
+    "output_start",
+    "logprobs_wanted",
+    "prompt_logprobs_wanted",
+    "logprobs_raw",
+    "stop_sequences",
+)
+
+
+def processing_updates(asked: Sequence[Processing | None]) -> dict[str, Any]:
+    """All host-owned fields of `processing_fields`, for slots that ask for this."""
+    return {name: [slot and slot.values.get(name) for slot in asked] for name in _HOST_FIELDS}
+
+
+def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
+    """[1, words] of which the bit of each id is set."""
+    words = np.zeros((1, -(-vocabulary // 32)), dtype=np.uint32)
+    index = np.array([token_id(token, vocabulary) for token in ids])
+    np.bitwise_or.at(words[0], index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
+    return words.view(np.int32)
+
+
+def _bad_words(
+    params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None, config: EngineConfig
+) -> list[Sequence[int]]:
+    """The token sequences that bad words come to, as vLLM makes them: each word as it is, and
+    behind a space where that makes another first token and no longer sequence.
+    """
+    found: list[Sequence[int]] = []
+    for word in params.bad_words or ():
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        if tokenizer is None:
+            raise ValueError(
+                f"bad_words hold {word!r}, but the checkpoint has no tokenizer.json: give token ids"
+            )
+        bare, spaced = (
+            tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
+            for prefix in ("", " ")
+        )
+        if not bare:
+            raise ValueError(f"bad_words hold {word!r}, which comes to no token")
+        found.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    for ids in found:
+        _check_tokens("bad_words", ids, config.max_bad_word_tokens, vocabulary)
+    _check_count("bad_words", len(found), "max_bad_words", config)
+    return found
+
+
+def _from_the_end(sequences: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+    """The sequences, each with -1 in front where it is shorter than `width`."""
+    return [[-1] * (width - len(ids)) + list(ids) for ids in sequences]
+
+
+def _check_tokens(name: str, ids: Sequence[int], most: int, vocabulary: int) -> None:
+    if len(ids) > most:
+        raise ValueError(
+            f"{name} hold a sequence of {len(ids)} tokens; max_{_SINGULAR[name]}_tokens={most}"
+        )
+    for token in ids:
+        token_id(token, vocabulary)
+
+
+_SINGULAR = {"bad_words": "bad_word", "stop_token_sequences": "stop_sequence"}
+
+
+def _check_count(name: str, count: int, limit: str, config: EngineConfig) -> None:
+    most = getattr(config, limit)
+    if count > most:
+        values = (
+            f"{name}={count}" if "logprobs" in name else f"{name} come to {count} entries; they"
+        )
+        raise ValueError(f"{values} exceed {limit}={most}")
