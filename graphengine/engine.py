@@ -181,7 +181,6 @@ class Engine:
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
-        self.cache, self.swap_area = held.caches[0]
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
@@ -299,6 +298,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
         return self.scheduler.busy or bool(self._in_flight) or self._delivery.pending
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """The KV cache `[layers, blocks, 2, block_size, kv_heads, head_dim]`, until `close()`."""
+        return self._caches[0][0]
 
     def last_step(self) -> StepReport:
         """Who the last `step()` left active, and who it paused, resumed and finished."""
@@ -420,8 +424,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches
-        del self.mailbox, self.logprobs
+        del self.program, self.model, self._caches, self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
             drafter.close()

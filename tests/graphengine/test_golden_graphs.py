@@ -29,24 +29,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "dot": {"max_batch": 8, "buckets": (1, 8)},
     "mtp": {"max_batch": 2, "buckets": (2,), "speculative": MTP(k=3)},
 }
+PREFILL = ("prefill/16", "prefill/16/full", "prefill/64", "prefill/64/full")
 GRAPHS: dict[str, tuple[str, ...]] = {
-    "fma": ("decode/1/fast", "decode/1/full", "prefill/16", "prefill/64"),
-    "dot": (
-        "decode/1/fast",
-        "decode/1/full",
-        "decode/8/fast",
-        "decode/8/full",
-        "prefill/16",
-        "prefill/64",
-    ),
-    "mtp": (
-        "decode/2/fast",
-        "decode/2/full",
-        "decode/2/k3/fast",
-        "decode/2/k3/full",
-        "prefill/16",
-        "prefill/64",
-    ),
+    "fma": ("decode/1/fast", "decode/1/full", *PREFILL),
+    "dot": ("decode/1/fast", "decode/1/full", "decode/8/fast", "decode/8/full", *PREFILL),
+    "mtp": ("decode/2/fast", "decode/2/full", "decode/2/k3/fast", "decode/2/k3/full", *PREFILL),
 }
 
 
