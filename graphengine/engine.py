@@ -43,7 +43,7 @@ from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, PrefillChunk, Scheduler
 from graphengine.step import Sampler, decode_bucket, draft_bucket, prefill_bucket, prefill_kind
 from graphengine.text import Tokenizer
-from graphengine.tracing import span
+from graphengine.tracing import Ranges, in_ranges, span, tracer
 from graphengine.tuning import numerics_id
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,6 @@ class Engine:
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
-        self.cache, self.swap_area = held.caches[0]
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
@@ -274,21 +273,16 @@ class Engine:
             self._delivery.end_due()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
-                    with span("step/plan", 0, len(self.scheduler.active)):
-                        plan = self._plan()
+                    plan = self._plan()
                     if plan is None:
                         break
-                    with span("step/load", plan.bucket, len(plan.rows)):
-                        self._load(plan)
-                    with span("step/replay", plan.bucket, len(plan.rows)):
-                        self._in_flight.append(self._replay(plan))
+                    self._load(plan)
+                    self._in_flight.append(self._replay(plan))
             except BaseException as error:
                 self._break(error)
                 raise
             if self._in_flight:
-                oldest = self._in_flight[0][-1]
-                with span("step/collect", oldest.rows, len(oldest.requests)):
-                    self._collect(timeout)
+                self._collect(timeout)
             return self._delivery.run_callbacks()
         finally:
             self._busy_in = None
@@ -365,6 +359,16 @@ class Engine:
         return runs.astream(self, prompt, params, **options)
 
     @property
+    def cache(self) -> torch.Tensor:
+        """The model's KV cache, which `close` frees."""
+        return self._caches[0][0]
+
+    @property
+    def swap_area(self) -> torch.Tensor:
+        """Where paused requests' blocks of it are."""
+        return self._caches[0][1]
+
+    @property
     def row_family(self) -> RowFamily:
         """The arithmetic of the decode kernels, in every bucket: "fma" or "dot"."""
         return self.plans.family
@@ -420,8 +424,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches
-        del self.mailbox, self.logprobs
+        del self.program, self.model, self._caches, self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
             drafter.close()
@@ -437,7 +440,8 @@ class Engine:
     ) -> None:
         self.close()
 
-    # One step, piece by piece. What each does is a range for profilers, and timed while recording.
+    # One step, piece by piece. Each is a range for profilers (`STEP_RANGES`), and timed while
+    # recording.
 
     def _plan(self) -> Plan | None:
         """The scheduler's next plan, at the width that the gate allows."""
@@ -593,3 +597,24 @@ class Engine:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._cuda_stream is None else torch.cuda.stream(self._cuda_stream)
+
+
+def _in_step(engine: Engine, plan: Plan) -> tuple[int, int]:
+    return plan.bucket, len(plan.rows)
+
+
+def _in_oldest(engine: Engine, timeout: float | None) -> tuple[int, int]:
+    oldest = engine._in_flight[0][-1]
+    return oldest.rows, len(oldest.requests)
+
+
+STEP_RANGES: Ranges = {
+    "_plan": ("step/plan", lambda engine: (0, len(engine.scheduler.active))),
+    "_load": ("step/load", _in_step),
+    "_replay": ("step/replay", _in_step),
+    "_collect": ("step/collect", _in_oldest),
+}
+# Without a tool a step is not to pay for ranges.
+if tracer.enabled:
+    for _name, _method in in_ranges(Engine, STEP_RANGES, tracer).items():
+        setattr(Engine, _name, _method)

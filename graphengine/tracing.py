@@ -20,14 +20,17 @@ A range in the code of a captured step fires once, at capture: a replay runs no 
 all of these are around launches and none is inside a graph.
 
 Tools attach when a process first calls NVTX, so what `enabled` says holds for good. Without a tool,
-without the nvtx package or with NVTX_DISABLE=1 no range is made: every call returns one and the
-same object, which does nothing.
+without the nvtx package or with NVTX_DISABLE=1 no range is made: `span` returns one and the same
+object, which does nothing. Even that is too much four times a step, so the ranges of a step are put
+around its methods (`in_ranges`), and only where a tool listens.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import wraps
 from typing import Any, Protocol
 
 nvtx: Any = None
@@ -111,6 +114,26 @@ class Tracer:
             )
             found = self._ranges[key] = _Range(self._domain, attributes)
         return found
+
+
+Ranges = Mapping[str, tuple[str, Callable[..., tuple[int, int]]]]
+"""By the name of a method: the range of each call, and what makes (rows, live) of its arguments."""
+
+
+def in_ranges(methods: type, ranges: Ranges, tracer: Tracer) -> dict[str, Callable[..., Any]]:
+    """The methods of the class `methods` that `ranges` names, each call a range of `tracer`."""
+
+    def traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        range_name, counts = ranges[name]
+
+        @wraps(method)
+        def call(*arguments: Any) -> Any:
+            with tracer.span(range_name, *counts(*arguments)):
+                return method(*arguments)
+
+        return call
+
+    return {name: traced(name, getattr(methods, name)) for name in ranges}
 
 
 def unpack(payload: int) -> tuple[int, int]:
