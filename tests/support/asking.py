@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -177,6 +178,31 @@ def assert_logprobs(result: Result, table: Table, top: int) -> None:
             assert value == wanted or abs(value - wanted) <= near, (
                 f"token {index}, id {other}: {value}, not {wanted} within {near}"
             )
+
+
+def each_option(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """Each option, such that it changes what was said without: `result`."""
+    said, prompt = result.token_ids, set(result.prompt_token_ids)
+    # Bad words may begin in the output alone, those of transformers in the prompt as well.
+    pairs = [list(said[i : i + 2]) for i in (1, 5, 9) if said[i] not in prompt]
+    return {
+        "allowed_token_ids": {"allowed_token_ids": list(range(3, vocab_size, 3))},
+        "bad_words": {"bad_words": [[said[0]], *pairs, [said[3]]]},
+        "logit_bias": {"logit_bias": {said[0]: -3.5, said[2]: 1.25, 7: 4.0, 11: -math.inf}},
+        "repetition_penalty": {"repetition_penalty": 1.4},
+        "encouraged repetition": {"repetition_penalty": 0.8},
+        "frequency_penalty": {"frequency_penalty": 1.3},
+        "presence_penalty": {"presence_penalty": 1.75},
+        "negative penalties": {"presence_penalty": -2.0, "frequency_penalty": -0.25},
+        "all of it": {
+            "allowed_token_ids": list(range(1, vocab_size, 2)),
+            "bad_words": [[said[0]], *pairs],
+            "logit_bias": {said[2]: 1.25, 7: 4.0},
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.7,
+            "presence_penalty": 0.4,
+        },
+    }
 
 
 def random_options(dice: random.Random, vocab_size: int) -> dict[str, Any]:
