@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 
 from graphengine.acceptance import Acceptance
 from graphengine.buckets.mailbox import Payloads
@@ -21,6 +20,9 @@ from graphengine.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
+
+# Makes an event of a tuple. The class itself is a Python function, of twice the time.
+_make = tuple.__new__
 
 
 class Delivery:
@@ -48,7 +50,7 @@ class Delivery:
         self._gate = gate
         self._recorder = recorder
         self._forced = forced
-        # Events whose callbacks have not run, and events that no step has returned.
+        # Events whose callbacks have not run, and those that no step has returned, in order.
         self._undelivered: list[Event] = []
         self._unreturned: list[Event] = []
 
@@ -74,12 +76,16 @@ class Delivery:
         now: float,
     ) -> None:
         """All lanes of a replay's mailbox entry and of its log-probabilities, read at `now`."""
-        found = repeat(None) if logprobs is None else logprobs
-        lanes = zip(replay.requests, replay.epochs, record, found, strict=False)
-        given = [
-            self.read(request, epoch, items, replay.width, now, each)
-            for request, epoch, items, each in lanes
-        ]
+        read, width = self.read, replay.width
+        lanes = zip(replay.requests, replay.epochs, record, strict=True)
+        if logprobs is None:
+            given = [read(request, epoch, items, width, now) for request, epoch, items in lanes]
+        else:
+            given = [
+                read(*lane, width, now, found) for lane, found in zip(lanes, logprobs, strict=True)
+            ]
+        if tokens := sum(given):
+            self.counters["tokens"] += tokens
         if self._recorder.recording:
             drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
             self._recorder.collected(
@@ -132,7 +138,6 @@ class Delivery:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
         request.timings.tokens += [now] * len(tokens)
-        self.counters["tokens"] += len(tokens)
         if stopped is not None:
             request.stop_reason = stopped
             self._finish(request, "stop", tokens, text, now, logprobs)
@@ -142,8 +147,19 @@ class Delivery:
         elif flags & LENGTH:
             self._finish(request, "length", tokens, text, now, logprobs)
         else:
-            self._undelivered.append(Event(request, tokens, text, None, now, logprobs))
+            event = _make(Event, (request, tokens, text, None, now, logprobs))
+            if request.callback is None:
+                self._unreturned.append(event)
+            else:
+                self._announce(event)
         return len(tokens)
+
+    def _announce(self, event: Event) -> None:
+        """The next step to end returns the event, and its request's callback, if any, is to run."""
+        if event.request.callback is not None:
+            self._undelivered.append(event)
+        if not event.request.private:
+            self._unreturned.append(event)
 
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
         """Tell the scheduler, the statistics and the gate what a speculative row came to.
@@ -178,7 +194,7 @@ class Delivery:
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:
             self._recorder.finished(request)
-        self._undelivered.append(Event(request, token_ids, text + tail, reason, now, logprobs))
+        self._announce(Event(request, token_ids, text + tail, reason, now, logprobs))
 
     def end_due(self) -> None:
         """Finish what was cancelled since the last call, and what is late."""
@@ -225,10 +241,7 @@ class Delivery:
             event = self._undelivered.pop(0)
             callback = event.request.callback
             if callback is None:
-                self._unreturned.append(event)
                 continue
-            if not event.request.private:
-                self._unreturned.append(event)
             try:
                 callback(event)
             except BaseException as error:

@@ -43,10 +43,19 @@ from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import Plan, PrefillChunk, Scheduler
 from graphengine.step import Sampler, decode_bucket, draft_bucket, prefill_bucket, prefill_kind
 from graphengine.text import Tokenizer
-from graphengine.tracing import span
+from graphengine.tracing import ranged, span
 from graphengine.tuning import numerics_id
 
 log = logging.getLogger(__name__)
+
+
+def _counts(engine: Engine, plan: Plan) -> tuple[int, int]:
+    return plan.bucket, len(plan.rows)
+
+
+def _counts_of_oldest(engine: Engine, timeout: float | None) -> tuple[int, int]:
+    oldest = engine._in_flight[0][-1]
+    return oldest.rows, len(oldest.requests)
 
 
 class Engine:
@@ -273,21 +282,16 @@ class Engine:
             self._delivery.end_due()
             try:
                 while len(self._in_flight) <= self.config.lookahead:
-                    with span("step/plan", 0, len(self.scheduler.active)):
-                        plan = self._plan()
+                    plan = self._plan()
                     if plan is None:
                         break
-                    with span("step/load", plan.bucket, len(plan.rows)):
-                        self._load(plan)
-                    with span("step/replay", plan.bucket, len(plan.rows)):
-                        self._in_flight.append(self._replay(plan))
+                    self._load(plan)
+                    self._in_flight.append(self._replay(plan))
             except BaseException as error:
                 self._break(error)
                 raise
             if self._in_flight:
-                oldest = self._in_flight[0][-1]
-                with span("step/collect", oldest.rows, len(oldest.requests)):
-                    self._collect(timeout)
+                self._collect(timeout)
             return self._delivery.run_callbacks()
         finally:
             self._busy_in = None
@@ -298,11 +302,6 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
         return self.scheduler.busy or bool(self._in_flight) or self._delivery.pending
-
-    @property
-    def cache(self) -> torch.Tensor:
-        """The KV cache `[layers, blocks, 2, block_size, kv_heads, head_dim]`, until `close()`."""
-        return self._caches[0][0]
 
     def last_step(self) -> StepReport:
         """Who the last `step()` left active, and who it paused, resumed and finished."""
@@ -367,6 +366,16 @@ class Engine:
         its slot. `options` as for `stream`.
         """
         return runs.astream(self, prompt, params, **options)
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`."""
+        return self._caches[0][0]
+
+    @property
+    def swap_area(self) -> torch.Tensor:
+        """Where paused requests' blocks of it are."""
+        return self._caches[0][1]
 
     @property
     def row_family(self) -> RowFamily:
@@ -440,8 +449,9 @@ class Engine:
     ) -> None:
         self.close()
 
-    # One step, piece by piece. What each does is a range for profilers, and timed while recording.
+    # One step, piece by piece. Each is a range for profilers, and timed while recording.
 
+    @ranged("step/plan", lambda engine: (0, len(engine.scheduler.active)))
     def _plan(self) -> Plan | None:
         """The scheduler's next plan, at the width that the gate allows."""
         if self.recorder.recording:
@@ -455,6 +465,7 @@ class Engine:
             self.gate.launched(live_rows)
         return plan
 
+    @ranged("step/load", _counts)
     def _load(self, plan: Plan) -> None:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
         if self.recorder.recording:
@@ -469,6 +480,7 @@ class Engine:
                 self.buffers.load(updates, sequence=self._launched + 1)
             self.counters["loads"] += 1
 
+    @ranged("step/replay", _counts)
     def _replay(self, plan: Plan) -> tuple[Replay, ...]:
         """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
         if plan.swap_out or plan.swap_in:
@@ -521,6 +533,7 @@ class Engine:
             graph.replay()
         self.counters[f"replays/{bucket}"] += 1
 
+    @ranged("step/collect", _counts_of_oldest)
     def _collect(self, timeout: float | None) -> None:
         """Read the oldest launch, unless it is not done within `timeout` seconds."""
         if self.recorder.recording:

@@ -9,9 +9,11 @@ ties with it pass.
 
 What passes at lane j, whose logits say what may follow its token:
 
-1. p = softmax of the unprocessed logits in float32: exp(logit - largest) / total. The total is
-   summed in fixed point, floor(exp(..) * 2^40) as int64, so the order of summation cannot be seen.
-2. Candidates are the `topk` ids of the largest p, ties to the lower id.
+1. p = softmax of the logits, temperature and filters aside, in float32: exp(logit - largest) /
+   total. The total is summed in fixed point, floor(exp(..) * 2^40) as int64, so the order of
+   summation cannot be seen.
+2. Candidates are the `topk` ids of the largest p, ties to the lower id; but no id whose logit is
+   -inf, which is how what is forbidden arrives here (`process_logits`).
 3. The draft in lane j + 1 passes if it is a candidate and p[draft] >= p[first] - delta, in float32.
 
 Whether the drafts before it passed is left to `finish_decode`, which emits the leading run and
@@ -125,8 +127,9 @@ def relaxed_acceptance_reference(
         waits = position[lane] + 1 < int(params.min_len[slot])
         if waits and draft in params.stop_ids[slot].tolist():
             continue
-        p_V = _probabilities(logits_NV[lane].numpy(force=True))
-        if p_V is not None and 0 <= draft < p_V.size:
+        logits_V = logits_NV[lane].numpy(force=True)
+        p_V = _probabilities(logits_V)
+        if p_V is not None and 0 <= draft < p_V.size and logits_V[draft] > -np.inf:
             delta = delta_S[slot].numpy(force=True)
             relaxed_N[lane] = int(_passes(p_V, draft, topk, delta))
     return relaxed_N
@@ -454,7 +457,8 @@ def _relaxed_kernel(
         logits_ptr += lane.to(tl.int64) * logits_stride
         logit = tl.load(logits_ptr + draft)
         largest = _largest_logit(logits_ptr, vocabulary, BLOCK)
-        if tl.abs(largest) < float("inf"):
+        # Where few are allowed, a forbidden one may be a candidate, and delta p[first] or more.
+        if (tl.abs(largest) < float("inf")) & (logit > float("-inf")):
             total = _total_mass(logits_ptr, vocabulary, largest, BLOCK)
             p_draft = tl.div_rn(tl.exp(logit - largest), total)
             if p_draft >= tl.div_rn(1.0, total) - delta:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import assert_logprobs, generate
+from asking import assert_logprobs, each_option, generate, tables
 from speculating import DOT, open_plain, open_speculating, run_with
 
 from graphengine import Engine, Request, Result, SamplingParams
@@ -27,31 +26,6 @@ from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 MODEL_NAMES = ["llama-biases", "qwen3-tied-128", "demo"]
 TOKENS = 24
 LENGTHS = (5, 17, 40)
-
-
-def options(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Each option, such that it changes what was said without: `result`."""
-    said, prompt = result.token_ids, set(result.prompt_token_ids)
-    # Bad words may begin in the output alone, those of transformers in the prompt as well.
-    pairs = [list(said[i : i + 2]) for i in (1, 5, 9) if said[i] not in prompt]
-    return {
-        "allowed_token_ids": {"allowed_token_ids": list(range(3, vocab_size, 3))},
-        "bad_words": {"bad_words": [[said[0]], *pairs, [said[3]]]},
-        "logit_bias": {"logit_bias": {said[0]: -3.5, said[2]: 1.25, 7: 4.0, 11: -math.inf}},
-        "repetition_penalty": {"repetition_penalty": 1.4},
-        "encouraged repetition": {"repetition_penalty": 0.8},
-        "frequency_penalty": {"frequency_penalty": 1.3},
-        "presence_penalty": {"presence_penalty": 1.75},
-        "negative penalties": {"presence_penalty": -2.0, "frequency_penalty": -0.25},
-        "all of it": {
-            "allowed_token_ids": list(range(1, vocab_size, 2)),
-            "bad_words": [[said[0]], *pairs],
-            "logit_bias": {said[2]: 1.25, 7: 4.0},
-            "repetition_penalty": 1.2,
-            "frequency_penalty": 0.7,
-            "presence_penalty": 0.4,
-        },
-    }
 
 
 OPTIONS = [
@@ -99,7 +73,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(
     for prompt, mode in zip(oracle.prompts(LENGTHS), (*modes, modes[0]), strict=True):
         engine = engines(name, device, logprobs_mode=mode)
         plain = engine.generate(prompt, ask())
-        params = ask(logprobs=4, **options(plain, engine.model.config.vocab_size)[option])
+        params = ask(logprobs=4, **each_option(plain, engine.model.config.vocab_size)[option])
         result = engine.generate(prompt, params)
         expected = generate(oracle.model, prompt, params)
         assert result.token_ids == expected.token_ids
@@ -323,9 +297,21 @@ def test_a_slot_forgets_what_its_last_request_asked(engine: Engine) -> None:
 # A padded vocabulary.
 
 
-@pytest.mark.parametrize("params", [ask(), ask(logprobs=3), SamplingParams(seed=1, top_k=50)])
+PADDED = [
+    ask(),
+    ask(logprobs=3),
+    SamplingParams(seed=1, top_k=50, ignore_eos=True),
+    SamplingParams(seed=2, temperature=1.5, ignore_eos=True, logprobs=20),
+    ask(repetition_penalty=0.7, logprobs=20),
+    ask(frequency_penalty=-2.0, presence_penalty=-2.0),
+    ask(logit_bias={5: 2.0}, bad_words=[[9], [7, 8]]),
+    SamplingParams(seed=3, top_p=0.9, min_p=0.01, presence_penalty=1.0, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("speculative", [None, NGram(k=3)], ids=["plain", "ngram"])
 def test_ids_without_a_token_are_never_sampled(
-    device: str, tmp_path: Path, params: SamplingParams
+    device: str, tmp_path: Path, speculative: Speculative | None
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -343,15 +329,21 @@ def test_ids_without_a_token_are_never_sampled(
         model.lm_head.weight[tokens] = 50.0
         model.lm_head.weight[tokens + 1] = -50.0
     model.save_pretrained(tmp_path)
-    with open_engine(tmp_path, device=device) as engine:
-        bad = engine.generate([1, 2, 3], params)
-        assert max(bad.token_ids) >= tokens
+    options: dict[str, Any] = {"device": device, "speculative": speculative, "row_family": "dot"}
+    prompts = [[1, 2, 3]] * len(PADDED)
+    with open_engine(tmp_path, **options) as engine:
+        for result in engine.generate(prompts, PADDED):
+            assert max(result.token_ids) >= tokens
     (tmp_path / "tokenizer.json").symlink_to(checkpoint_path() / "tokenizer.json")
-    with open_engine(tmp_path, device=device) as engine:
-        result = engine.generate([1, 2, 3], params)
-        assert max(result.token_ids) < tokens
-        for each in result.logprobs or ():
-            assert max(each) < tokens
+    with open_engine(tmp_path, **options, prompt_logprobs=True) as engine:
+        for result in engine.generate(prompts, PADDED):
+            assert max(result.token_ids) < tokens
+            for each in result.logprobs or ():
+                assert max(each) < tokens
+        only = engine.generate([1, 2, 3], ask(allowed_token_ids=[tokens - 1], logprobs=20))
+        assert set(only.token_ids) == {tokens - 1}
+        prompt = engine.generate([1, 2, 3], ask(1, prompt_logprobs=20)).prompt_logprobs
+        assert prompt is not None and max(max(each) for each in prompt if each) < tokens
         with pytest.raises(ValueError, match="4100 is outside the vocabulary of 4096"):
             engine.submit("x", ask(allowed_token_ids=[4100]))
 
@@ -425,7 +417,7 @@ def test_prompt_logprobs_are_those_of_transformers(
         behind = dataclasses.replace(
             result, token_ids=tuple(prompt[1:]), logprobs=result.prompt_logprobs[1:]
         )
-        assert_logprobs(behind, oracle.logits(prompt)[:-1].log_softmax(-1), top)
+        assert_logprobs(behind, tables(oracle.model, prompt[:1], prompt[1:])[0], top)
         assert result.token_ids == engine.generate(prompt, ask(6, repetition_penalty=1.2)).token_ids
     assert results[-1].prompt_logprobs is None
     run(engine)

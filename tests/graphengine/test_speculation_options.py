@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from asking import processors
 from mtp_checkpoints import LAYOUTS, SIZES, VOCAB, random_tensors, write_checkpoint, write_random
 from safetensors.torch import save_file
 from speculating import (
@@ -394,14 +396,18 @@ def test_a_thinking_request_takes_more_drafts(device: str) -> None:
 
 
 class Thinker:
-    """A greedy request under the relaxed rule, from transformers' logits, one step at a time."""
+    """A greedy request under the relaxed rule, from transformers' logits, one step at a time.
+
+    They are changed by transformers' own processors as the request asks.
+    """
 
     def __init__(self, oracle: Any, options: RelaxedAcceptance, request: Request) -> None:
         self.oracle, self.options = oracle, options
         self.said = list(request.prompt_token_ids)
+        self.processors = processors(request.params, len(self.said))
         self.delta = 0.0
         self.scan(self.said)
-        self.relaxed = 0
+        self.relaxed = self.forbidden = 0
 
     def scan(self, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -410,14 +416,18 @@ class Thinker:
             elif token in self.options.end_token_ids:
                 self.delta = 0.0
 
-    def probabilities(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self.oracle.logits(list(tokens))[-1].softmax(0)
+    def probabilities(self, tokens: Sequence[int], raw: bool = False) -> torch.Tensor:
+        logits = self.oracle.logits(list(tokens))[-1]
+        if not raw:
+            logits = self.processors(torch.tensor([list(tokens)]), logits[None])[0]
+        return logits.softmax(0)
 
     def guess(self, dice: random.Random, k: int) -> list[int]:
-        """Drafts that are mostly among the best few."""
+        """Drafts that are mostly among the best few, now and then of the logits as they were."""
         drafts: list[int] = []
         while len(drafts) < k:
-            p, ids = self.probabilities([*self.said, *drafts]).topk(6)
+            raw = bool(self.processors) and dice.random() < 0.5
+            p, ids = self.probabilities([*self.said, *drafts], raw).topk(6)
             near = [int(i) for q, i in zip(p, ids, strict=True) if abs(float(p[0] - q)) <= 0.4]
             drafts.append(dice.choice([int(ids[0]), *near, int(ids[5])]))
         return drafts
@@ -429,11 +439,14 @@ class Thinker:
             p, ids = self.probabilities([*self.said, *out]).sort(descending=True, stable=True)
             if draft is not None and len(out) + 1 < room:
                 rank = ids.tolist().index(draft)
+                allowed = float(p[rank]) > 0
                 passes = rank == 0 or (
-                    rank < self.options.topk and bool(p[rank] >= p[0] - self.delta)
+                    allowed and rank < self.options.topk and bool(p[rank] >= p[0] - self.delta)
                 )
                 near = abs(float(p[rank] - (p[0] - self.delta)))
-                assert rank == 0 or near > 1e-4, f"{near=}: too close to call"
+                clear = rank == 0 or not allowed or self.delta == 1 or near > 1e-4
+                assert clear, f"{near=}: too close to call"
+                self.forbidden += not allowed
                 if passes:
                     self.relaxed += rank > 0
                     out.append(draft)
@@ -443,6 +456,24 @@ class Thinker:
         self.said += out
         self.scan(out)
         return out
+
+
+def think(engine: Engine, thinker: Thinker, request: Request, dice: random.Random) -> int:
+    """Run the request on the thinker's drafts, to what it expects; how many steps were strict."""
+    while not request.token_ids:
+        engine.step()
+    thinker.said += request.token_ids
+    thinker.scan(request.token_ids)
+    strict = 0
+    while not request.finished:
+        drafts = thinker.guess(dice, 3)
+        strict += thinker.delta == 0.0
+        engine.draft(request, drafts)
+        done = len(request.token_ids)
+        expected = thinker.step(drafts, request.max_new_tokens - done)
+        engine.step()
+        assert request.token_ids[done:] == expected, f"{done=} {drafts=}"
+    return strict
 
 
 @pytest.mark.parametrize("length", [5, 40, 70])
@@ -468,24 +499,65 @@ def test_relaxed_steps_are_those_of_a_plain_simulation(
             dice = random.Random(100 * length + seed)
             prompt = [dice.randrange(301) for _ in range(length)]
             request = engine.submit(prompt, greedy(24, **ENDLESS))
-            while not request.token_ids:
-                engine.step()
             thinker = Thinker(oracle, options, request)
-            thinker.said += request.token_ids
-            thinker.scan(request.token_ids)
-            while not request.finished:
-                drafts = thinker.guess(dice, 3)
-                strict += thinker.delta == 0.0
-                engine.draft(request, drafts)
-                done = len(request.token_ids)
-                expected = thinker.step(drafts, 24 - done)
-                engine.step()
-                assert request.token_ids[done:] == expected, f"{seed=} {done=} {drafts=}"
+            strict += think(engine, thinker, request, dice)
             relaxed += thinker.relaxed
             if seed == 0:
                 # What it leaves behind: the next request must start strict.
                 assert_idle(engine)
     assert relaxed > 3 and strict > 3, f"{relaxed=} {strict=}"
+
+
+RELAXED_OPTIONS: dict[str, dict[str, Any]] = {
+    # Fewer than there are candidates.
+    "allowed": {"allowed_token_ids": [3, 50, 77]},
+    "allowed by halves": {"allowed_token_ids": range(0, 301, 2)},
+    "bad words": {"bad_words": [[token] for token in range(1, 301, 3)]},
+    "bad pairs": {"bad_words": [[a, b] for a in (290, 295, 300) for b in range(3, 20)]},
+    "bias": {"logit_bias": {token: -math.inf if token % 2 else 3.0 for token in range(100)}},
+    "repetition": {"repetition_penalty": 2.0},
+    "counts": {"frequency_penalty": 2.0, "presence_penalty": 1.0},
+    "encouraged": {"frequency_penalty": -1.5},
+    "all": {
+        "allowed_token_ids": range(0, 301, 2), "bad_words": [[0], [2], [300, 4]],
+        "logit_bias": {8: 4.0, 10: -math.inf}, "repetition_penalty": 1.5,
+        "presence_penalty": 1.0, "frequency_penalty": 0.5,
+    },
+}  # fmt: skip
+FORBIDDING = ("allowed", "allowed by halves", "bad words", "bias", "all")
+
+
+@pytest.mark.parametrize("name", RELAXED_OPTIONS)
+def test_a_forbidden_draft_is_never_accepted_and_penalties_are_seen(
+    device: str, checkpoints: dict[str, Any], name: str
+) -> None:
+    """Thinking throughout; where something is forbidden, everything else passes."""
+    oracle = checkpoints["llama-linear-96"]
+    rule: dict[str, Any] = {"topk": 4, "delta": 0.25}
+    if name in FORBIDDING:
+        rule = {"topk": 301, "delta": 1.0}
+    options = RelaxedAcceptance(**rule, begin_token_ids=tuple(range(300)), end_token_ids=(300,))
+    engine_options: dict[str, Any] = {"device": device, "dtype": "float32", "max_batch": 1}
+    relaxed = forbidden = 0
+    with open_speculating(
+        UserProvided(3), oracle.path, **engine_options, relaxed_acceptance=options,
+        max_bad_words=128,
+    ) as engine:  # fmt: skip
+        for seed in range(3):
+            dice = random.Random(seed)
+            # Bad words of transformers may begin in the prompt.
+            prompt = [dice.randrange(290) for _ in range(9 + 20 * seed)]
+            asked = RELAXED_OPTIONS[name]
+            request = engine.submit(prompt, greedy(24, **ENDLESS, logprobs=0, **asked))
+            thinker = Thinker(oracle, options, request)
+            think(engine, thinker, request, dice)
+            relaxed, forbidden = relaxed + thinker.relaxed, forbidden + thinker.forbidden
+            assert set(request.token_ids) <= set(asked.get("allowed_token_ids", range(301)))
+            # Of the token that was taken, though it was not the target's own.
+            assert request.logprobs is not None
+            assert [next(iter(each)) for each in request.logprobs] == request.token_ids
+    # Where the sampler's own token is repeated for ever, drafts seldom differ from it.
+    assert relaxed > 1 and (forbidden > 1 or name not in FORBIDDING), f"{relaxed=} {forbidden=}"
 
 
 # Errors.

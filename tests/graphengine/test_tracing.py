@@ -7,6 +7,7 @@ its own as a profiler is, shows what arrives behind the nvtx package.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from graphengine.tracing import NOTHING, Tracer, unpack
 from stepping import LONG, PROMPT, greedy, open_engine, run
 
 STEPS = ("step/plan", "step/load", "step/replay", "step/collect")
+STEP_METHODS = ("_plan", "_load", "_replay", "_collect")
 
 
 class Domain:
@@ -57,8 +59,11 @@ class Domain:
 def domain(monkeypatch: pytest.MonkeyPatch) -> Domain:
     """What the engine's ranges go to in this test."""
     domain = Domain()
+    tracer = Tracer(domain)
     for module in (engine_module, profile_engines):
-        monkeypatch.setattr(module, "span", Tracer(domain).span)
+        monkeypatch.setattr(module, "span", tracer.span)
+    for name in STEP_METHODS:
+        monkeypatch.setattr(Engine, name, getattr(Engine, name).traced_by(tracer))
     return domain
 
 
@@ -148,6 +153,14 @@ def test_without_a_domain_no_range_is_made() -> None:
         pass
 
 
+def test_a_step_without_a_tool_pays_for_no_range() -> None:
+    """Its methods are those of the class body; with one, they are wrapped when it is imported."""
+    assert not tracing.tracer.enabled
+    for name in STEP_METHODS:
+        assert not hasattr(getattr(Engine, name), "__wrapped__")
+    assert "span(" not in inspect.getsource(Engine.step)
+
+
 def test_a_payload_holds_both_counts() -> None:
     for rows, live in ((0, 0), (64, 1), (1024, 1023), (2**20, 2**20 - 1)):
         assert unpack(rows << 32 | live) == (rows, live)
@@ -193,6 +206,44 @@ def test_where_nothing_listens_ranges_are_off(before: str, variables: dict[str, 
         check=True,
     )
     assert done.stdout.strip() == "False"
+
+
+LISTENED = """
+import sys
+from types import SimpleNamespace
+
+class Domain:
+    def get_event_attributes(self, **named):
+        return named
+    def push_range(self, attributes):
+        print(attributes["message"])
+    def pop_range(self):
+        pass
+
+sys.modules["nvtx"] = SimpleNamespace(enabled=lambda: True, get_domain=lambda name: Domain())
+from stepping import greedy, open_engine
+with open_engine(device="cpu", lookahead=0) as engine:
+    engine.submit("x", greedy())
+    print("step")
+    engine.step()
+"""
+
+
+def test_where_a_tool_listens_an_engine_has_its_ranges() -> None:
+    support = Path(__file__).parents[1] / "support"
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENED],
+        env=os.environ | {"PYTHONPATH": str(support), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = done.stdout.split()
+    assert said[0] == "load" and said[1].startswith("capture/")
+    # A prompt of one token: fed, and sampled from, by one replay.
+    assert said[said.index("step") :] == [
+        "step", "step/plan", "step/load", "step/replay", "prefill", "step/collect",
+    ]  # fmt: skip
 
 
 # With a tool, as NVTX attaches one: a library that NVTX_INJECTION64_PATH names. It prints a line
@@ -265,6 +316,8 @@ with span("step/replay", 8, 3):
         pass
 with span("step/replay", 8, 3):
     pass
+from graphengine.engine import Engine
+assert Engine._plan.__wrapped__ and Engine._collect.__wrapped__
 """
 
 

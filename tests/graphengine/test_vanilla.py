@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mtp_checkpoints as random_checkpoints
 import pytest
 import torch
-from mtp_checkpoints import HIDDEN, LAYOUTS, SIZES, Layout, Module, Tensors, random_tensors
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from mtp_checkpoints import SIZES, Module
+from vanilla_checkpoints import MODULES, agreeing_tensors, layout, target_model, write_agreeing
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.speculative import MTP
 
-MODULES = 3
 SMALL: dict[str, Any] = {
     "max_batch": 3, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (4, 16),
 }  # fmt: skip
-
-
-def layout(modules: int) -> Layout:
-    prefixes = tuple(f"model.mtp_layers.{index}." for index in range(modules))
-    mimo = LAYOUTS["mimo"]
-    config = mimo.config | {"num_nextn_predict_layers": modules}
-    return replace(mimo, config=config, prefixes=prefixes)
-
-
-def agreeing_tensors(modules: int) -> Tensors:
-    """Weights by which all draft much what the target says: that follows from the last token."""
-    tensors = random_tensors(layout(modules))
-    for name, value in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = 0.05 * value
-        elif name.endswith("input_proj.weight"):
-            embedding_half = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], dim=1)
-            tensors[name] = 0.03 * value + embedding_half
-        elif "norm" in name:
-            tensors[name] = 1 + 0.2 * (value - 1)
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * 6
-    return tensors
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By number of modules."""
     folder = tmp_path_factory.mktemp("vanilla")
-    return {
-        modules: random_checkpoints.write_checkpoint(
-            folder / str(modules), SIZES | layout(modules).config, agreeing_tensors(modules)
-        )
-        for modules in (2, MODULES)
-    }
+    return {modules: write_agreeing(folder / str(modules), modules) for modules in (2, MODULES)}
 
 
 def open_engine(path: Path, k: int, **options: Any) -> Engine:
@@ -96,15 +67,6 @@ def test_sampled_tokens_are_those_without_it(
         expected = [result.token_ids for result in engine.generate(asked, params)]
     with open_engine(checkpoints[3], 3, row_family="dot") as engine:
         assert [result.token_ids for result in engine.generate(asked, params)] == expected
-
-
-def target_model(path: Path) -> Qwen2ForCausalLM:
-    """transformers' reading of the target: MiMo's layers are those of a Qwen2."""
-    tensors = agreeing_tensors(MODULES)
-    own = {name: value for name, value in tensors.items() if "mtp_layers" not in name}
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
-    model.load_state_dict(own)
-    return model.eval()
 
 
 @dataclass
@@ -155,7 +117,7 @@ def check_cache(engine: Engine, request: Request, index: int, module: Module, le
 def test_drafts_are_those_of_a_plain_forward(checkpoints: dict[int, Path], length: int) -> None:
     """After every step, whatever was accepted."""
     path = checkpoints[MODULES]
-    target, tensors = target_model(path), agreeing_tensors(MODULES)
+    target, tensors = target_model(), agreeing_tensors(MODULES)
     modules = [Module(layout(MODULES), tensors, prefix) for prefix in layout(MODULES).prefixes]
     # The pools of the prefill are the whole prompt.
     (prompt,) = prompts((length,))

@@ -193,9 +193,18 @@ def test_ties_at_the_last_candidate_go_to_the_lower_id(twin: Twin):
 
 
 def test_more_candidates_than_ids(twin: Twin):
-    assert twin.accept_row([[0.0, -INF]] * 3, [1, 0], 1.0, topk=1000) == [1, 1]
-    assert twin.accept_row([[0.0, -INF]] * 3, [1, 0], 0.5, topk=1000) == [0, 1]
+    assert twin.accept_row([[0.0, -9.0]] * 3, [1, 0], 1.0, topk=1000) == [1, 1]
+    assert twin.accept_row([[0.0, -9.0]] * 3, [1, 0], 0.5, topk=1000) == [0, 1]
     assert twin.accept_row([[4.0]] * 2, [0], 0.0, topk=1) == [1]
+
+
+def test_what_is_forbidden_never_passes(twin: Twin):
+    """Fewer ids than candidates are allowed, and the threshold is 0 or less."""
+    rows = [[-INF, 1.0, -INF, 0.5]] * 5
+    for delta in (0.0, 0.7, 1.0):
+        assert twin.accept_row(rows, [0, 1, 2, 0], delta, topk=4) == [0, 1, 0, 0]
+    # The least of logits is improbable, but it is allowed.
+    assert twin.accept_row([[500.0, -500.0, -INF]] * 3, [1, 2], 1.0, topk=3) == [1, 0]
 
 
 @pytest.mark.parametrize(

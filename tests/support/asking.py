@@ -6,6 +6,9 @@ with vLLM's frequency and presence penalties and its allowed ids, written down h
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
@@ -23,7 +27,12 @@ from transformers import (
 from graphengine import Result, SamplingParams
 
 LOGPROB_TOLERANCE = 1e-5
-"""Absolute up to a log-probability of 1, relative beyond: logits themselves are float32."""
+"""Absolute, from transformers' model in float64.
+
+A logit in float32 is known to some roundings of the largest one, at 25 of 2e-6 each. So where
+transformers' own model in float32 is off from that in float64, as much more is granted: at most
+some 2e-5, seen of the demo model, and of most ids less than 1e-6.
+"""
 
 
 class Counted(LogitsProcessor):
@@ -65,67 +74,135 @@ def processors(params: SamplingParams, prompt_len: int) -> LogitsProcessorList:
     return found
 
 
+class Table(NamedTuple):
+    """Log-probabilities as transformers has them, a row for each token."""
+
+    exact: torch.Tensor
+    """float64 [tokens, V], of its model in float64."""
+    slack: torch.Tensor
+    """float64 [tokens, V]: by so much its model in float32 is off."""
+
+
 class Expected(NamedTuple):
     """What transformers generates greedily."""
 
     token_ids: tuple[int, ...]
-    raw: torch.Tensor
-    """float32 [tokens, V], log-softmax of the model's logits."""
-    processed: torch.Tensor
-    """The same of the processed ones."""
+    raw: Table
+    """Of the model's logits."""
+    processed: Table
+    """Of the processed ones."""
+
+
+@functools.cache
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).double()
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams) -> Expected:
+def tables(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    params: SamplingParams | None = None,
+) -> tuple[Table, Table]:
+    """The raw and the processed table of these tokens behind the prompt."""
+    sequence = torch.tensor([[*prompt, *token_ids]])
+    process = processors(params or SamplingParams(), len(prompt))
+    raw, processed = [], []
+    for each in (model, in_float64(model)):
+        logits = each(sequence).logits[0, len(prompt) - 1 : -1]
+        raw.append(logits)
+        ends = range(len(prompt), sequence.shape[1])
+        rows = [
+            process(sequence[:, :end], row[None]) for end, row in zip(ends, logits, strict=True)
+        ]
+        processed.append(torch.cat([logits[:0], *rows]))
+    return _table(*raw), _table(*processed)
+
+
+def _table(narrow: torch.Tensor, wide: torch.Tensor) -> Table:
+    exact = wide.log_softmax(-1)
+    # What is -inf in both is off by nothing.
+    return Table(exact, (narrow.log_softmax(-1).double() - exact).abs().nan_to_num(nan=0.0))
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    stop_ids: Sequence[int] = (),
+) -> Expected:
+    """`stop_ids` end it, and are not said before `min_tokens`."""
+    process = processors(params, len(prompt))
+    if params.min_tokens:
+        least = (len(prompt), params.min_tokens, list(stop_ids))
+        process.append(MinNewTokensLengthLogitsProcessor(*least, device="cpu"))
     output: Any = model.generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
         max_new_tokens=params.max_tokens,
-        eos_token_id=None,
+        eos_token_id=list(stop_ids) or None,
         pad_token_id=0,
-        logits_processor=processors(params, len(prompt)),
-        return_dict_in_generate=True,
-        output_logits=True,
-        output_scores=True,
+        logits_processor=process,
     )
-    raw, processed = (torch.cat(rows).float() for rows in (output.logits, output.scores))
-    tokens = tuple(output.sequences[0, len(prompt) :].tolist())
-    return Expected(tokens, raw.log_softmax(-1), processed.log_softmax(-1))
+    tokens = tuple(output[0, len(prompt) :].tolist())
+    return Expected(tokens, *tables(model, prompt, tokens, params))
 
 
-def assert_logprobs(result: Result, expected_TV: torch.Tensor, top: int) -> None:
-    """The result's log-probabilities are those of the table, a row for each token."""
+def assert_logprobs(result: Result, table: Table, top: int) -> None:
+    """The result's log-probabilities are those of the table."""
     assert result.logprobs is not None and len(result.logprobs) == len(result.token_ids)
-    rows = zip(result.token_ids, result.logprobs, expected_TV, strict=True)
-    for index, (token, logprobs, expected_V) in enumerate(rows):
+    rows = zip(result.token_ids, result.logprobs, *table, strict=True)
+    for index, (token, logprobs, exact_V, slack_V) in enumerate(rows):
         assert next(iter(logprobs)) == token
-        chosen = logprobs[token]
+        room_V = LOGPROB_TOLERANCE + slack_V
         # Ranks count ids of at least the token's logit; what is this close may lie on either side.
-        slack = LOGPROB_TOLERANCE * max(1, abs(float(expected_V[token])))
-        above, below = (
-            int((expected_V >= expected_V[token] + sign * slack).sum()) for sign in (1, -1)
-        )
+        chosen, least, most = logprobs[token], exact_V - room_V, exact_V + room_V
+        above, below = int((least >= most[token]).sum()), int((most >= least[token]).sum())
         assert above <= chosen.rank <= below, f"token {index}: {chosen=}, {above=}, {below=}"
         others = list(logprobs)[1:]
         assert top - 1 <= len(others) <= top
         values = [logprobs[other].logprob for other in others]
         assert values == sorted(values, reverse=True)
-        best = expected_V.topk(top).values if top else expected_V[:0]
         listed = [*others, token] if len(others) < top else others
         found = sorted((logprobs[other].logprob for other in listed), reverse=True)
+        best, ids = exact_V.topk(top)
+        room = float(room_V[[*ids.tolist(), *listed]].max()) if top else 0.0
         torch.testing.assert_close(
-            torch.tensor(found),
-            best,
-            rtol=LOGPROB_TOLERANCE,
-            atol=LOGPROB_TOLERANCE,
-            check_dtype=False,
+            torch.tensor(found, dtype=torch.float64), best, rtol=0, atol=room
         )
         for other, (value, _) in logprobs.items():
-            wanted = float(expected_V[other])
-            assert abs(value - wanted) <= LOGPROB_TOLERANCE * max(1, abs(wanted)), (
-                f"token {index}, id {other}: {value}, not {wanted}"
+            wanted, near = float(exact_V[other]), float(room_V[other])
+            assert value == wanted or abs(value - wanted) <= near, (
+                f"token {index}, id {other}: {value}, not {wanted} within {near}"
             )
+
+
+def each_option(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """Each option, such that it changes what was said without: `result`."""
+    said, prompt = result.token_ids, set(result.prompt_token_ids)
+    # Bad words may begin in the output alone, those of transformers in the prompt as well.
+    pairs = [list(said[i : i + 2]) for i in (1, 5, 9) if said[i] not in prompt]
+    return {
+        "allowed_token_ids": {"allowed_token_ids": list(range(3, vocab_size, 3))},
+        "bad_words": {"bad_words": [[said[0]], *pairs, [said[3]]]},
+        "logit_bias": {"logit_bias": {said[0]: -3.5, said[2]: 1.25, 7: 4.0, 11: -math.inf}},
+        "repetition_penalty": {"repetition_penalty": 1.4},
+        "encouraged repetition": {"repetition_penalty": 0.8},
+        "frequency_penalty": {"frequency_penalty": 1.3},
+        "presence_penalty": {"presence_penalty": 1.75},
+        "negative penalties": {"presence_penalty": -2.0, "frequency_penalty": -0.25},
+        "all of it": {
+            "allowed_token_ids": list(range(1, vocab_size, 2)),
+            "bad_words": [[said[0]], *pairs],
+            "logit_bias": {said[2]: 1.25, 7: 4.0},
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.7,
+            "presence_penalty": 0.4,
+        },
+    }
 
 
 def random_options(dice: random.Random, vocab_size: int) -> dict[str, Any]:
