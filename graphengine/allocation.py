@@ -130,7 +130,10 @@ def _new_buffers(
         ),
     )
     fields += processing_fields(
-        config, vocab_size=model.config.vocab_size, max_seq_len=memory.max_seq_len
+        config,
+        vocab_size=model.config.vocab_size,
+        max_seq_len=memory.max_seq_len,
+        width=memory.tokens_per_step,
     )
     if drafter is not None:
         fields += drafter.fields(

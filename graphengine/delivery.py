@@ -116,6 +116,16 @@ class Delivery:
             self._finish(request, "error", (), "", now)
             return 0
         tokens, text, stopped = items[:count], "", None
+        guide, ended = request.guide, None
+        if guide is not None:
+            taken, ended = guide.take(tokens, more=flags == EMITTED)
+            if taken < count:
+                # What the step emitted behind the end is none of the caller's.
+                self.counters["discarded_tokens"] += count - taken
+                tokens, count, flags = tokens[:taken], taken, EMITTED
+            if ended == "error":
+                self.counters["guided/errors"] += 1
+                log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
         if request.stream is not None:
             if count == 1 and not flags & STOP:
                 text, stopped = request.stream.push(tokens[0])
@@ -136,6 +146,8 @@ class Delivery:
         if stopped is not None:
             request.stop_reason = stopped
             self._finish(request, "stop", tokens, text, now, logprobs)
+        elif ended is not None:
+            self._finish(request, ended, tokens, text, now, logprobs)
         elif flags & STOP:
             request.stop_reason = request.reason_to_stop()
             self._finish(request, "stop", tokens, text, now, logprobs)

@@ -25,6 +25,7 @@ from graphengine.fields import draft_updates, host_updates
 from graphengine.gate import Gate
 from graphengine.intake import Intake, QueueOptions
 from graphengine.kernels import RowFamily
+from graphengine.masks import MaskTable
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
@@ -86,6 +87,7 @@ class Engine:
             max_seq_len=memory.max_seq_len,
             ladder=memory.ladder,
             max_waiting=config.max_waiting,
+            lookahead=config.lookahead,
         )
         gate = config.gate_options
         self.gate: Gate | None = None
@@ -182,6 +184,8 @@ class Engine:
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.cache, self.swap_area = held.caches[0]
+        host_drafts = self.drafter is not None and self.drafter.host_drafts
+        self._masks = MaskTable(held.buffers, host_drafts=host_drafts)
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
@@ -272,8 +276,9 @@ class Engine:
         try:
             self.scheduler.moves.clear()
             self._delivery.end_due()
+            ready = not self.scheduler.guided or self._drafts_are_there(timeout)
             try:
-                while len(self._in_flight) <= self.config.lookahead:
+                while ready and len(self._in_flight) <= self.scheduler.lookahead:
                     with span("step/plan", 0, len(self.scheduler.active)):
                         plan = self._plan()
                     if plan is None:
@@ -420,7 +425,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches
+        del self.program, self.model, self.cache, self.swap_area, self._caches, self._masks
         del self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
@@ -459,6 +464,8 @@ class Engine:
         drafter = self.drafter
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
+        if plan.options_changed or self.scheduler.guided:
+            updates |= self._masks.updates(plan, self.scheduler.slots)
         if drafter is not None and drafter.host_drafts and plan.rows:
             updates |= draft_updates(self.scheduler.slots)
         if updates:
@@ -489,6 +496,10 @@ class Engine:
             if self.drafter is not None and self.drafter.own_graph:
                 # It publishes nothing, so nobody waits for it.
                 self._run(draft_bucket(rows, drafts), replays[-1])
+        if self.scheduler.guided:
+            self.counters["guided/steps"] += 1
+            with self._on_stream():
+                self._masks.fetch_drafts()
         return tuple(replays)
 
     def _launch(
@@ -527,13 +538,13 @@ class Engine:
         records = []
         for replay in replays:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-            record = self._wait(self.mailbox.wait, replay.sequence, len(replay.requests), left)
+            record = self._wait(left, self.mailbox.wait, replay.sequence, len(replay.requests))
             if record is None:
                 return
             logprobs = None
             if replay.full:
                 published = replay, record
-                logprobs = self._wait(self.logprobs.wait, replay.sequence, published, left)
+                logprobs = self._wait(left, self.logprobs.wait, replay.sequence, published)
                 if logprobs is None:
                     return
             records.append((replay, record, logprobs))
@@ -552,14 +563,20 @@ class Engine:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
 
-    def _wait(
-        self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None
-    ) -> Any:
-        """What a mailbox has of a replay's lanes; None if it is not there within `timeout`."""
+    def _drafts_are_there(self, timeout: float | None) -> bool:
+        """Whether the last step's drafts can be read, within `timeout` seconds: masks follow them.
+
+        While a replay is in flight, which was launched before, nothing is launched anyway.
+        """
+        if self._in_flight:
+            return False
+        return self._wait(timeout, self._masks.wait, self._launched) is not None
+
+    def _wait(self, timeout: float | None, wait: Callable[..., Any], *of: Any) -> Any:
+        """What a mailbox has `of` a replay's lanes; None if it is not there within `timeout`."""
         try:
             return wait(
-                sequence,
-                lanes,
+                *of,
                 timeout=timeout,
                 mode=self.config.wait,
                 stream=self._cuda_stream,

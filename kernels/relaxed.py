@@ -13,6 +13,7 @@ What passes at lane j, whose logits say what may follow its token:
    summed in fixed point, floor(exp(..) * 2^40) as int64, so the order of summation cannot be seen.
 2. Candidates are the `topk` ids of the largest p, ties to the lower id.
 3. The draft in lane j + 1 passes if it is a candidate and p[draft] >= p[first] - delta, in float32.
+   One whose logit is -inf never does: what a request forbids has none.
 
 Whether the drafts before it passed is left to `finish_decode`, which emits the leading run and
 behind it the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
@@ -125,8 +126,9 @@ def relaxed_acceptance_reference(
         waits = position[lane] + 1 < int(params.min_len[slot])
         if waits and draft in params.stop_ids[slot].tolist():
             continue
-        p_V = _probabilities(logits_NV[lane].numpy(force=True))
-        if p_V is not None and 0 <= draft < p_V.size:
+        logits_V = logits_NV[lane].numpy(force=True)
+        p_V = _probabilities(logits_V)
+        if p_V is not None and 0 <= draft < p_V.size and logits_V[draft] > -np.inf:
             delta = delta_S[slot].numpy(force=True)
             relaxed_N[lane] = int(_passes(p_V, draft, topk, delta))
     return relaxed_N
@@ -454,7 +456,7 @@ def _relaxed_kernel(
         logits_ptr += lane.to(tl.int64) * logits_stride
         logit = tl.load(logits_ptr + draft)
         largest = _largest_logit(logits_ptr, vocabulary, BLOCK)
-        if tl.abs(largest) < float("inf"):
+        if (tl.abs(largest) < float("inf")) & (logit > float("-inf")):
             total = _total_mass(logits_ptr, vocabulary, largest, BLOCK)
             p_draft = tl.div_rn(tl.exp(logit - largest), total)
             if p_draft >= tl.div_rn(1.0, total) - delta:
