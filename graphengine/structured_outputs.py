@@ -92,7 +92,7 @@ def _schema_text(schema: object) -> str:
         read = json_text.loads(schema)
     except ValueError as error:
         raise ValueError(f"json={schema!r} is no JSON: {error}") from error
-    if not isinstance(read, dict | bool):
+    if not isinstance(read, dict):
         raise ValueError(f"json={schema!r} is no JSON schema, which is an object")
     return schema
 

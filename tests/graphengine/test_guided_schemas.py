@@ -1,4 +1,4 @@
-"""JSON schemas of mixed features: every output is valid and complete, drafts change none of them."""
+"""JSON schemas of mixed features: each output is valid and complete, and drafts change none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphengine.speculative import MTP, NGram, Speculative
 pytest.importorskip("llguidance")
 
 COUNTS = {"cpu": 40, "cuda": 200}
-"""Schemas of each device: on two cores 200 take a minute."""
+"""Schemas of each device: on a CPU 200 take a minute for each drafter."""
 DRAFTERS = {"plain": None, "ngram": NGram(k=3), "mtp": MTP(k=3)}
 PROMPT = 'config = {"name": "x", "size": 12, "tags": []}\nother = '
 
