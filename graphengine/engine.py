@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack, get_args
 
 import torch
@@ -25,7 +24,6 @@ from graphengine.fields import draft_updates, host_updates
 from graphengine.gate import Gate
 from graphengine.intake import Intake, QueueOptions
 from graphengine.kernels import RowFamily
-from graphengine.masks import MaskTable
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
@@ -184,8 +182,7 @@ class Engine:
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.cache, self.swap_area = held.caches[0]
-        host_drafts = self.drafter is not None and self.drafter.host_drafts
-        self._masks = MaskTable(held.buffers, host_drafts=host_drafts)
+        self._masks = held.masks
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
@@ -434,12 +431,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # One step, piece by piece. What each does is a range for profilers, and timed while recording.
@@ -465,6 +457,7 @@ class Engine:
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
         if plan.options_changed or self.scheduler.guided:
+            # Before drafts of the host are used up.
             updates |= self._masks.updates(plan, self.scheduler.slots)
         if drafter is not None and drafter.host_drafts and plan.rows:
             updates |= draft_updates(self.scheduler.slots)
@@ -564,10 +557,7 @@ class Engine:
                         self.drafter.collect(replay.chunk)
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
-        """Whether the last step's drafts can be read, within `timeout` seconds: masks follow them.
-
-        While a replay is in flight, which was launched before, nothing is launched anyway.
-        """
+        """Whether nothing is in flight and, within `timeout` seconds, what was drafted is here."""
         if self._in_flight:
             return False
         return self._wait(timeout, self._masks.wait, self._launched) is not None
