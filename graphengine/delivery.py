@@ -11,6 +11,7 @@ from graphengine.acceptance import Acceptance
 from graphengine.buckets.mailbox import Payloads
 from graphengine.deadlines import Deadlines
 from graphengine.gate import Gate
+from graphengine.guided import Guide
 from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
 from graphengine.recorder import Recorder
 from graphengine.replay import Replay
@@ -116,16 +117,11 @@ class Delivery:
             self._finish(request, "error", (), "", now)
             return 0
         tokens, text, stopped = items[:count], "", None
-        guide, ended = request.guide, None
-        if guide is not None:
-            taken, ended = guide.take(tokens, more=flags == EMITTED)
+        ended: FinishReason | None = None
+        if request.guide is not None:
+            taken, ended = self._follow(request, request.guide, tokens, flags)
             if taken < count:
-                # What the step emitted behind the end is none of the caller's.
-                self.counters["discarded_tokens"] += count - taken
                 tokens, count, flags = tokens[:taken], taken, EMITTED
-            if ended == "error":
-                self.counters["guided/errors"] += 1
-                log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
         if request.stream is not None:
             if count == 1 and not flags & STOP:
                 text, stopped = request.stream.push(tokens[0])
@@ -156,6 +152,17 @@ class Delivery:
         else:
             self._undelivered.append(Event(request, tokens, text, None, now, logprobs))
         return len(tokens)
+
+    def _follow(
+        self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
+    ) -> tuple[int, FinishReason | None]:
+        """Of what a step emitted, how many tokens the grammar lets count; why it ends, if so."""
+        taken, ended = guide.take(tokens, more=flags == EMITTED)
+        self.counters["discarded_tokens"] += len(tokens) - taken
+        if ended == "error":
+            self.counters["guided/errors"] += 1
+            log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
+        return taken, ended
 
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
         """Tell the scheduler, the statistics and the gate what a speculative row came to.

@@ -111,12 +111,8 @@ class Engine:
             in_flight=3 * (config.lookahead + 1),
             stream=self._cuda_stream,
         )
-        self._delivery = Delivery(
-            self.scheduler,
-            self.gate,
-            self.recorder,
-            forced=config.forced_acceptance is not None,
-        )
+        forced = config.forced_acceptance is not None
+        self._delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
         self.acceptance = self._delivery.acceptance
         self._intake = Intake(
             config,
@@ -167,14 +163,7 @@ class Engine:
             max_seq_len=memory.max_seq_len,
             vocabulary=0 if tokenizer is None else 1 + max(tokenizer.largest_id, *eos_ids),
         )
-        return cls(
-            model,
-            memory,
-            config,
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
-            drafter=drafter,
-        )
+        return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
 
     def _allocate(self, model: DenseModel) -> None:
         held = allocate(model, self.memory, self.config, self.drafter)
@@ -271,12 +260,13 @@ class Engine:
             raise ValueError(f"timeout={timeout!r} must be seconds, or None")
         self._enter("step()")
         try:
-            self.scheduler.moves.clear()
+            scheduler = self.scheduler
+            scheduler.moves.clear()
             self._delivery.end_due()
-            ready = not self.scheduler.guided or self._drafts_are_there(timeout)
+            ready = not scheduler.guided or self._drafts_are_there(timeout)
             try:
-                while ready and len(self._in_flight) <= self.scheduler.lookahead:
-                    with span("step/plan", 0, len(self.scheduler.active)):
+                while ready and len(self._in_flight) <= scheduler.lookahead:
+                    with span("step/plan", 0, len(scheduler.active)):
                         plan = self._plan()
                     if plan is None:
                         break
@@ -456,7 +446,7 @@ class Engine:
         drafter = self.drafter
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
-        if plan.options_changed or self.scheduler.guided:
+        if plan.masks_changed:
             # Before drafts of the host are used up.
             updates |= self._masks.updates(plan, self.scheduler.slots)
         if drafter is not None and drafter.host_drafts and plan.rows:
@@ -489,7 +479,7 @@ class Engine:
             if self.drafter is not None and self.drafter.own_graph:
                 # It publishes nothing, so nobody waits for it.
                 self._run(draft_bucket(rows, drafts), replays[-1])
-        if self.scheduler.guided:
+        if plan.masks_changed and self.scheduler.guided:
             self.counters["guided/steps"] += 1
             with self._on_stream():
                 self._masks.fetch_drafts()
@@ -531,13 +521,13 @@ class Engine:
         records = []
         for replay in replays:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-            record = self._wait(left, self.mailbox.wait, replay.sequence, len(replay.requests))
+            record = self._wait(self.mailbox.wait, replay.sequence, len(replay.requests), left)
             if record is None:
                 return
             logprobs = None
             if replay.full:
                 published = replay, record
-                logprobs = self._wait(left, self.logprobs.wait, replay.sequence, published)
+                logprobs = self._wait(self.logprobs.wait, replay.sequence, published, left)
                 if logprobs is None:
                     return
             records.append((replay, record, logprobs))
@@ -560,13 +550,16 @@ class Engine:
         """Whether nothing is in flight and, within `timeout` seconds, what was drafted is here."""
         if self._in_flight:
             return False
-        return self._wait(timeout, self._masks.wait, self._launched) is not None
+        return self._wait(self._masks.wait, self._launched, None, timeout) is not None
 
-    def _wait(self, timeout: float | None, wait: Callable[..., Any], *of: Any) -> Any:
-        """What a mailbox has `of` a replay's lanes; None if it is not there within `timeout`."""
+    def _wait(
+        self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None
+    ) -> Any:
+        """What a mailbox has of a replay's lanes; None if it is not there within `timeout`."""
         try:
             return wait(
-                *of,
+                sequence,
+                lanes,
                 timeout=timeout,
                 mode=self.config.wait,
                 stream=self._cuda_stream,

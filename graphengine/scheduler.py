@@ -71,8 +71,9 @@ class Plan:
     `rows[i]` runs in decode row i, in its stay `epochs[i]`; `bucket` is the rows of the graph that
     serves them, 0 where nobody decodes. `full` says whether one of them needs a graph of the full
     sampler. A plan swaps out or in, never both. The other flags say which host-owned fields differ
-    from those of the plan before. In steady state, where nothing differs, plans are one and the
-    same object. `width` is the tokens that a decode row feeds.
+    from those of the plan before; with a grammar `masks_changed` always, for others it is as
+    `options_changed`. In steady state, where nothing differs, plans are one and the same object.
+    `width` is the tokens that a decode row feeds.
     """
 
     rows: tuple[Request, ...]
@@ -87,6 +88,7 @@ class Plan:
     slots_changed: bool
     tables_changed: bool
     options_changed: bool
+    masks_changed: bool
 
 
 _NOTHING = Plan(
@@ -102,6 +104,7 @@ _NOTHING = Plan(
     slots_changed=False,
     tables_changed=False,
     options_changed=False,
+    masks_changed=False,
 )
 
 
@@ -292,6 +295,7 @@ class Scheduler:
             slots_changed=changes.slots,
             tables_changed=changes.tables,
             options_changed=changes.options,
+            masks_changed=changes.options or self.guided > 0,
         )
         _count_launch(plan)
         self._last = plan
@@ -303,6 +307,7 @@ class Scheduler:
                 slots_changed=False,
                 tables_changed=False,
                 options_changed=False,
+                masks_changed=self.guided > 0,
             )
         return plan
 
