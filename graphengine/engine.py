@@ -250,7 +250,8 @@ class Engine:
         """Launch what can be launched, then return the events of the oldest replay in flight.
 
         timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
-                 An empty list where it was not done in time, or only fed a part of a prompt.
+                 An empty list where it was not done in time, or only fed a part of a prompt, or
+                 where the drafts that a grammar's masks follow were not there in time.
 
         What an event callback or `stop_callback` raises goes on to the caller once every callback
         has run; the events come with the next step. Events of a `generate`, `stream` or `astream`
