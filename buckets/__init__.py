@@ -29,7 +29,7 @@ from graphengine.buckets.introspect import inspect_graph, programmatic_edges
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.nodes import count_nodes
-from graphengine.buckets.static import Field, Owner, StaticBuffers
+from graphengine.buckets.static import Field, Owner, Part, StaticBuffers
 from graphengine.buckets.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.timing import ReplayTimer
 
@@ -47,6 +47,7 @@ __all__ = [
     "MemoryBudget",
     "OutOfBudget",
     "Owner",
+    "Part",
     "PoolHandle",
     "ReplayTimer",
     "StaticBuffers",

@@ -64,6 +64,17 @@ class Field:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a load: `values` for the field's lanes from `first` on, while the others stay as they are.
+
+    Where a load has nothing else for a group, only the bytes of these lanes are copied.
+    """
+
+    first: int
+    values: Any
+
+
 class StaticBuffers:
     """The tensors of a field table, on `device`, with `staging_blocks` staging blocks.
 
@@ -149,8 +160,8 @@ class StaticBuffers:
         A value holds one item for each of the field's first lanes; the lanes after them are
         padded. It is an array, or a list in which None stands for a padded lane; an item shorter
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
-        takes a plain number too. Fields that are not named keep their contents. Values are copied:
-        nothing of `updates` is kept.
+        takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
+        named keep their contents. Values are copied: nothing of `updates` is kept.
 
         `sequence` is the number of the first replay that will be launched behind this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
@@ -174,8 +185,8 @@ class StaticBuffers:
                     f"all {self._staging_blocks} staging blocks are in flight: the oldest waits "
                     f"for replay {group.oldest}, acknowledged are those up to {self._acknowledged}"
                 )
-        for name, values in prepared.items():
-            self._lanes[name].store(values)
+        for name, (first, values) in prepared.items():
+            self._lanes[name].store(first, values)
         for group in groups:
             group.send(sequence)
 
@@ -278,7 +289,16 @@ class _Group:
     last    the replay behind the newest copy; 0 when there was none
     """
 
-    __slots__ = ("_in_flight", "_next", "_staging", "_staging_arrays", "block", "image", "last")
+    __slots__ = (
+        "_changed",
+        "_in_flight",
+        "_next",
+        "_staging",
+        "_staging_arrays",
+        "block",
+        "image",
+        "last",
+    )
 
     def __init__(self, size: int, device: torch.device, staging_blocks: int) -> None:
         self.image: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
@@ -291,6 +311,7 @@ class _Group:
         # The replay behind the copy out of each staging block; 0 when there was none.
         self._in_flight = [0] * staging_blocks
         self._next = 0
+        self._changed = (size, 0)
         self.last = 0
 
     @property
@@ -302,11 +323,22 @@ class _Group:
         """The replay behind the copy out of the staging block that is next."""
         return self._in_flight[self._next]
 
+    def change(self, start: int, stop: int) -> None:
+        """The next copy has these bytes of the image, and all between them and others."""
+        self._changed = (min(self._changed[0], start), max(self._changed[1], stop))
+
     def send(self, sequence: int) -> None:
-        """Queue the copy of the image in front of replay `sequence`."""
+        """Queue the copy of the image in front of replay `sequence`: of all where none changed."""
         index = self._next
-        np.copyto(self._staging_arrays[index], self.image)
-        self.block.copy_(self._staging[index], non_blocking=True)
+        start, stop = self._changed
+        if stop - start in (self.nbytes, -self.nbytes):
+            np.copyto(self._staging_arrays[index], self.image)
+            self.block.copy_(self._staging[index], non_blocking=True)
+        else:
+            part = slice(start, stop)
+            np.copyto(self._staging_arrays[index][part], self.image[part])
+            self.block[part].copy_(self._staging[index][part], non_blocking=True)
+        self._changed = (self.nbytes, 0)
         self._in_flight[index] = self.last = sequence
         self._next = (index + 1) % len(self._staging)
 
@@ -321,21 +353,41 @@ class _Group:
 class _Lanes:
     """A host-owned field in the host's image: checks the values of a load, then stores them."""
 
-    __slots__ = ("array", "field", "group", "lane_shape")
+    __slots__ = ("array", "field", "group", "lane_shape", "offset")
 
     def __init__(self, field: Field, group: _Group, part: slice) -> None:
         self.field = field
         self.group = group
         self.lane_shape = field.shape[1:]
+        self.offset = part.start
         image = group.image[part]
         self.array: NDArray[Any] = image.view(_NUMPY_DTYPES[field.dtype]).reshape(field.shape)
         self._cast(np.asarray(field.pad))
 
-    def store(self, values: NDArray[Any]) -> None:
-        self.array[: len(values)] = values
-        self.array[len(values) :] = self.field.pad
+    def store(self, first: int | None, values: NDArray[Any]) -> None:
+        if first is None:
+            self.array[: len(values)] = values
+            self.array[len(values) :] = self.field.pad
+            self.group.change(0, self.group.nbytes)
+            return
+        self.array[first : first + len(values)] = values
+        lane_bytes = self.array.nbytes // len(self.array)
+        start = self.offset + first * lane_bytes
+        self.group.change(start, start + len(values) * lane_bytes)
 
-    def prepare(self, value: Any) -> NDArray[Any]:
+    def prepare(self, value: Any) -> tuple[int | None, NDArray[Any]]:
+        """The first lane of a `Part`, or None, and what is to be stored. ValueError if it cannot
+        be."""
+        if not isinstance(value, Part):
+            return None, self._prepare(value)
+        values = self._prepare(value.values)
+        if not 0 <= value.first <= len(self.array) - len(values):
+            raise self._error(
+                f"has {len(self.array)} lanes, got {len(values)} from lane {value.first} on"
+            )
+        return value.first, values
+
+    def _prepare(self, value: Any) -> NDArray[Any]:
         """`value` as [n, *lane_shape] of the field's dtype, n <= lanes; ValueError if it is not."""
         array = _as_array(value)
         if array is None and not self.lane_shape:

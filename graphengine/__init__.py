@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphengine.request import Event, QueueFull, Request
     from graphengine.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
+    from graphengine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "Chat",
@@ -35,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "Segment",
     "StepReport",
+    "StructuredOutputsParams",
     "Timings",
 ]
 
@@ -50,6 +52,7 @@ _HOMES = {
     "SamplingParams": "graphengine.sampling_params",
     "Segment": "graphengine.result",
     "StepReport": "graphengine.report",
+    "StructuredOutputsParams": "graphengine.structured_outputs",
     "Timings": "graphengine.result",
 }
 

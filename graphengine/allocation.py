@@ -17,6 +17,7 @@ from graphengine.fields import field_table
 from graphengine.kernels import attention_split, copy_blocks
 from graphengine.logits_step import LogitsStep
 from graphengine.logprobs import LogprobMailbox, Logprobs
+from graphengine.masks import MaskTable
 from graphengine.memory import MemoryPlan
 from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel, arrival_counters
 from graphengine.processing import processing_fields
@@ -41,6 +42,7 @@ class Allocation:
     buffers: StaticBuffers
     mailbox: Mailbox
     logprobs: Logprobs
+    masks: MaskTable
     caches: tuple[tuple[Tensor, Tensor], ...]
     program: StepProgram
     stream: torch.cuda.Stream | None
@@ -101,6 +103,7 @@ def allocate(
         buffers=buffers,
         mailbox=mailbox,
         logprobs=logprobs,
+        masks=MaskTable(buffers, host_drafts=drafter is not None and drafter.host_drafts),
         caches=tuple(caches),
         program=program,
         stream=stream,
@@ -130,7 +133,10 @@ def _new_buffers(
         ),
     )
     fields += processing_fields(
-        config, vocab_size=model.config.vocab_size, max_seq_len=memory.max_seq_len
+        config,
+        vocab_size=model.config.vocab_size,
+        max_seq_len=memory.max_seq_len,
+        width=memory.tokens_per_step,
     )
     if drafter is not None:
         fields += drafter.fields(

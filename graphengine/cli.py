@@ -43,6 +43,7 @@ from graphengine.speculative_text import (
     parse_speculative,
     with_draft_vocabulary,
 )
+from graphengine.structured_outputs import StructuredOutputsParams
 
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens a step drafters are worth on a text.",
@@ -300,7 +301,24 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         include_stop_str_in_output=options.include_stop,
         skip_special_tokens=not options.special_tokens,
         add_bos=options.add_bos,
+        structured_outputs=_structured_outputs(options),
     )
+
+
+def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams | None:
+    """What the output must be, by the one option of that group that was given."""
+    if options.json_schema is not None:
+        schema = options.json_schema.read_text(encoding="utf-8")
+        return StructuredOutputsParams(json=schema, disable_any_whitespace=options.no_whitespace)
+    if options.no_whitespace:
+        raise ValueError("--no-whitespace is for --json-schema")
+    if options.regex is not None:
+        return StructuredOutputsParams(regex=options.regex)
+    if options.choice is not None:
+        return StructuredOutputsParams(choice=options.choice.split(","))
+    if options.grammar is not None:
+        return StructuredOutputsParams(grammar=options.grammar.read_text(encoding="utf-8"))
+    return None
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
@@ -397,3 +415,9 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--special-tokens", action="store_true", help="show special tokens in the text")
     add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
     add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    guided = parser.add_mutually_exclusive_group()
+    guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
+    guided.add_argument("--regex", help="the text matches it as a whole")
+    guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these")
+    guided.add_argument("--grammar", type=Path, metavar="FILE", help="a Lark grammar of the text")
+    add("--no-whitespace", action="store_true", help="--json-schema: none between its tokens")

@@ -71,7 +71,8 @@ class EngineConfig:
     kv_blocks              blocks of the pool, the dummy block 0 not counted; None: enough for every
                            slot at max_seq_len, or what memory_fraction leaves
     swap_blocks            pinned host blocks for paused requests; None: what a short pool can need
-    lookahead              replays launched before the oldest one is collected, 0 or 1
+    lookahead              replays launched before the oldest one is collected, 0 or 1; it is 0
+                           while a request with a grammar holds a slot
     memory_fraction        share of the device's free memory that the engine may plan with
     max_waiting            requests that may wait for a slot, those submitted since the last step
                            among them; one more is refused with `QueueFull`. None: any number

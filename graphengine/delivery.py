@@ -10,6 +10,7 @@ from graphengine.acceptance import Acceptance
 from graphengine.buckets.mailbox import Payloads
 from graphengine.deadlines import Deadlines
 from graphengine.gate import Gate
+from graphengine.guided import Guide
 from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
 from graphengine.recorder import Recorder
 from graphengine.replay import Replay
@@ -122,6 +123,11 @@ class Delivery:
             self._finish(request, "error", (), "", now)
             return 0
         tokens, text, stopped = items[:count], "", None
+        ended: FinishReason | None = None
+        if request.guide is not None:
+            taken, ended = self._follow(request, request.guide, tokens, flags)
+            if taken < count:
+                tokens, count, flags = tokens[:taken], taken, EMITTED
         if request.stream is not None:
             if count == 1 and not flags & STOP:
                 text, stopped = request.stream.push(tokens[0])
@@ -141,6 +147,8 @@ class Delivery:
         if stopped is not None:
             request.stop_reason = stopped
             self._finish(request, "stop", tokens, text, now, logprobs)
+        elif ended is not None:
+            self._finish(request, ended, tokens, text, now, logprobs)
         elif flags & STOP:
             request.stop_reason = request.reason_to_stop()
             self._finish(request, "stop", tokens, text, now, logprobs)
@@ -160,6 +168,17 @@ class Delivery:
             self._undelivered.append(event)
         if not event.request.private:
             self._unreturned.append(event)
+
+    def _follow(
+        self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
+    ) -> tuple[int, FinishReason | None]:
+        """Of what a step emitted, how many tokens the grammar lets count; why it ends, if so."""
+        taken, ended = guide.take(tokens, more=flags == EMITTED)
+        self.counters["discarded_tokens"] += len(tokens) - taken
+        if ended == "error":
+            self.counters["guided/errors"] += 1
+            log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
+        return taken, ended
 
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
         """Tell the scheduler, the statistics and the gate what a speculative row came to.

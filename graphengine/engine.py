@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack, get_args
 
 import torch
@@ -95,6 +94,7 @@ class Engine:
             max_seq_len=memory.max_seq_len,
             ladder=memory.ladder,
             max_waiting=config.max_waiting,
+            lookahead=config.lookahead,
         )
         gate = config.gate_options
         self.gate: Gate | None = None
@@ -120,12 +120,8 @@ class Engine:
             in_flight=3 * (config.lookahead + 1),
             stream=self._cuda_stream,
         )
-        self._delivery = Delivery(
-            self.scheduler,
-            self.gate,
-            self.recorder,
-            forced=config.forced_acceptance is not None,
-        )
+        forced = config.forced_acceptance is not None
+        self._delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
         self.acceptance = self._delivery.acceptance
         self._intake = Intake(
             config,
@@ -176,20 +172,14 @@ class Engine:
             max_seq_len=memory.max_seq_len,
             vocabulary=0 if tokenizer is None else 1 + max(tokenizer.largest_id, *eos_ids),
         )
-        return cls(
-            model,
-            memory,
-            config,
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
-            drafter=drafter,
-        )
+        return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
 
     def _allocate(self, model: DenseModel) -> None:
         held = allocate(model, self.memory, self.config, self.drafter)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
+        self._masks = held.masks
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
@@ -268,7 +258,8 @@ class Engine:
         """Launch what can be launched, then return the events of the oldest replay in flight.
 
         timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
-                 An empty list where it was not done in time, or only fed a part of a prompt.
+                 An empty list where it was not done in time, or only fed a part of a prompt, or
+                 where the drafts that a grammar's masks follow were not there in time.
 
         What an event callback or `stop_callback` raises goes on to the caller once every callback
         has run; the events come with the next step. Events of a `generate`, `stream` or `astream`
@@ -278,10 +269,12 @@ class Engine:
             raise ValueError(f"timeout={timeout!r} must be seconds, or None")
         self._enter("step()")
         try:
-            self.scheduler.moves.clear()
+            scheduler = self.scheduler
+            scheduler.moves.clear()
             self._delivery.end_due()
+            ready = not scheduler.guided or self._drafts_are_there(timeout)
             try:
-                while len(self._in_flight) <= self.config.lookahead:
+                while ready and len(self._in_flight) <= scheduler.lookahead:
                     plan = self._plan()
                     if plan is None:
                         break
@@ -433,7 +426,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self._caches, self.mailbox, self.logprobs
+        del self.program, self.model, self._caches, self._masks, self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
             drafter.close()
@@ -441,12 +434,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # One step, piece by piece. Each is a range for profilers, and timed while recording.
@@ -473,6 +461,9 @@ class Engine:
         drafter = self.drafter
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
+        if plan.masks_changed:
+            # Before drafts of the host are used up.
+            updates |= self._masks.updates(plan, self.scheduler.slots)
         if drafter is not None and drafter.host_drafts and plan.rows:
             updates |= draft_updates(self.scheduler.slots)
         if updates:
@@ -504,6 +495,10 @@ class Engine:
             if self.drafter is not None and self.drafter.own_graph:
                 # It publishes nothing, so nobody waits for it.
                 self._run(draft_bucket(rows, drafts), replays[-1])
+        if plan.masks_changed and self.scheduler.guided:
+            self.counters["guided/steps"] += 1
+            with self._on_stream():
+                self._masks.fetch_drafts()
         return tuple(replays)
 
     def _launch(
@@ -567,6 +562,12 @@ class Engine:
                 for replay in replays:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
+
+    def _drafts_are_there(self, timeout: float | None) -> bool:
+        """Whether nothing is in flight and, within `timeout` seconds, what was drafted is here."""
+        if self._in_flight:
+            return False
+        return self._wait(self._masks.wait, self._launched, None, timeout) is not None
 
     def _wait(
         self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 from graphengine.config import EngineConfig
+from graphengine.guided import Grammars
 from graphengine.memory import MemoryPlan
 from graphengine.processing import make_processing, single_stop_ids
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
@@ -59,6 +60,9 @@ class Intake:
         self._prompts_only = prompts_only
         self._cancelled = cancelled
         self._seeds = random.Random(config.seed)
+        self._grammars = Grammars(
+            width=memory.tokens_per_step, vocab_size=vocab_size, eos_ids=eos_ids
+        )
 
     def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The prompt's tokens; ValueError for what cannot be served."""
@@ -111,6 +115,15 @@ class Intake:
             tokenizer=self.tokenizer,
             config=self._config,
         )
+        guide = None
+        if params.structured_outputs is not None:
+            if self._config.forced_acceptance is not None:
+                raise ValueError(
+                    f"structured_outputs: an engine with forced_acceptance="
+                    f"{self._config.forced_acceptance} takes drafts that a grammar forbids"
+                )
+            assert processing is not None
+            guide = self._grammars.guide(params, self.tokenizer, processing.mask)
         room = 1 if self._prompts_only else self._max_seq_len - len(ids)
         self.made += 1
         return Request(
@@ -128,6 +141,7 @@ class Intake:
             priority=priority,
             deadline_s=deadline_s,
             processing=processing,
+            guide=guide,
         )
 
     def drafts(self, request: Request, token_ids: Sequence[int], most: int) -> tuple[int, ...]:

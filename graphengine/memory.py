@@ -107,7 +107,12 @@ def plan_memory(
     budget.add(
         "state and tables", _state_bytes(model, config, table_blocks, max_seq_len, drafter), where
     )
-    options = processing_fields(config, vocab_size=model.vocab_size, max_seq_len=max_seq_len)
+    options = processing_fields(
+        config,
+        vocab_size=model.vocab_size,
+        max_seq_len=max_seq_len,
+        width=1 + draft_lengths[-1],
+    )
     budget.add("request options", sum(field.nbytes for field in options), where)
     reported = config.max_batch * (1 + draft_lengths[-1])
     if config.prompt_logprobs:

@@ -2,9 +2,9 @@
 
 A request that asks for none of it has no `Processing`, and its steps none of this. The fields are a
 group of their own, copied when a request that asks for something comes or goes; the padding of each
-asks for nothing. `logits_step.py` reads them.
+asks for nothing. `logits_step.py` reads them. Masks are a group by themselves: `masks.py` fills it.
 
-Letters: S slots, V vocabulary, P positions.
+Letters: S slots, W tokens of a row in the widest step, V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ PrefillKind = Literal["fast", "full", "prompt"]
 for log-probabilities of their prompts."""
 
 GROUP = "options"
+MASKS = "masks"
+"""Group of `allowed_bits`, which a step with a grammar copies again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processing:
     """A slot's values of the fields of `processing_fields`, by their names, but for None: padding.
 
-    flags  of `logits_flags`: which of the others change its logits
+    flags   of `logits_flags`: which of the others change its logits
+    mask    [V / 32 rounded up] of `allowed_token_ids`, None without; a grammar has masks of its own
     """
 
     flags: int
     values: dict[str, Any]
+    mask: NDArray[np.int32] | None = None
 
 
 def make_processing(
@@ -61,10 +65,11 @@ def make_processing(
 
     vocabulary  ids that can be sampled
     """
-    flags, values = 0, dict[str, Any]()
+    flags, values, mask = 0, dict[str, Any](), None
     if params.allowed_token_ids is not None:
+        mask = _bitmask(params.allowed_token_ids, vocabulary)
+    if mask is not None or params.structured_outputs is not None:
         flags |= USES_MASK
-        values["allowed_bits"] = _bitmask(params.allowed_token_ids, vocabulary)
     if params.bad_words:
         flags |= USES_BAD_WORDS
         words = _bad_words(params, vocabulary, tokenizer, config)
@@ -99,11 +104,10 @@ def make_processing(
             _check_tokens("stop_token_sequences", ids, config.max_stop_sequence_tokens, vocabulary)
         _check_count("stop_token_sequences", len(sequences), "max_stop_sequences", config)
         values["stop_sequences"] = _from_the_end(sequences, config.max_stop_sequence_tokens)
-    if not values:
+    if not values and not flags:
         return None
-    return Processing(
-        flags=flags, values=values | {"logits_flags": flags, "output_start": prompt_len}
-    )
+    values |= {"logits_flags": flags, "output_start": prompt_len}
+    return Processing(flags=flags, values=values, mask=mask)
 
 
 def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
@@ -111,8 +115,13 @@ def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
     return tuple(ids[0] for ids in params.stop_token_sequences if len(ids) == 1)
 
 
-def processing_fields(config: EngineConfig, *, vocab_size: int, max_seq_len: int) -> list[Field]:
-    """The static fields of what requests may ask of their logits, and of what they have said."""
+def processing_fields(
+    config: EngineConfig, *, vocab_size: int, max_seq_len: int, width: int
+) -> list[Field]:
+    """The static fields of what requests may ask of their logits, and of what they have said.
+
+    width  W
+    """
     S, int32, float32 = config.max_batch, torch.int32, torch.float32
     words = -(-vocab_size // 32)
 
@@ -133,7 +142,14 @@ def processing_fields(config: EngineConfig, *, vocab_size: int, max_seq_len: int
         number("frequency_penalty", S, pad=0, meaning="0 changes nothing"),
         ids("bias_ids", S, config.max_logit_bias, pad=-1, meaning="ids with a bias; -1 for none"),
         number("bias_values", S, config.max_logit_bias, pad=0, meaning="their biases"),
-        ids("allowed_bits", S, 1, words, pad=-1, meaning="a bit for each id, 1 if it is allowed"),
+        Field(
+            name="allowed_bits",
+            shape=(S, width, words),
+            dtype=int32,
+            pad=-1,
+            meaning="by lane of the row, a bit for each id, 1 if it is allowed",
+            group=MASKS,
+        ),
         ids("bad_words", S, *bad_words, pad=-1, meaning="sequences that may not be completed"),
         ids("output_start", S, pad=0, meaning="where bad words and stop sequences may begin"),
         ids(
@@ -156,7 +172,6 @@ _HOST_FIELDS = (
     "frequency_penalty",
     "bias_ids",
     "bias_values",
-    "allowed_bits",
     "bad_words",
     "output_start",
     "logprobs_wanted",
@@ -167,15 +182,15 @@ _HOST_FIELDS = (
 
 
 def processing_updates(asked: Sequence[Processing | None]) -> dict[str, Any]:
-    """All host-owned fields of `processing_fields`, for slots that ask for this."""
+    """All host-owned fields of `processing_fields` but the masks, for slots that ask for this."""
     return {name: [slot and slot.values.get(name) for slot in asked] for name in _HOST_FIELDS}
 
 
 def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
-    """[1, words] of which the bit of each id is set."""
-    words = np.zeros((1, -(-vocabulary // 32)), dtype=np.uint32)
+    """[words] of which the bit of each id is set."""
+    words = np.zeros(-(-vocabulary // 32), dtype=np.uint32)
     index = np.array([token_id(token, vocabulary) for token in ids])
-    np.bitwise_or.at(words[0], index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
+    np.bitwise_or.at(words, index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
     return words.view(np.int32)
 
 

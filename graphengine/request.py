@@ -13,6 +13,7 @@ from graphengine.result import FinishReason, Result, Timings, TokenLogprobs
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from graphengine.guided import Guide
     from graphengine.processing import Processing
     from graphengine.text import TextStream
 
@@ -90,6 +91,7 @@ class Request:
     eos_ids      those of the stop ids that are the checkpoint's
     private      its events are for its callback alone: no step returns them
     pieces       the text in pieces, so that a step adds to it without a copy
+    guide        how far its output has come in its grammar; None without one
     """
 
     __slots__ = (
@@ -101,6 +103,7 @@ class Request:
         "eos_ids",
         "finish_reason",
         "full",
+        "guide",
         "id",
         "logprobs",
         "max_len",
@@ -141,6 +144,7 @@ class Request:
         priority: int = 0,
         deadline_s: float | None = None,
         processing: Processing | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -154,6 +158,7 @@ class Request:
         self.max_len = max_len
         self.max_new_tokens = max_len - self.prompt_len
         self.processing = processing
+        self.guide = guide
         # Whether its steps need the full sampler's graphs.
         self.full = params.filtered or processing is not None
         self.stream = stream

@@ -16,6 +16,7 @@ from graphengine.logits_params import (
     frozen_sequences,
     is_int,
 )
+from graphengine.structured_outputs import StructuredOutputsParams
 
 __all__ = ["SamplingParams", "is_int"]
 
@@ -75,6 +76,10 @@ class SamplingParams:
                           that is opened with `prompt_logprobs`
     stop_token_sequences  sequences of token ids that end the request where the output holds one of
                           them as a whole; in front of min_tokens they do not
+    structured_outputs    what the output must be: JSON, a match of a regular expression, ...; None:
+                          anything. It alone decides where the output ends, `max_tokens` aside:
+                          beside it `stop`, stop tokens and sequences, `min_tokens` and `ignore_eos`
+                          are refused at submit
     """
 
     temperature: float = 1.0
@@ -100,6 +105,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop_token_sequences: Sequence[Sequence[int]] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, optional in _INTEGERS.items():
@@ -143,6 +149,11 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if not is_int(token):
                 raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs={self.structured_outputs!r} must be StructuredOutputsParams, "
+                f"or None"
+            )
         check_logits_params(self)
         frozen: dict[str, object] = {
             "bad_words": frozen_bad_words(self.bad_words),

@@ -71,8 +71,9 @@ class Plan:
     `rows[i]` runs in decode row i, in its stay `epochs[i]`; `bucket` is the rows of the graph that
     serves them, 0 where nobody decodes. `full` says whether one of them needs a graph of the full
     sampler. A plan swaps out or in, never both. The other flags say which host-owned fields differ
-    from those of the plan before. In steady state, where nothing differs, plans are one and the
-    same object. `width` is the tokens that a decode row feeds.
+    from those of the plan before; with a grammar `masks_changed` always, for others it is as
+    `options_changed`. In steady state, where nothing differs, plans are one and the same object.
+    `width` is the tokens that a decode row feeds.
     """
 
     rows: tuple[Request, ...]
@@ -87,6 +88,7 @@ class Plan:
     slots_changed: bool
     tables_changed: bool
     options_changed: bool
+    masks_changed: bool
 
 
 _NOTHING = Plan(
@@ -102,6 +104,7 @@ _NOTHING = Plan(
     slots_changed=False,
     tables_changed=False,
     options_changed=False,
+    masks_changed=False,
 )
 
 
@@ -129,7 +132,10 @@ class Scheduler:
     reserve_extra     positions that a drafter may write past those of the step or prompt it follows
     max_seq_len       positions that a block table has; no drafter writes past them
     max_waiting       requests that may wait for a slot; None: any number
+    lookahead         replays that may be launched before the one before them is read
 
+    While a request with a grammar holds a slot, what it samples must be read before its next step
+    can be launched: `guided` counts such requests, and `lookahead` is 0 while there are any.
     `moves` notes who was paused, resumed and finished; to be cleared by whoever reads it.
     """
 
@@ -146,6 +152,7 @@ class Scheduler:
         max_seq_len: int | None = None,
         ladder: BucketLadder | None = None,
         max_waiting: int | None = None,
+        lookahead: int = 0,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
@@ -159,6 +166,8 @@ class Scheduler:
         self.slots: list[Request | None] = [None] * slots
         self.counters: Counter[str] = Counter()
         self.moves: list[tuple[Move, int]] = []
+        self.guided = 0
+        self.lookahead = self._usual_lookahead = lookahead
         self._max_waiting = max_waiting
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
@@ -247,6 +256,7 @@ class Scheduler:
             request.placement = None
             self._changes.slots = self._changes.tables = True
             self._changes.options |= request.processing is not None
+            self._count_guided(request, -1)
         request.phase = Phase.FINISHED
         self.moves.append(("finished", request.id))
 
@@ -285,6 +295,7 @@ class Scheduler:
             slots_changed=changes.slots,
             tables_changed=changes.tables,
             options_changed=changes.options,
+            masks_changed=changes.options or self.guided > 0,
         )
         _count_launch(plan)
         self._last = plan
@@ -296,6 +307,7 @@ class Scheduler:
                 slots_changed=False,
                 tables_changed=False,
                 options_changed=False,
+                masks_changed=self.guided > 0,
             )
         return plan
 
@@ -451,6 +463,12 @@ class Scheduler:
             self._slots_used.add(slot)
             self._changes.slots = self._changes.tables = True
             self._changes.options |= request.processing is not None
+            self._count_guided(request, 1)
+
+    def _count_guided(self, request: Request, change: int) -> None:
+        if request.guide is not None:
+            self.guided += change
+            self.lookahead = 0 if self.guided else self._usual_lookahead
 
     def _headroom(self, rows: int) -> int:
         """Blocks that `rows` rows may take in their next step: none where they have all."""

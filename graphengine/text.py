@@ -125,6 +125,10 @@ class Tokenizer:
     def pad_token_id(self) -> int | None:
         return self._id_of_role("pad_token")
 
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json`, with the special tokens that other files name."""
+        return str(self._library.to_str())
+
     def token_to_id(self, token: str) -> int | None:
         return self._library.token_to_id(token)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.buckets import Field, StaticBuffers
+from graphengine.buckets import Field, Part, StaticBuffers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LANES, WIDTH = 4, 3
@@ -337,3 +337,39 @@ def test_a_load_neither_synchronises_nor_allocates() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+
+
+# Parts.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_changes_its_lanes_and_copies_no_others(device: str) -> None:
+    buffers = make(device)
+    table = [[lane + 1] * WIDTH for lane in range(LANES)]
+    buffers.load({"table": table, "rows": [5, 6]}, sequence=1)
+    buffers["table"][0] = 99  # as no one may: shows what is copied
+    buffers.load({"table": Part(1, [[7, 8, 9], [4]])}, sequence=2)
+    found = buffers["table"].cpu().tolist()
+    assert found == [[99] * WIDTH, [7, 8, 9], [4, 0, 0], table[3]]
+    assert buffers["rows"].cpu().tolist() == [5, 6, -1, -1]
+    # The image has them, so that whatever copies all of it copies them.
+    buffers.load({"count": 1}, sequence=3)
+    assert buffers["table"].cpu().tolist() == [table[0], [7, 8, 9], [4, 0, 0], table[3]]
+    # Of two parts, all between them; beside a field as a whole, the group.
+    buffers["table"][:] = 99
+    buffers.acknowledge(3)
+    parts = {"table": Part(0, [[1] * WIDTH]), "rows": Part(LANES - 1, [3])}
+    buffers.load(parts, sequence=4)
+    assert buffers["table"].cpu().tolist()[1:] == [[99] * WIDTH] * (LANES - 1)
+    assert buffers["rows"].cpu().tolist() == [5, 6, -1, 3]
+    buffers.load({"count": 2, "rows": Part(0, [])}, sequence=5)
+    assert buffers["table"].cpu().tolist() == [[1] * WIDTH, [7, 8, 9], [4, 0, 0], table[3]]
+
+
+def test_a_part_past_the_lanes_is_refused() -> None:
+    buffers = make()
+    before = contents(buffers)
+    for part in (Part(3, [1, 2]), Part(-1, [1]), Part(5, [])):
+        with pytest.raises(ValueError, match=r"'rows' has 4 lanes, got \d from lane -?\d on"):
+            buffers.load({"rows": part}, sequence=1)
+    assert contents(buffers) == before

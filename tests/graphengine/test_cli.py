@@ -461,3 +461,34 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     assert document.keys() == GENERATED_KEYS
     assert document["text"] == greedy_text(PROMPT)
     assert "KV cache" in done.stderr and "decode/2/full" in done.stderr
+
+
+# Grammars.
+
+
+def test_text_of_a_grammar(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "list.lark"
+    schema.write_text('{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], '
+                      '"additionalProperties": false}')  # fmt: skip
+    grammar.write_text('start: "[" /[a-z]{2}/ "]"')
+    for arguments, pattern in (
+        (("--json-schema", str(schema), "--no-whitespace"), r'\{"a":7\}'),
+        (("--regex", "[0-9]{3}x", "--speculative", "ngram:2"), "[0-9]{3}x"),
+        (("--choice", "yes,no,not at all"), "yes|no|not at all"),
+        (("--grammar", str(grammar)), r"\[[a-z]{2}\]"),
+    ):
+        status, out, _ = cli("generate", "--prompt", PROMPT, "--json", *arguments)
+        result = json.loads(out)
+        assert status == 0 and result["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, result["text"]), result["text"]
+
+
+def test_what_is_no_grammar(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    assert_error(cli("generate", "--prompt", "x", "--regex", "a["), "regex='a\\[' cannot be served")
+    assert_error(cli("generate", "--prompt", "x", "--no-whitespace"), "is for --json-schema")
+    missing = str(tmp_path / "none.json")
+    assert_error(cli("generate", "--prompt", "x", "--json-schema", missing), "No such file")
+    with pytest.raises(SystemExit):
+        cli("generate", "--prompt", "x", "--regex", "a", "--choice", "a,b")

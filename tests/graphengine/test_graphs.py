@@ -84,7 +84,9 @@ SLOT_PARAMETERS = (
     "max_len",
     *(
         field.name
-        for field in processing_fields(EngineConfig(device="cpu"), vocab_size=1, max_seq_len=2)
+        for field in processing_fields(
+            EngineConfig(device="cpu"), vocab_size=1, max_seq_len=2, width=1
+        )
     ),
 )
 SLOT_STATE = ("next_token", "kv_len", "running")

@@ -39,6 +39,7 @@ VLLM_DEFAULTS = {
     "presence_penalty": 0.0,
     "logprobs": None,
     "prompt_logprobs": None,
+    "structured_outputs": None,
 }
 # What vLLM has no name for: it changes nothing unless it is given.
 OWN_DEFAULTS = {"remove_eos": False, "add_bos": None, "stop_token_sequences": ()}

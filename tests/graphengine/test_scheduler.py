@@ -19,7 +19,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +34,7 @@ from hypothesis.stateful import (
 )
 
 from graphengine.fields import host_updates
+from graphengine.guided import Guide
 from graphengine.request import Phase, Request
 from graphengine.sampling_params import SamplingParams
 from graphengine.scheduler import BlockPool, Plan, Scheduler
@@ -1411,3 +1412,38 @@ def test_a_roomy_pool_gives_a_request_all_its_blocks_at_once() -> None:
     request = submit(scheduler, 5, 59)
     plan_of(scheduler)
     assert len(request.placed.blocks) == 1
+
+
+# Grammars.
+
+
+def test_nothing_is_launched_ahead_while_a_request_with_a_grammar_holds_a_slot() -> None:
+    scheduler = make_scheduler(slots=2, kv_blocks=64, swap_blocks=0, lookahead=1)
+
+    def submit_guided() -> Request:
+        request = submit(scheduler, 5, 9)
+        request.guide = cast(Guide, object())
+        return request
+
+    def state() -> tuple[int, int, bool]:
+        plan = plan_of(scheduler)
+        return scheduler.guided, scheduler.lookahead, plan.masks_changed
+
+    plain = submit(scheduler, 5, 9)
+    run_until(scheduler, plain, Phase.DECODE)
+    assert state() == (0, 1, False)
+    first = submit_guided()
+    second = submit_guided()
+    # The second one waits: it holds no slot.
+    assert state() == (1, 0, True)
+    assert state() == state() == (1, 0, True)
+    scheduler.retire(plain)
+    assert state() == (2, 0, True)
+    scheduler.retire(first)
+    assert state() == (1, 0, True)
+    waits = submit_guided()
+    scheduler.retire(waits)
+    scheduler.retire(second)
+    assert (scheduler.guided, scheduler.lookahead) == (0, 1)
+    submit(scheduler, 5, 9)
+    assert state() == (0, 1, False)

@@ -193,8 +193,9 @@ def test_ties_at_the_last_candidate_go_to_the_lower_id(twin: Twin):
 
 
 def test_more_candidates_than_ids(twin: Twin):
-    assert twin.accept_row([[0.0, -9.0]] * 3, [1, 0], 1.0, topk=1000) == [1, 1]
-    assert twin.accept_row([[0.0, -9.0]] * 3, [1, 0], 0.5, topk=1000) == [0, 1]
+    assert twin.accept_row([[0.0, -INF]] * 3, [1, 0], 1.0, topk=1000) == [0, 1]
+    assert twin.accept_row([[0.0, -300.0]] * 3, [1, 0], 1.0, topk=1000) == [1, 1]
+    assert twin.accept_row([[0.0, -300.0]] * 3, [1, 0], 0.5, topk=1000) == [0, 1]
     assert twin.accept_row([[4.0]] * 2, [0], 0.0, topk=1) == [1]
 
 
@@ -219,6 +220,15 @@ def test_nothing_passes_without_valid_logits(twin: Twin, row: list[float]):
 @pytest.mark.parametrize("draft", [-1, LOWEST, 3, HUGE])
 def test_a_draft_outside_the_vocabulary_does_not_pass(twin: Twin, draft: int):
     assert twin.accept_row([[1.0, 2.0, 3.0]] * 3, [draft, 0], 1.0, topk=3) == [0, 1]
+
+
+def test_a_forbidden_draft_does_not_pass(twin: Twin):
+    """Among fewer allowed ids than there may be candidates, with a delta that lets any pass."""
+    logits = [[-INF, 3.0, -INF, 1.0]] * 3
+    assert twin.accept_row(logits, [3, 1], 1.0, topk=4) == [1, 1]
+    assert twin.accept_row(logits, [2, 0], 1.0, topk=4) == [0, 0]
+    # So improbable that nothing is left of it, but allowed.
+    assert twin.accept_row([[-300.0, 3.0, -INF, 1.0]] * 3, [0, 2], 1.0, topk=4) == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1.0, NAN])

@@ -1,0 +1,122 @@
+"""What the output of a request must be, by the names of vLLM's `StructuredOutputsParams`."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StructuredOutputsParams:
+    """Exactly one of these five; checked when it is made, compiled when a request is submitted:
+
+    json         JSON that a schema describes: the schema as a mapping, which is kept as its text,
+                 or as text
+    regex        text that matches as a whole, in the syntax of Rust's `regex` crate: no look-around
+                 and no back references
+    choice       one of these strings
+    grammar      a context-free grammar, in llguidance's dialect of Lark
+    json_object  True: any JSON object
+
+    And for the JSON ones:
+
+    disable_any_whitespace         none between its tokens, which also keeps a model from an endless
+                                   run of blanks
+    disable_additional_properties  objects of a schema have no properties but those that it names,
+                                   where it says nothing of others
+    whitespace_pattern             regular expression of what may stand between its tokens
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured outputs take exactly one of {', '.join(_KINDS)}, not "
+                f"{len(given)}{': ' * bool(given)}{', '.join(given)}"
+            )
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise ValueError(f"{name}={value!r} must be a string")
+        for name in _JSON_OPTIONS[:2]:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.json_object not in (None, True):
+            raise ValueError(f"json_object={self.json_object!r} must be True, or None")
+        asked = [name for name in _JSON_OPTIONS if getattr(self, name) not in (False, None)]
+        if asked and given[0] not in ("json", "json_object"):
+            raise ValueError(f"{asked[0]} is for json and json_object, not for {given[0]}")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError(
+                f"whitespace_pattern={self.whitespace_pattern!r} contradicts "
+                f"disable_any_whitespace=True"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+
+    @property
+    def schema(self) -> Any:
+        """The JSON schema of `json` or `json_object`, with what the options add to it."""
+        if self.json is None:
+            return {"type": "object"}
+        schema = json_text.loads(str(self.json))
+        return _closed(schema) if self.disable_additional_properties else schema
+
+
+def _schema_text(schema: object) -> str:
+    """ValueError unless it is a JSON schema's text, or a mapping that has one."""
+    if isinstance(schema, Mapping):
+        try:
+            return json_text.dumps(dict(schema))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"json={schema!r} is no JSON: {error}") from error
+    if not isinstance(schema, str):
+        raise ValueError(f"json={schema!r} must be a JSON schema, as a mapping or as text")
+    try:
+        read = json_text.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"json={schema!r} is no JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"json={schema!r} is no JSON schema, which is an object")
+    return schema
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    """ValueError unless it is a list of strings, one at least."""
+    if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
+        raise ValueError(f"choice={choices!r} must be a list of strings")
+    if not choices:
+        raise ValueError(f"choice={choices!r} must hold a string at least")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise ValueError(f"choice={choices!r} must be strings that are not empty")
+    return tuple(choices)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, where objects with named properties have no others unless it speaks of them."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    names_some = isinstance(schema.get("properties"), dict)
+    if names_some and not {"additionalProperties", "unevaluatedProperties"} & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
