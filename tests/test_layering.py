@@ -27,6 +27,7 @@ THIRD_PARTY = {"torch", "triton", "numpy"}
 LIBRARIES = THIRD_PARTY | {
     "cuda",
     "huggingface_hub",
+    "llguidance",
     "jinja2",
     "nvtx",
     "safetensors",
