@@ -14,6 +14,7 @@ from typing import Any, Self, Unpack, get_args
 import torch
 
 from graphengine import runs
+from graphengine.acceptance import Acceptance
 from graphengine.allocation import allocate, graph_steps, swap_blocks
 from graphengine.buckets import capture_all
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
@@ -113,7 +114,6 @@ class Engine:
         )
         forced = config.forced_acceptance is not None
         self._delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
-        self.acceptance = self._delivery.acceptance
         self._intake = Intake(
             config,
             memory,
@@ -170,7 +170,7 @@ class Engine:
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
-        self.cache, self.swap_area = held.caches[0]
+        self.cache = held.caches[0][0]
         self._masks = held.masks
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
@@ -358,6 +358,11 @@ class Engine:
         return runs.astream(self, prompt, params, **options)
 
     @property
+    def acceptance(self) -> Acceptance:
+        """What became of the drafts of all requests."""
+        return self._delivery.acceptance
+
+    @property
     def row_family(self) -> RowFamily:
         """The arithmetic of the decode kernels, in every bucket: "fma" or "dot"."""
         return self.plans.family
@@ -392,7 +397,7 @@ class Engine:
         """
         own = {} if self.drafter is None else self.drafter.counters()
         return {
-            "acceptance": self.acceptance.as_dict(),
+            "acceptance": self._delivery.acceptance.as_dict(),
             "gate": None if self.gate is None else {"drafts": self.gate.drafts},
             "counters": dict(self.counters) | own,
         }
@@ -413,7 +418,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches, self._masks
+        del self.program, self.model, self.cache, self._caches, self._masks
         del self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
@@ -549,9 +554,8 @@ class Engine:
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
         """Whether nothing is in flight and, within `timeout` seconds, what was drafted is here."""
-        if self._in_flight:
-            return False
-        return self._wait(self._masks.wait, self._launched, None, timeout) is not None
+        there = not self._in_flight
+        return there and bool(self._wait(self._masks.wait, self._launched, None, timeout))
 
     def _wait(
         self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None
