@@ -28,6 +28,7 @@ LIBRARIES = THIRD_PARTY | {
     "cuda",
     "huggingface_hub",
     "jinja2",
+    "llguidance",
     "nvtx",
     "safetensors",
     "tokenizers",
