@@ -14,6 +14,7 @@ from typing import Any, Self, Unpack, get_args
 import torch
 
 from graphengine import runs
+from graphengine.acceptance import Acceptance
 from graphengine.allocation import allocate, graph_steps, swap_blocks
 from graphengine.buckets import capture_all
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
@@ -122,7 +123,6 @@ class Engine:
         )
         forced = config.forced_acceptance is not None
         self._delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
-        self.acceptance = self._delivery.acceptance
         self._intake = Intake(
             config,
             memory,
@@ -369,6 +369,9 @@ class Engine:
     def swap_area(self) -> torch.Tensor:
         """Where paused requests' blocks of it are."""
         return self._caches[0][1]
+    def acceptance(self) -> Acceptance:
+        """What became of the drafts of all requests."""
+        return self._delivery.acceptance
 
     @property
     def row_family(self) -> RowFamily:
@@ -405,7 +408,7 @@ class Engine:
         """
         own = {} if self.drafter is None else self.drafter.counters()
         return {
-            "acceptance": self.acceptance.as_dict(),
+            "acceptance": self._delivery.acceptance.as_dict(),
             "gate": None if self.gate is None else {"drafts": self.gate.drafts},
             "counters": dict(self.counters) | own,
         }
@@ -565,9 +568,8 @@ class Engine:
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
         """Whether nothing is in flight and, within `timeout` seconds, what was drafted is here."""
-        if self._in_flight:
-            return False
-        return self._wait(self._masks.wait, self._launched, None, timeout) is not None
+        there = not self._in_flight
+        return there and bool(self._wait(self._masks.wait, self._launched, None, timeout))
 
     def _wait(
         self, wait: Callable[..., Any], sequence: int, lanes: Any, timeout: float | None

@@ -29,6 +29,7 @@ LIBRARIES = THIRD_PARTY | {
     "huggingface_hub",
     "llguidance",
     "jinja2",
+    "llguidance",
     "nvtx",
     "safetensors",
     "tokenizers",

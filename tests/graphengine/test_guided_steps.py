@@ -135,6 +135,28 @@ def test_drafts_that_never_come_break_the_engine() -> None:
             engine.step()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculative", [None, MTP(k=3)], ids=["plain", "mtp"])
+def test_a_guided_step_synchronises_and_allocates_nothing(
+    speculative: Speculative | None,
+) -> None:
+    with open_engine(device="cuda", speculative=speculative, max_seq_len=512) as engine:
+        request = engine.submit(PROMPT, regex("[a-z ]{3000}", 400))
+        engine.submit(PROMPT, greedy(400, ignore_eos=True))
+        step_until(engine, lambda: len(request.token_ids) > 8)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(40):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert not request.finished and engine.counters["guided/steps"] > 40
+        request.cancel()
+        run(engine)
+
+
 # Drafts.
 
 
