@@ -165,7 +165,7 @@ class Engine:
             model_config,
             weights,
             max_seq_len=memory.max_seq_len,
-            vocabulary=0 if tokenizer is None else 1 + max(tokenizer.largest_id, *eos_ids),
+            vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
         )
         return cls(
             model,
