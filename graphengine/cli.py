@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,8 +94,10 @@ def generate(options: argparse.Namespace) -> None:
     with _engine(options) as engine:
         result, summary = _run(engine, prompt, options)
     if options.json:
-        print(json.dumps({"text": result.text, "token_ids": result.token_ids, **summary}))
+        said = {"text": result.text, "token_ids": result.token_ids}
+        print(json.dumps(said | summary | _logprobs(result)))
     else:
+        _print_logprobs(result)
         _print_summary(summary)
         if summary["acceptance"] is not None:
             print(f"speculation: {result.acceptance}")
@@ -113,7 +116,9 @@ def chat(options: argparse.Namespace) -> None:
             result, summary = _run(engine, messages, options)
             messages.append({"role": "assistant", "content": result.text})
             if options.json:
-                print(json.dumps({"text": result.text, **summary}), flush=True)
+                print(json.dumps({"text": result.text, **summary, **_logprobs(result)}), flush=True)
+            else:
+                _print_logprobs(result)
 
 
 def info(options: argparse.Namespace) -> None:
@@ -301,6 +306,12 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         include_stop_str_in_output=options.include_stop,
         skip_special_tokens=not options.special_tokens,
         add_bos=options.add_bos,
+        repetition_penalty=options.repetition_penalty,
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
+        logit_bias=dict(options.logit_bias) if options.logit_bias else None,
+        bad_words=options.bad_word,
+        logprobs=options.logprobs,
         structured_outputs=_structured_outputs(options),
     )
 
@@ -319,6 +330,32 @@ def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams 
     if options.grammar is not None:
         return StructuredOutputsParams(grammar=options.grammar.read_text(encoding="utf-8"))
     return None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """A token id and its bias of `ID=V`."""
+    token, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return int(token), float(value)
+    except ValueError:
+        message = f"{text!r} must be ID=V, a token id and a number"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _logprobs(result: Result) -> dict[str, Any]:
+    """The field of log-probabilities for JSON, where they were asked for."""
+    return {} if result.logprobs is None else {"logprobs": result.to_dict()["logprobs"]}
+
+
+def _print_logprobs(result: Result) -> None:
+    """A line for each token: its text, log-probability and rank, then the most probable ids."""
+    texts = (segment.text for segment in result.segments) if result.segments else repeat("")
+    for token, text, logprobs in zip(result.token_ids, texts, result.logprobs or (), strict=False):
+        own, *others = logprobs.items()
+        best = ", ".join(f"{other} {found.logprob:.3f}" for other, found in others)
+        print(f"{token:>7} {text!r:<16} {own[1].logprob:8.3f} rank {own[1].rank}  {best}".rstrip())
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
@@ -414,6 +451,17 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--include-stop", action="store_true", help="keep what ended the text in it")
     add("--special-tokens", action="store_true", help="show special tokens in the text")
     add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
+    add("--repetition-penalty", type=float, default=defaults.repetition_penalty, metavar="R",
+        help="above 1 against repetition of prompt and text")  # fmt: skip
+    add("--frequency-penalty", type=float, default=defaults.frequency_penalty, metavar="F",
+        help="subtracted for each time that a token was said; in [-2, 2]")  # fmt: skip
+    add("--presence-penalty", type=float, default=defaults.presence_penalty, metavar="P",
+        help="subtracted where a token was said at all; in [-2, 2]")  # fmt: skip
+    add("--logit-bias", type=_bias, action="append", metavar="ID=V",
+        help="add V to a token's logit; may be repeated")  # fmt: skip
+    add("--bad-word", action="append", metavar="W", help="what is not said; may be repeated")
+    add("--logprobs", type=int, metavar="N",
+        help="log-probabilities of the tokens, and of the N most probable ones")  # fmt: skip
     add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     guided = parser.add_mutually_exclusive_group()
     guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")

@@ -170,7 +170,7 @@ class Engine:
             model_config,
             weights,
             max_seq_len=memory.max_seq_len,
-            vocabulary=0 if tokenizer is None else 1 + max(tokenizer.largest_id, *eos_ids),
+            vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
         )
         return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
 
@@ -369,6 +369,7 @@ class Engine:
     def swap_area(self) -> torch.Tensor:
         """Where paused requests' blocks of it are."""
         return self._caches[0][1]
+
     def acceptance(self) -> Acceptance:
         """What became of the drafts of all requests."""
         return self._delivery.acceptance

@@ -186,6 +186,39 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
     assert run("--min-tokens", "20", "--ignore-eos")["new_tokens"] == 20
 
 
+def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
+    def run(*options: str) -> dict[str, Any]:
+        status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "20", "--json",
+                             "--ignore-eos", *options)  # fmt: skip
+        assert status == 0
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    greedy = run()
+    said = greedy["token_ids"]
+    assert "logprobs" not in greedy
+    for name, value in (("repetition", "1.5"), ("frequency", "2"), ("presence", "2")):
+        assert run(f"--{name}-penalty", value)["token_ids"] != said, name
+    biases = ("--logit-bias", f"{said[0]}=-inf", "--logit-bias", "5=1e3")
+    assert set(run(*biases)["token_ids"]) == {5}
+    word = greedy["text"].split()[0]
+    assert word not in run("--bad-word", "never", "--bad-word", word)["text"].split()
+    found = run("--logprobs", "2")
+    assert found["token_ids"] == said
+    assert [entries[0]["token_id"] for entries in found["logprobs"]] == said
+    assert all(len(entries) in (2, 3) for entries in found["logprobs"])
+    status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "3", "--logprobs", "1")
+    lines = [line for line in out.splitlines() if " rank " in line]
+    assert status == 0 and [int(line.split()[0]) for line in lines] == said[:3]
+
+
+@pytest.mark.parametrize("wrong", ["5", "x=1", "5=", "=1", "5=y"])
+def test_a_bias_is_an_id_and_a_number(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--prompt", "x", "--logit-bias", wrong])
+    assert "must be ID=V" in capsys.readouterr().err
+
+
 def test_engine_options_reach_the_engine(cli: Cli) -> None:
     options = ("--block-size", "8", "--lookahead", "0", "--wait", "block", "--dtype", "float32")
     status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "5", "--json", *options)
@@ -417,6 +450,10 @@ def test_errors_are_one_message(
         (("--prompt", PROMPT, "--max-tokens", "0"), "max_tokens=0"),
         (("--prompt", PROMPT, "--stop", ""), "stop="),
         (("--prompt", PROMPT, "--seed", "-1"), "seed=-1"),
+        (("--prompt", PROMPT, "--logprobs", "21"), r"logprobs=21 .*\[0, 20\]"),
+        (("--prompt", PROMPT, "--presence-penalty", "3"), r"presence_penalty=3.0 .*\[-2, 2\]"),
+        (("--prompt", PROMPT, "--logit-bias", "9999=1"), "9999 is outside the vocabulary"),
+        (("--prompt", PROMPT, "--bad-word", ""), "bad_words="),
     ],
 )
 def test_requests_that_cannot_be_served_are_errors(
