@@ -29,7 +29,6 @@ LIBRARIES = THIRD_PARTY | {
     "huggingface_hub",
     "llguidance",
     "jinja2",
-    "llguidance",
     "nvtx",
     "safetensors",
     "tokenizers",
