@@ -180,22 +180,23 @@ class Reuse:
             found.append(block)
         return found
 
-    def admitted(self, request: Request, found: list[int]) -> None:
-        """The request has begun with what was found for it, and uses it."""
-        cached = request.cached_tokens = len(found) * self._block_size
-        placement, context = request.placed, request.context
-        if context is not None:
-            self.touch(context)
-        if context is not None and context.blocks:
-            self._counters["sessions/reused_tokens"] += cached
+    def took(self, request: Request, context: Context) -> None:
+        """The turn of a session was admitted with what was found for it."""
+        self.touch(context)
+        if context.blocks and request.cached_tokens:
+            self._counters["sessions/reused_tokens"] += request.cached_tokens
             # What it writes behind a reply's blocks is no prefill of its tokens alone.
-            placement.indexed = request.prompt_len if found else 0
-        elif self.prefixes and request.params.prompt_logprobs is None:
+            request.placed.indexed = request.prompt_len
+
+    def begun(self, request: Request) -> None:
+        """The request is about to be fed, with what the index has of its prompt."""
+        cached = request.cached_tokens
+        request.placed.indexed = cached // self._block_size
+        if request.params.prompt_logprobs is None:
             self._counters["prefix/queries"] += 1
             self._counters["prefix/queried_tokens"] += request.prompt_len
             self._counters["prefix/hits"] += cached > 0
             self._counters["prefix/hit_tokens"] += cached
-            placement.indexed = len(found)
 
     def fed(self, request: Request) -> None:
         """Put the blocks that prefill has filled into the index, its replays being launched."""

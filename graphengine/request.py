@@ -62,6 +62,7 @@ class Placement:
     swap_blocks    host blocks while paused
     prefilled      prompt tokens whose prefill has been launched, or was not needed
     noted          those whose prefill was not needed and that were noted on the device, or need not
+    begun          whether a chunk of its prompt has been launched
     indexed        blocks of the prompt that the index of prefixes has, or is not to have
     least          tokens sampled at least, once all launches have run: each one counts for one
     in_doubt       drafts in flight; as many more may have been sampled
@@ -74,6 +75,7 @@ class Placement:
     swap_blocks: list[int] = field(default_factory=list)
     prefilled: int = 0
     noted: int = 0
+    begun: bool = False
     indexed: int = 0
     least: int = 0
     in_doubt: int = 0

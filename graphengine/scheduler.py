@@ -456,17 +456,17 @@ class Scheduler:
             # First, or they might be evicted for the others.
             self.pool.use(found)
             cached = len(found) * self.block_size
-            notes = self._note_all or request.processing is not None
             request.placement = Placement(
                 slot=slot,
                 epoch=self._epoch,
                 reach=self._reach(request, request.max_len),
                 blocks=found + self.pool.take(need),
                 prefilled=cached,
-                noted=0 if notes else cached,
+                noted=0 if self._is_noted(request) else cached,
             )
-            if found or self.reuse.prefixes or request.context is not None:
-                self.reuse.admitted(request, found)
+            request.cached_tokens = cached
+            if request.context is not None:
+                self.reuse.took(request, request.context)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)
@@ -488,12 +488,38 @@ class Scheduler:
         for request in self.active:
             if request.phase is Phase.PREFILL:
                 placement = request.placed
+                if not placement.begun:
+                    placement.begun = True
+                    self._look_again(request)
                 noted = placement.noted < request.cached_tokens
                 start = placement.noted if noted else placement.prefilled
                 end = request.cached_tokens if noted else request.prompt_len
                 end = min((start // self.max_chunk + 1) * self.max_chunk, end)
                 return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
         return None
+
+    def _look_again(self, request: Request) -> None:
+        """Share what others have fed of the prompt since the request was admitted."""
+        placement = request.placed
+        if not self.reuse.prefixes or placement.indexed:
+            return
+        have = request.cached_tokens // self.block_size
+        more = self.reuse.find(request)[have:]
+        if more:
+            self.pool.use(more)
+            own = placement.blocks[have : have + len(more)]
+            placement.blocks[have : have + len(more)] = more
+            self.pool.give_back(own)
+            cached = request.cached_tokens + len(more) * self.block_size
+            if not self._is_noted(request):
+                placement.noted = cached
+            placement.prefilled = request.cached_tokens = cached
+            self._changes.tables = True
+        self.reuse.begun(request)
+
+    def _is_noted(self, request: Request) -> bool:
+        """Whether what it skips of its prompt has to be noted on the device."""
+        return self._note_all or request.processing is not None
 
     def _advance_prefill(self, chunk: PrefillChunk) -> None:
         placement = chunk.request.placed
