@@ -35,16 +35,16 @@ _SAMPLES = 1024
 class Origin:
     """What the engine of a session must have in common with one that goes on with it.
 
-    model        fingerprint of the configuration and of samples of the weights
     device       "cpu", or the GPU's name: another kind computes other bits
+    model        fingerprint of the configuration and of samples of the weights
     caches       of each cache the shape of a block, layers first
     speculative  who drafts, as reports say it: the drafter's cache is its own
     """
 
-    model: str
     device: str
     dtype: str
     block_size: int
+    model: str
     caches: tuple[tuple[int, ...], ...]
     speculative: str
     numerics_id: str
@@ -129,10 +129,10 @@ def origin_of(engine: Engine) -> Origin:
     device = engine.memory.device
     on_gpu = device.type == "cuda"
     return Origin(
-        model=_fingerprint(engine.model),
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         dtype=str(engine.memory.dtype).removeprefix("torch."),
         block_size=engine.memory.block_size,
+        model=_fingerprint(engine.model),
         caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in engine._caches),
         speculative=describe(engine.config.mode),
         numerics_id=engine.numerics_id,
