@@ -180,7 +180,7 @@ class Engine:
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
-        self.cache, self.swap_area = held.caches[0]
+        self.cache = held.caches[0][0]
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
 
@@ -425,7 +425,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self.cache, self.swap_area, self._caches
+        del self.program, self.model, self.cache, self._caches
         del self.mailbox, self.logprobs
         drafter, self.drafter = self.drafter, None
         if drafter is not None:

@@ -308,7 +308,7 @@ def test_close_frees_what_is_large() -> None:
     engine = open_engine(device="cpu")
     engine.generate(PROMPT, greedy(2))
     model = engine.model
-    tensors = [engine.cache, engine.swap_area, *model.weights.tensors(), engine.mailbox.tensor]
+    tensors = [*engine._caches[0], *model.weights.tensors(), engine.mailbox.tensor]
     tensors += [engine.buffers["block_table"]]
     alive = [weakref.ref(tensor) for tensor in tensors]
     del tensors, model

@@ -298,23 +298,25 @@ def test_text_behind_other_tokens_has_no_special_ones(engine: Engine) -> None:
 
 
 def test_chats_begin_a_conversation_and_update_goes_on_with_it(chat_checkpoint: Path) -> None:
-    with open_engine(chat_checkpoint, device="cpu", max_seq_len=256) as engine:
-        with engine.session() as session:
-            messages = [{"role": "user", "content": "a" * 30}]
-            session.append(Chat(messages=messages))
-            first = session.generate(greedy(12, ignore_eos=True))
-            messages += [{"role": "assistant", "content": first.text}]
-            messages += [{"role": "user", "content": "and now?"}]
-            with pytest.raises(ValueError, match=r"holds \d+ tokens: give all of its messages"):
-                session.append(messages)
-            session.update(messages)
-            assert engine.tokenizer is not None
-            assert list(session.token_ids) == Chat(messages=messages).token_ids(engine.tokenizer)
-            expected = engine.generate(messages, greedy(8))
-            second = session.generate(greedy(8))
-            assert second.token_ids == expected.token_ids and second.cached_tokens >= 16
-            session.update([7, 8])
-            assert session.token_ids == (7, 8) and session.cached_tokens == 0
+    with (
+        open_engine(chat_checkpoint, device="cpu", max_seq_len=256) as engine,
+        engine.session() as session,
+    ):
+        messages = [{"role": "user", "content": "a" * 30}]
+        session.append(Chat(messages=messages))
+        first = session.generate(greedy(12, ignore_eos=True))
+        messages += [{"role": "assistant", "content": first.text}]
+        messages += [{"role": "user", "content": "and now?"}]
+        with pytest.raises(ValueError, match=r"holds \d+ tokens: give all of its messages"):
+            session.append(messages)
+        session.update(messages)
+        assert engine.tokenizer is not None
+        assert list(session.token_ids) == Chat(messages=messages).token_ids(engine.tokenizer)
+        expected = engine.generate(messages, greedy(8))
+        second = session.generate(greedy(8))
+        assert second.token_ids == expected.token_ids and second.cached_tokens >= 16
+        session.update([7, 8])
+        assert session.token_ids == (7, 8) and session.cached_tokens == 0
 
 
 def test_a_fork_shares_its_blocks_and_goes_its_own_way(engine: Engine) -> None:
