@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from graphengine.request import Event, QueueFull, Request
     from graphengine.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
+    from graphengine.sessions import Session
+    from graphengine.snapshots import SessionSnapshot
     from graphengine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Segment",
+    "Session",
+    "SessionSnapshot",
     "StepReport",
     "StructuredOutputsParams",
     "Timings",
@@ -51,6 +55,8 @@ _HOMES = {
     "Result": "graphengine.result",
     "SamplingParams": "graphengine.sampling_params",
     "Segment": "graphengine.result",
+    "Session": "graphengine.sessions",
+    "SessionSnapshot": "graphengine.snapshots",
     "StepReport": "graphengine.report",
     "StructuredOutputsParams": "graphengine.structured_outputs",
     "Timings": "graphengine.result",

@@ -22,7 +22,15 @@ from graphengine.memory import MemoryPlan
 from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel, arrival_counters
 from graphengine.processing import processing_fields
 from graphengine.relaxed import Relaxation, relaxed_field
-from graphengine.step import Sampler, StepProgram, decode_bucket, draft_bucket, prefill_bucket
+from graphengine.scheduler import Scheduler
+from graphengine.step import (
+    Sampler,
+    StepProgram,
+    decode_bucket,
+    draft_bucket,
+    note_bucket,
+    prefill_bucket,
+)
 from graphengine.tuning import PlanSources, choose_plans
 
 log = logging.getLogger(__name__)
@@ -110,6 +118,27 @@ def allocate(
     )
 
 
+def new_scheduler(memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None) -> Scheduler:
+    """The scheduler of an engine with these sizes."""
+    return Scheduler(
+        slots=config.max_batch,
+        kv_blocks=memory.kv_blocks,
+        swap_blocks=memory.swap_blocks,
+        block_size=memory.block_size,
+        max_chunk=memory.prefill_ladder.sizes[-1],
+        tokens_per_step=memory.tokens_per_step,
+        reserve_extra=0 if drafter is None else drafter.reserve,
+        max_seq_len=memory.max_seq_len,
+        ladder=memory.ladder,
+        max_waiting=config.max_waiting,
+        lookahead=config.lookahead,
+        prefix_caching=config.prefix_caching,
+        kept_blocks=config.session_blocks,
+        look_behind=0 if drafter is None else drafter.look_behind,
+        note_all=config.relaxed_acceptance is not None or (drafter is not None and drafter.notes),
+    )
+
+
 def _new_buffers(
     model: DenseModel,
     memory: MemoryPlan,
@@ -123,7 +152,8 @@ def _new_buffers(
         table_blocks=memory.table_blocks,
         prefill_tokens=prefill_tokens,
         stop_ids=config.max_stop_ids,
-        swap_pairs=max(1, min(memory.kv_blocks, memory.swap_blocks)),
+        # Requests that share blocks copy each its own, so these may be more than the pool has.
+        swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         drafts=memory.tokens_per_step - 1,
         host_drafts=drafter is not None and drafter.host_drafts,
         prompt_logprobs=config.prompt_logprobs,
@@ -195,6 +225,8 @@ def graph_steps(
         for tokens in reversed(memory.prefill_ladder.sizes)
         for kind in memory.prefill_kinds
     }
+    longest = memory.prefill_ladder.sizes[-1]
+    steps[note_bucket(longest)] = partial(program.note, longest)
     shapes = memory.decode_shapes[::-1]
     for rows, drafts in shapes:
         # The full one holds logits: the fast one then finds its memory taken already.

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from importlib import import_module
 from itertools import repeat
@@ -34,6 +34,7 @@ from graphengine.graph_command import (
 )
 from graphengine.memory import plan_memory
 from graphengine.models.families import read_model_config
+from graphengine.request import Event
 from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
@@ -92,7 +93,8 @@ def generate(options: argparse.Namespace) -> None:
     """Complete one prompt; the text streams to the terminal."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _engine(options) as engine:
-        result, summary = _run(engine, prompt, options)
+        events = engine.stream(prompt, _sampling(options), deadline_s=options.deadline)
+        result, summary = _run(engine, events, options)
     if options.json:
         said = {"text": result.text, "token_ids": result.token_ids}
         print(json.dumps(said | summary | _logprobs(result)))
@@ -104,8 +106,11 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def chat(options: argparse.Namespace) -> None:
-    """A conversation through the checkpoint's chat template; one line of input is one turn."""
-    with _engine(options) as engine:
+    """A conversation through the checkpoint's chat template; one line of input is one turn.
+
+    A turn prefills what the template has changed or added since the one before.
+    """
+    with _engine(options) as engine, engine.session() as session:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
         messages: list[dict[str, str]] = []
@@ -113,7 +118,9 @@ def chat(options: argparse.Namespace) -> None:
             messages.append({"role": "system", "content": options.system})
         while (line := _read_line(options.json)) is not None:
             messages.append({"role": "user", "content": line})
-            result, summary = _run(engine, messages, options)
+            session.update(messages)
+            events = session.stream(_sampling(options), deadline_s=options.deadline)
+            result, summary = _run(engine, events, options)
             messages.append({"role": "assistant", "content": result.text})
             if options.json:
                 print(json.dumps({"text": result.text, **summary, **_logprobs(result)}), flush=True)
@@ -183,10 +190,12 @@ def graph_diff(options: argparse.Namespace) -> int:
     return int(found.differs)
 
 
-def _run(engine: Engine, prompt: Any, options: argparse.Namespace) -> tuple[Result, dict[str, Any]]:
-    """Run one request, writing its text as it comes unless JSON is asked for."""
+def _run(
+    engine: Engine, events: Iterator[Event], options: argparse.Namespace
+) -> tuple[Result, dict[str, Any]]:
+    """Run the request of this stream, writing its text as it comes unless JSON is asked for."""
     before, request = Counter(engine.counters), None
-    for event in engine.stream(prompt, _sampling(options), deadline_s=options.deadline):
+    for event in events:
         request = event.request
         if not options.json:
             print(event.text, end="", flush=True)
@@ -212,6 +221,7 @@ def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str
     }
     return {
         "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.cached_tokens,
         "new_tokens": len(result.token_ids),
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,

@@ -48,6 +48,7 @@ _OPTIONAL = (
     "max_prefill_tokens_per_step",
     "kv_blocks",
     "swap_blocks",
+    "session_blocks",
     "max_waiting",
 )
 _INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_LIMITS, *_OPTIONAL)
@@ -71,6 +72,10 @@ class EngineConfig:
     kv_blocks              blocks of the pool, the dummy block 0 not counted; None: enough for every
                            slot at max_seq_len, or what memory_fraction leaves
     swap_blocks            pinned host blocks for paused requests; None: what a short pool can need
+    prefix_caching         whether the blocks of a prompt's KV are kept, and found again by prompts
+                           that begin with the same tokens
+    session_blocks         blocks of the pool that idle sessions and cached prefixes hold at most;
+                           None: as many as nobody else needs
     lookahead              replays launched before the oldest one is collected, 0 or 1; it is 0
                            while a request with a grammar holds a slot
     memory_fraction        share of the device's free memory that the engine may plan with
@@ -113,6 +118,8 @@ class EngineConfig:
     block_size: int = 16
     kv_blocks: int | None = None
     swap_blocks: int | None = None
+    prefix_caching: bool = False
+    session_blocks: int | None = None
     lookahead: int = 1
     memory_fraction: float = 0.9
     max_waiting: int | None = None
@@ -192,7 +199,7 @@ class EngineConfig:
             raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
         if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
             raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
-        for name in ("pdl", "prompt_logprobs"):
+        for name in ("pdl", "prompt_logprobs", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.row_family not in (None, "fma", "dot"):
@@ -205,8 +212,15 @@ class EngineConfig:
             )
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise ValueError(f"kv_blocks={self.kv_blocks} must be at least 1")
-        if self.swap_blocks is not None and self.swap_blocks < 0:
-            raise ValueError(f"swap_blocks={self.swap_blocks} must not be negative")
+        for name in ("swap_blocks", "session_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
+        if self.prefix_caching and isinstance(self.speculative, SaveHiddenStates):
+            raise ValueError(
+                f"prefix_caching=True, but speculative={self.speculative!r} needs the hidden "
+                f"states of whole prompts"
+            )
 
     def _check_speculation(self) -> None:
         check_speculative(self.speculative)
@@ -304,6 +318,8 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     kv_blocks: int | None
     swap_blocks: int | None
+    prefix_caching: bool
+    session_blocks: int | None
     lookahead: int
     memory_fraction: float
     max_waiting: int | None

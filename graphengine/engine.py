@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self, Unpack, get_args
 
@@ -15,7 +17,7 @@ import torch
 
 from graphengine import runs
 from graphengine.acceptance import Acceptance
-from graphengine.allocation import allocate, graph_steps, swap_blocks
+from graphengine.allocation import allocate, graph_steps, new_scheduler, swap_blocks
 from graphengine.buckets import capture_all
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
@@ -37,11 +39,19 @@ from graphengine.report import (
     describe_engine,
     describe_step,
     make_report,
+    statistics,
 )
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams
-from graphengine.scheduler import Plan, PrefillChunk, Scheduler
-from graphengine.step import Sampler, decode_bucket, draft_bucket, prefill_bucket, prefill_kind
+from graphengine.scheduler import Plan, PrefillChunk
+from graphengine.sessions import Session, open_session, restore_session
+from graphengine.snapshots import SessionSnapshot
+from graphengine.step import (
+    Sampler,
+    chunk_bucket,
+    decode_bucket,
+    draft_bucket,
+)
 from graphengine.text import Tokenizer
 from graphengine.tracing import ranged, span
 from graphengine.tuning import numerics_id
@@ -84,19 +94,7 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        self.scheduler = Scheduler(
-            slots=config.max_batch,
-            kv_blocks=memory.kv_blocks,
-            swap_blocks=memory.swap_blocks,
-            block_size=memory.block_size,
-            max_chunk=memory.prefill_ladder.sizes[-1],
-            tokens_per_step=memory.tokens_per_step,
-            reserve_extra=0 if drafter is None else drafter.reserve,
-            max_seq_len=memory.max_seq_len,
-            ladder=memory.ladder,
-            max_waiting=config.max_waiting,
-            lookahead=config.lookahead,
-        )
+        self.scheduler = new_scheduler(memory, config, drafter)
         gate = config.gate_options
         self.gate: Gate | None = None
         if gate is not None:
@@ -248,11 +246,7 @@ class Engine:
         engine of other drafts.
         """
         self._check_open()
-        if self.drafter is None or not self.drafter.host_drafts:
-            raise ValueError(
-                f"speculative={self.config.speculative!r}: only UserProvided takes drafts"
-            )
-        request.drafts = self._intake.drafts(request, token_ids, self.drafter.length)
+        request.drafts = self._intake.drafts(request, token_ids, self.drafter)
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
@@ -345,7 +339,7 @@ class Engine:
         Closing the iterator early cancels the request. `options` are `priority` and `deadline_s` of
         `submit`.
         """
-        return runs.stream(self, prompt, params, **options)
+        return runs.stream(self, partial(self.submit, prompt, params, **options))
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
@@ -358,7 +352,22 @@ class Engine:
         early (`contextlib.aclosing` does so at once) cancels the request; whoever steps next frees
         its slot. `options` as for `stream`.
         """
-        return runs.astream(self, prompt, params, **options)
+        return runs.astream(self, partial(self.submit, prompt, params, **options))
+
+    def session(self) -> Session:
+        """An empty conversation, whose KV stays on the device between its turns.
+
+        ValueError in an engine that saves hidden states, which needs whole prompts.
+        """
+        return open_session(self)
+
+    def restore_session(self, source: SessionSnapshot | str | PathLike[str]) -> Session:
+        """The session that `Session.snapshot` copied, or the one in the file that it wrote.
+
+        ValueError, with both values, for another model, dtype, `numerics_id`, device or layout, and
+        where it does not fit `max_seq_len`, the pool's free blocks or `session_blocks`.
+        """
+        return restore_session(self, source)
 
     @property
     def cache(self) -> torch.Tensor:
@@ -370,6 +379,7 @@ class Engine:
         """Where paused requests' blocks of it are."""
         return self._caches[0][1]
 
+    @property
     def acceptance(self) -> Acceptance:
         """What became of the drafts of all requests."""
         return self._delivery.acceptance
@@ -407,12 +417,7 @@ class Engine:
 
         Of some drafters it waits for the device, which holds a counter.
         """
-        own = {} if self.drafter is None else self.drafter.counters()
-        return {
-            "acceptance": self._delivery.acceptance.as_dict(),
-            "gate": None if self.gate is None else {"drafts": self.gate.drafts},
-            "counters": dict(self.counters) | own,
-        }
+        return statistics(self)
 
     def close(self) -> None:
         """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled."""
@@ -484,11 +489,10 @@ class Engine:
         replays = []
         chunk = plan.prefill
         if chunk is not None:
-            tokens = self.memory.prefill_ladder.pick(chunk.count)
-            requests, epochs = (chunk.request,), (chunk.request.placed.epoch,)
             request = chunk.request
-            full = request.processing is not None
-            bucket = prefill_bucket(tokens, prefill_kind(request))
+            requests, epochs = (request,), (request.placed.epoch,)
+            tokens, bucket = chunk_bucket(chunk, self.memory.prefill_ladder)
+            full = request.processing is not None and not chunk.noted
             with span("prefill", tokens, chunk.count):
                 replays.append(self._launch(bucket, requests, epochs, 1, 0, chunk, full))
         if plan.rows:

@@ -7,9 +7,10 @@ import numbers
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter
 from graphengine.guided import Grammars
 from graphengine.memory import MemoryPlan
 from graphengine.processing import make_processing, single_stop_ids
@@ -66,15 +67,35 @@ class Intake:
 
     def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The prompt's tokens; ValueError for what cannot be served."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {params!r}")
+        _check_params(params)
+        return self.session_ids(prompt, 0, params.add_bos)
+
+    def session_ids(
+        self, prompt: Prompt, known: int, add_bos: bool | None = None
+    ) -> tuple[int, ...]:
+        """Those of a prompt behind `known` tokens of a session; ValueError likewise."""
         return prompt_ids(
             prompt,
             tokenizer=self.tokenizer,
             vocab_size=self._vocab_size,
             max_seq_len=self._max_seq_len,
-            add_bos=params.add_bos,
+            add_bos=add_bos,
+            known=known,
         )
+
+    def turn(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams | None,
+        callback: Callable[[Event], None] | None,
+        **options: Unpack[QueueOptions],
+    ) -> Request:
+        """A request whose prompt is a session's tokens; ValueError likewise."""
+        params = self.usual_params if params is None else params
+        _check_params(params)
+        if params.add_bos is not None:
+            raise ValueError(f"add_bos={params.add_bos} is for the `append` of a session")
+        return self.request(ids, params, callback, **options)
 
     def request(
         self,
@@ -144,15 +165,23 @@ class Intake:
             guide=guide,
         )
 
-    def drafts(self, request: Request, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """Drafts for a request; ValueError for more than `most`, and for what is no such thing."""
+    def drafts(
+        self, request: Request, token_ids: Sequence[int], drafter: Drafter | None
+    ) -> tuple[int, ...]:
+        """Drafts for a request; ValueError where there are too many, or none can be, and for what
+        is no such thing.
+        """
+        if drafter is None or not drafter.host_drafts:
+            raise ValueError(
+                f"speculative={self._config.speculative!r}: only UserProvided takes drafts"
+            )
         if not isinstance(request, Request) or not request.belongs_to(self._cancelled):
             raise ValueError(f"{request!r} is no request of this engine")
         if request.finish_reason is not None:
             raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
         ids = token_ids_of(token_ids, self._vocab_size, "drafts are token ids")
-        if len(ids) > most:
-            raise ValueError(f"{len(ids)} drafts for a request, k={most}")
+        if len(ids) > drafter.length:
+            raise ValueError(f"{len(ids)} drafts for a request, k={drafter.length}")
         return ids
 
     def _stream(self, params: SamplingParams) -> TextStream | None:
@@ -165,6 +194,11 @@ class Intake:
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, not {params!r}")
 
 
 def _check_deadline(seconds: float) -> None:

@@ -140,7 +140,8 @@ def plan_memory(
     kinds: tuple[PrefillKind, ...] = ("full", "fast")
     if config.prompt_logprobs:
         kinds = ("prompt", *kinds)
-    graphs = (_SAMPLERS + own) * len(shapes) + len(kinds) * len(prefill_ladder.sizes)
+    # The last one is that which notes tokens.
+    graphs = (_SAMPLERS + own) * len(shapes) + len(kinds) * len(prefill_ladder.sizes) + 1
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks

@@ -53,10 +53,13 @@ def prompt_ids(
     vocab_size: int,
     max_seq_len: int,
     add_bos: bool | None = None,
+    known: int = 0,
 ) -> tuple[int, ...]:
     """Token ids of text, of a conversation, or of ids given as they are.
 
     add_bos  of `Tokenizer.encode`; only text can have it
+    known    tokens in front of it, of a session; behind some a text has no special tokens, and no
+             chat begins
 
     ValueError, with the value and the limit, for a prompt that cannot be served.
     """
@@ -67,19 +70,28 @@ def prompt_ids(
             f"add_bos={add_bos} is for a prompt of text: token ids and chat templates bring their "
             f"own"
         )
+    if known and add_bos is not None:
+        raise ValueError(f"add_bos={add_bos}, but {known} tokens are in front of the text")
+    if known and isinstance(prompt, Chat):
+        raise ValueError(
+            f"chat messages begin a conversation, but the session holds {known} tokens: give "
+            f"all of its messages to `update`"
+        )
     if isinstance(prompt, str | Chat):
         if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
         if isinstance(prompt, str):
-            prompt = tokenizer.encode(prompt, add_bos=add_bos)
+            prompt = tokenizer.encode(prompt, add_special_tokens=not known, add_bos=add_bos)
         else:
             prompt = prompt.token_ids(tokenizer)
     ids = token_ids_of(prompt, vocab_size, "a prompt is text, token ids or chat messages")
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
-    if len(ids) >= max_seq_len:
+    if known + len(ids) >= max_seq_len:
+        behind = f" behind {known} of the session" if known else ""
         raise ValueError(
-            f"prompt of {len(ids)} tokens leaves no room for a new one in max_seq_len={max_seq_len}"
+            f"prompt of {len(ids)} tokens{behind} leaves no room for a new one in "
+            f"max_seq_len={max_seq_len}"
         )
     return ids
 

@@ -64,6 +64,17 @@ def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineRepo
     )
 
 
+def statistics(engine: Engine) -> dict[str, Any]:
+    """What `Engine.stats` says."""
+    drafter, gate = engine.drafter, engine.gate
+    own = {} if drafter is None else drafter.counters()
+    return {
+        "acceptance": engine.acceptance.as_dict(),
+        "gate": None if gate is None else {"drafts": gate.drafts},
+        "counters": dict(engine.counters) | own,
+    }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """Ids of requests, each in the order in which it happened.

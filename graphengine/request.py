@@ -13,6 +13,7 @@ from graphengine.result import FinishReason, Result, Timings, TokenLogprobs
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from graphengine.blocks import Context
     from graphengine.guided import Guide
     from graphengine.processing import Processing
     from graphengine.text import TextStream
@@ -57,9 +58,13 @@ class Placement:
     slot           row of every per-slot tensor, for the request's whole life
     epoch          names this stay in the slot; a record that carries another one is dead
     reach          positions that it and its drafter can ever write
-    blocks         pool blocks of positions 0, block_size, ...; empty while paused
+    blocks         pool blocks of positions 0, block_size, ...; empty while paused. Others may hold
+                   the first of them, too
     swap_blocks    host blocks while paused
-    prefilled      prompt tokens whose prefill has been launched
+    prefilled      prompt tokens whose prefill has been launched, or was not needed
+    noted          those whose prefill was not needed and that were noted on the device, or need not
+    begun          whether a chunk of its prompt has been launched
+    indexed        blocks of the prompt that the index of prefixes has, or is not to have
     least          tokens sampled at least, once all launches have run: each one counts for one
     in_doubt       drafts in flight; as many more may have been sampled
     """
@@ -70,6 +75,9 @@ class Placement:
     blocks: list[int] = field(default_factory=list)
     swap_blocks: list[int] = field(default_factory=list)
     prefilled: int = 0
+    noted: int = 0
+    begun: bool = False
+    indexed: int = 0
     least: int = 0
     in_doubt: int = 0
 
@@ -83,11 +91,14 @@ class Request:
     """Handle of a submitted request, valid after the engine is closed.
 
     Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `priority`, `phase`, `token_ids`
-    and `text` so far, `logprobs` of them, `prompt_logprobs`, `finish_reason`, `stop_reason`,
-    `timings`, `pauses`, `acceptance`.
+    and `text` so far, `logprobs` of them, `prompt_logprobs`, `cached_tokens`, `finish_reason`,
+    `stop_reason`, `timings`, `pauses`, `acceptance`.
 
     priority     the lowest of those that wait starts first, arrival decides among equals
     deadline     `time.perf_counter()` from which on it is late; None: never
+    cached_tokens  of the prompt that were not prefilled, as their KV was there; 0 until it starts
+    context      KV of the session that it is a turn of
+    block_keys   of the prompt's blocks, by which prefixes are found
     eos_ids      those of the stop ids that are the checkpoint's
     private      its events are for its callback alone: no step returns them
     pieces       the text in pieces, so that a step adds to it without a copy
@@ -97,7 +108,10 @@ class Request:
     __slots__ = (
         "_cancelled",
         "acceptance",
+        "block_keys",
+        "cached_tokens",
         "callback",
+        "context",
         "deadline",
         "drafts",
         "eos_ids",
@@ -177,6 +191,9 @@ class Request:
         self.timings = Timings(submitted=submitted)
         self.pauses = 0
         self.acceptance = Acceptance()
+        self.cached_tokens = 0
+        self.context: Context | None = None
+        self.block_keys: list[bytes] | None = None
         self.drafts: tuple[int, ...] = ()
         self._cancelled = cancelled
 
@@ -255,6 +272,7 @@ class Request:
             seed=self.seed,
             timings=self.timings,
             acceptance=self.acceptance,
+            cached_tokens=self.cached_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )

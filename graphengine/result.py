@@ -62,6 +62,8 @@ class Result:
     stop_reason  the stop string, the stop token id or the stop token sequence that ended it; None
                  for an end-of-sequence token, a `stop_callback` and whatever is no "stop"
     acceptance   counts what became of its drafts; without speculation it is empty
+    cached_tokens  tokens of the prompt that were not prefilled, as their KV was there already: of
+                 a session, or of another prompt that begins with them
     logprobs     if it asked for them: an entry for each of `token_ids`
     prompt_logprobs  the same of the prompt's; the first, which follows from nothing, is None
     """
@@ -74,6 +76,7 @@ class Result:
     seed: int
     timings: Timings
     acceptance: Acceptance = field(default_factory=Acceptance)
+    cached_tokens: int = 0
     stop_reason: str | int | tuple[int, ...] | None = None
     text_ends: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -110,6 +113,7 @@ class Result:
         seed              of its random numbers, drawn by the engine where none was given
         timings           seconds from its submission: {"time_to_first_token" (null without one),
                           "tokens": when each reached the host, "finished"}
+        cached_tokens     tokens of the prompt whose KV was there already
         acceptance        `Acceptance.as_dict()`: what became of its drafts
         logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
                           token's own, then those of the most probable ones
@@ -131,6 +135,7 @@ class Result:
                 "tokens": [time - submitted for time in self.timings.tokens],
                 "finished": None if finished is None else finished - submitted,
             },
+            "cached_tokens": self.cached_tokens,
             "acceptance": self.acceptance.as_dict(),
             "logprobs": _lists_of(self.logprobs),
             "prompt_logprobs": _lists_of(self.prompt_logprobs),

@@ -11,17 +11,24 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, cast
 
 from graphengine.intake import QueueOptions
 from graphengine.prompts import Prompt, is_batch
 from graphengine.request import Event, Request
+from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from graphengine.engine import Engine
 
 Progress = Callable[[int, int], None]
+
+
+class Submit(Protocol):
+    """Queues a request, whose events go to `on_event`."""
+
+    def __call__(self, *, on_event: Callable[[Event], None]) -> Request: ...
 
 
 def generate(
@@ -70,22 +77,31 @@ def generate(
     return results if batch else results[0]
 
 
-def stream(
-    engine: Engine, prompt: Prompt, params: SamplingParams | None, **options: Unpack[QueueOptions]
-) -> Iterator[Event]:
-    """What `Engine.stream` says."""
-    request, events = _submit(engine, prompt, params, **options)
+def finish(engine: Engine, submit: Submit) -> Result:
+    """Submit a request and run it to its end."""
+    request = submit(on_event=_ignore)
+    request.private = True
+    try:
+        while not request.finished:
+            _step(engine)
+    except BaseException:
+        request.cancel()
+        raise
+    return request.result()
+
+
+def stream(engine: Engine, submit: Submit) -> Iterator[Event]:
+    """What `Engine.stream` says, of the request that `submit` makes."""
+    request, events = _submit(submit)
     generator = _events(engine, request, events)
     # To its first yield, so that closing an untouched iterator cancels the request too.
     next(generator)
     return cast(Iterator[Event], generator)
 
 
-def astream(
-    engine: Engine, prompt: Prompt, params: SamplingParams | None, **options: Unpack[QueueOptions]
-) -> AsyncIterator[Event]:
-    """What `Engine.astream` says."""
-    request, events = _submit(engine, prompt, params, **options)
+def astream(engine: Engine, submit: Submit) -> AsyncIterator[Event]:
+    """What `Engine.astream` says, of the request that `submit` makes."""
+    request, events = _submit(submit)
     generator = _events_async(engine, request, events)
     # To its first yield, in front of which it awaits nothing.
     with suppress(StopIteration):
@@ -93,12 +109,14 @@ def astream(
     return cast(AsyncIterator[Event], generator)
 
 
-def _submit(
-    engine: Engine, prompt: Prompt, params: SamplingParams | None, **options: Unpack[QueueOptions]
-) -> tuple[Request, deque[Event]]:
+def _ignore(event: Event) -> None:
+    """The event of a private request that nobody asks for."""
+
+
+def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
     """A request whose events go into a queue, and that queue."""
     events: deque[Event] = deque()
-    request = engine.submit(prompt, params, on_event=events.append, **options)
+    request = submit(on_event=events.append)
     request.private = True
     return request, events
 

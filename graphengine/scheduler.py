@@ -15,6 +15,13 @@ the greatest need: positions past the request's end are never written, its draft
 which are part of that need. So the pool holds all of them, or each pause finds its swap blocks. The
 oldest is never paused and its greatest need fits the pool, so it advances in every plan, by a token
 at least, until all its tokens are in flight; it finishes, and so does everyone after it.
+
+Blocks that a request shares with others, or with a session (`blocks.py`), change nothing of that.
+Each request is reckoned as if all its blocks were its own, so that together they use no more than
+the sum. Blocks that nobody uses are free, as they are evicted on demand: so the pool lacks a block
+only while other requests use some, and once those are paused the oldest has all of it. A pause
+copies shared blocks as well, and it resumes into blocks of its own; so it may free fewer blocks
+than it copies, but whoever needs them goes on to the next youngest.
 """
 
 from __future__ import annotations
@@ -25,39 +32,24 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from graphengine.blocks import BlockPool, Reuse
 from graphengine.buckets import BucketLadder
 from graphengine.request import Phase, Placement, QueueFull, Request
 
 Move = Literal["paused", "resumed", "finished"]
 
 
-class BlockPool:
-    """Free list of KV blocks `first .. first + count - 1`; the last one freed is reused first."""
-
-    def __init__(self, count: int, *, first: int = 0) -> None:
-        self.count = count
-        self._free = list(range(first + count - 1, first - 1, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        assert count <= self.free, f"{count=} of {self.free} free blocks"
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, blocks: list[int]) -> None:
-        self._free.extend(reversed(blocks))
-        blocks.clear()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token."""
+    """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token.
+
+    noted  their KV is there already: they are only noted, for whatever reads a prompt's tokens
+    """
 
     request: Request
     start: int
     count: int
+    noted: bool = False
 
     @property
     def final(self) -> bool:
@@ -133,6 +125,11 @@ class Scheduler:
     max_seq_len       positions that a block table has; no drafter writes past them
     max_waiting       requests that may wait for a slot; None: any number
     lookahead         replays that may be launched before the one before them is read
+    prefix_caching    whether a prompt's blocks are found again by their tokens
+    kept_blocks       blocks that idle sessions and prefixes hold at most; None: all that are free
+    look_behind       tokens behind a position that its entries in the caches depend on
+    note_all          whether what every request skips of its prompt is to be noted on the device;
+                      otherwise that of requests that ask something of their logits
 
     While a request with a grammar holds a slot, what it samples must be read before its next step
     can be launched: `guided` counts such requests, and `lookahead` is 0 while there are any.
@@ -153,22 +150,34 @@ class Scheduler:
         ladder: BucketLadder | None = None,
         max_waiting: int | None = None,
         lookahead: int = 0,
+        prefix_caching: bool = False,
+        kept_blocks: int | None = None,
+        look_behind: int = 0,
+        note_all: bool = False,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
         self._ladder = BucketLadder(slots, (slots,)) if ladder is None else ladder
         self.block_size = block_size
         self.max_chunk = max_chunk
-        self.pool = BlockPool(kv_blocks, first=1)
+        self.pool = BlockPool(kv_blocks, first=1, max_idle=kept_blocks)
         self.swap = BlockPool(swap_blocks)
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self.slots: list[Request | None] = [None] * slots
         self.counters: Counter[str] = Counter()
+        self.reuse = Reuse(
+            self.pool,
+            block_size=block_size,
+            behind=look_behind,
+            prefixes=prefix_caching,
+            counters=self.counters,
+        )
         self.moves: list[tuple[Move, int]] = []
         self.guided = 0
         self.lookahead = self._usual_lookahead = lookahead
         self._max_waiting = max_waiting
+        self._note_all = note_all
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
@@ -251,6 +260,7 @@ class Scheduler:
         if placement is not None:
             self.active.remove(request)
             self.slots[placement.slot] = None
+            self.reuse.ended(request)
             self.pool.give_back(placement.blocks)
             self.swap.give_back(placement.swap_blocks)
             request.placement = None
@@ -438,23 +448,37 @@ class Scheduler:
         """Give waiting requests slots and blocks; paused ones go first.
 
         The blocks are those of the prompt, or all that the request may ever need where the pool is
-        roomy.
+        roomy. Those that hold its first tokens already are shared, the others are its own.
         """
         while self.waiting and None in self.slots:
             if any(request.phase is Phase.PAUSED for request in self.active):
                 return
             request = self.waiting[0]
             tokens = request.max_len if self._roomy else request.prompt_len
-            need = self.blocks_for(self._reach(request, tokens))
+            found = self.reuse.find(request)
+            need = self.blocks_for(self._reach(request, tokens)) - len(found)
+            # Found blocks that nobody uses are free, and no longer are.
+            taken = need + sum(not self.pool.users(block) for block in found)
             headroom = self._headroom(len(self.active))
-            if need + headroom > self.pool.free or not self._can_always_pause(request):
+            if taken + headroom > self.pool.free or not self._can_always_pause(request):
                 return
             self.waiting.popleft()
             slot = self.slots.index(None)
             self._epoch += 1
-            blocks = self.pool.take(need)
-            reach = self._reach(request, request.max_len)
-            request.placement = Placement(slot=slot, epoch=self._epoch, reach=reach, blocks=blocks)
+            # First, or they might be evicted for the others.
+            self.pool.use(found)
+            cached = len(found) * self.block_size
+            request.placement = Placement(
+                slot=slot,
+                epoch=self._epoch,
+                reach=self._reach(request, request.max_len),
+                blocks=found + self.pool.take(need),
+                prefilled=cached,
+                noted=0 if self._is_noted(request) else cached,
+            )
+            request.cached_tokens = cached
+            if request.context is not None:
+                self.reuse.took(request, request.context)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)
@@ -481,14 +505,48 @@ class Scheduler:
     def _next_chunk(self) -> PrefillChunk | None:
         for request in self.active:
             if request.phase is Phase.PREFILL:
-                start = request.placed.prefilled
-                end = min((start // self.max_chunk + 1) * self.max_chunk, request.prompt_len)
-                return PrefillChunk(request=request, start=start, count=end - start)
+                placement = request.placed
+                if not placement.begun:
+                    placement.begun = True
+                    self._look_again(request)
+                noted = placement.noted < request.cached_tokens
+                start = placement.noted if noted else placement.prefilled
+                end = request.cached_tokens if noted else request.prompt_len
+                end = min((start // self.max_chunk + 1) * self.max_chunk, end)
+                return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
         return None
+
+    def _look_again(self, request: Request) -> None:
+        """Share what others have fed of the prompt since the request was admitted."""
+        placement = request.placed
+        if not self.reuse.prefixes or placement.indexed:
+            return
+        have = request.cached_tokens // self.block_size
+        more = self.reuse.find(request)[have:]
+        if more:
+            self.pool.use(more)
+            own = placement.blocks[have : have + len(more)]
+            placement.blocks[have : have + len(more)] = more
+            self.pool.give_back(own)
+            cached = request.cached_tokens + len(more) * self.block_size
+            if not self._is_noted(request):
+                placement.noted = cached
+            placement.prefilled = request.cached_tokens = cached
+            self._changes.tables = True
+        self.reuse.begun(request)
+
+    def _is_noted(self, request: Request) -> bool:
+        """Whether what it skips of its prompt has to be noted on the device."""
+        return self._note_all or request.processing is not None
 
     def _advance_prefill(self, chunk: PrefillChunk) -> None:
         placement = chunk.request.placed
+        if chunk.noted:
+            placement.noted += chunk.count
+            return
         placement.prefilled += chunk.count
+        if self.reuse.prefixes:
+            self.reuse.fed(chunk.request)
         if chunk.final:
             placement.least = 1
             chunk.request.phase = Phase.DECODE

@@ -2,6 +2,7 @@
 
     decode    command, gather, embed -> layers -> lm_head, sample -> verify, commit, publish, draft
     prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
+    note      command -> gather -> note -> publish: of tokens whose KV is there already
     draft     where the drafter has a graph of its own: what decode verified -> draft
 
 They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
@@ -16,17 +17,19 @@ S slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphengine.buckets import Mailbox, StaticBuffers
+from graphengine.buckets import BucketLadder, Mailbox, StaticBuffers
 from graphengine.drafters import Drafter, Prefilled, Verified
 from graphengine.kernels import (
     EMITTED,
     DecodeLanes,
+    PrefillLanes,
     Residual,
     SamplingTensors,
     SlotState,
@@ -50,6 +53,7 @@ from graphengine.models.dense import DecodeLaunch, DenseModel
 from graphengine.processing import PrefillKind
 from graphengine.relaxed import Relaxation
 from graphengine.request import Request
+from graphengine.scheduler import PrefillChunk
 
 Sampler = Literal["fast", "full"]
 """`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well,
@@ -66,11 +70,24 @@ def prefill_bucket(tokens: int, kind: PrefillKind) -> str:
     return f"prefill/{tokens}" if kind == "fast" else f"prefill/{tokens}/{kind}"
 
 
+def note_bucket(tokens: int) -> str:
+    """Name of the graph that notes up to so many tokens of a prompt."""
+    return f"prefill/{tokens}/note"
+
+
 def prefill_kind(request: Request) -> PrefillKind:
     """The prefill graphs that the request needs."""
     if request.processing is None:
         return "fast"
     return "full" if request.prompt_logprobs is None else "prompt"
+
+
+def chunk_bucket(chunk: PrefillChunk, ladder: BucketLadder) -> tuple[int, str]:
+    """Tokens and name of the graph for a chunk, of the token buckets that there are."""
+    if chunk.noted:
+        return ladder.sizes[-1], note_bucket(ladder.sizes[-1])
+    tokens = ladder.pick(chunk.count)
+    return tokens, prefill_bucket(tokens, prefill_kind(chunk.request))
 
 
 def draft_bucket(rows: int, drafts: int) -> str:
@@ -211,13 +228,7 @@ class StepProgram:
         count, final = buffers["prefill_count"], buffers["prefill_final"]
         apply_commands(self.state, buffers["command_epoch"])
         chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
-        attention = partial(
-            paged_prefill_attention,
-            block_table_SB=block_table,
-            query_start_P1=chunk.query_start,
-            slot_P=slot,
-            position_P=start,
-        )
+        attention = self._prefill_attention(chunk)
         attend = partial(attention, scale=self.model.config.attention_scale)
         drafter = self.drafter
         wanted: Any = {}
@@ -249,3 +260,37 @@ class StepProgram:
                 self.relaxation.follow_prompt(prefilled)
             drafter.prepare(prefilled)
         return StepOutputs(logits, sampled, flags)
+
+    def note(self, tokens: int) -> None:
+        """Take in a part of a prompt whose KV is there already, of at most `tokens`.
+
+        It reaches all that reads a prompt's tokens rather than their KV: what was said, for
+        penalties; the drafter; relaxed acceptance. Nothing is sampled, and `kv_len` is for the
+        prefill behind it to set.
+        """
+        buffers, slot = self.buffers, self.buffers["prefill_slot"]
+        apply_commands(self.state, buffers["command_epoch"])
+        chunk = gather_prefill(
+            buffers["prefill_tokens"][:tokens],
+            slot,
+            buffers["prefill_start"],
+            buffers["prefill_count"],
+        )
+        self.logits_step.note_prompt(chunk)
+        nothing = torch.zeros_like(slot)
+        publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
+        attention = self._prefill_attention(chunk)
+        noted = Prefilled(chunk, None, None, nothing, nothing, attention)
+        if self.relaxation is not None:
+            self.relaxation.follow_prompt(noted)
+        if self.drafter is not None:
+            self.drafter.note(noted)
+
+    def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
+        return partial(
+            paged_prefill_attention,
+            block_table_SB=self.buffers["block_table"],
+            query_start_P1=chunk.query_start,
+            slot_P=self.buffers["prefill_slot"],
+            position_P=self.buffers["prefill_start"],
+        )

@@ -126,7 +126,7 @@ def _replace_graphs(engine: Engine) -> list[PublishingGraph]:
     graphs = []
     for name, graph in engine._graphs.items():
         graph.close()
-        field = "prefill_slot" if name.startswith("prefill/") else "slot_of_row"
+        field = "slot_of_row" if name.startswith("decode/") else "prefill_slot"
         graphs.append(PublishingGraph(engine, field))
         engine._graphs[name] = graphs[-1]  # type: ignore[assignment]
     return graphs

@@ -129,6 +129,10 @@ class Drafter(ABC):
     """K: drafts a step, at most."""
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
+    look_behind: int = 0
+    """Tokens behind a position that its KV there depends on, or that it overwrites it by."""
+    notes: bool = False
+    """Whether it reads the prompt's tokens, so that `note` is to get those not prefilled."""
     wants_hidden: bool = False
     """Whether `prepare` is to get the hidden states of the prompt."""
     host_drafts: bool = False
@@ -181,6 +185,12 @@ class Drafter(ABC):
     @abstractmethod
     def prepare(self, prefilled: Prefilled) -> None:
         """Take a prompt chunk in; behind the last one write the first drafts."""
+
+    def note(self, noted: Prefilled) -> None:  # noqa: B027
+        """Take in a part of a prompt whose KV, its own too, is there already; it is not the last.
+
+        Of `noted` the chunk means something; there are no hidden states and no tokens behind it.
+        """
 
     @abstractmethod
     def propose(self, verified: Verified) -> None:

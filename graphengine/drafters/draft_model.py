@@ -52,6 +52,8 @@ class DraftModelDrafter(Drafter):
         self.length = length
         # The chain's last run stands K positions behind the last that the target verified.
         self.reserve = length
+        # Behind a prompt its last token is fed again, by the decode kernels.
+        self.look_behind = 1
         self._checkpoint = checkpoint
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:

@@ -20,6 +20,8 @@ class NGramDrafter(Drafter):
     max_n   tokens of the longest suffix that is looked for
     """
 
+    notes = True
+
     def __init__(self, length: int, max_n: int) -> None:
         self.length = length
         self.max_n = max_n
@@ -64,6 +66,10 @@ class NGramDrafter(Drafter):
             num_speculative_tokens=self.length,
             unmatched_S=self._unmatched,
         )
+
+    def note(self, noted: Prefilled) -> None:
+        # No chunk of it is the last, so this only takes it in.
+        self.prepare(noted)
 
     def propose(self, verified: Verified) -> None:
         ngram_propose(

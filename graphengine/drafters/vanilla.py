@@ -46,6 +46,8 @@ class VanillaDrafter(ModuleDrafter):
     def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
         assert 1 <= length <= config.modules, f"{length=} {config.modules=}"
         super().__init__(config.first(length), length, vocabulary)
+        # The last module's row at p pairs the hidden state at p + K - 1 with the token at p + K.
+        self.look_behind = length
 
     @property
     def lanes_of_row(self) -> int:

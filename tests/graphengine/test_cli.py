@@ -26,6 +26,7 @@ GENERATED_KEYS = {
     "text",
     "token_ids",
     "prompt_tokens",
+    "cached_tokens",
     "new_tokens",
     "finish_reason",
     "stop_reason",
@@ -268,7 +269,7 @@ def test_max_live_leaves_larger_buckets_without_drafts(cli: Cli) -> None:
     drafting = [size for size in sizes if size <= 16]
     assert 16 in drafting and sizes[-1] == 64
     # k=3 in these and k=0 in all, each with two samplers.
-    assert facts["graphs"] == 2 * (len(drafting) + len(sizes) + len(facts["prefill_buckets"]))
+    assert facts["graphs"] == 1 + 2 * (len(drafting) + len(sizes) + len(facts["prefill_buckets"]))
 
 
 # chat
@@ -301,6 +302,8 @@ def test_chat_remembers_what_was_said(
     messages.append({"role": "user", "content": "another one"})
     assert second["text"] == greedy_text(messages, chat_checkpoint)
     assert second["prompt_tokens"] > first["prompt_tokens"] + first["new_tokens"]
+    # The session keeps whole blocks of what the template left as it was.
+    assert first["cached_tokens"] == 0 and second["cached_tokens"] % 16 == 0
 
     say(monkeypatch, "a function\nanother one\n")
     status, out, _ = cli("chat", *options)
@@ -359,7 +362,7 @@ def test_info_shows_what_would_be_captured(cli: Cli) -> None:
         "decode buckets": "1, 2, 4, 8, 12",
         "prefill buckets": "16, 64, 96",
         # Each bucket with both samplers.
-        "graphs": "16",
+        "graphs": "17",
     }.items():
         assert re.search(rf"^{name} +{value}$", out, re.MULTILINE), (name, out)
     for part in ("weights", "KV cache", "swap", "total"):
@@ -373,7 +376,7 @@ def test_info_prints_json(cli: Cli) -> None:
     document = json.loads(out)
     assert document["architecture"] == "Qwen3ForCausalLM"
     assert document["decode_buckets"] == [1, 2] and document["prefill_buckets"] == [16, 64, 96]
-    assert document["graphs"] == 10 and document["dtype"] == "bfloat16"
+    assert document["graphs"] == 11 and document["dtype"] == "bfloat16"
     assert all(line.keys() == {"name", "bytes", "where"} for line in document["budget"])
     tensors = Checkpoint.open(checkpoint_path()).tensors.items()
     weights = sum(info.nbytes for name, info in tensors if not name.startswith("mtp."))

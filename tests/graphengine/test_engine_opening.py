@@ -282,8 +282,9 @@ def test_the_report_holds_budget_ladder_and_captures(device: str) -> None:
     assert lines["weights"].bytes == weights
     # Largest first, so that the others reuse its memory.
     assert [capture.name for capture in report.captures] == [
-        "prefill/32/full", "prefill/32", "prefill/8/full", "prefill/8", "decode/4/full",
-        "decode/4/fast", "decode/2/full", "decode/2/fast", "decode/1/full", "decode/1/fast",
+        "prefill/32/full", "prefill/32", "prefill/8/full", "prefill/8", "prefill/32/note",
+        "decode/4/full", "decode/4/fast", "decode/2/full", "decode/2/fast", "decode/1/full",
+        "decode/1/fast",
     ]  # fmt: skip
     for capture in report.captures:
         assert (capture.nodes is None) == (device == "cpu")

@@ -33,11 +33,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from graphengine.blocks import BlockPool
 from graphengine.fields import host_updates
 from graphengine.guided import Guide
 from graphengine.request import Phase, Request
 from graphengine.sampling_params import SamplingParams
-from graphengine.scheduler import BlockPool, Plan, Scheduler
+from graphengine.scheduler import Plan, Scheduler
 
 Entry = tuple[int, int]
 # How many of up to `width` tokens the step of a stay at a position gets: (epoch, position, width).
@@ -1057,9 +1058,13 @@ def test_changes_outlive_a_step_without_a_plan() -> None:
 # A short pool.
 
 
-def short_pool() -> tuple[Scheduler, Request, Request]:
-    """An older request of two blocks and a younger one of two: the pool of four is full."""
-    scheduler = make_scheduler(kv_blocks=4, swap_blocks=3, block_size=4, max_chunk=8)
+def short_pool(others: int = 0) -> tuple[Scheduler, Request, Request]:
+    """An older request of two blocks and a younger one of two: the pool of four is full.
+
+    others  blocks that it has besides, the last ones, and that somebody holds
+    """
+    scheduler = make_scheduler(kv_blocks=4 + others, swap_blocks=3, block_size=4, max_chunk=8)
+    scheduler.pool.give_back(scheduler.pool.take(4 + others)[:4])
     older, younger = submit(scheduler, 5, 11), submit(scheduler, 4, 8)
     for _ in range(4):
         plan = plan_of(scheduler)
@@ -1099,9 +1104,11 @@ def test_a_paused_request_resumes_where_it_was_and_runs_at_once() -> None:
 
 
 def test_a_paused_request_waits_until_the_running_rows_can_still_grow() -> None:
-    scheduler, older, younger = short_pool_with_a_pause()
+    # Two blocks stand for a third request's.
+    scheduler, older, younger = short_pool(others=2)
+    run_until(scheduler, younger, Phase.PAUSED, limit=1)
     assert scheduler.pool.free == 1 and scheduler.blocks_for(younger.placed.least + 4) == 2
-    # Two blocks, and one for the row that runs: extra ones stand for a third request's.
+    # It takes two, and one for the row that runs.
     scheduler.pool.give_back([5])
     assert plan_of(scheduler).rows == (older,)
     scheduler.pool.give_back([6])
@@ -1121,12 +1128,12 @@ def test_paused_requests_resume_in_order_even_where_a_later_one_would_fit() -> N
     small = submit(scheduler, 1, 7)
     run_until(scheduler, small, Phase.DECODE)
     assert plan_of(scheduler).rows == (oldest, large, small)
-    scheduler.pool.take(scheduler.pool.free)
+    others = scheduler.pool.take(scheduler.pool.free)
     run_until(scheduler, large, Phase.PAUSED)
     assert small.phase is Phase.PAUSED and scheduler.pool.free == 2
     assert len(small.placed.swap_blocks) == 1, "it would fit beside the oldest"
     assert plan_of(scheduler).rows == (oldest,)
-    scheduler.pool.give_back([97, 98, 99])
+    scheduler.pool.give_back(others[:3])
     assert plan_of(scheduler).rows == (oldest, large)
 
 

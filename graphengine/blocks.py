@@ -1,0 +1,317 @@
+"""KV blocks and who holds them: requests, idle sessions, and prefixes that may come again.
+
+A block has *users*, the requests whose tables name it, and *keepers*: sessions, and the index of
+prefixes. One with neither is vacant. One that is only kept is *idle*: it counts as free, since it
+is evicted when somebody needs its place. What is evicted, and in which order, is said at
+`Reuse.evict`.
+
+Only whole blocks are reused, and of those only such as hold for every position what a prefill of
+the same tokens would write there. `behind` is how many tokens behind a position its entries depend
+on: 0 in the target's cache, more in that of a drafter that looks ahead. Nobody writes into a reused
+block, but for a drafter of several modules, which writes what is there already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphengine.request import Request
+
+
+class BlockPool:
+    """Blocks `first .. first + count - 1`; of the vacant ones the last one freed is taken first.
+
+    idle      blocks without a user that somebody keeps, the longest idle first
+    evict     called with a number of blocks that it has to make vacant, out of idle ones
+    max_idle  more idle blocks than this are evicted at once; None: as many as there are
+    """
+
+    def __init__(self, count: int, *, first: int = 0, max_idle: int | None = None) -> None:
+        self.count = count
+        self.idle: dict[int, None] = {}
+        self.evict: Callable[[int], None] | None = None
+        self._max_idle = max_idle
+        self._vacant = list(range(first + count - 1, first - 1, -1))
+        self._users = [0] * (first + count)
+        self._keepers = [0] * (first + count)
+
+    @property
+    def free(self) -> int:
+        """Blocks that could be taken: vacant and idle ones."""
+        return len(self._vacant) + len(self.idle)
+
+    @property
+    def vacant(self) -> int:
+        return len(self._vacant)
+
+    def users(self, block: int) -> int:
+        return self._users[block]
+
+    def keepers(self, block: int) -> int:
+        return self._keepers[block]
+
+    def take(self, count: int) -> list[int]:
+        """Blocks that nobody else holds, each with one user; idle ones are evicted for them."""
+        assert count <= self.free, f"{count=} of {self.free} free blocks"
+        missing = count - len(self._vacant)
+        if missing > 0:
+            self._make_vacant(missing)
+        blocks = [self._vacant.pop() for _ in range(count)]
+        for block in blocks:
+            self._users[block] = 1
+        return blocks
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """One user more for each of these, which somebody keeps or uses already."""
+        for block in blocks:
+            assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
+            self.idle.pop(block, None)
+            self._users[block] += 1
+
+    def give_back(self, blocks: list[int]) -> None:
+        """One user less for each, and `blocks` is emptied; the first are the last to be evicted."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            assert self._users[block] >= 0, f"{block=} has no user"
+            if self._users[block]:
+                continue
+            if self._keepers[block]:
+                self.idle[block] = None
+            else:
+                self._vacant.append(block)
+        blocks.clear()
+        self._limit()
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """One keeper more for each of these, which somebody uses or keeps already."""
+        for block in blocks:
+            assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
+            self._keepers[block] += 1
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """One keeper less for each of these."""
+        for block in reversed(blocks):
+            self._keepers[block] -= 1
+            assert self._keepers[block] >= 0, f"{block=} has no keeper"
+            if not self._keepers[block] and not self._users[block]:
+                del self.idle[block]
+                self._vacant.append(block)
+
+    def _limit(self) -> None:
+        if self._max_idle is not None and len(self.idle) > self._max_idle:
+            self._make_vacant(len(self.idle) - self._max_idle)
+
+    def _make_vacant(self, count: int) -> None:
+        enough = len(self._vacant) + count
+        assert self.evict is not None, f"{len(self.idle)} idle blocks, but nothing evicts them"
+        self.evict(count)
+        assert len(self._vacant) >= enough, f"{len(self._vacant)} vacant of {enough} blocks"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Context:
+    """The KV that a session keeps: blocks of its first `len(blocks) * block_size` tokens.
+
+    evicted  its blocks were taken away; a turn that gives it new ones clears this
+    closed   no turn gives it blocks any more
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    evicted: bool = False
+    closed: bool = False
+
+
+class Reuse:
+    """Which blocks a request begins with, and what becomes of them when it ends.
+
+    pool        of the KV cache
+    behind      tokens behind a position that its entries depend on, in the engine's caches
+    prefixes    whether blocks of prompts are found again by their tokens
+    counters    `prefix/...` and `sessions/...` are counted here
+
+    A prefix is found by a chain of SHA-256: a block's key is of the key before it, of the block's
+    tokens, and of the `behind` tokens that follow, so that equal keys mean equal entries. Only
+    blocks that prefill has written as a whole are in the index; in those of a reply the entries are
+    the decode kernels', which may differ in their last bits, so a turn of a session that builds on
+    one adds none.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        behind: int,
+        prefixes: bool,
+        counters: Counter[str],
+    ) -> None:
+        self.prefixes = prefixes
+        self.contexts: dict[Context, None] = {}
+        self._pool = pool
+        self._block_size = block_size
+        self._behind = behind
+        self._counters = counters
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        pool.evict = self.evict
+
+    # Requests, as the scheduler sees them.
+
+    def find(self, request: Request) -> list[int]:
+        """Blocks of the request's first tokens, all but one of them at most."""
+        context = request.context
+        if request.params.prompt_logprobs is not None or (context is None and not self.prefixes):
+            # Those of a prompt follow from the logits behind each of its tokens.
+            return []
+        most = (request.prompt_len - 1) // self._block_size
+        if context is not None and context.blocks:
+            return context.blocks[:most]
+        found = []
+        for key in self._keys(request)[:most]:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def took(self, request: Request, context: Context) -> None:
+        """The turn of a session was admitted with what was found for it."""
+        self.touch(context)
+        if context.blocks and request.cached_tokens:
+            self._counters["sessions/reused_tokens"] += request.cached_tokens
+            # What it writes behind a reply's blocks is no prefill of its tokens alone.
+            request.placed.indexed = request.prompt_len
+
+    def begun(self, request: Request) -> None:
+        """The request is about to be fed, with what the index has of its prompt."""
+        cached = request.cached_tokens
+        request.placed.indexed = cached // self._block_size
+        if request.params.prompt_logprobs is None:
+            self._counters["prefix/queries"] += 1
+            self._counters["prefix/queried_tokens"] += request.prompt_len
+            self._counters["prefix/hits"] += cached > 0
+            self._counters["prefix/hit_tokens"] += cached
+
+    def fed(self, request: Request) -> None:
+        """Put the blocks that prefill has filled into the index, its replays being launched."""
+        placement = request.placed
+        done = (placement.prefilled - self._behind) // self._block_size
+        if done <= placement.indexed:
+            return
+        keys = self._keys(request)
+        for index in range(placement.indexed, min(done, len(keys))):
+            key, block = keys[index], placement.blocks[index]
+            if key not in self._block_of:
+                self._block_of[key], self._key_of[block] = block, key
+                self._pool.keep([block])
+        placement.indexed = done
+
+    def ended(self, request: Request) -> None:
+        """Hand a finished turn's blocks to its session; the request is still one of their users.
+
+        Replays in flight write behind what is handed over. A turn that was cancelled, late or
+        failed leaves the session as it was, and so does one that ends while it is paused, whose
+        blocks are not in the pool.
+        """
+        context, blocks = request.context, request.placed.blocks
+        if context is None or context.closed or request.finish_reason not in ("stop", "length"):
+            return
+        self.touch(context)
+        if not blocks:
+            return
+        fed = request.placed.prefilled
+        known = fed if fed < request.prompt_len else request.prompt_len + len(request.token_ids)
+        # The last token was sampled and has no KV.
+        self.give(context, blocks[: self.whole_blocks(known - 1 + min(1, self._behind))])
+
+    # Contexts of sessions.
+
+    def whole_blocks(self, tokens: int) -> int:
+        """Blocks whose entries depend on a sequence's first `tokens` tokens alone."""
+        return max(0, tokens - self._behind) // self._block_size
+
+    def give(self, context: Context, blocks: Sequence[int]) -> None:
+        """Let `context` keep these instead of what it keeps; others may hold them too."""
+        kept = list(blocks)
+        self._pool.keep(kept)
+        self._pool.let_go(context.blocks)
+        context.blocks, context.evicted = kept, False
+        self.touch(context)
+
+    def touch(self, context: Context) -> None:
+        """Note that `context` was used last; one without blocks is not noted at all."""
+        self.contexts.pop(context, None)
+        if context.blocks:
+            self.contexts[context] = None
+
+    def cut(self, context: Context, tokens: int) -> None:
+        """Let go of what depends on more than the first `tokens` tokens."""
+        count = self.whole_blocks(tokens)
+        self._pool.let_go(context.blocks[count:])
+        del context.blocks[count:]
+        if not context.blocks:
+            self.contexts.pop(context, None)
+
+    def close(self, context: Context) -> None:
+        """Let go of everything; calling it again is fine."""
+        self._pool.let_go(context.blocks)
+        context.blocks = []
+        context.closed = True
+        self.contexts.pop(context, None)
+
+    # Making room.
+
+    def evict(self, count: int) -> None:
+        """Make `count` idle blocks vacant.
+
+        First go those that the index of prefixes alone keeps, the longest idle first, of one
+        request's from its end. Then whole sessions, least recently used first: those of which a
+        block is idle, that is, not those of a turn under way that is not paused. What two sessions
+        keep goes with the second of them.
+        """
+        enough = self._pool.vacant + count
+        while not self._evict_prefixes(enough):
+            pool = self._pool
+            idle = (
+                context
+                for context in self.contexts
+                if any(not pool.users(block) for block in context.blocks)
+            )
+            context = next(idle, None)
+            assert context is not None, f"{len(pool.idle)} idle blocks are nobody's"
+            pool.let_go(context.blocks)
+            context.blocks, context.evicted = [], True
+            del self.contexts[context]
+            self._counters["sessions/evicted"] += 1
+
+    def _evict_prefixes(self, enough: int) -> bool:
+        """Evict until so many blocks are vacant; False if that takes a session."""
+        pool = self._pool
+        if pool.vacant >= enough:
+            return True
+        alone = [block for block in pool.idle if block in self._key_of and pool.keepers(block) == 1]
+        for block in alone[: enough - pool.vacant]:
+            del self._block_of[self._key_of.pop(block)]
+            pool.let_go([block])
+            self._counters["prefix/evicted_blocks"] += 1
+        return pool.vacant >= enough
+
+    def _keys(self, request: Request) -> list[bytes]:
+        """Of every block of the prompt whose entries depend on the prompt alone."""
+        keys = request.block_keys
+        if keys is None:
+            size, behind = self._block_size, self._behind
+            tokens, key = array("q", request.prompt_token_ids), b""
+            keys = []
+            for start in range(0, len(tokens) - size - behind + 1, size):
+                known = tokens[start : start + size + behind]
+                key = hashlib.sha256(key + known.tobytes()).digest()
+                keys.append(key)
+            request.block_keys = keys
+        return keys

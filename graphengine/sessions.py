@@ -1,0 +1,285 @@
+"""A conversation whose KV stays on the device from one turn to the next.
+
+    with engine.session() as session:
+        session.append("def fib(n):")
+        first = session.generate(params)
+        session.append("\\n\\ndef fact(n):")
+        second = session.generate(params)  # prefills what was appended, and a block's rest
+
+A session is its tokens, and blocks of KV for the first of them. A turn is a request whose prompt is
+all of the tokens; it begins with the blocks, prefills the rest, and leaves its own blocks to the
+session. So what a turn says is what a request with the whole conversation as its prompt says, but
+that the KV of earlier replies was written by the decode kernels, whose last bits may differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack
+
+from graphengine import runs
+from graphengine.blocks import Context
+from graphengine.intake import QueueOptions
+from graphengine.prompts import Prompt, token_ids_of
+from graphengine.request import Event, Request
+from graphengine.result import Result
+from graphengine.sampling_params import SamplingParams, is_int
+from graphengine.snapshots import SessionSnapshot, copy_in, copy_out
+
+if TYPE_CHECKING:
+    from graphengine.engine import Engine
+
+
+class Session:
+    """Tokens that grow turn by turn, and the KV of the first of them. `Engine.session` makes one.
+
+    Between turns its blocks are idle: they are given to whoever needs them (`Reuse.evict` says in
+    which order), then the session is `evicted`, and its next turn prefills everything again. Its
+    tokens are never lost.
+
+    One turn runs at a time. While it does, all that would change the session or read its KV is a
+    ValueError, as is every call but `close` once the session or its engine is closed; `token_ids`
+    and `len` stay what they were when the turn began.
+    """
+
+    def __init__(self, engine: Engine, tokens: list[int], context: Context) -> None:
+        self._engine = engine
+        self._tokens = tokens
+        self._context = context
+        self._turn: Request | None = None
+
+    def __len__(self) -> int:
+        """Tokens of the conversation."""
+        self._settle()
+        return len(self._tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Session(tokens={len(self)}, cached_tokens={self.cached_tokens}, "
+            f"evicted={self.evicted}, turn={self._turn!r})"
+        )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was appended and what was replied, in order; a copy.
+
+        A reply is there as `Result.token_ids` has it, with the token that stopped it: behind an
+        end-of-sequence token a chat template goes on with the next message. What a stop string ends
+        in the middle of a token stays, too.
+        """
+        self._settle()
+        return tuple(self._tokens)
+
+    @property
+    def turn(self) -> Request | None:
+        """The turn that is under way."""
+        self._settle()
+        return self._turn
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the next turn would not have to prefill."""
+        size = self._engine.memory.block_size
+        whole = min(len(self._context.blocks), max(0, len(self) - 1) // size)
+        return whole * size
+
+    @property
+    def evicted(self) -> bool:
+        """Whether its blocks were taken away, so that the next turn prefills everything."""
+        return self._context.evicted
+
+    # What the conversation is.
+
+    def append(self, prompt: Prompt, *, add_bos: bool | None = None) -> None:
+        """Add to the end: text, token ids, or, to an empty session, chat messages or a `Chat`.
+
+        Text gets the special tokens that a prompt has (or as `add_bos` says) where it comes first,
+        else none. It is tokenised by itself: a token never spans two pieces. ValueError for what is
+        no prompt, and where the conversation would leave no room in `max_seq_len`.
+        """
+        self._check_idle()
+        intake = self._engine._intake
+        self._tokens += intake.session_ids(prompt, len(self._tokens), add_bos)
+
+    def update(self, prompt: Prompt) -> None:
+        """Make this the conversation: keep what both begin with, rewind to there, add the rest.
+
+        For chat templates, which make the tokens of a conversation out of all its messages: give
+        the messages so far, and whatever the template leaves as it was is not prefilled again.
+        """
+        self._check_idle()
+        ids = self._engine._intake.session_ids(prompt, 0)
+        same = 0
+        for known, wanted in zip(self._tokens, ids, strict=False):
+            if known != wanted:
+                break
+            same += 1
+        self.rewind(len(self._tokens) - same)
+        self._tokens += ids[same:]
+
+    def rewind(self, n_tokens: int) -> None:
+        """Take the last `n_tokens` back, prompts' or replies'; their KV goes by whole blocks.
+
+        To come back to a point, remember `len(session)` there and rewind by the difference.
+        ValueError unless 0 <= n_tokens <= len(session).
+        """
+        self._check_idle()
+        if not is_int(n_tokens) or not 0 <= n_tokens <= len(self._tokens):
+            raise ValueError(f"n_tokens={n_tokens!r} must be in [0, {len(self._tokens)}]")
+        if n_tokens:
+            del self._tokens[-n_tokens:]
+            self._engine.scheduler.reuse.cut(self._context, len(self._tokens))
+
+    def fork(self) -> Session:
+        """Another session with the same tokens and the same blocks, of which nothing is copied."""
+        self._check_idle()
+        context = Context(evicted=self._context.evicted)
+        if self._context.blocks:
+            self._engine.scheduler.reuse.give(context, self._context.blocks)
+        return Session(self._engine, list(self._tokens), context)
+
+    # Turns.
+
+    def submit(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> Request:
+        """Queue a turn; `Engine.submit` says what the arguments are and what is raised.
+
+        Once it has finished by "stop" or "length" the session ends with its tokens. One that was
+        cancelled, came too late or failed leaves the session as it was: to cut a reply short and
+        keep what was said, end it by `Engine.stop_callback`. ValueError for an empty session.
+        """
+        self._check_idle()
+        if not self._tokens:
+            raise ValueError("the session is empty: append a prompt")
+        engine, limit = self._engine, self._engine.memory.max_seq_len
+        if len(self._tokens) >= limit:
+            raise ValueError(
+                f"a session of {len(self._tokens)} tokens leaves no room for a new one in "
+                f"max_seq_len={limit}"
+            )
+        engine.scheduler.check_queue()
+        request = engine._intake.turn(self._tokens, params, on_event, **options)
+        request.context = self._context
+        engine._queue(request)
+        self._turn = request
+        return request
+
+    def generate(
+        self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
+    ) -> Result:
+        """Run a turn to its end; other requests go on meanwhile, as with `Engine.generate`."""
+        return runs.finish(self._engine, partial(self.submit, params, **options))
+
+    def stream(
+        self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
+    ) -> Iterator[Event]:
+        """Submit a turn now and yield its events; closing the iterator early cancels it."""
+        return runs.stream(self._engine, partial(self.submit, params, **options))
+
+    def astream(
+        self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
+    ) -> AsyncIterator[Event]:
+        """The same for `async for`, as `Engine.astream`."""
+        return runs.astream(self._engine, partial(self.submit, params, **options))
+
+    # Life.
+
+    def snapshot(self, path: str | os.PathLike[str] | None = None) -> SessionSnapshot:
+        """A copy of tokens and KV in host memory, and in a safetensors file if `path` is given.
+
+        Waits for the device. `Engine.restore_session` makes a session of either, in this process or
+        another. OSError where the file cannot be written; it appears whole or not at all.
+        """
+        self._check_idle()
+        made = copy_out(self._engine, self._tokens, self._context.blocks)
+        if path is not None:
+            made.save(path)
+        return made
+
+    def close(self) -> None:
+        """Cancel the turn, if one runs, and let go of the blocks. Calling it again is fine."""
+        self._settle()
+        if self._turn is not None:
+            self._turn.cancel()
+        self._engine.scheduler.reuse.close(self._context)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _settle(self) -> None:
+        """Take in the turn that has finished since."""
+        turn = self._turn
+        if turn is not None and turn.finished:
+            self._turn = None
+            if turn.finish_reason in ("stop", "length"):
+                self._tokens += turn.token_ids
+
+    def _check_idle(self) -> None:
+        self._engine._check_open()
+        if self._context.closed:
+            raise ValueError("the session is closed")
+        self._settle()
+        if self._turn is not None:
+            raise ValueError(
+                f"a turn of the session is under way, request {self._turn.id}: it must finish first"
+            )
+
+
+def open_session(engine: Engine) -> Session:
+    """What `Engine.session` says."""
+    _check_sessions(engine)
+    return Session(engine, [], Context())
+
+
+def restore_session(engine: Engine, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
+    """What `Engine.restore_session` says."""
+    _check_sessions(engine)
+    if isinstance(source, str | os.PathLike):
+        source = SessionSnapshot.load(source)
+    if not isinstance(source, SessionSnapshot):
+        raise ValueError(f"source={source!r} must be a SessionSnapshot, or the path of one")
+    source.check(engine)
+    vocab_size, limit = engine.model.config.vocab_size, engine.memory.max_seq_len
+    tokens = token_ids_of(source.token_ids, vocab_size, "a session is token ids")
+    if len(tokens) > limit:
+        raise ValueError(f"a session of {len(tokens)} tokens exceeds max_seq_len={limit}")
+    scheduler, context = engine.scheduler, Context()
+    pool, most, count = scheduler.pool, engine.config.session_blocks, source.blocks
+    if count > pool.free:
+        raise ValueError(
+            f"a session of {count} KV blocks, but {pool.free} of the pool's {pool.count} are free"
+        )
+    if most is not None and count > most:
+        raise ValueError(f"a session of {count} KV blocks exceeds session_blocks={most}")
+    if count:
+        blocks = pool.take(count)
+        try:
+            copy_in(engine, source, blocks)
+            scheduler.reuse.give(context, blocks)
+        finally:
+            pool.give_back(blocks)
+    return Session(engine, list(tokens), context)
+
+
+def _check_sessions(engine: Engine) -> None:
+    engine._check_open()
+    if engine.drafter is not None and engine.drafter.prompts_only:
+        raise ValueError(
+            f"speculative={engine.config.speculative!r} needs whole prompts: it has no sessions"
+        )
