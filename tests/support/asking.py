@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 import random
+import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -206,14 +207,20 @@ def each_option(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
 
 
 def random_options(dice: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Some of the options that a request may have, each now and then."""
+    """Some of the options that a request may have beside the sampler's, each now and then."""
 
     def ids(count: int) -> list[int]:
         return dice.sample(range(vocab_size), count)
 
+    def letters() -> str:
+        return "".join(dice.choices(string.ascii_letters, k=dice.choice([1, 1, 2])))
+
     drawn: dict[str, Callable[[], Any]] = {
         "allowed_token_ids": lambda: ids(vocab_size // 2),
-        "bad_words": lambda: [ids(dice.randrange(1, 4)) for _ in range(dice.randrange(1, 20))],
+        "bad_words": lambda: [
+            letters() if dice.random() < 0.3 else ids(dice.randrange(1, 4))
+            for _ in range(dice.randrange(1, 20))
+        ],
         "logit_bias": lambda: {token: dice.uniform(-5, 5) for token in ids(20)},
         "repetition_penalty": lambda: dice.uniform(0.8, 1.5),
         "frequency_penalty": lambda: dice.uniform(-0.5, 1.5),
@@ -222,5 +229,10 @@ def random_options(dice: random.Random, vocab_size: int) -> dict[str, Any]:
         "prompt_logprobs": lambda: dice.choice([0, 3]),
         # Of two tokens among many, so that some come up.
         "stop_token_sequences": lambda: [ids(2) for _ in range(8)],
+        "stop_token_ids": lambda: ids(2),
+        "stop": lambda: [letters() for _ in range(3)],
+        "include_stop_str_in_output": lambda: True,
+        "skip_special_tokens": lambda: False,
+        "remove_eos": lambda: True,
     }
     return {name: draw() for name, draw in drawn.items() if dice.random() < 0.35}

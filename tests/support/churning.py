@@ -1,0 +1,120 @@
+"""Owners of requests who come and go at random, and what each must have said for all that."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import string
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from graphengine import Engine, Event, Request, SamplingParams
+
+
+def write_tokenizer(folder: Path, size: int, eos: int | None = None) -> None:
+    """A byte-level tokenizer of so many ids, letters and digits among the first of them."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((known, _),) = level.pre_tokenize_str(string.printable[:95] + "\n")
+    tokens = [*known, *sorted({*level.alphabet()} - {*known})]
+    merges = [(a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase]
+    tokens += ["".join(pair) for pair in merges]
+    if eos is not None:
+        tokens.insert(eos, "<eos>")
+    vocabulary = {token: index for index, token in enumerate(tokens[:size])}
+    merges = [pair for pair in merges if "".join(pair) in vocabulary]
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    library.pre_tokenizer, library.decoder = level, decoders.ByteLevel()
+    if eos is not None:
+        library.add_special_tokens(["<eos>"])
+    library.save(str(folder / "tokenizer.json"))
+
+
+class Owners:
+    """Everyone who has requests in `engine`: they hear of them, cut them short, or let them be.
+
+    `requests` are all there were. `late` and `stopped` count those that a deadline and the engine's
+    `stop_callback` have ended.
+    """
+
+    def __init__(self, engine: Engine, dice: random.Random) -> None:
+        self.requests: list[Request] = []
+        self.stopped: set[int] = set()
+        self._heard: dict[int, list[int]] = {}
+        self._engine = engine
+        self._dice = dice
+        engine.stop_callback = self._stop_some
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        dice, options = self._dice, dict[str, Any]()
+        if dice.random() < 0.3:
+            options["priority"] = dice.randrange(-2, 3)
+        if dice.random() < 0.3:
+            # Far away: `disturb` says who is late, so that a slow machine changes nothing.
+            options["deadline_s"] = 1e6
+        if dice.random() < 0.3:
+            options["on_event"] = self._hear
+        request = self._engine.submit(list(prompt), params, **options)
+        self.requests.append(request)
+        if "on_event" in options:
+            self._heard[request.id] = []
+
+    def disturb(self) -> None:
+        """Now and then one is cancelled, or late."""
+        dice = self._dice
+        unfinished = [request for request in self.requests if not request.finished]
+        if unfinished and dice.random() < 0.1:
+            dice.choice(unfinished).cancel()
+        heap = self._engine._delivery.deadlines.heap
+        if heap and dice.random() < 0.15:
+            heap[0] = (time.perf_counter(), *heap[0][1:])
+
+    @property
+    def late(self) -> int:
+        return sum(request.finish_reason == "deadline" for request in self.requests)
+
+    def _hear(self, event: Event) -> None:
+        self._heard[event.request.id] += event.token_ids
+
+    def _stop_some(self, active: tuple[int, ...]) -> set[int]:
+        ended = {self._dice.choice(active)} if self._dice.random() < 0.02 else set()
+        self.stopped |= ended
+        return ended
+
+    def check(self, alone: Engine) -> None:
+        """Each says what it says in the other engine, where it is by itself; or the beginning."""
+        assert all(request.finished for request in self.requests)
+        for request in self.requests:
+            if request.id in self._heard:
+                assert self._heard[request.id] == request.token_ids
+            if not request.token_ids:
+                continue
+            params = dataclasses.replace(request.params, seed=request.seed)
+            expected = alone.generate(list(request.prompt_token_ids), params)
+            count = len(request.token_ids)
+            assert tuple(request.token_ids) == expected.token_ids[:count], f"{request}"
+            if request.id in self.stopped:
+                assert request.finish_reason == "stop" and request.stop_reason is None
+            elif request.finish_reason not in ("cancelled", "deadline"):
+                assert count == len(expected.token_ids), f"{request}"
+                for name in ("text", "finish_reason", "stop_reason"):
+                    assert getattr(request, name) == getattr(expected, name), f"{request}: {name}"
+            if expected.logprobs is not None:
+                assert request.logprobs == list(expected.logprobs[:count]), f"{request}"
+            if expected.prompt_logprobs is not None:
+                assert request.prompt_logprobs == list(expected.prompt_logprobs), f"{request}"
+
+    def assert_all_was_asked(self) -> None:
+        """Each option was in a request that said something, and each way to end one was gone."""
+        usual = SamplingParams()
+        asked = [request.params for request in self.requests if request.token_ids]
+        for field in dataclasses.fields(SamplingParams):
+            # Prompts are token ids here.
+            if field.name not in ("add_bos", "seed"):
+                usually = getattr(usual, field.name)
+                assert any(getattr(params, field.name) != usually for params in asked), field.name
+        assert self.late and self.stopped
