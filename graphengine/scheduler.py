@@ -258,6 +258,7 @@ class Scheduler:
             self._changes.slots = self._changes.tables = True
             self._changes.options |= request.processing is not None
         request.phase = Phase.FINISHED
+        request.block_keys = None
         self.moves.append(("finished", request.id))
 
     def plan(self) -> Plan | None:
