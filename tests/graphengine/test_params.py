@@ -223,6 +223,8 @@ def test_engine_defaults() -> None:
         "block_size": 16,
         "kv_blocks": None,
         "swap_blocks": None,
+        "prefix_caching": False,
+        "session_blocks": None,
         "lookahead": 1,
         "memory_fraction": 0.9,
         "max_waiting": None,
