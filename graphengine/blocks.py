@@ -216,19 +216,19 @@ class Reuse:
         """Hand a finished turn's blocks to its session; the request is still one of their users.
 
         Replays in flight write behind what is handed over. A turn that was cancelled, late or
-        failed leaves the session as it was, and so does one that ends while it is paused, whose
-        blocks are not in the pool.
+        failed leaves the session as it was, and so does one that has no more to hand over: that was
+        stopped while it was fed, or ends while it is paused, its blocks not in the pool.
         """
         context, blocks = request.context, request.placed.blocks
         if context is None or context.closed or request.finish_reason not in ("stop", "length"):
             return
         self.touch(context)
-        if not blocks:
-            return
         fed = request.placed.prefilled
         known = fed if fed < request.prompt_len else request.prompt_len + len(request.token_ids)
         # The last token was sampled and has no KV.
-        self.give(context, blocks[: self.whole_blocks(known - 1 + min(1, self._behind))])
+        count = self.whole_blocks(known - 1 + min(1, self._behind))
+        if len(blocks) >= count > len(context.blocks):
+            self.give(context, blocks[:count])
 
     # Contexts of sessions.
 

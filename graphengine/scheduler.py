@@ -268,6 +268,7 @@ class Scheduler:
             self._changes.options |= request.processing is not None
             self._count_guided(request, -1)
         request.phase = Phase.FINISHED
+        request.block_keys = None
         self.moves.append(("finished", request.id))
 
     def plan(self) -> Plan | None:

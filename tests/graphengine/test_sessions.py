@@ -45,6 +45,11 @@ def options_of(name: str, path: Path) -> dict[str, Any]:
     return options | ({"speculative": DraftModel(path, k=2)} if name == "model" else {})
 
 
+def on(device: str) -> dict[str, Any]:
+    """In float32: there a reply's KV leaves no choice between two tokens to its last bits."""
+    return SIZES | {"device": device, "dtype": "float32"}
+
+
 def assert_nothing_leaks(engine: Engine) -> None:
     run(engine)
     scheduler = engine.scheduler
@@ -124,9 +129,9 @@ def test_what_is_kept_is_what_a_prefill_would_write(name: str, small: Path) -> N
 @pytest.mark.parametrize(
     "speculative", [None, NGram(k=3), MTP(k=3)], ids=["plain", "ngram", "relaxed"]
 )
-def test_what_is_skipped_is_known_to_all_that_reads_tokens(speculative: Any) -> None:
+def test_what_is_skipped_is_known_to_all_that_reads_tokens(device: str, speculative: Any) -> None:
     """Penalties over the prompt, n-grams of it, and thinking that began in it."""
-    options = SIZES | DOT | {"speculative": speculative, "max_seq_len": 256}
+    options = on(device) | DOT | {"speculative": speculative, "max_seq_len": 256}
     if isinstance(speculative, MTP):
         options["relaxed_acceptance"] = RelaxedAcceptance(
             topk=4, delta=0.5, begin_token_ids=(5,), end_token_ids=(6,)
@@ -342,8 +347,9 @@ def test_a_fork_shares_its_blocks_and_goes_its_own_way(engine: Engine) -> None:
 # Evictions.
 
 
-def test_an_evicted_session_says_so_and_goes_on() -> None:
-    with open_engine(**SIZES, max_batch=1, kv_blocks=20) as engine, engine.session() as session:
+def test_an_evicted_session_says_so_and_goes_on(device: str) -> None:
+    sizes = on(device) | {"max_batch": 1, "kv_blocks": 20}
+    with open_engine(**sizes) as engine, engine.session() as session:
         session.append(LONG)
         session.generate(greedy(4, ignore_eos=True))
         assert session.cached_tokens > 0 and not session.evicted
@@ -401,6 +407,19 @@ def kept() -> SessionSnapshot:
         session.append(LONG)
         session.generate(greedy(6, ignore_eos=True))
         return session.snapshot()
+
+
+def test_a_conversation_on_a_device_is_saved_and_goes_on(device: str, tmp_path: Path) -> None:
+    file = tmp_path / "session.safetensors"
+    options = on(device) | DOT | {"speculative": MTP(k=3)}
+    with open_engine(**options) as engine, engine.session() as session:
+        vocab = engine.model.config.vocab_size
+        first = converse(session, 0, 5, vocab_size=vocab)
+        session.snapshot(file)
+        whole = first + converse(session, 5, 9, vocab_size=vocab)
+    with open_engine(**options) as other, other.restore_session(file) as restored:
+        assert restored.cached_tokens > 0
+        assert first + converse(restored, 5, 9, vocab_size=vocab) == whole
 
 
 def test_a_snapshot_outlives_its_engine(kept: SessionSnapshot, tmp_path: Path) -> None:
@@ -613,7 +632,7 @@ def test_a_reused_prefix_gives_what_the_same_chunk_cuts_give_unshared(caching: E
         assert result.token_ids == cut.token_ids and result.logprobs == cut.logprobs
 
 
-def test_many_prompts_of_few_heads_share_them() -> None:
+def test_many_prompts_of_few_heads_share_them(device: str) -> None:
     dice = random.Random(5)
     heads = [[dice.randrange(4000) for _ in range(40)] for _ in range(3)]
     tails = [[dice.randrange(4000) for _ in range(dice.randrange(1, 30))] for _ in range(18)]
@@ -621,12 +640,12 @@ def test_many_prompts_of_few_heads_share_them() -> None:
     asked = [sampled(6, seed=index) for index in range(len(prompts))]
     for index in range(0, len(asked), 4):
         asked[index] = greedy(6, repetition_penalty=1.4)
-    with open_engine(**SIZES, prefix_caching=True, kv_blocks=80) as engine:
+    with open_engine(**on(device), prefix_caching=True, kv_blocks=80) as engine:
         # All at once: who is fed later finds what was fed before.
         found = engine.generate(prompts, asked)
         counters = dict(engine.counters)
         assert_nothing_leaks(engine)
-    with open_engine(**SIZES) as alone:
+    with open_engine(**on(device)) as alone:
         expected = alone.generate(prompts, asked)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids

@@ -22,7 +22,7 @@ from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 from stepping import open_engine, run
 
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 72, "max_batch": 3, "row_family": "dot"}
-SHORT: dict[str, Any] = {"kv_blocks": 17, "swap_blocks": 40, "prefix_caching": True}
+SHORT: dict[str, Any] = {"kv_blocks": 15, "swap_blocks": 40, "prefix_caching": True}
 CASES: dict[str, tuple[Callable[[Path], Speculative | None], dict[str, Any]]] = {
     "plain-0": (lambda path: None, {"lookahead": 0}),
     "plain-1": (lambda path: None, {}),
