@@ -114,8 +114,11 @@ def test_byte_level_text_and_segments_are_transformers(data: st.DataObject, skip
     assert result.text == decode(theirs, ids, skip)
     assert_segments(result)
     for count, segment in enumerate(result.segments[:-1], start=1):
-        so_far = decode(theirs, ids[:count], skip)
-        assert so_far in (result.text[: segment.end], result.text[: segment.end] + REPLACEMENT)
+        so_far, certain = decode(theirs, ids[:count], skip), result.text[: segment.end]
+        # A character takes up to four tokens; of bytes that begin none, each is a character.
+        held_back = so_far.removeprefix(certain)
+        assert so_far.startswith(certain) and held_back == REPLACEMENT * len(held_back)
+        assert len(held_back) <= 3
 
 
 # A word, a special token, or a character in bytes.
