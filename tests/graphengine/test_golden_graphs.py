@@ -29,7 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "dot": {"max_batch": 8, "buckets": (1, 8)},
     "mtp": {"max_batch": 2, "buckets": (2,), "speculative": MTP(k=3)},
 }
-PREFILL = ("prefill/16", "prefill/16/full", "prefill/64", "prefill/64/full")
+PREFILL = tuple(f"prefill/{name}" for name in ("16", "16/full", "64", "64/full", "64/note"))
 GRAPHS: dict[str, tuple[str, ...]] = {
     "fma": ("decode/1/fast", "decode/1/full", *PREFILL),
     "dot": ("decode/1/fast", "decode/1/full", "decode/8/fast", "decode/8/full", *PREFILL),

@@ -241,6 +241,11 @@ def test_a_replay_equals_the_eager_step(
             while engine.busy:
                 engine.step()
             assert all(request.finish_reason in ("length", "stop") for request in requests)
+        # A second turn whose penalties see the first, which is noted and not fed again.
+        with engine.session() as session:
+            for length in (70, 9):
+                session.append([1 + index % 50 for index in range(length)])
+                session.generate(SamplingParams(max_tokens=4, ignore_eos=True, **asking))
         missing = set(engine._graphs) - set(checked)
         assert not missing, f"{missing} not replayed: {checked}"
 

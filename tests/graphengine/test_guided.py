@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from speculating import (
     DRAFTING,
     Outcome,
@@ -242,6 +243,11 @@ def test_json_options(device: str) -> None:
 # Masks.
 
 
+def synchronize(engine: Engine) -> None:
+    if engine.config.device != "cpu":
+        torch.cuda.synchronize()
+
+
 class MaskWatch:
     """Compares the masks that a step is launched with with llguidance's own.
 
@@ -263,9 +269,12 @@ class MaskWatch:
 
         def watched(plan: Plan) -> None:
             drafts = engine.drafter is not None and not engine.drafter.host_drafts
+            # This is another stream than the engine's.
+            synchronize(engine)
             table = engine.buffers["draft_tokens"].tolist() if drafts else None
             given = {request: request.drafts for request in plan.rows}
             load(plan)
+            synchronize(engine)
             rows = list(plan.rows)
             if plan.prefill is not None and plan.prefill.final:
                 rows.append(plan.prefill.request)

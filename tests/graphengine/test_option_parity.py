@@ -105,7 +105,7 @@ def test_a_mixed_batch_says_what_transformers_says_of_each(
         result, expected = request.result(), generate(oracles[case.name].model, prompt, params)
         assert result.token_ids == expected.token_ids, f"{params}"
         assert params.logprobs is not None
-        assert_logprobs(result, table_of(expected, case), params.logprobs)
+        assert_logprobs(result, table_of(expected, case), params.logprobs, device)
     assert (engine.acceptance.accepted > drafted) == (case.speculative is not None)
     assert_idle(engine)
 
@@ -131,7 +131,7 @@ def test_min_tokens_goes_with_each_option(
         stop_ids = (*engine.eos_ids, *stops)
         expected = generate(oracles[case.name].model, prompt, params, stop_ids)
         assert result.token_ids == expected.token_ids, option
-        assert_logprobs(result, table_of(expected, case), 2)
+        assert_logprobs(result, table_of(expected, case), 2, device)
         assert not set(result.token_ids[:least]) & set(stop_ids)
         ended = result.token_ids[-1] in stop_ids
         assert result.finish_reason == ("stop" if ended else "length")

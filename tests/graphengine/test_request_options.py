@@ -78,7 +78,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(
         expected = generate(oracle.model, prompt, params)
         assert result.token_ids == expected.token_ids
         table = expected.raw if mode == "raw_logprobs" else expected.processed
-        assert_logprobs(result, table, 4)
+        assert_logprobs(result, table, 4, device)
         changed += result.token_ids != plain.token_ids
     assert changed
 
@@ -91,7 +91,7 @@ def test_logprobs_alone_change_nothing(
     for prompt in oracle.prompts(LENGTHS):
         result = engine.generate(prompt, ask(logprobs=top))
         assert result.token_ids == engine.generate(prompt, ask()).token_ids
-        assert_logprobs(result, generate(oracle.model, prompt, ask()).raw, top)
+        assert_logprobs(result, generate(oracle.model, prompt, ask()).raw, top, device)
         assert result.cumulative_logprob == pytest.approx(
             sum(
                 logprobs[token].logprob
@@ -417,7 +417,7 @@ def test_prompt_logprobs_are_those_of_transformers(
         behind = dataclasses.replace(
             result, token_ids=tuple(prompt[1:]), logprobs=result.prompt_logprobs[1:]
         )
-        assert_logprobs(behind, tables(oracle.model, prompt[:1], prompt[1:])[0], top)
+        assert_logprobs(behind, tables(oracle.model, prompt[:1], prompt[1:])[0], top, device)
         assert result.token_ids == engine.generate(prompt, ask(6, repetition_penalty=1.2)).token_ids
     assert results[-1].prompt_logprobs is None
     run(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,15 @@ def test_planted_causes_are_found_on_a_gpu(cause: str, tmp_path: Path) -> None:
         run_planted(engine, cause, 1200)
         engine.recorder.write(path)
     found = document(path)
-    counts = {one["cause"]: one["count"] for one in found["stands_out"]}
+    # A cause may be found in outliers, and hidden in steps that are none.
+    counts = Counter[str]()
+    for one in found["stands_out"]:
+        counts[one["cause"]] += one["count"]
     expected, least = {
         "stall": ("outside", 20), "sync": ("sync", 40), "bucket": ("bucket", 60),
         "prefill": ("prefill", 15),
     }[cause]  # fmt: skip
-    assert counts.get(expected, 0) >= least, found["stands_out"]
+    assert counts[expected] >= least, found["stands_out"]
 
 
 @pytest.mark.gpu

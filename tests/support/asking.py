@@ -32,7 +32,8 @@ LOGPROB_TOLERANCE = 1e-5
 
 A logit in float32 is known to some roundings of the largest one, at 25 of 2e-6 each. So where
 transformers' own model in float32 is off from that in float64, as much more is granted: at most
-some 2e-5, seen of the demo model, and of most ids less than 1e-6.
+some 2e-5, seen of the demo model, and of most ids less than 1e-6. A GPU sums in another order, so
+that other ids are off: there each is granted what the worst of its position is.
 """
 
 
@@ -152,12 +153,14 @@ def generate(
     return Expected(tokens, *tables(model, prompt, tokens, params))
 
 
-def assert_logprobs(result: Result, table: Table, top: int) -> None:
+def assert_logprobs(result: Result, table: Table, top: int, device: str) -> None:
     """The result's log-probabilities are those of the table."""
     assert result.logprobs is not None and len(result.logprobs) == len(result.token_ids)
     rows = zip(result.token_ids, result.logprobs, *table, strict=True)
     for index, (token, logprobs, exact_V, slack_V) in enumerate(rows):
         assert next(iter(logprobs)) == token
+        if device != "cpu":
+            slack_V = torch.full_like(slack_V, float(slack_V.max()))
         room_V = LOGPROB_TOLERANCE + slack_V
         # Ranks count ids of at least the token's logit; what is this close may lie on either side.
         chosen, least, most = logprobs[token], exact_V - room_V, exact_V + room_V
