@@ -91,9 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def generate(options: argparse.Namespace) -> None:
     """Complete one prompt; the text streams to the terminal."""
+    params = _sampling(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _engine(options) as engine:
-        events = engine.stream(prompt, _sampling(options), deadline_s=options.deadline)
+        events = engine.stream(prompt, params, deadline_s=options.deadline)
         result, summary = _run(engine, events, options)
     if options.json:
         said = {"text": result.text, "token_ids": result.token_ids}
@@ -110,6 +111,7 @@ def chat(options: argparse.Namespace) -> None:
 
     A turn prefills what the template has changed or added since the one before.
     """
+    params = _sampling(options)
     with _engine(options) as engine, engine.session() as session:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
@@ -119,13 +121,15 @@ def chat(options: argparse.Namespace) -> None:
         while (line := _read_line(options.json)) is not None:
             messages.append({"role": "user", "content": line})
             session.update(messages)
-            events = session.stream(_sampling(options), deadline_s=options.deadline)
+            events = session.stream(params, deadline_s=options.deadline)
             result, summary = _run(engine, events, options)
             messages.append({"role": "assistant", "content": result.text})
             if options.json:
                 print(json.dumps({"text": result.text, **summary, **_logprobs(result)}), flush=True)
             else:
                 _print_logprobs(result)
+                if result.finish_reason not in ("stop", "length"):
+                    print(f"({result.finish_reason})")
 
 
 def info(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from graphengine.recorder import Recorder
 from graphengine.replay import Replay
 from graphengine.request import Event, Phase, Request
 from graphengine.result import FinishReason, TokenLogprobs
+from graphengine.sampling_params import is_int
 from graphengine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -236,8 +237,8 @@ class Delivery:
             return None
         try:
             asked = callback(tuple(active))
-            ended = dict.fromkeys(asked) if isinstance(asked, Iterable) else None
-            if ended is None or not ended.keys() <= active.keys():
+            ended = list(asked) if isinstance(asked, Iterable) else [None]
+            if not all(is_int(number) and number in active for number in ended):
                 raise ValueError(
                     f"stop_callback returned {asked!r}: it must be ids of {tuple(active)}"
                 )

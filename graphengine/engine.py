@@ -257,7 +257,8 @@ class Engine:
 
         What an event callback or `stop_callback` raises goes on to the caller once every callback
         has run; the events come with the next step. Events of a `generate`, `stream` or `astream`
-        go to its caller alone.
+        go to its caller alone; those that come while one of these runs, and have a callback, to
+        that alone.
         """
         if timeout is not None and (not isinstance(timeout, int | float) or timeout != timeout):
             raise ValueError(f"timeout={timeout!r} must be seconds, or None")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
@@ -13,7 +13,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.guided import Grammars
 from graphengine.memory import MemoryPlan
-from graphengine.processing import make_processing, single_stop_ids
+from graphengine.processing import check_something_is_left, make_processing, single_stop_ids
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
 from graphengine.request import Event, Request
 from graphengine.sampling_params import SamplingParams, is_int
@@ -114,7 +114,7 @@ class Intake:
         if deadline_s is not None:
             _check_deadline(deadline_s)
         eos = () if params.ignore_eos else self._eos_ids
-        stops = (*params.stop_token_ids, *single_stop_ids(params))
+        stops = (*(params.stop_token_ids or ()), *single_stop_ids(params))
         given = (token_id(token, self._vocab_size) for token in stops)
         stop_ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
@@ -136,6 +136,7 @@ class Intake:
             tokenizer=self.tokenizer,
             config=self._config,
         )
+        check_something_is_left(params, processing, stop_ids)
         guide = None
         if params.structured_outputs is not None:
             if self._config.forced_acceptance is not None:
@@ -159,8 +160,8 @@ class Intake:
             stream=self._stream(params),
             callback=callback,
             eos_ids=eos,
-            priority=priority,
-            deadline_s=deadline_s,
+            priority=int(priority),
+            deadline_s=None if deadline_s is None else float(deadline_s),
             processing=processing,
             guide=guide,
         )
@@ -204,7 +205,7 @@ def _check_params(params: object) -> None:
 def _check_deadline(seconds: float) -> None:
     number: object = seconds
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-    if not is_number or not (seconds > 0 and math.isfinite(seconds)):
+    if not is_number or not 0 < seconds <= sys.float_info.max:
         raise ValueError(
             f"deadline_s={seconds!r} must be positive, finite seconds from now on, or None"
         )

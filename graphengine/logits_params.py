@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 FLOAT32_MAX = 3.4028234e38
 MAX_PENALTY = 2.0
+# Beyond them products and quotients leave float32's range, whatever the temperature.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MAX_BIAS = 1e20
 
 BadWord = str | Sequence[int]
 
@@ -24,9 +27,10 @@ def check_logits_params(params: SamplingParams) -> None:
     """ValueError, with the value and the limits, for what no engine could do."""
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         _check_number(name, getattr(params, name))
-    if not 0 < params.repetition_penalty <= FLOAT32_MAX:
+    if not MIN_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise ValueError(
-            f"repetition_penalty={params.repetition_penalty} must be above 0 and finite"
+            f"repetition_penalty={params.repetition_penalty} must be in "
+            f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
         )
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(params, name)
@@ -41,7 +45,7 @@ def check_logits_params(params: SamplingParams) -> None:
 
 
 def frozen_logit_bias(bias: object) -> dict[int, float] | None:
-    """A copy; ValueError unless it is a mapping from ids to finite numbers, or -inf."""
+    """A copy; ValueError unless it is a mapping from ids to numbers in range, or -inf."""
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
@@ -50,8 +54,10 @@ def frozen_logit_bias(bias: object) -> dict[int, float] | None:
         if not is_int(token) or token < 0:
             raise ValueError(f"logit_bias is for {token!r}, which is not a token id")
         _check_number(f"logit_bias[{token}]", value)
-        if not (abs(value) <= FLOAT32_MAX or value == -math.inf):
-            raise ValueError(f"logit_bias[{token}]={value} must be finite, or -inf")
+        if not (abs(value) <= MAX_BIAS or value == -math.inf):
+            raise ValueError(
+                f"logit_bias[{token}]={value} must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], or -inf"
+            )
     return {int(token): float(value) for token, value in bias.items()}
 
 

@@ -9,6 +9,7 @@ Letters: S slots, W tokens of a row in the widest step, V vocabulary, P position
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +79,7 @@ def make_processing(
         flags |= USES_BIAS
         _check_count("logit_bias", len(params.logit_bias), "max_logit_bias", config)
         values["bias_ids"] = [token_id(token, vocabulary) for token in params.logit_bias]
-        values["bias_values"] = list(params.logit_bias.values())
+        values["bias_values"] = [float(value) for value in params.logit_bias.values()]
     if params.repetition_penalty != 1:
         flags |= USES_REPETITION
         values["repetition_penalty"] = params.repetition_penalty
@@ -108,6 +109,26 @@ def make_processing(
         return None
     values |= {"logits_flags": flags, "output_start": prompt_len}
     return Processing(flags=flags, values=values, mask=mask)
+
+
+def check_something_is_left(
+    params: SamplingParams, asked: Processing | None, stop_ids: Sequence[int]
+) -> None:
+    """ValueError where no allowed id can be the first token: what is `asked` bans all of them."""
+    allowed = params.allowed_token_ids
+    if asked is None or allowed is None:
+        return
+    words = asked.values.get("bad_words", ())
+    bans = {
+        "logit_bias of -inf": [i for i, v in (params.logit_bias or {}).items() if v == -math.inf],
+        "bad_words of one token": [ids[-1] for ids in words if all(each < 0 for each in ids[:-1])],
+        "min_tokens, of stop ids,": stop_ids if params.min_tokens else (),
+    }
+    if not set(allowed).difference(*bans.values()):
+        who = " and ".join(name for name, ids in bans.items() if {*ids} & {*allowed})
+        raise ValueError(
+            f"allowed_token_ids={allowed!r} leave no token to begin with: {who} ban them"
+        )
 
 
 def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
@@ -218,6 +239,7 @@ def _bad_words(
         found.append(bare)
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
             found.append(spaced)
+    found = list(dict.fromkeys(map(tuple, found)))
     for ids in found:
         _check_tokens("bad_words", ids, config.max_bad_word_tokens, vocabulary)
     _check_count("bad_words", len(found), "max_bad_words", config)

@@ -119,9 +119,14 @@ def _is_messages(prompt: object) -> bool:
 
 
 def is_batch(prompts: object) -> bool:
-    """Whether `prompts` is a list of prompts, rather than one: text, token ids or chat messages."""
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+    """Whether `prompts` is a list of prompts, rather than one: text, token ids or chat messages.
+
+    An empty list is one of no prompts.
+    """
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
         return False
+    if not prompts:
+        return True
     first = prompts[0]
     if isinstance(first, Chat):
         return True

@@ -217,17 +217,19 @@ class Request:
     def reason_to_stop(self) -> int | tuple[int, ...] | None:
         """Which stop token or sequence its last token is the end of; None for EOS."""
         token = self.token_ids[-1]
-        if token in self.stop_ids:
-            return None if token in self.eos_ids else token
+        if token in self.eos_ids:
+            return None
+        if token in (self.params.stop_token_ids or ()):
+            return token
         sequences = self.params.stop_token_sequences
         ended = (ids for ids in sequences if self.token_ids[-len(ids) :] == list(ids))
         return next(map(tuple, ended))
 
     def hides(self, stop_token: int) -> bool:
         """Whether this token, if it ends the request, has no text. Stop sequences keep theirs."""
-        if stop_token not in self.stop_ids:
-            return False
         params = self.params
+        if stop_token not in self.eos_ids and stop_token not in (params.stop_token_ids or ()):
+            return False
         eos_is_removed = params.remove_eos and stop_token in self.eos_ids
         return not params.include_stop_str_in_output or eos_is_removed
 

@@ -122,18 +122,26 @@ def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
 
 
 def _step(engine: Engine, timeout: float | None = None) -> None:
-    """A step for those who hear by callbacks: the next plain one returns what this one would."""
-    engine._delivery.keep(engine.step(timeout))
+    """A step for those who hear by callbacks.
+
+    The next plain one returns the events of those who have none; others have heard of theirs, and
+    there may never be a plain one.
+    """
+    events = engine.step(timeout)
+    engine._delivery.keep([event for event in events if event.request.callback is None])
 
 
 def _events(engine: Engine, request: Request, events: deque[Event]) -> Iterator[Event | None]:
+    last: Event | None = None
     try:
         yield None
         while events or not request.finished:
             if not events:
                 _step(engine)
             while events:
-                yield events.popleft()
+                last = events.popleft()
+                yield last
+        _check_ended(engine, last)
     finally:
         request.cancel()
 
@@ -141,6 +149,7 @@ def _events(engine: Engine, request: Request, events: deque[Event]) -> Iterator[
 async def _events_async(
     engine: Engine, request: Request, events: deque[Event]
 ) -> AsyncIterator[Event | None]:
+    last: Event | None = None
     try:
         yield None
         while events or not request.finished:
@@ -149,6 +158,14 @@ async def _events_async(
             if not events and not request.finished:
                 _step(engine, timeout=0)
             while events:
-                yield events.popleft()
+                last = events.popleft()
+                yield last
+        _check_ended(engine, last)
     finally:
         request.cancel()
+
+
+def _check_ended(engine: Engine, last: Event | None) -> None:
+    """ValueError where the engine was closed before the request's last event."""
+    if last is None or last.finish_reason is None:
+        engine._check_open()

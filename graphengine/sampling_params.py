@@ -25,6 +25,14 @@ INT32_MAX = 2**31 - 1
 MIN_TEMPERATURE = 1e-6
 
 _INTEGERS = {"top_k": False, "min_tokens": False, "seed": True, "max_tokens": True}
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "remove_eos")
 
 
@@ -38,10 +46,12 @@ class SamplingParams:
     min_p           keep tokens at least min_p times as probable as the most probable one
     seed            of the request's own random numbers; None: the engine draws one and reports it
     max_tokens      new tokens at most; None: up to max_seq_len
-    min_tokens      end-of-sequence and stop token ids cannot be sampled before this many new tokens
+    min_tokens      end-of-sequence and stop token ids cannot be sampled before this many new
+                    tokens; with `ignore_eos`, stop token ids alone (vLLM's bans both)
     stop            strings that end the request; one that is complete with one of the first
                     `min_tokens` tokens does not
-    stop_token_ids  token ids that end the request, beside the checkpoint's end-of-sequence ids
+    stop_token_ids  token ids that end the request, beside the checkpoint's end-of-sequence ids;
+                    None: no others
     ignore_eos      the checkpoint's end-of-sequence ids do not end the request
 
     What ended a request is in its token ids; of its text these decide:
@@ -62,9 +72,9 @@ class SamplingParams:
     bad_words           words, or sequences of token ids, whose last token is not sampled where it
                         would complete them in the output; a word counts with and without a space
                         in front, as of vLLM
-    logit_bias          what is added to the logits of these ids: finite, or -inf
+    logit_bias          what is added to the logits of these ids: in [-1e20, 1e20], or -inf
     repetition_penalty  divides positive logits of ids in prompt or output, multiplies the others;
-                        above 1 against repetition
+                        above 1 against repetition; in [1e-6, 1e6]
     frequency_penalty   subtracted for each time that the id is in the output; in [-2, 2]
     presence_penalty    subtracted if the id is in the output at all; in [-2, 2]
 
@@ -73,9 +83,11 @@ class SamplingParams:
     logprobs              log-probabilities of each new token, and of so many of the most probable
                           ones beside it, up to 20; None: none
     prompt_logprobs       the same of the prompt's tokens, of the logits as they are; of an engine
-                          that is opened with `prompt_logprobs`
+                          that is opened with `prompt_logprobs`; None (Megatron's
+                          `skip_prompt_log_probs`): none
     stop_token_sequences  sequences of token ids that end the request where the output holds one of
-                          them as a whole; in front of min_tokens they do not
+                          them as a whole; in front of min_tokens they do not. They stay in the
+                          text: the beginning of one may have been delivered
     structured_outputs    what the output must be: JSON, a match of a regular expression, ...; None:
                           anything. It alone decides where the output ends, `max_tokens` aside:
                           beside it `stop`, stop tokens and sequences, `min_tokens` and `ignore_eos`
@@ -90,7 +102,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -121,6 +133,8 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.add_bos, bool | None):
             raise ValueError(f"add_bos={self.add_bos!r} must be True, False or None")
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
         self._freeze("stop_token_ids", "a list of token ids")
         if not isinstance(self.stop, str | None):
             self._freeze("stop", "a string or a list of strings")
@@ -146,7 +160,7 @@ class SamplingParams:
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"stop={self.stop!r} must be strings that are not empty")
-        for token in self.stop_token_ids:
+        for token in self.stop_token_ids or ():
             if not is_int(token):
                 raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
@@ -155,7 +169,7 @@ class SamplingParams:
                 f"or None"
             )
         check_logits_params(self)
-        frozen: dict[str, object] = {
+        frozen: dict[str, object] = _plain_numbers(self) | {
             "bad_words": frozen_bad_words(self.bad_words),
             "logit_bias": frozen_logit_bias(self.logit_bias),
             "stop_token_sequences": frozen_sequences(
@@ -184,3 +198,13 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _plain_numbers(params: SamplingParams) -> dict[str, object]:
+    """Python's own numbers in place of NumPy's, which wrap around, and of fractions."""
+    integers = {name: getattr(params, name) for name in (*_INTEGERS, "logprobs", "prompt_logprobs")}
+    return {
+        **{name: int(value) for name, value in integers.items() if value is not None},
+        **{name: float(getattr(params, name)) for name in _NUMBERS},
+        "stop_token_ids": tuple(int(token) for token in params.stop_token_ids or ()),
+    }

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from fractions import Fraction
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from graphengine.config import DTYPES, EngineConfig, EngineOptions
 from graphengine.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams
 
-# As in vllm/sampling_params.py; its stop_token_ids are None where ours are ().
+# As in vllm/sampling_params.py; stop_token_ids of None are kept as ().
 VLLM_DEFAULTS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -44,6 +46,23 @@ VLLM_DEFAULTS = {
 # What vLLM has no name for: it changes nothing unless it is given.
 OWN_DEFAULTS = {"remove_eos": False, "add_bos": None, "stop_token_sequences": ()}
 DEFAULTS = VLLM_DEFAULTS | OWN_DEFAULTS
+
+
+def test_numbers_become_pythons_own() -> None:
+    """NumPy's wrap around, and of fractions a field can make nothing."""
+    params = SamplingParams(
+        temperature=Fraction(1, 2), top_p=np.float32(0.5), repetition_penalty=Fraction(3, 2),
+        max_tokens=np.int8(100), min_tokens=np.int8(100), seed=np.int64(3), logprobs=np.int64(2),
+        stop_token_ids=[np.int32(5)], logit_bias={np.int64(7): Fraction(1, 4)},
+    )  # fmt: skip
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.5, 0.5, 1.5)
+    kinds = {
+        type(getattr(params, name)) for name in ("max_tokens", "min_tokens", "seed", "logprobs")
+    }
+    assert kinds == {int} and params.max_tokens + params.min_tokens == 200  # type: ignore[operator]
+    assert params.stop_token_ids == (5,) and params.logit_bias == {7: 0.25}
+    assert all(type(value) is float for value in params.logit_bias.values())
+    assert SamplingParams(stop_token_ids=None) == SamplingParams()
 
 
 def make_request(cancelled: list[Request]) -> Request:
@@ -95,11 +114,11 @@ def test_sampling_defaults_are_vllms() -> None:
         ({"bad_words": [[]]}, "a sequence of bad_words=[] must hold a token id at least"),
         ({"logit_bias": [1]}, "logit_bias=[1] must be a mapping from token ids to numbers"),
         ({"logit_bias": {"1": 2}}, "logit_bias is for '1', which is not a token id"),
-        ({"logit_bias": {1: math.inf}}, "logit_bias[1]=inf must be finite, or -inf"),
-        ({"logit_bias": {1: math.nan}}, "logit_bias[1]=nan must be finite, or -inf"),
+        ({"logit_bias": {1: math.inf}}, "logit_bias[1]=inf must be in [-1e+20, 1e+20], or -inf"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias[1]=nan must be in [-1e+20, 1e+20], or -inf"),
         ({"logit_bias": {1: "2"}}, "logit_bias[1]='2' must be a number"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 must be above 0 and finite"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty=inf must be above 0 and finite"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be in [1e-06, 1e+06]"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty=inf must be in [1e-06, 1e+06]"),
         ({"repetition_penalty": None}, "repetition_penalty=None must be a number"),
         ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 must be in [-2, 2]"),
         ({"presence_penalty": math.nan}, "presence_penalty=nan must be in [-2, 2]"),
@@ -160,8 +179,8 @@ def test_sampling_errors_name_the_field_and_its_value(
         {"allowed_token_ids": (0,)},
         {"bad_words": ("a", (3, 4))},
         {"bad_words": ()},
-        {"logit_bias": {0: -math.inf, 7: 3e38}},
-        {"repetition_penalty": 1e-30},
+        {"logit_bias": {0: -math.inf, 7: 1e20}},
+        {"repetition_penalty": 1e-6},
         {"frequency_penalty": -2.0, "presence_penalty": 2},
         {"logprobs": 0},
         {"logprobs": 20, "prompt_logprobs": 20},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -211,6 +212,40 @@ def test_the_earliest_stop_sequence_ends_a_request(
         later = [n for n in range(6, len(said) + 1) if said[n - 2 : n] == said[2:4]]
         assert late.token_ids == said[: later[0] if later else len(said)]
         assert stopped((0, 1, 0)).finish_reason == "length"
+
+
+def test_a_sequence_of_one_token_stops_as_longer_ones_do(engine: Engine) -> None:
+    """Its text stays and it is the stop reason, unlike those of a stop token id."""
+    said = engine.generate(PROMPT, ask()).token_ids
+    sequence = engine.generate(PROMPT, ask(stop_token_sequences=[said[2:3]]))
+    token = engine.generate(PROMPT, ask(stop_token_ids=said[2:3]))
+    assert sequence.token_ids == token.token_ids == said[: said.index(said[2]) + 1]
+    assert (sequence.stop_reason, token.stop_reason) == (said[2:3], said[2])
+    assert engine.tokenizer is not None
+    assert sequence.text == engine.tokenizer.decode(sequence.token_ids)
+    assert token.text == engine.tokenizer.decode(token.token_ids[:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bad_words": [[5]]}, r"\(5,\) leave no token to begin with: bad_words of one token ban"),
+        ({"logit_bias": {5: -math.inf}}, r"logit_bias of -inf ban them"),
+        ({"min_tokens": 2, "stop_token_ids": [5]}, "min_tokens, of stop ids, ban them"),
+    ],
+)
+def test_what_leaves_no_token_is_refused(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit(PROMPT, ask(allowed_token_ids=[5], **options))
+    assert (
+        engine.generate(PROMPT, ask(allowed_token_ids=[5, 6], **options)).finish_reason != "error"
+    )
+
+
+def test_bad_words_count_once(engine: Engine) -> None:
+    assert engine.generate(PROMPT, ask(bad_words=["foo"] * 200)).finish_reason == "length"
 
 
 def test_events_bring_the_logprobs_of_their_tokens(engine: Engine) -> None:

@@ -307,3 +307,39 @@ def test_each_way_takes_priority_and_deadline(engine: Engine, way: str) -> None:
         reason = event.finish_reason
     assert reason == "deadline"
     assert_idle(engine)
+
+
+def test_events_that_were_heard_do_not_pile_up(engine: Engine) -> None:
+    """There may never be a plain step to return them."""
+    heard: list[Event] = []
+    for _ in range(3):
+        engine.submit(PROMPT, greedy(6), on_event=heard.append)
+        list(engine.stream(OTHER, greedy(9)))
+    assert sum(event.finish_reason is not None for event in heard) == 3
+    assert not engine.busy and engine.step() == []
+
+
+@pytest.mark.parametrize("way", ["stream", "astream"])
+def test_a_stream_of_an_engine_that_closes_says_so(way: str) -> None:
+    with open_engine(device="cpu") as engine:
+        if way == "stream":
+            events = engine.stream(PROMPT, greedy(20))
+            next(events)
+            engine.close()
+            with pytest.raises(ValueError, match="the engine is closed"):
+                list(events)
+            return
+
+        async def read() -> None:
+            stream = engine.astream(PROMPT, greedy(20))
+            await anext(stream)
+            engine.close()
+            with pytest.raises(ValueError, match="the engine is closed"):
+                async for _ in stream:
+                    pass
+
+        asyncio.run(read())
+
+
+def test_a_list_of_no_prompts_has_no_results(engine: Engine) -> None:
+    assert engine.generate([]) == []

@@ -36,7 +36,7 @@ WRONG: dict[str, list[Any]] = {
     "max_tokens": [*but(NO_INTEGERS, None), 0, -1],
     "min_tokens": [*NO_INTEGERS, -1, 17, 2**31],
     "stop": [5, 1.5, b"x", True, {"x"}, {"x": 1}, object(), "", [""], ["x", 5], [None], [b"x"]],
-    "stop_token_ids": [*NO_IDS, None],
+    "stop_token_ids": NO_IDS,
     "ignore_eos": NO_FLAGS,
     "include_stop_str_in_output": NO_FLAGS,
     "skip_special_tokens": NO_FLAGS,
@@ -48,7 +48,7 @@ WRONG: dict[str, list[Any]] = {
         5, "5", [5], [(5, 1.0)], {"5": 1.0}, {1.0: 1.0}, {True: 1.0}, {-1: 1.0}, {5: "1"},
         {5: None}, {5: True}, {5: NAN}, {5: INF}, {5: 1e39},
     ],
-    "repetition_penalty": [*NO_NUMBERS, 0, -1.5, INF, 1e39],
+    "repetition_penalty": [*NO_NUMBERS, 0, -1.5, INF, 1e39, 1e-50, 10**400],
     "frequency_penalty": [*NO_NUMBERS, -2.01, 2.01, INF],
     "presence_penalty": [*NO_NUMBERS, -2.01, 2.01, -INF],
     "logprobs": [*but(NO_INTEGERS, None), -1, 21],
@@ -66,7 +66,7 @@ LIMITS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"max_tokens": 0}, ("at least 1",)),
     ({"min_tokens": 2**31}, ("[0, 1073741823]",)),
     ({"min_tokens": 17}, ("max_tokens=16",)),
-    ({"repetition_penalty": 0}, ("above 0",)),
+    ({"repetition_penalty": 0}, ("1e-06", "1e+06")),
     ({"frequency_penalty": 2.01}, ("[-2, 2]",)),
     ({"presence_penalty": -2.01}, ("[-2, 2]",)),
     ({"logprobs": 21}, ("[0, 20]",)),
@@ -75,7 +75,7 @@ LIMITS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 QUEUE: dict[str, list[Any]] = {
     "priority": [*NO_INTEGERS],
-    "deadline_s": [*but(NO_NUMBERS, None), 0, -1, INF],
+    "deadline_s": [*but(NO_NUMBERS, None), 0, -1, INF, 10**400],
     "on_event": [5, "x", [], True],
 }
 """By option of `Engine.submit`."""
