@@ -200,7 +200,7 @@ def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahe
     options: dict[str, Any] = {
         "device": device, "row_family": "dot", "speculative": mode, "lookahead": lookahead,
     }  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[5, 6, 7] * 4, [9, 8] * 7, [11, 12, 13, 14] * 3]
 
     def steps_of(engine: Engine, requests: list[Request]) -> list[list[tuple[int, ...]]]:
@@ -217,7 +217,7 @@ def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahe
         expected = steps_of(engine, requests)
         assert not engine.counters["pauses"]
         assert any(len(tokens) > 1 for steps in expected for tokens in steps)
-    with open_engine(**options, kv_blocks=16, swap_blocks=60) as engine:
+    with open_engine(**options, kv_blocks=12, swap_blocks=60) as engine:
         requests = [engine.submit(prompt, params) for prompt in prompts]
         got = steps_of(engine, requests)
         assert engine.counters["pauses"] > 0 and any(request.pauses for request in requests)
