@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -120,7 +121,7 @@ class Delivery:
             self.counters["discarded_tokens"] += count
             return 0
         if flags & INVALID:
-            log.error("request %d: the logits hold no finite value", request.id)
+            self._log_invalid(request)
             self._finish(request, "error", (), "", now)
             return 0
         tokens, text, stopped = items[:count], "", None
@@ -169,6 +170,22 @@ class Delivery:
             self._undelivered.append(event)
         if not event.request.private:
             self._unreturned.append(event)
+
+    def _log_invalid(self, request: Request) -> None:
+        """Say that no token could be chosen, and what the request bans: that may be all that its
+        grammar allows, as masks know nothing of it.
+        """
+        params, bans, where = request.params, [], ""
+        if params.bad_words:
+            bans.append("bad_words")
+        if -math.inf in (params.logit_bias or {}).values():
+            bans.append("logit_bias")
+        if bans and request.guide is not None:
+            self.counters["guided/errors"] += 1
+            bans.insert(0, "structured_outputs")
+        if bans:
+            where = f" where {' and '.join(bans)} allow a token"
+        log.error("request %d: the logits hold no finite value%s", request.id, where)
 
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int

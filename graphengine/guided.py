@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,15 @@ log = logging.getLogger(__name__)
 
 Masks = NDArray[np.int32]
 
+# Behind the name of a special token, a noncharacter: so the text of a grammar does not hold it.
+_HIDDEN = "\ufffe"
+# Characters with a meaning in a regular expression.
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
+# A name of a token in Lark; strings, comments and expressions, which hold none, come before it.
+_LARK_NAME = re.compile(
+    r'"(?:\\.|[^"\\])*"|(?://|\#)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL
+)
+
 
 class Guide:
     """How far the output of one request has come in its grammar.
@@ -44,7 +54,16 @@ class Guide:
     Raises nothing for what a model says: what goes wrong with a grammar ends its request.
     """
 
-    __slots__ = ("_allowed", "_grammar", "_said", "_tokenizer", "_vocabulary", "masks", "matcher")
+    __slots__ = (
+        "_allowed",
+        "_grammar",
+        "_inside",
+        "_said",
+        "_tokenizer",
+        "_vocabulary",
+        "masks",
+        "matcher",
+    )
 
     def __init__(
         self,
@@ -55,10 +74,13 @@ class Guide:
         words: int,
         vocabulary: int,
         allowed: Masks | None,
+        inside: Masks | None = None,
     ) -> None:
-        """`grammar` is in llguidance's form; `allowed`, of up to `words`, limits the tokens, too.
+        """`grammar` is in llguidance's form; `allowed`, of up to `words`, limits the tokens, too,
+        and `inside`, of `words`, limits them where the output is not whole.
 
-        ValueError, with llguidance's words, for a grammar that is none or that nothing meets.
+        ValueError, with llguidance's words, for a grammar that is none or that nothing meets, and
+        for one that fails behind a first token.
         """
         self._tokenizer, self._grammar = tokenizer, grammar
         self._vocabulary = vocabulary
@@ -66,10 +88,27 @@ class Guide:
         if allowed is not None:
             self._allowed = np.zeros(words, dtype=np.int32)
             self._allowed[: allowed.size] = allowed
+        self._inside = inside
         self._said: list[int] = []
         self.masks: Masks = np.zeros((width, words), dtype=np.int32)
         self.matcher = self._compile()
         if self.matcher.is_error() or self._fill(0) is not None:
+            raise ValueError(self.trouble)
+        self._try_token()
+
+    def _try_token(self) -> None:
+        """Go behind a token and come back: too large a grammar may fail only there."""
+        bits = np.unpackbits(self.masks[0].view(np.uint8), bitorder="little")
+        ends = self._tokenizer.eos_tokens
+        token = next((int(token) for token in np.flatnonzero(bits) if token not in ends), None)
+        if token is None:
+            return
+        matcher = self.matcher
+        if matcher.try_consume_tokens([token]):
+            matcher.compute_bitmask()
+            if not matcher.is_error():
+                matcher.rollback(1)
+        if matcher.is_error():
             raise ValueError(self.trouble)
 
     def _compile(self) -> LLMatcher:
@@ -84,7 +123,8 @@ class Guide:
         """
         matcher = self.matcher
         for index, token in enumerate(tokens):
-            if not matcher.try_consume_tokens([token]):
+            # `try_consume_tokens` refuses an end-of-sequence token that the grammar itself names.
+            if not matcher.consume_token(token):
                 return index, "error"
             if matcher.is_stopped():
                 return index + 1, self._ended()
@@ -126,6 +166,8 @@ class Guide:
             return self._ended()
         if self._allowed is not None:
             np.bitwise_and(mask, self._allowed, out=mask)
+        if self._inside is not None and not matcher.is_accepting():
+            np.bitwise_and(mask, self._inside, out=mask)
         return None if mask.any() else "error"
 
     def _ended(self) -> FinishReason:
@@ -152,6 +194,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._tokenizer: LLTokenizer | None = None
+        # Special tokens, by the names that a Lark grammar may use.
+        self._special: dict[str, int] = {}
+        self._inside: Masks | None = None
 
     def guide(
         self, params: SamplingParams, tokenizer: Tokenizer | None, allowed: Masks | None
@@ -168,16 +213,18 @@ class Grammars:
         if self._tokenizer is None:
             assert tokenizer is not None
             self._tokenizer = self._make_tokenizer(tokenizer)
+            self._inside = self._make_inside(self._tokenizer)
         try:
             return Guide(
                 self._tokenizer,
-                _source(asked),
+                _source(asked, self._special),
                 width=self._width,
                 words=-(-self._vocab_size // 32),
                 vocabulary=self._vocab_size,
                 allowed=allowed,
+                inside=self._inside,
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             beside = "" if allowed is None else ", with allowed_token_ids beside it"
             raise ValueError(f"{_shown(asked)} cannot be served{beside}: {error}") from error
 
@@ -213,26 +260,80 @@ class Grammars:
                 "structured_outputs need llguidance: pip install 'graphengine[guided]'"
             ) from error
         try:
-            return LLTokenizer(
-                tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_ids
-            )
+            text, self._special = _hidden(tokenizer.to_json(), self._eos_ids)
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except Exception as error:  # the library's own kinds
             raise ValueError(
                 f"structured_outputs: llguidance cannot use the tokenizer: {error}"
             ) from error
 
+    def _make_inside(self, tokenizer: LLTokenizer) -> Masks | None:
+        """[words] without the end-of-sequence ids that are text as well; None without such ids.
 
-def _source(asked: StructuredOutputsParams) -> str:
+        llguidance takes them for text where that fits, but they end the output wherever they come.
+        """
+        ids = [token for token in self._eos_ids if not tokenizer.is_special_token(token)]
+        if not ids:
+            return None
+        bits = np.ones(-(-self._vocab_size // 32) * 32, dtype=np.uint8)
+        bits[ids] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
+    """A `tokenizer.json` whose special tokens have other names, and their ids by their own names.
+
+    llguidance reads what a grammar forces with this tokenizer, which would find such a name in the
+    midst of text. Added tokens that end an output are special whatever the file says of them.
+    """
+    content = json.loads(text)
+    special: dict[str, int] = {}
+    for token in content["added_tokens"]:
+        if token["special"] or token["id"] in eos_ids:
+            special[token["content"]] = token["id"]
+            token["special"] = True
+            token["content"] += _HIDDEN
+    model = content["model"]
+
+    def renamed(name: str) -> str:
+        return name + _HIDDEN if name in special else name
+
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {renamed(name): index for name, index in vocabulary.items()}
+    else:
+        model["vocab"] = [[renamed(name), score] for name, score in vocabulary]
+    if isinstance(unknown := model.get("unk_token"), str):
+        model["unk_token"] = renamed(unknown)
+    if merges := model.get("merges"):
+        # Those that make such a token of text, as converted files have them.
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & special.keys()]
+    return json.dumps(content), special
+
+
+def _with_ids(lark: str, special: Mapping[str, int]) -> str:
+    """The grammar with ids of special tokens in place of their names."""
+
+    def by_id(found: re.Match[str]) -> str:
+        index = special.get(found["name"] or "")
+        return found[0] if index is None else f"<[{index}]>"
+
+    return _LARK_NAME.sub(by_id, lark)
+
+
+def _source(asked: StructuredOutputsParams, special: Mapping[str, int]) -> str:
     """The grammar in llguidance's form. ValueError for what is none."""
     from llguidance import LLMatcher
 
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.grammar is not None:
-        return LLMatcher.grammar_from_lark(asked.grammar)
+        return LLMatcher.grammar_from_lark(_with_ids(asked.grammar, special))
     if asked.choice is not None:
-        choices = " | ".join(json.dumps(choice) for choice in asked.choice)
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
+        # An expression: of Lark's alternatives there may be only so many.
+        choices = (_META.sub(r"\\\g<0>", choice) for choice in asked.choice)
+        return LLMatcher.grammar_from_regex("|".join(choices))
     options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
@@ -252,4 +353,4 @@ def _shown(asked: StructuredOutputsParams) -> str:
 
 def _first_lines(matcher: LLMatcher) -> str:
     """llguidance's message, without the state of its parser."""
-    return matcher.get_error().partition("\n<state>")[0].strip()
+    return matcher.get_error().partition("\n<state>")[0].replace(_HIDDEN, "").strip()

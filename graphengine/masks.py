@@ -36,8 +36,8 @@ class MaskTable:
     def __init__(self, buffers: StaticBuffers, *, host_drafts: bool) -> None:
         field = buffers["allowed_bits"]
         self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
-        # Whose masks the table has, by slot.
-        self._held: list[Request | None] = [None] * len(self._table)
+        # Whose masks the table has, by slot: numbers, so that no request is kept alive.
+        self._held: list[int | None] = [None] * len(self._table)
         self._drafts_SK: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         if self._table.shape[1] > 1 and not host_drafts:
@@ -77,9 +77,10 @@ class MaskTable:
         processing = None if request is None else request.processing
         if processing is None or not processing.flags & USES_MASK:
             request = None
-        if request is self._held[slot]:
+        number = None if request is None else request.id
+        if number == self._held[slot]:
             return False
-        self._held[slot] = request
+        self._held[slot] = number
         masks_WV = self._table[slot]
         masks_WV[:] = -1
         if request is not None and request.guide is not None:

@@ -52,6 +52,8 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise ValueError(f"{name}={value!r} must be a string")
+            if name != "grammar" and value and (len(value) - len(value.rstrip("\\"))) % 2:
+                raise ValueError(f"{name}={value!r} ends with a backslash that escapes nothing")
         for name in _JSON_OPTIONS[:2]:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -84,12 +86,17 @@ def _schema_text(schema: object) -> str:
     if isinstance(schema, Mapping):
         try:
             return json_text.dumps(dict(schema))
+        except RecursionError as error:
+            # Its `repr` would raise the same.
+            raise ValueError(f"json is nested too deep: {error}") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"json={schema!r} is no JSON: {error}") from error
     if not isinstance(schema, str):
         raise ValueError(f"json={schema!r} must be a JSON schema, as a mapping or as text")
     try:
         read = json_text.loads(schema)
+    except RecursionError as error:
+        raise ValueError(f"json={schema[:50]!r}... is nested too deep: {error}") from error
     except ValueError as error:
         raise ValueError(f"json={schema!r} is no JSON: {error}") from error
     if not isinstance(read, dict):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import random_options
+from asking import HAS_GRAMMARS, consistent, random_options
 from churning import Owners, write_tokenizer
 
 from graphengine import Engine, SamplingParams
@@ -40,26 +40,19 @@ BLOCK_SIZE = 8
 
 def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
     max_tokens = dice.randrange(1, 60)
-    options = random_options(dice, vocab_size) if dice.random() < 0.25 else {}
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if dice.random() < 0.25:
+        options |= random_options(dice, vocab_size, grammars=HAS_GRAMMARS)
     if dice.random() < 0.5:
-        ignore_eos = dice.random() < 0.5
-        min_tokens = dice.choice([0, 0, max_tokens // 2])
-        return SamplingParams(
-            temperature=0.0,
-            min_tokens=min_tokens,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            **options,
-        )
-    return SamplingParams(
-        temperature=1.0,
-        top_k=dice.choice([0, 0, 1, 20]),
-        top_p=dice.choice([1.0, 1.0, 0.8]),
-        min_p=dice.choice([0.0, 0.0, 0.05]),
-        min_tokens=dice.randrange(max_tokens + 1),
-        max_tokens=max_tokens,
-        **options,
-    )
+        options["temperature"] = 0.0
+        options["ignore_eos"] = dice.random() < 0.5
+        options["min_tokens"] = dice.choice([0, 0, max_tokens // 2])
+    else:
+        options["top_k"] = dice.choice([0, 0, 1, 20])
+        options["top_p"] = dice.choice([1.0, 1.0, 0.8])
+        options["min_p"] = dice.choice([0.0, 0.0, 0.05])
+        options["min_tokens"] = dice.randrange(max_tokens + 1)
+    return SamplingParams(**consistent(options))
 
 
 def open_engine(path: Any, device: str, size: Size, **options: Any) -> Engine:

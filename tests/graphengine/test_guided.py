@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from speculating import (
 
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.buckets import StaticBuffers
+from graphengine.demo import checkpoint_path
 from graphengine.processing import MASKS
 from graphengine.scheduler import Plan
 from graphengine.speculative import MTP, GateOptions, NGram, Speculative
@@ -240,6 +244,108 @@ def test_json_options(device: str) -> None:
         assert text(json_object=True, disable_any_whitespace=True).startswith("{")
 
 
+# What text may hold.
+
+ODD = "".join(map(chr, [*range(0x110), 0x2028, 0xFEFF, 0xFFFF, 0x1F600, 0x10FFFF]))
+
+
+def says(engine: Engine, **asked: Any) -> Any:
+    """What a request says at a temperature where each of the allowed tokens comes up."""
+    return engine.generate(
+        PROMPT, ask(StructuredOutputsParams(**asked), 1000, temperature=50.0, seed=1)
+    )
+
+
+def test_choices_may_be_many_and_of_any_characters(device: str) -> None:
+    with open_engine(device=device, max_seq_len=1024) as engine:
+        many = [f"c{index}" for index in range(3000)]
+        texts = {engine.generate(PROMPT, ask(StructuredOutputsParams(choice=many), seed=seed)).text
+                 for seed in range(9)}  # fmt: skip
+        assert texts <= {*many} and len(texts) > 4
+        for choice in (ODD, "".join(f"{a}{b}" for a in '\\"/|\n-' for b in "\\]})+#/d")):
+            result = says(engine, choice=[choice])
+            assert result.text == choice and result.finish_reason == "stop"
+        # The shorter one of two is whole as well.
+        (eos, *_) = engine.eos_ids
+        two = ask(
+            StructuredOutputsParams(choice=["yes", "yes\x01"]), seed=1, logit_bias={eos: 50.0}
+        )
+        assert engine.generate(PROMPT, two).text == "yes"
+
+
+@pytest.mark.parametrize("speculative", [None, NGram(k=3)], ids=["plain", "ngram"])
+def test_names_of_special_tokens_are_text(device: str, speculative: Speculative | None) -> None:
+    with open_engine(device=device, speculative=speculative) as engine:
+        (eos,) = engine.eos_ids
+        name = engine.tokenizer.id_to_token(eos)
+        const = f"a{name}b"
+        for asked, text in (
+            ({"choice": [name]}, name),
+            ({"choice": ["x" + name, "x<|end"]}, None),
+            ({"regex": re.escape(const)}, const),
+            ({"json": {"const": const}}, json.dumps(const)),
+            ({"grammar": f'start: "{const}" // {name}'}, const),
+            ({"grammar": f"start: %json {json.dumps({'const': const})}"}, json.dumps(const)),
+        ):
+            result = says(engine, **asked)
+            assert result.finish_reason == "stop" and eos not in result.token_ids[:-1]
+            assert result.text in ([text] if text else ["x" + name, "x<|end"]), asked
+        # A Lark grammar may still name the token itself.
+        for grammar in (f'start: "x/" {name}', f'start: "x" /\\// <[{eos}]>'):
+            result = says(engine, grammar=grammar)
+            assert result.text == "x/" and result.finish_reason == "stop"
+            assert result.token_ids[-1] == eos
+
+
+@pytest.mark.parametrize("speculative", [None, NGram(k=3)], ids=["plain", "ngram"])
+def test_end_of_sequence_ids_that_are_text(
+    device: str, tmp_path: Path, speculative: Speculative | None
+) -> None:
+    for file in checkpoint_path().iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    text = (tmp_path / "tokenizer.json").read_text()
+    ends = [json.loads(text)["model"]["vocab"][token] for token in "ab"]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, *ends]}))
+    with open_engine(tmp_path, device=device, speculative=speculative) as engine:
+        assert engine.eos_ids == (0, *ends)
+        with pytest.raises(ValueError, match="no token that the grammar allows"):
+            says(engine, choice=["a"])
+        # Of "ab" there is a token.
+        assert says(engine, choice=["ab"]).text == "ab"
+        closed = set()
+        for seed in range(12):
+            for pattern in ("c([abc]x?)*", "x[abc]{2,5}", "(ab|ba|c)+"):
+                result = engine.generate(PROMPT, regex(pattern, seed=seed, temperature=3.0))
+                assert result.finish_reason != "error", result
+                if result.finish_reason == "stop":
+                    assert re.fullmatch(pattern, result.text), result
+                    closed.add(result.token_ids[-1])
+                assert not {0, *ends} & set(result.token_ids[:-1])
+        assert closed >= {*ends}
+
+
+def test_bans_beside_a_grammar_are_errors_of_it(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_engine(device=device) as engine:
+        tokens = {token for word in ("z", "q") for token in engine.tokenizer.encode(word)}
+        for options, named in (
+            ({"bad_words": ["z", "q"]}, "bad_words"),
+            ({"logit_bias": dict.fromkeys(tokens, -math.inf)}, "logit_bias"),
+        ):
+            errors = engine.counters["guided/errors"]
+            with caplog.at_level(logging.ERROR, logger="graphengine"):
+                result = engine.generate(PROMPT, regex("z|q", seed=1, **options))
+            assert result.finish_reason == "error" and not result.token_ids
+            assert engine.counters["guided/errors"] == errors + 1
+            assert f"where structured_outputs and {named} allow a token" in caplog.text
+        free = ask(GUIDED["choice"], seed=1, bad_words=["yes"], logit_bias={5: 1.0})
+        assert engine.generate(PROMPT, free).finish_reason == "stop"
+        assert engine.counters["guided/errors"] == 2
+        assert_idle(engine)
+
+
 # Masks.
 
 
@@ -336,6 +442,14 @@ def test_masks_are_llguidances(device: str, name: str, monkeypatch: pytest.Monke
         engine.generate(PROMPT, greedy(1, logprobs=0))
         run(engine)
         assert bool((engine.buffers["allowed_bits"] == -1).all())
+
+
+def test_masks_keep_no_request_alive() -> None:
+    with open_engine(device="cpu") as engine:
+        request = engine.submit(PROMPT, ask(GUIDED["choice"]))
+        run(engine)
+        assert request.finished
+        assert not [each for each in engine._masks._held if isinstance(each, Request)]
 
 
 def test_a_guided_step_copies_masks_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

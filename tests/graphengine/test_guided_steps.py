@@ -19,7 +19,7 @@ from tokenizers import decoders, models
 
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.demo import checkpoint_path
-from graphengine.guided import Guide
+from graphengine.guided import Guide, _hidden
 from graphengine.speculative import (
     MTP,
     NGram,
@@ -254,6 +254,10 @@ class FailingMatcher:
         self.left -= len(tokens)
         return 0 if self.left < 0 else int(self.matcher.try_consume_tokens(tokens))
 
+    def consume_token(self, token: int) -> bool:
+        self.left -= 1
+        return self.left >= 0 and bool(self.matcher.consume_token(token))
+
     def is_error(self) -> bool:
         return self.left < 0
 
@@ -448,6 +452,26 @@ def test_a_tokenizer_with_byte_fallback(
         assert {1, 2} <= ends
 
 
+def test_special_tokens_are_hidden_in_each_kind_of_tokenizer() -> None:
+    names = ["<unk>", "<s>", "<", "s>", "a", "b", "ab", "end", "s", ">"]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    merges = [("<", "s>"), ("a", "b")]
+    for model, pieces in (
+        (models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"), ["<", "s", ">", "ab"]),
+        (models.Unigram([(name, -1.0) for name in names], unk_id=0), ["<", "s>", "ab"]),
+        (models.WordLevel(vocabulary, unk_token="<unk>"), ["<unk>\ufffe"]),
+    ):
+        library = tokenizers.Tokenizer(model)
+        library.add_special_tokens(["<unk>", "<s>"])
+        library.add_tokens(["end"])
+        text, special = _hidden(library.to_str(), [1, 7])
+        assert special == {"<unk>": 0, "<s>": 1, "end": 7}
+        hidden = tokenizers.Tokenizer.from_str(text)
+        assert hidden.get_vocab_size() == len(names)
+        assert hidden.encode("<s>ab").tokens == pieces
+        assert hidden.id_to_token(7) == "end\ufffe" and hidden.id_to_token(6) == "ab"
+
+
 # What is refused.
 
 ASKED = StructuredOutputsParams(regex="a+")
@@ -459,6 +483,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_sequences": [[4, 5]]}, r"stop_token_sequences=\(\(4, 5\),\) contradicts"),
 ]
 
+
+def schema_of_depth(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "wat"}}, "json='.*' cannot be served: Invalid type: wat"),
     ({"json": {"type": "string", "minLength": 5, "maxLength": 3}}, r"minLength \(5\) is greater"),
@@ -467,6 +499,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(?!a)b"}, "look-around"),
     ({"regex": r"[^\s\S]"}, "cannot be served: NoExtensionBias$"),
     ({"grammar": 'start: "a" foo'}, 'unknown name: "foo"'),
+    ({"grammar": 'start: "x" <wat>'}, "unknown special token: (?s:.*)"),
+    ({"regex": "(((((a{50}){50}){50}){50}){50})"}, "too many expressions constructed$"),
+    ({"grammar": 'start: "a" start'}, "Too many items"),
+    ({"json": schema_of_depth(150)}, "cannot be served: recursion limit exceeded"),
+    ({"json": schema_of_depth(300), "disable_additional_properties": True}, "cannot be served: "),
+    ({"choice": ["\ud800"]}, "surrogates not allowed"),
     ({"grammar": "nope" * 80}, r"grammar='(nope){49}nop\.\.\. cannot be served"),
 ]
 
@@ -480,6 +518,11 @@ MADE: list[tuple[dict[str, Any], str]] = [
     ({"json": "false"}, "is no JSON schema, which is an object"),
     ({"regex": 3}, "regex=3 must be a string"),
     ({"grammar": b"a"}, "grammar=b'a' must be a string"),
+    ({"regex": "a\\"}, "ends with a backslash that escapes nothing"),
+    ({"regex": r"\d\\\ "[:-1]}, "ends with a backslash that escapes nothing"),
+    ({"json_object": True, "whitespace_pattern": " \\"}, "whitespace_pattern=' .* ends with a"),
+    ({"json": schema_of_depth(20_000)}, "json is nested too deep: maximum recursion"),
+    ({"json": '{"a":' * 20_000 + "{}" + "}" * 20_000}, r"json='.{50}'\.\.\. is nested too deep: "),
     ({"choice": "yes"}, "choice='yes' must be a list of strings"),
     ({"choice": []}, r"choice=\[\] must hold a string at least"),
     ({"choice": ["a", ""]}, "must be strings that are not empty"),

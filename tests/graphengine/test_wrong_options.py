@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, SamplingParams, StructuredOutputsParams
 from stepping import assert_idle
 
 NAN, INF = math.nan, math.inf
@@ -54,6 +54,10 @@ WRONG: dict[str, list[Any]] = {
     "logprobs": [*but(NO_INTEGERS, None), -1, 21],
     "prompt_logprobs": [*but(NO_INTEGERS, None), -1, 21],
     "stop_token_sequences": [*NO_WORDS, None, ["word"], [[-1]], [[1, "2"]]],
+    "structured_outputs": [
+        5, "[a-z]+", b"a", True, [], ["yes", "no"], {}, {"regex": "a"}, {"type": "object"},
+        object(), StructuredOutputsParams, [StructuredOutputsParams(regex="a")],
+    ],
 }  # fmt: skip
 """By option: values that `SamplingParams` refuses."""
 

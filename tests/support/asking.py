@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import math
 import random
 import string
@@ -25,7 +26,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from graphengine import Result, SamplingParams
+from graphengine import Result, SamplingParams, StructuredOutputsParams
 
 LOGPROB_TOLERANCE = 1e-5
 """Absolute, from transformers' model in float64.
@@ -209,8 +210,36 @@ def each_option(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def random_options(dice: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Some of the options that a request may have beside the sampler's, each now and then."""
+HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
+GRAMMARS = (
+    StructuredOutputsParams(regex="[a-z ]{2,30};?"),
+    StructuredOutputsParams(choice=["yes", "no", "not at all"]),
+    StructuredOutputsParams(
+        json={"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a", "b"]},
+        disable_any_whitespace=True,
+    ),
+)
+# What a grammar has no room for; and of half of the ids it might find none.
+BESIDE_NO_GRAMMAR = (
+    *("stop", "stop_token_ids", "stop_token_sequences", "min_tokens", "ignore_eos"),
+    "allowed_token_ids",
+)
+
+
+def consistent(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that contradict a grammar, if they have one."""
+    if "structured_outputs" not in options:
+        return options
+    return {name: value for name, value in options.items() if name not in BESIDE_NO_GRAMMAR}
+
+
+def random_options(
+    dice: random.Random, vocab_size: int, *, grammars: bool = False
+) -> dict[str, Any]:
+    """Some of the options that a request may have beside the sampler's, each now and then.
+
+    grammars  of an engine with a tokenizer and an end-of-sequence token; `consistent` goes with it
+    """
 
     def ids(count: int) -> list[int]:
         return dice.sample(range(vocab_size), count)
@@ -238,4 +267,7 @@ def random_options(dice: random.Random, vocab_size: int) -> dict[str, Any]:
         "skip_special_tokens": lambda: False,
         "remove_eos": lambda: True,
     }
-    return {name: draw() for name, draw in drawn.items() if dice.random() < 0.35}
+    options = {name: draw() for name, draw in drawn.items() if dice.random() < 0.35}
+    if grammars and dice.random() < 0.2:
+        options["structured_outputs"] = dice.choice(GRAMMARS)
+    return options
