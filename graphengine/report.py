@@ -52,7 +52,8 @@ class EngineReport:
 def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineReport:
     """The engine's report, with those of its captures."""
     config = engine.config
-    why = "asked for" if config.row_family else f"for max_batch {config.max_batch}"
+    lanes = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
+    why = "asked for" if config.row_family else f"for {lanes}"
     return EngineReport(
         memory=engine.memory,
         kernels=(

@@ -130,9 +130,10 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     for row in document["rows"]:
         if row["long"] is not None:
             found = row["long"]
+            ran = f"on (it ran {sum(found['collections'])} times)"
             notes.append(
                 f"- {document['shape']}, one row of {row['max_batch']}, {found['itl_ms']['n']:,} "
-                f"gaps with Python's collector {'on' if found['collector_on'] else 'off'}: ITL "
+                f"gaps with Python's collector {ran if found['collector_on'] else 'off'}: ITL "
                 f"p99.9 is {found['p99.9/p50']:.3f} times p50, the maximum "
                 f"{found['itl_ms']['max']:.3f} ms."
             )

@@ -30,6 +30,7 @@ from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.models import dense
 from graphengine.models.dense import DecodePlans, DenseConfig, decode_shapes, heuristic_plans
 from graphengine.models.families import read_model_config
+from graphengine.speculative import NGram
 from graphengine.step import Sampler, StepOutputs, StepProgram, decode_bucket
 from graphengine.tuning import TunedPlan, TuningKey, device_name, user_table_path, write_table
 
@@ -269,6 +270,7 @@ def test_the_report_says_which_kernels_run_and_why(
         ({"max_batch": 1}, "fma (for max_batch 1)"),
         ({"max_batch": 3}, "dot (for max_batch 3)"),
         ({"max_batch": 1, "row_family": "dot"}, "dot (asked for)"),
+        ({"max_batch": 1, "speculative": NGram(k=3)}, "dot (for 4 lanes)"),
     ):
         with open_engine(case, checkpoints, pdl=pdl, **options) as engine:
             expected = f"row family {why}, plans {engine.plan_sources}, PDL {on}, numerics "

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,11 @@ def test_weights_of_the_demo_are_in_the_budget() -> None:
         checkpoint_dtype=torch.bfloat16,
     )
     assert plan.budget.lines[0].name == "weights" and plan.budget.lines[0].bytes == wanted
+
+
+def test_no_thread_lives_behind_the_captures(device: str) -> None:
+    """Of torch's pool in C++ nothing is said: it is made once, by whoever computes first."""
+    before = threading.enumerate()
+    with open_engine(device=device) as engine:
+        engine.generate(PROMPT, greedy(2))
+        assert threading.enumerate() == before
