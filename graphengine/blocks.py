@@ -163,30 +163,36 @@ class Reuse:
 
     # Requests, as the scheduler sees them.
 
+    def begin_with(self, request: Request) -> tuple[list[int], bool]:
+        """Blocks of the request's first tokens, all but one of them at most.
+
+        And whether they are its session's: they are, unless the index has more of the prompt.
+        """
+        found, context = self.find(request), request.context
+        if context is not None and request.params.prompt_logprobs is None:
+            own = context.blocks[: self._most(request)]
+            if own and len(own) >= len(found):
+                return own, True
+        return found, False
+
     def find(self, request: Request) -> list[int]:
-        """Blocks of the request's first tokens, all but one of them at most."""
-        context = request.context
-        if request.params.prompt_logprobs is not None or (context is None and not self.prefixes):
-            # Those of a prompt follow from the logits behind each of its tokens.
+        """What the index has of the request's first tokens, all but one of them at most."""
+        # The log-probabilities of a prompt follow from the logits behind each of its tokens.
+        if not self.prefixes or request.params.prompt_logprobs is not None:
             return []
-        most = (request.prompt_len - 1) // self._block_size
-        if context is not None and context.blocks:
-            return context.blocks[:most]
         found = []
-        for key in self._keys(request)[:most]:
+        for key in self._keys(request)[: self._most(request)]:
             block = self._block_of.get(key)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def took(self, request: Request, context: Context) -> None:
-        """The turn of a session was admitted with what was found for it."""
-        self.touch(context)
-        if context.blocks and request.cached_tokens:
-            self._counters["sessions/reused_tokens"] += request.cached_tokens
-            # What it writes behind a reply's blocks is no prefill of its tokens alone.
-            request.placed.indexed = request.prompt_len
+    def took(self, request: Request) -> None:
+        """The turn of a session was admitted with blocks that its session keeps."""
+        self._counters["sessions/reused_tokens"] += request.cached_tokens
+        # What it writes behind a reply's blocks is no prefill of its tokens alone.
+        request.placed.indexed = request.prompt_len
 
     def begun(self, request: Request) -> None:
         """The request is about to be fed, with what the index has of its prompt."""
@@ -271,22 +277,34 @@ class Reuse:
         """Make `count` idle blocks vacant.
 
         First go those that the index of prefixes alone keeps, the longest idle first, of one
-        request's from its end. Then whole sessions, least recently used first: those of which a
-        block is idle, that is, not those of a turn under way that is not paused. What two sessions
-        keep goes with the second of them.
+        request's from its end. Then whole sessions, least recently used first: those of which no
+        block is in use. What two sessions keep goes with the second of them. At last those of which
+        some are, such as the session of a turn under way, from the first idle block on.
         """
-        enough = self._pool.vacant + count
+        pool = self._pool
+        enough = pool.vacant + count
         while not self._evict_prefixes(enough):
-            pool = self._pool
-            idle = (
-                context
-                for context in self.contexts
-                if any(not pool.users(block) for block in context.blocks)
+            unused = (
+                context for context in self.contexts if not any(map(pool.users, context.blocks))
             )
-            context = next(idle, None)
-            assert context is not None, f"{len(pool.idle)} idle blocks are nobody's"
-            pool.let_go(context.blocks)
-            context.blocks, context.evicted = [], True
+            context = next(unused, None)
+            if context is not None:
+                self._evict_session(context, 0)
+                continue
+            for context in self.contexts:
+                used = next((at for at, one in enumerate(context.blocks) if one in pool.idle), None)
+                if used is not None:
+                    break
+            else:
+                raise AssertionError(f"{len(pool.idle)} idle blocks are nobody's")
+            self._evict_session(context, used)
+
+    def _evict_session(self, context: Context, left: int) -> None:
+        """Take all but its first `left` blocks from a session; it is evicted if that is all."""
+        self._pool.let_go(context.blocks[left:])
+        del context.blocks[left:]
+        if not left:
+            context.evicted = True
             del self.contexts[context]
             self._counters["sessions/evicted"] += 1
 
@@ -301,6 +319,10 @@ class Reuse:
             pool.let_go([block])
             self._counters["prefix/evicted_blocks"] += 1
         return pool.vacant >= enough
+
+    def _most(self, request: Request) -> int:
+        """Blocks that a request may begin with: it feeds a token of its prompt at least."""
+        return (request.prompt_len - 1) // self._block_size
 
     def _keys(self, request: Request) -> list[bytes]:
         """Of every block of the prompt whose entries depend on the prompt alone."""

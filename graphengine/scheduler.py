@@ -456,7 +456,7 @@ class Scheduler:
                 return
             request = self.waiting[0]
             tokens = request.max_len if self._roomy else request.prompt_len
-            found = self.reuse.find(request)
+            found, own = self.reuse.begin_with(request)
             need = self.blocks_for(self._reach(request, tokens)) - len(found)
             # Found blocks that nobody uses are free, and no longer are.
             taken = need + sum(not self.pool.users(block) for block in found)
@@ -466,8 +466,10 @@ class Scheduler:
             self.waiting.popleft()
             slot = self.slots.index(None)
             self._epoch += 1
-            # First, or they might be evicted for the others.
+            # First, or they, and the rest of the session, might be evicted for the others.
             self.pool.use(found)
+            if request.context is not None:
+                self.reuse.touch(request.context)
             cached = len(found) * self.block_size
             request.placement = Placement(
                 slot=slot,
@@ -478,8 +480,8 @@ class Scheduler:
                 noted=0 if self._is_noted(request) else cached,
             )
             request.cached_tokens = cached
-            if request.context is not None:
-                self.reuse.took(request, request.context)
+            if own:
+                self.reuse.took(request)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)

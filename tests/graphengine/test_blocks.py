@@ -106,6 +106,21 @@ def test_a_session_whose_blocks_are_in_use_is_passed_over() -> None:
     assert second.evicted and not first.evicted
 
 
+def test_of_a_session_in_use_the_idle_end_goes_after_all_others() -> None:
+    pool, reuse, counters = keeping(8)
+    first, second = kept(pool, reuse, 4), kept(pool, reuse, 3)
+    used = first.blocks[:2]
+    pool.use(used)
+    pool.take(2)
+    assert second.evicted and len(first.blocks) == 4
+    pool.take(4)
+    assert first.blocks == used and not first.evicted and first in reuse.contexts
+    assert counters["sessions/evicted"] == 1 and pool.free == pool.vacant == 0
+    pool.give_back(used)
+    pool.take(1)
+    assert first.evicted and counters["sessions/evicted"] == 2
+
+
 def test_what_two_sessions_keep_goes_with_the_second() -> None:
     pool, reuse, counters = keeping(3)
     first = kept(pool, reuse, 2)
@@ -290,6 +305,58 @@ def test_turns_add_no_prefixes_behind_a_reply() -> None:
     session.submit(params(2))
     world.run()
     assert len(world.scheduler.reuse._block_of) == indexed
+    world.finish()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_turn_is_admitted_without_evicting_its_own_session(others: bool) -> None:
+    """At a block's edge the last block is not used again; it may be evicted for the others."""
+    world = Sharing(kv_blocks=6 if others else 4, slots=1)
+    session, other = world.session(LONG[:7]), world.session([3] * 8)
+    session.submit(params(10))
+    world.run()
+    session.rewind(len(session) - 16)
+    before = list(session._context.blocks)
+    assert len(before) == 4 and len(world.scheduler.reuse._block_of) == 1
+    if others:
+        other.submit(params(1))
+        world.run()
+        assert other._context.blocks
+    assert not world.scheduler.pool.vacant
+    turn = session.submit(params(4 if others else 1))
+    world.step(collect=False)
+    assert turn.cached_tokens == 12 and turn.placed.blocks[:3] == before[:3]
+    assert session._context.blocks[:3] == before[:3] and not session.evicted
+    assert world.scheduler.counters["sessions/evicted"] == other.evicted == others
+    assert world.scheduler.counters["sessions/reused_tokens"] == 12
+    world.run()
+    assert len(world.scheduler.reuse._block_of) == 1
+    world.finish()
+
+
+def test_a_longer_prefix_of_the_index_is_taken_instead_of_the_sessions() -> None:
+    world = Sharing(kv_blocks=40)
+    session = world.session(LONG[:5])
+    session.submit(params(1))
+    world.submit(LONG, 1)
+    world.run()
+    session.rewind(1)
+    session.append(LONG[5:])
+    assert session.cached_tokens == 4
+    turn = session.submit(params(3))
+    world.run()
+    assert turn.cached_tokens == 12 and session.cached_tokens >= 12
+    assert world.scheduler.counters["sessions/reused_tokens"] == 0
+    world.finish()
+
+
+def test_without_prefix_caching_no_prompt_is_hashed() -> None:
+    world = Sharing(prefix_caching=False)
+    session = world.session(LONG)
+    turn, request = session.submit(params(2)), world.submit(LONG, 2)
+    while world.scheduler.busy:
+        world.step(collect=bool(world.in_flight))
+        assert turn.block_keys is request.block_keys is None
     world.finish()
 
 
