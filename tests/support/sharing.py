@@ -322,13 +322,17 @@ class Sharing:
         keepers = Counter(reuse._block_of.values())
         for session in self.sessions:
             keepers.update(session._context.blocks)
-            assert bool(session._context.blocks) == (session._context in reuse.contexts)
+            kept = len(session._context.blocks)
+            assert self.kept_blocks is None or kept <= self.kept_blocks
+            assert bool(kept) == (session._context in reuse.contexts)
         assert set(reuse.contexts) <= {session._context for session in self.sessions}
         assert {block: key for key, block in reuse._block_of.items()} == reuse._key_of
         for block in range(1, pool.count + 1):
             assert pool.users(block) == users[block], block
             assert pool.keepers(block) == keepers[block], block
             assert (block in pool.idle) == (not users[block] and bool(keepers[block])), block
+            unwanted = block in pool.idle and block in reuse._key_of and keepers[block] == 1
+            assert (block in pool.unwanted) == unwanted, block
             assert (block in pool._vacant) == (not users[block] and not keepers[block]), block
         assert len(pool._vacant) == len(set(pool._vacant))
         assert pool.free == pool.count - len(users)
