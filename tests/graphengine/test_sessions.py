@@ -187,6 +187,21 @@ def test_a_request_that_asks_for_nothing_skips_without_a_replay(engine: Engine) 
         assert result.cached_tokens == (len(session) - 4) // 8 * 8
 
 
+def test_what_is_noted_is_not_recorded_as_fed(engine: Engine) -> None:
+    with engine.session() as session:
+        session.append(LONG)
+        session.generate(greedy(4, ignore_eos=True))
+        engine.recorder.start(capacity=64)
+        result = session.generate(greedy(3, repetition_penalty=1.3))
+        engine.recorder.stop()
+        replays = engine.recorder.replays()
+        assert result.cached_tokens == 32
+        assert replays["prompt_tokens"].sum() == len(session) - 3 - result.cached_tokens
+        names = [engine.recorder.buckets[index] for index in replays["bucket"]]
+        noted = [name.endswith("/note") for name in names]
+        assert sum(replays["live"][noted]) == result.cached_tokens
+
+
 def test_prompt_logprobs_need_the_whole_prompt() -> None:
     with open_engine(**SIZES, prompt_logprobs=True) as engine, engine.session() as session:
         session.append(LONG)
@@ -385,6 +400,14 @@ def test_session_blocks_bound_what_is_kept() -> None:
             # It has ten, of which the first six are kept.
             assert not second.evicted and second.cached_tokens == 48
             assert engine.counters["sessions/evicted"] == 1
+            count = engine.scheduler.pool.count
+            assert engine.stats()["kv"] == {
+                "blocks": count, "vacant": count - 6, "idle": 6, "session_blocks": 6,
+            }  # fmt: skip
+            assert (
+                f"KV blocks {count}: {count - 6} vacant, 6 kept by idle sessions and prefixes "
+                "(at most 6)" in str(engine.report())
+            )
         assert kept.blocks == 5
         with engine.restore_session(kept) as restored:
             assert restored.cached_tokens == 40
@@ -682,10 +705,13 @@ def test_a_closed_engine_says_so() -> None:
     engine = open_engine(**SIZES)
     session = engine.session()
     session.append(PROMPT)
+    session.generate(greedy(8, ignore_eos=True))
+    assert session.cached_tokens > 0
     turn = session.submit(greedy(20))
     engine.step()
     engine.close()
     assert turn.finish_reason == "cancelled" and len(session) == len(session.token_ids) > 0
+    assert (session.cached_tokens, session.evicted) == (0, False)
     for call in (session.generate, session.fork, session.snapshot, engine.session):
         with pytest.raises(ValueError, match="the engine is closed"):
             call()
