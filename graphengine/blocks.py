@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,16 +27,21 @@ if TYPE_CHECKING:
 class BlockPool:
     """Blocks `first .. first + count - 1`; of the vacant ones the last one freed is taken first.
 
-    idle      blocks without a user that somebody keeps, the longest idle first
+    idle      blocks without a user that somebody keeps
+    indexed   the blocks that the index of prefixes keeps, for whoever looks after it to fill
+    unwanted  of the idle ones those that the index alone keeps, the longest so first
     evict     called with a number of blocks that it has to make vacant, out of idle ones
     max_idle  more idle blocks than this are evicted at once; None: as many as there are
     """
 
     def __init__(self, count: int, *, first: int = 0, max_idle: int | None = None) -> None:
         self.count = count
+        self.max_idle = max_idle
         self.idle: dict[int, None] = {}
+        self.indexed: dict[int, bytes] = {}
+        # Unlike a dict's, its first item is found at once when many before it are gone.
+        self.unwanted: OrderedDict[int, None] = OrderedDict()
         self.evict: Callable[[int], None] | None = None
-        self._max_idle = max_idle
         self._vacant = list(range(first + count - 1, first - 1, -1))
         self._users = [0] * (first + count)
         self._keepers = [0] * (first + count)
@@ -72,6 +77,7 @@ class BlockPool:
         for block in blocks:
             assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
             self.idle.pop(block, None)
+            self.unwanted.pop(block, None)
             self._users[block] += 1
 
     def give_back(self, blocks: list[int]) -> None:
@@ -83,6 +89,7 @@ class BlockPool:
                 continue
             if self._keepers[block]:
                 self.idle[block] = None
+                self._note_unwanted(block)
             else:
                 self._vacant.append(block)
         blocks.clear()
@@ -93,19 +100,29 @@ class BlockPool:
         for block in blocks:
             assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
             self._keepers[block] += 1
+            self.unwanted.pop(block, None)
 
     def let_go(self, blocks: Sequence[int]) -> None:
         """One keeper less for each of these."""
         for block in reversed(blocks):
             self._keepers[block] -= 1
             assert self._keepers[block] >= 0, f"{block=} has no keeper"
-            if not self._keepers[block] and not self._users[block]:
+            if self._users[block]:
+                continue
+            if self._keepers[block]:
+                self._note_unwanted(block)
+            else:
                 del self.idle[block]
+                self.unwanted.pop(block, None)
                 self._vacant.append(block)
 
+    def _note_unwanted(self, block: int) -> None:
+        if self._keepers[block] == 1 and block in self.indexed:
+            self.unwanted[block] = None
+
     def _limit(self) -> None:
-        if self._max_idle is not None and len(self.idle) > self._max_idle:
-            self._make_vacant(len(self.idle) - self._max_idle)
+        if self.max_idle is not None and len(self.idle) > self.max_idle:
+            self._make_vacant(len(self.idle) - self.max_idle)
 
     def _make_vacant(self, count: int) -> None:
         enough = len(self._vacant) + count
@@ -158,35 +175,41 @@ class Reuse:
         self._behind = behind
         self._counters = counters
         self._block_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
+        self._key_of = pool.indexed
         pool.evict = self.evict
 
     # Requests, as the scheduler sees them.
 
+    def begin_with(self, request: Request) -> tuple[list[int], bool]:
+        """Blocks of the request's first tokens, all but one of them at most.
+
+        And whether they are its session's: they are, unless the index has more of the prompt.
+        """
+        found, context = self.find(request), request.context
+        if context is not None and request.params.prompt_logprobs is None:
+            own = context.blocks[: self._most(request)]
+            if own and len(own) >= len(found):
+                return own, True
+        return found, False
+
     def find(self, request: Request) -> list[int]:
-        """Blocks of the request's first tokens, all but one of them at most."""
-        context = request.context
-        if request.params.prompt_logprobs is not None or (context is None and not self.prefixes):
-            # Those of a prompt follow from the logits behind each of its tokens.
+        """What the index has of the request's first tokens, all but one of them at most."""
+        # The log-probabilities of a prompt follow from the logits behind each of its tokens.
+        if not self.prefixes or request.params.prompt_logprobs is not None:
             return []
-        most = (request.prompt_len - 1) // self._block_size
-        if context is not None and context.blocks:
-            return context.blocks[:most]
         found = []
-        for key in self._keys(request)[:most]:
+        for key in self._keys(request)[: self._most(request)]:
             block = self._block_of.get(key)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def took(self, request: Request, context: Context) -> None:
-        """The turn of a session was admitted with what was found for it."""
-        self.touch(context)
-        if context.blocks and request.cached_tokens:
-            self._counters["sessions/reused_tokens"] += request.cached_tokens
-            # What it writes behind a reply's blocks is no prefill of its tokens alone.
-            request.placed.indexed = request.prompt_len
+    def took(self, request: Request) -> None:
+        """The turn of a session was admitted with blocks that its session keeps."""
+        self._counters["sessions/reused_tokens"] += request.cached_tokens
+        # What it writes behind a reply's blocks is no prefill of its tokens alone.
+        request.placed.indexed = request.prompt_len
 
     def begun(self, request: Request) -> None:
         """The request is about to be fed, with what the index has of its prompt."""
@@ -237,8 +260,12 @@ class Reuse:
         return max(0, tokens - self._behind) // self._block_size
 
     def give(self, context: Context, blocks: Sequence[int]) -> None:
-        """Let `context` keep these instead of what it keeps; others may hold them too."""
-        kept = list(blocks)
+        """Let `context` keep these instead of what it keeps; others may hold them too.
+
+        The first of them, where they are more than may be idle: or they would evict every other
+        session, and this one at the end.
+        """
+        kept = list(blocks[: self._pool.max_idle])
         self._pool.keep(kept)
         self._pool.let_go(context.blocks)
         context.blocks, context.evicted = kept, False
@@ -270,37 +297,51 @@ class Reuse:
     def evict(self, count: int) -> None:
         """Make `count` idle blocks vacant.
 
-        First go those that the index of prefixes alone keeps, the longest idle first, of one
-        request's from its end. Then whole sessions, least recently used first: those of which a
-        block is idle, that is, not those of a turn under way that is not paused. What two sessions
-        keep goes with the second of them.
+        First go those that the index of prefixes alone keeps, the longest so first, of one
+        request's from its end. Then whole sessions, least recently used first: those of which no
+        block is in use. What two sessions keep goes with the second of them. At last those of which
+        some are, such as the session of a turn under way, from the first idle block on.
         """
-        enough = self._pool.vacant + count
+        pool = self._pool
+        enough = pool.vacant + count
         while not self._evict_prefixes(enough):
-            pool = self._pool
-            idle = (
-                context
-                for context in self.contexts
-                if any(not pool.users(block) for block in context.blocks)
+            unused = (
+                context for context in self.contexts if not any(map(pool.users, context.blocks))
             )
-            context = next(idle, None)
-            assert context is not None, f"{len(pool.idle)} idle blocks are nobody's"
-            pool.let_go(context.blocks)
-            context.blocks, context.evicted = [], True
+            context = next(unused, None)
+            if context is not None:
+                self._evict_session(context, 0)
+                continue
+            for context in self.contexts:
+                used = next((at for at, one in enumerate(context.blocks) if one in pool.idle), None)
+                if used is not None:
+                    break
+            else:
+                raise AssertionError(f"{len(pool.idle)} idle blocks are nobody's")
+            self._evict_session(context, used)
+
+    def _evict_session(self, context: Context, left: int) -> None:
+        """Take all but its first `left` blocks from a session; it is evicted if that is all."""
+        self._pool.let_go(context.blocks[left:])
+        del context.blocks[left:]
+        if not left:
+            context.evicted = True
             del self.contexts[context]
             self._counters["sessions/evicted"] += 1
 
     def _evict_prefixes(self, enough: int) -> bool:
         """Evict until so many blocks are vacant; False if that takes a session."""
         pool = self._pool
-        if pool.vacant >= enough:
-            return True
-        alone = [block for block in pool.idle if block in self._key_of and pool.keepers(block) == 1]
-        for block in alone[: enough - pool.vacant]:
+        while pool.vacant < enough and pool.unwanted:
+            block = next(iter(pool.unwanted))
             del self._block_of[self._key_of.pop(block)]
             pool.let_go([block])
             self._counters["prefix/evicted_blocks"] += 1
         return pool.vacant >= enough
+
+    def _most(self, request: Request) -> int:
+        """Blocks that a request may begin with: it feeds a token of its prompt at least."""
+        return (request.prompt_len - 1) // self._block_size
 
     def _keys(self, request: Request) -> list[bytes]:
         """Of every block of the prompt whose entries depend on the prompt alone."""

@@ -74,8 +74,8 @@ class EngineConfig:
     swap_blocks            pinned host blocks for paused requests; None: what a short pool can need
     prefix_caching         whether the blocks of a prompt's KV are kept, and found again by prompts
                            that begin with the same tokens
-    session_blocks         blocks of the pool that idle sessions and cached prefixes hold at most;
-                           None: as many as nobody else needs
+    session_blocks         blocks of the pool that idle sessions and cached prefixes hold at most,
+                           of a longer session the first; None: as many as nobody else needs
     lookahead              replays launched before the oldest one is collected, 0 or 1; it is 0
                            while a request with a grammar holds a slot
     memory_fraction        share of the device's free memory that the engine may plan with

@@ -414,6 +414,8 @@ class Engine:
 
         acceptance  `Acceptance.as_dict()` of all requests: tokens a step, rates by position
         gate        the draft length in use; None without a gate
+        kv          blocks of the pool: `blocks` in all, `vacant` ones, `idle` ones that sessions or
+                    cached prefixes keep, of which `session_blocks` may be idle; None: any number
         counters    tokens, replays by graph, pauses, discarded tokens, what the gate did, ...
 
         Of some drafters it waits for the device, which holds a counter.
@@ -429,6 +431,8 @@ class Engine:
         for request in [*self.scheduler.active, *self.scheduler.waiting]:
             request.cancel()
             self.scheduler.retire(request)
+        for context in list(self.scheduler.reuse.contexts):
+            self.scheduler.reuse.close(context)
         self._closed = True
         self.recorder.close()
         for graph in self._graphs.values():
@@ -529,10 +533,12 @@ class Engine:
         """Launch a graph, that of `replay` or the drafter's own behind it."""
         graph = self._graphs[bucket]
         if self.recorder.recording:
-            fed = 0 if replay.chunk is None else replay.chunk.count
-            self.recorder.launch(
-                graph.replay, bucket, replay.sequence, len(replay.requests), replay.width, fed
-            )
+            chunk, live = replay.chunk, len(replay.requests)
+            fed = 0 if chunk is None else chunk.count
+            if chunk is not None and chunk.noted:
+                # Its lanes are live, but nothing is fed.
+                live, fed = fed, 0
+            self.recorder.launch(graph.replay, bucket, replay.sequence, live, replay.width, fed)
         else:
             graph.replay()
         self.counters[f"replays/{bucket}"] += 1

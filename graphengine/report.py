@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReport:
-    """Budget, kernels, ladder, captures and counters of an engine; `str()` is the table."""
+    """Budget, kernels, ladder, captures and counters of an engine; `str()` is the table.
+
+    kv  the blocks of the pool, as in `Engine.stats`
+    """
 
     memory: MemoryPlan
     kernels: str
+    kv: Mapping[str, int | None]
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
 
@@ -34,6 +38,7 @@ class EngineReport:
             f"prefill buckets {', '.join(map(str, memory.prefill_ladder.sizes))}",
             "",
             memory.budget.table(),
+            _describe_kv(self.kv),
             "",
             f"{'graph':<18}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
         ]
@@ -60,6 +65,7 @@ def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineRepo
             f"row family {engine.row_family} ({why}), plans {engine.plan_sources}, "
             f"PDL {'on' if engine.program.launch.pdl else 'off'}, numerics {engine.numerics_id}"
         ),
+        kv=_kv_blocks(engine),
         captures=tuple(captures),
         counters=dict(engine.counters),
     )
@@ -72,8 +78,27 @@ def statistics(engine: Engine) -> dict[str, Any]:
     return {
         "acceptance": engine.acceptance.as_dict(),
         "gate": None if gate is None else {"drafts": gate.drafts},
+        "kv": _kv_blocks(engine),
         "counters": dict(engine.counters) | own,
     }
+
+
+def _kv_blocks(engine: Engine) -> dict[str, int | None]:
+    pool = engine.scheduler.pool
+    return {
+        "blocks": pool.count,
+        "vacant": pool.vacant,
+        "idle": len(pool.idle),
+        "session_blocks": engine.config.session_blocks,
+    }
+
+
+def _describe_kv(kv: Mapping[str, int | None]) -> str:
+    most = "any number" if kv["session_blocks"] is None else f"at most {kv['session_blocks']}"
+    return (
+        f"KV blocks {kv['blocks']}: {kv['vacant']} vacant, {kv['idle']} kept by idle sessions and "
+        f"prefixes ({most})"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

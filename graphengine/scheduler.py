@@ -22,6 +22,9 @@ the sum. Blocks that nobody uses are free, as they are evicted on demand: so the
 only while other requests use some, and once those are paused the oldest has all of it. A pause
 copies shared blocks as well, and it resumes into blocks of its own; so it may free fewer blocks
 than it copies, but whoever needs them goes on to the next youngest.
+
+In a roomy pool, which holds every slot's longest request, nobody pauses: what a request may yet
+need is free, whether it has taken it at once or takes it as it grows.
 """
 
 from __future__ import annotations
@@ -182,7 +185,9 @@ class Scheduler:
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
         # A pool that holds every slot's longest request has nothing to save: a request gets all its
-        # blocks at once, and the tables stay as they are while it decodes.
+        # blocks at once, and the tables stay as they are while it decodes. But no session goes for
+        # tokens that it may never sample: where too few blocks are vacant it gets its prompt's,
+        # and more as it grows, for which there is room.
         self._roomy = slots * self.blocks_for(self._max_seq_len) <= kv_blocks
         self._width = tokens_per_step
         self._changes = _Changes()
@@ -449,15 +454,18 @@ class Scheduler:
         """Give waiting requests slots and blocks; paused ones go first.
 
         The blocks are those of the prompt, or all that the request may ever need where the pool is
-        roomy. Those that hold its first tokens already are shared, the others are its own.
+        roomy and so many are vacant. Those that hold its first tokens already are shared, the
+        others are its own.
         """
         while self.waiting and None in self.slots:
             if any(request.phase is Phase.PAUSED for request in self.active):
                 return
             request = self.waiting[0]
-            tokens = request.max_len if self._roomy else request.prompt_len
-            found = self.reuse.find(request)
-            need = self.blocks_for(self._reach(request, tokens)) - len(found)
+            found, own = self.reuse.begin_with(request)
+            need = self._greatest_need(request) - len(found)
+            if not self._roomy or need > self.pool.vacant:
+                prompt = self._reach(request, request.prompt_len)
+                need = self.blocks_for(prompt) - len(found)
             # Found blocks that nobody uses are free, and no longer are.
             taken = need + sum(not self.pool.users(block) for block in found)
             headroom = self._headroom(len(self.active))
@@ -466,8 +474,10 @@ class Scheduler:
             self.waiting.popleft()
             slot = self.slots.index(None)
             self._epoch += 1
-            # First, or they might be evicted for the others.
+            # First, or they, and the rest of the session, might be evicted for the others.
             self.pool.use(found)
+            if request.context is not None:
+                self.reuse.touch(request.context)
             cached = len(found) * self.block_size
             request.placement = Placement(
                 slot=slot,
@@ -478,8 +488,8 @@ class Scheduler:
                 noted=0 if self._is_noted(request) else cached,
             )
             request.cached_tokens = cached
-            if request.context is not None:
-                self.reuse.took(request, request.context)
+            if own:
+                self.reuse.took(request)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)
@@ -496,7 +506,7 @@ class Scheduler:
             self.lookahead = 0 if self.guided else self._usual_lookahead
 
     def _headroom(self, rows: int) -> int:
-        """Blocks that `rows` rows may take in their next step: none where they have all."""
+        """Blocks that `rows` rows may take in their next step: a roomy pool always has them."""
         return 0 if self._roomy else rows * self.blocks_for(self._tokens_per_step)
 
     def _can_always_pause(self, newcomer: Request) -> bool:

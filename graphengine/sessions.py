@@ -38,7 +38,7 @@ class Session:
 
     Between turns its blocks are idle: they are given to whoever needs them (`Reuse.evict` says in
     which order), then the session is `evicted`, and its next turn prefills everything again. Its
-    tokens are never lost.
+    tokens are never lost. Of a session with more than `session_blocks` blocks the first are kept.
 
     One turn runs at a time. While it does, all that would change the session or read its KV is a
     ValueError, as is every call but `close` once the session or its engine is closed; `token_ids`
@@ -81,14 +81,20 @@ class Session:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that the next turn would not have to prefill."""
+        """Tokens of which the session's blocks spare the next turn the prefill; 0 once closed.
+
+        With `prefix_caching` the turn may find more, if others have prefilled the same tokens.
+        """
         size = self._engine.memory.block_size
         whole = min(len(self._context.blocks), max(0, len(self) - 1) // size)
         return whole * size
 
     @property
     def evicted(self) -> bool:
-        """Whether its blocks were taken away, so that the next turn prefills everything."""
+        """Whether its blocks were taken away, so that the next turn prefills everything.
+
+        All but what `prefix_caching` finds, that is. False again once a turn has left new ones.
+        """
         return self._context.evicted
 
     # What the conversation is.

@@ -21,14 +21,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphengine.speculative import describe
+from graphengine.drafters import Drafter, DraftModelDrafter
+from graphengine.drafters.modules import ModuleDrafter
+from graphengine.sampling_params import is_int
+from graphengine.speculative import DraftModel, Speculative, describe
 
 if TYPE_CHECKING:
     from graphengine.engine import Engine
-    from graphengine.models.dense import DenseModel
 
-_SCHEMA = 1
+_SCHEMA = 2
 _SAMPLES = 1024
+# A home that nobody has is a RuntimeError, and so is JSON that is nested too deep.
+_UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +42,9 @@ class Origin:
     device       "cpu", or the GPU's name: another kind computes other bits
     model        fingerprint of the configuration and of samples of the weights
     caches       of each cache the shape of a block, layers first
-    speculative  who drafts, as reports say it: the drafter's cache is its own
+    speculative  who drafts, as reports say it, but without the path of a draft model
+    drafter      fingerprint of the drafter's configuration and weights, as of the model; "" where
+                 it has none
     """
 
     device: str
@@ -47,6 +53,7 @@ class Origin:
     model: str
     caches: tuple[tuple[int, ...], ...]
     speculative: str
+    drafter: str
     numerics_id: str
 
 
@@ -73,55 +80,98 @@ class SessionSnapshot:
         return sum(cache.nbytes for cache in self.caches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a safetensors file, which appears whole or not at all; OSError if not."""
-        path = Path(path).expanduser()
+        """Write it to a safetensors file, which appears whole or not at all; OSError if not.
+
+        ValueError for what is no path.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"path={path!r} must be that of a file")
         tensors = {f"cache_{index}": cache for index, cache in enumerate(self.caches)}
         tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
         about = json.dumps({"schema": _SCHEMA, **asdict(self.origin)})
-        unfinished = path.with_name(f".{path.name}.unfinished")
+        unfinished = None
         try:
+            file = Path(path).expanduser()
+            unfinished = file.with_name(f".{file.name}.unfinished")
             save_file(tensors, unfinished, {"session": about})
-            os.replace(unfinished, path)
-        except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise OSError(f"the session cannot be written to {path}: {error}") from error
+            os.replace(unfinished, file)
+        # A path without a name, or with a null byte, is a ValueError.
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            if unfinished is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    unfinished.unlink()
+            raise OSError(f"the session cannot be written to {path!r}: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote; ValueError, with the path, for anything else."""
-        path = Path(path).expanduser()
+        """Read what `save` wrote; ValueError, with the path, for anything else.
+
+        Nothing refers to the file afterwards.
+        """
+        path = Path(path)
         try:
-            with safe_open(path, "pt") as file:
+            with safe_open(path.expanduser(), "pt") as file:
                 about = json.loads((file.metadata() or {})["session"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            schema = about.pop("schema")
-            if schema != _SCHEMA:
-                raise ValueError(f"it has schema {schema}, not {_SCHEMA}")
-            shapes = tuple(map(tuple, about.pop("caches")))
-            origin = Origin(caches=shapes, **about)
-            caches = tuple(tensors[f"cache_{index}"] for index in range(len(shapes)))
+                # What is read is a view of the mapped file, which others may change or cut short.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            origin = _origin_in(about)
+            caches = tuple(tensors[f"cache_{index}"] for index in range(len(origin.caches)))
+            for index, (cache, shape) in enumerate(zip(caches, origin.caches, strict=True)):
+                if cache.dim() < 2 or (cache.shape[0], *cache.shape[2:]) != shape:
+                    raise ValueError(
+                        f"cache {index} is {tuple(cache.shape)}, of blocks of shape {shape}"
+                    )
             token_ids = tuple(tensors["token_ids"].tolist())
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"{path} is no snapshot of a session: {error!r}") from error
         return cls(origin=origin, token_ids=token_ids, caches=caches)
 
     def check(self, engine: Engine) -> None:
         """ValueError, with both values, unless the KV is what `engine` would have computed."""
-        ours = origin_of(engine)
+        ours, ids = origin_of(engine), self.token_ids
         for name in (field.name for field in fields(Origin)):
             wanted, found = getattr(ours, name), getattr(self.origin, name)
             if wanted != found:
                 raise ValueError(f"the session is of {name}={found!r}, the engine of {wanted!r}")
-        most = len(self.token_ids) // ours.block_size
+        if not isinstance(ids, tuple | list):
+            raise ValueError(f"the session's token_ids={ids!r} must be a tuple of token ids")
+        if not isinstance(self.caches, tuple | list) or len(self.caches) != len(ours.caches):
+            found = len(self.caches) if isinstance(self.caches, tuple | list) else self.caches
+            raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
+        most, blocks = engine.scheduler.reuse.whole_blocks(len(ids)), None
         for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
-            expected = (shape[0], self.blocks, *shape[1:])
+            if not isinstance(cache, Tensor):
+                raise ValueError(f"cache {index} of the session must be a tensor, not {cache!r}")
+            if blocks is None and cache.dim() > 1:
+                blocks = cache.shape[1]
+            expected = (shape[0], blocks, *shape[1:])
             fits = tuple(cache.shape) == expected and cache.dtype == engine.memory.dtype
-            if not fits or self.blocks > most:
+            if not fits or blocks is None or blocks > most:
                 raise ValueError(
                     f"cache {index} of the session is {cache.dtype} {tuple(cache.shape)}: it must "
                     f"be {engine.memory.dtype} {expected}, of {most} blocks at most"
                 )
+
+
+def _origin_in(about: object) -> Origin:
+    """The origin that a file's metadata name; ValueError, with the value, for anything else."""
+    if not isinstance(about, dict):
+        raise ValueError(f"session={about!r:.99} in its metadata must be an object")
+    about = dict(about)
+    schema, shapes = about.pop("schema", None), about.pop("caches", None)
+    if not is_int(schema) or schema != _SCHEMA:
+        raise ValueError(f"it has schema {schema!r:.99}, not {_SCHEMA}")
+    if not isinstance(shapes, list) or not shapes:
+        raise ValueError(f"caches={shapes!r:.99} in its metadata must be a list of shapes")
+    for shape in shapes:
+        if not isinstance(shape, list) or not shape or not all(map(is_int, shape)):
+            raise ValueError(f"caches={shapes!r:.99} in its metadata must be lists of integers")
+    origin = Origin(caches=tuple(map(tuple, shapes)), **about)
+    for name, value in asdict(origin).items():
+        right = {"block_size": is_int(value), "caches": True}.get(name, isinstance(value, str))
+        if not right:
+            raise ValueError(f"{name}={value!r:.99} in its metadata has the wrong type")
+    return origin
 
 
 def origin_of(engine: Engine) -> Origin:
@@ -132,9 +182,10 @@ def origin_of(engine: Engine) -> Origin:
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         dtype=str(engine.memory.dtype).removeprefix("torch."),
         block_size=engine.memory.block_size,
-        model=_fingerprint(engine.model),
+        model=_fingerprint(engine.model.config, engine.model.weights),
         caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in engine._caches),
-        speculative=describe(engine.config.mode),
+        speculative=_without_path(engine.config.mode),
+        drafter=_fingerprint_of(engine.drafter),
         numerics_id=engine.numerics_id,
     )
 
@@ -161,11 +212,24 @@ def copy_in(engine: Engine, snapshot: SessionSnapshot, blocks: Sequence[int]) ->
                 layer.index_copy_(0, index, part.to(device))
 
 
-def _fingerprint(model: DenseModel) -> str:
+def _without_path(mode: Speculative | None) -> str:
+    if isinstance(mode, DraftModel):
+        return f"draft model, k={mode.k}"
+    return describe(mode)
+
+
+def _fingerprint_of(drafter: Drafter | None) -> str:
+    """Of what its KV follows from: a drafter without weights has none."""
+    if isinstance(drafter, DraftModelDrafter | ModuleDrafter):
+        return _fingerprint(drafter.config, drafter.weights)
+    return ""
+
+
+def _fingerprint(config: Any, weights: Any) -> str:
     """16 hexadecimal digits of the configuration and of up to 1,024 elements of each weight."""
-    digest = hashlib.sha256(repr(model.config).encode())
+    digest = hashlib.sha256(repr(config).encode())
     samples: list[Any] = []
-    for name, tensor in sorted(model.weights.named(model.config).items()):
+    for name, tensor in sorted(weights.named(config).items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.flatten()
         samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -106,6 +107,21 @@ def test_a_session_whose_blocks_are_in_use_is_passed_over() -> None:
     assert second.evicted and not first.evicted
 
 
+def test_of_a_session_in_use_the_idle_end_goes_after_all_others() -> None:
+    pool, reuse, counters = keeping(8)
+    first, second = kept(pool, reuse, 4), kept(pool, reuse, 3)
+    used = first.blocks[:2]
+    pool.use(used)
+    pool.take(2)
+    assert second.evicted and len(first.blocks) == 4
+    pool.take(4)
+    assert first.blocks == used and not first.evicted and first in reuse.contexts
+    assert counters["sessions/evicted"] == 1 and pool.free == pool.vacant == 0
+    pool.give_back(used)
+    pool.take(1)
+    assert first.evicted and counters["sessions/evicted"] == 2
+
+
 def test_what_two_sessions_keep_goes_with_the_second() -> None:
     pool, reuse, counters = keeping(3)
     first = kept(pool, reuse, 2)
@@ -122,7 +138,58 @@ def test_no_more_blocks_are_idle_than_the_limit() -> None:
     assert not first.evicted and not second.evicted
     third = kept(pool, reuse, 1)
     assert first.evicted and not second.evicted and not third.evicted
-    assert kept(pool, reuse, 4).evicted and len(pool.idle) == 0
+
+
+def test_a_session_beyond_the_limit_keeps_its_first_blocks() -> None:
+    pool, reuse, counters = keeping(8, max_idle=3)
+    context, blocks = Context(), pool.take(5)
+    reuse.give(context, blocks)
+    first = blocks[:3]
+    pool.give_back(blocks)
+    assert context.blocks == first and not context.evicted and not counters
+    assert (list(reversed(pool.idle)), pool.vacant) == (first, 5)
+    pool, reuse, counters = keeping(8, max_idle=0)
+    assert kept(pool, reuse, 4).blocks == [] and pool.vacant == 8 and not counters
+
+
+def work(pool: BlockPool) -> int:
+    """Lines that run while a block is taken."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        pool.take(1)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_work_of_an_eviction_does_not_grow_with_the_pool(indexed: bool) -> None:
+    done = []
+    for count in (16, 1600):
+        pool, reuse, counters = keeping(count + 4)
+        session = kept(pool, reuse, 4)
+        other = [kept(pool, reuse, 1) for _ in range(0 if indexed else count)]
+        blocks = pool.take(count if indexed else 0)
+        for block in blocks:
+            key = block.to_bytes(8, "big")
+            reuse._block_of[key], reuse._key_of[block] = block, key
+        pool.keep(blocks)
+        pool.give_back(blocks)
+        assert not pool.vacant and len(pool.idle) == count + 4
+        reuse.touch(other[0] if other else session)
+        done.append([work(pool) for _ in range(3)])
+        evicted = (counters["prefix/evicted_blocks"], counters["sessions/evicted"])
+        # The session of four blocks is the one used least, and makes room for all three.
+        assert evicted == ((3, 0) if indexed else (0, 1))
+    assert done[0] == done[1]
 
 
 def test_a_context_that_is_closed_or_cut_lets_go() -> None:
@@ -293,6 +360,94 @@ def test_turns_add_no_prefixes_behind_a_reply() -> None:
     world.finish()
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_a_turn_is_admitted_without_evicting_its_own_session(others: bool) -> None:
+    """At a block's edge the last block is not used again; it may be evicted for the others."""
+    world = Sharing(kv_blocks=6 if others else 4, slots=1)
+    session, other = world.session(LONG[:7]), world.session([3] * 8)
+    session.submit(params(10))
+    world.run()
+    session.rewind(len(session) - 16)
+    before = list(session._context.blocks)
+    assert len(before) == 4 and len(world.scheduler.reuse._block_of) == 1
+    if others:
+        other.submit(params(1))
+        world.run()
+        assert other._context.blocks
+    assert not world.scheduler.pool.vacant
+    turn = session.submit(params(4 if others else 1))
+    world.step(collect=False)
+    assert turn.cached_tokens == 12 and turn.placed.blocks[:3] == before[:3]
+    assert session._context.blocks[:3] == before[:3] and not session.evicted
+    assert world.scheduler.counters["sessions/evicted"] == other.evicted == others
+    assert world.scheduler.counters["sessions/reused_tokens"] == 12
+    world.run()
+    assert len(world.scheduler.reuse._block_of) == 1
+    world.finish()
+
+
+def test_in_a_roomy_pool_no_session_makes_room_for_what_nobody_samples() -> None:
+    """Turns that may take the whole pool, and end early, leave each other's blocks alone."""
+    world = Sharing(kv_blocks=10, slots=1, max_seq_len=40, swap_blocks=0)
+    dice = random.Random(0)
+    prompts = ([dice.randrange(1, ALPHABET) for _ in range(5)] for _ in range(999))
+    short = [prompt for prompt in prompts if 2 < len(reply(prompt, 12)) < 9]
+    sessions = [world.session(prompt) for prompt in short[:2]]
+    turns = []
+    for turn in range(3):
+        for session in sessions:
+            if turn:
+                # "Say that again."
+                session.rewind(len(session) - 5)
+            turns.append(session.submit(params(None)))
+            world.step(collect=False)
+            held = len(turns[-1].placed.blocks)
+            assert held == 10 if len(turns) == 1 else held < 10
+            world.run()
+    assert [turn.cached_tokens for turn in turns] == [0, 0, 4, 4, 4, 4]
+    assert world.scheduler.counters["sessions/evicted"] == 0
+    world.finish()
+    # And where they do sample it, they get it: nobody pauses, and the sessions go.
+    world = Sharing(kv_blocks=20, slots=2, max_seq_len=40, swap_blocks=0)
+    idle = [world.session([dice.randrange(1, ALPHABET) for _ in range(9)]) for _ in range(5)]
+    for session in idle:
+        session.submit(params(8))
+        world.run()
+    prompts = ([dice.randrange(1, ALPHABET) for _ in range(5)] for _ in range(9999))
+    long = [prompt for prompt in prompts if len(reply(prompt, 35)) == 35]
+    for prompt in long[:2]:
+        world.submit(prompt, 35)
+    world.finish()
+    assert world.scheduler.counters["sessions/evicted"] >= 4
+    assert world.scheduler.counters["pauses"] == world.scheduler.counters["stalled_rows"] == 0
+
+
+def test_a_longer_prefix_of_the_index_is_taken_instead_of_the_sessions() -> None:
+    world = Sharing(kv_blocks=40)
+    session = world.session(LONG[:5])
+    session.submit(params(1))
+    world.submit(LONG, 1)
+    world.run()
+    session.rewind(1)
+    session.append(LONG[5:])
+    assert session.cached_tokens == 4
+    turn = session.submit(params(3))
+    world.run()
+    assert turn.cached_tokens == 12 and session.cached_tokens >= 12
+    assert world.scheduler.counters["sessions/reused_tokens"] == 0
+    world.finish()
+
+
+def test_without_prefix_caching_no_prompt_is_hashed() -> None:
+    world = Sharing(prefix_caching=False)
+    session = world.session(LONG)
+    turn, request = session.submit(params(2)), world.submit(LONG, 2)
+    while world.scheduler.busy:
+        world.step(collect=bool(world.in_flight))
+        assert turn.block_keys is request.block_keys is None
+    world.finish()
+
+
 def test_a_cancelled_turn_leaves_the_session_as_it_was() -> None:
     world = Sharing(kv_blocks=40)
     session = world.session()
@@ -332,7 +487,7 @@ def test_a_pause_copies_shared_blocks_and_resumes_into_its_own() -> None:
     assert younger.pauses == 1 and younger.cached_tokens == 12
 
 
-def params(new: int) -> SamplingParams:
+def params(new: int | None) -> SamplingParams:
     return SamplingParams(max_tokens=new)
 
 

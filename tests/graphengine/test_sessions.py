@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import pytest
 import torch
 from conversing import SIZES, TURNS, converse
 from mtp_checkpoints import write_random
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from graphengine import Chat, Engine, SamplingParams, SessionSnapshot
 from graphengine.speculative import MTP, DraftModel, NGram, RelaxedAcceptance, SaveHiddenStates
@@ -180,6 +185,21 @@ def test_a_request_that_asks_for_nothing_skips_without_a_replay(engine: Engine) 
         assert sum(count for name, count in replays.items() if "prefill" in name) == 1
         assert not any("note" in name for name in replays)
         assert result.cached_tokens == (len(session) - 4) // 8 * 8
+
+
+def test_what_is_noted_is_not_recorded_as_fed(engine: Engine) -> None:
+    with engine.session() as session:
+        session.append(LONG)
+        session.generate(greedy(4, ignore_eos=True))
+        engine.recorder.start(capacity=64)
+        result = session.generate(greedy(3, repetition_penalty=1.3))
+        engine.recorder.stop()
+        replays = engine.recorder.replays()
+        assert result.cached_tokens == 32
+        assert replays["prompt_tokens"].sum() == len(session) - 3 - result.cached_tokens
+        names = [engine.recorder.buckets[index] for index in replays["bucket"]]
+        noted = [name.endswith("/note") for name in names]
+        assert sum(replays["live"][noted]) == result.cached_tokens
 
 
 def test_prompt_logprobs_need_the_whole_prompt() -> None:
@@ -377,7 +397,17 @@ def test_session_blocks_bound_what_is_kept() -> None:
             kept = second.snapshot()
             second.append(list(range(40)))
             second.generate(greedy(2, ignore_eos=True))
-            assert second.evicted
+            # It has ten, of which the first six are kept.
+            assert not second.evicted and second.cached_tokens == 48
+            assert engine.counters["sessions/evicted"] == 1
+            count = engine.scheduler.pool.count
+            assert engine.stats()["kv"] == {
+                "blocks": count, "vacant": count - 6, "idle": 6, "session_blocks": 6,
+            }  # fmt: skip
+            assert (
+                f"KV blocks {count}: {count - 6} vacant, 6 kept by idle sessions and prefixes "
+                "(at most 6)" in str(engine.report())
+            )
         assert kept.blocks == 5
         with engine.restore_session(kept) as restored:
             assert restored.cached_tokens == 40
@@ -475,11 +505,112 @@ def test_what_is_no_snapshot_is_refused(engine: Engine, tmp_path: Path, content:
         engine.restore_session(file)
 
 
+def test_a_loaded_snapshot_is_no_longer_of_its_file(kept: SessionSnapshot, tmp_path: Path) -> None:
+    """A view of the mapped file would change with it, and end the process where it is cut short."""
+    file = tmp_path / "session.safetensors"
+    kept.save(file)
+    read = SessionSnapshot.load(file)
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert all(map(torch.equal, read.caches, kept.caches))
+    os.truncate(file, 10)
+    assert all(map(torch.equal, read.caches, kept.caches)) and read.token_ids == kept.token_ids
+
+
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "null": ({"session": "null"}, "session=None in its metadata must be an object"),
+    "number": ({"session": "5"}, "session=5 in its metadata must be an object"),
+    "text": ({"session": '"x"'}, "session='x' in its metadata must be an object"),
+    "list": ({"session": "[1]"}, r"session=\[1\] in its metadata must be an object"),
+    "nested": ({"session": "[" * 100_000}, "RecursionError"),
+    "no-json": ({"session": "{"}, "JSONDecodeError"),
+    "schema": ({"schema": True}, "it has schema True, not"),
+    "old": ({"schema": 1}, "it has schema 1, not"),
+    "no-caches": ({"caches": []}, r"caches=\[\] in its metadata must be a list"),
+    "shape": ({"caches": [5]}, r"caches=\[5\] in its metadata must be lists of integers"),
+    "half": ({"caches": [[1.5]]}, r"caches=\[\[1.5\]\] in its metadata must be lists of int"),
+    "size": ({"block_size": "8"}, "block_size='8' in its metadata has the wrong type"),
+    "dtype": ({"dtype": None}, "dtype=None in its metadata has the wrong type"),
+    "unknown": ({"other": 1}, "unexpected keyword argument 'other'"),
+    "0-d": ({"cache_0": torch.tensor(1.0)}, r"cache 0 is \(\), of blocks of shape"),
+    "1-d": ({"cache_0": torch.zeros(5)}, r"cache 0 is \(5,\), of blocks of shape"),
+    "no-ids": ({"token_ids": torch.tensor(3)}, "not iterable"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_file_is_refused_with_what_is_wrong(
+    kept: SessionSnapshot, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "session.safetensors"
+    kept.save(file)
+    with safe_open(file, "pt") as opened:
+        about = json.loads(opened.metadata()["session"])
+        tensors = {key: opened.get_tensor(key).clone() for key in ("cache_0", "token_ids")}
+    changed, message = MALFORMED[name]
+    tensors |= {key: value for key, value in changed.items() if isinstance(value, torch.Tensor)}
+    about |= {key: value for key, value in changed.items() if key not in tensors}
+    text = changed.get("session", json.dumps(about))
+    save_file(tensors, file, {"session": text})
+    with pytest.raises(ValueError, match=rf"session\.safetensors is no snapshot.*{message}"):
+        SessionSnapshot.load(file)
+
+
+def test_a_snapshot_of_other_caches_is_refused(
+    engine: Engine, small: Path, kept: SessionSnapshot
+) -> None:
+    cache = kept.caches[0]
+    others: dict[str, dict[str, Any]] = {
+        "has 0 caches, the engine 1": {"caches": ()},
+        "has 2 caches, the engine 1": {"caches": (cache, cache)},
+        "has None caches, the engine 1": {"caches": None},
+        r"cache 0 of the session must be a tensor, not \[1\]": {"caches": ([1],)},
+        r"cache 0 of the session is torch.float32 \(\)": {"caches": (torch.tensor(1.0),)},
+        r"cache 0 of the session is torch.float16": {"caches": (cache.half(),)},
+        "the session's token_ids=None must be a tuple": {"token_ids": None},
+    }
+    with open_engine(**SIZES) as other:
+        for message, change in others.items():
+            with pytest.raises(ValueError, match=message):
+                other.restore_session(replace(kept, **change))
+    with open_engine(small, **options_of("vanilla", small)) as other, other.session() as session:
+        session.append([1] * 33)
+        session.generate(greedy(1, ignore_eos=True))
+        snapshot = session.snapshot()
+        # The last of four blocks looks at two tokens behind it.
+        assert snapshot.blocks == 4
+        with pytest.raises(ValueError, match="of 3 blocks at most"):
+            other.restore_session(replace(snapshot, token_ids=snapshot.token_ids[:33]))
+
+
+def test_what_a_drafter_keeps_is_of_its_weights_and_not_of_its_path(
+    small: Path, tmp_path: Path
+) -> None:
+    moved, tuned = tmp_path / "moved", tmp_path / "tuned"
+    for folder in (moved, tuned):
+        shutil.copytree(small, folder)
+    for file in tuned.glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors |= {name: tensor + 1 for name, tensor in tensors.items() if ".mtp_layers." in name}
+        save_file(tensors, file)
+    for mode in (MTP(k=2), DraftModel(small, k=2)):
+        with open_engine(small, **SIZES, speculative=mode) as engine, engine.session() as session:
+            session.append(list(range(40)))
+            session.generate(greedy(3))
+            snapshot = session.snapshot()
+        if isinstance(mode, MTP):
+            other = open_engine(tuned, **SIZES, speculative=mode)
+            refused = r"drafter='[0-9a-f]{16}', the engine of '[0-9a-f]{16}'"
+            with other, pytest.raises(ValueError, match=refused):
+                other.restore_session(snapshot)
+        again = MTP(k=2) if isinstance(mode, MTP) else DraftModel(moved, k=2)
+        with open_engine(moved, **SIZES, speculative=again) as engine:
+            assert engine.restore_session(snapshot).cached_tokens == 40
+
+
 def test_a_snapshot_of_too_many_blocks_or_strange_tokens_is_refused(
     kept: SessionSnapshot,
 ) -> None:
-    from dataclasses import replace
-
     with open_engine(**SIZES) as engine:
         short = replace(kept, token_ids=kept.token_ids[:9])
         with pytest.raises(ValueError, match="of 1 blocks at most"):
@@ -496,6 +627,13 @@ def test_a_file_that_cannot_be_written_is_an_os_error(engine: Engine, tmp_path: 
         session.append(PROMPT)
         with pytest.raises(OSError, match="the session cannot be written to"):
             session.snapshot(tmp_path / "missing" / "file")
+        for wrong in ("", "\0", tmp_path, "~nobody-of-this-name/file"):
+            with pytest.raises(OSError, match="the session cannot be written to"):
+                session.snapshot(wrong)
+            with pytest.raises(ValueError, match="is no snapshot of a session"):
+                engine.restore_session(wrong)
+        with pytest.raises(ValueError, match="path=5 must be that of a file"):
+            session.snapshot(5)  # type: ignore[arg-type]
         assert session.snapshot(tmp_path / "file").blocks == 0
         assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
@@ -567,10 +705,13 @@ def test_a_closed_engine_says_so() -> None:
     engine = open_engine(**SIZES)
     session = engine.session()
     session.append(PROMPT)
+    session.generate(greedy(8, ignore_eos=True))
+    assert session.cached_tokens > 0
     turn = session.submit(greedy(20))
     engine.step()
     engine.close()
     assert turn.finish_reason == "cancelled" and len(session) == len(session.token_ids) > 0
+    assert (session.cached_tokens, session.evicted) == (0, False)
     for call in (session.generate, session.fork, session.snapshot, engine.session):
         with pytest.raises(ValueError, match="the engine is closed"):
             call()
