@@ -42,7 +42,7 @@ HAPPENED = (
 )  # fmt: skip
 LONG = int(os.environ.get("GRAPHENGINE_LONG_FUZZ", "0"))
 # How often each of these happens at least, and at how many tokens that is given up.
-TIMES, TOKENS = (50, 400_000) if LONG else (2, 20_000)
+TIMES, TOKENS = (50, 400_000) if LONG else (1, 20_000)
 
 
 class World:
