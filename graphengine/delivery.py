@@ -53,7 +53,7 @@ class Delivery:
         self._gate = gate
         self._recorder = recorder
         self._forced = forced
-        # Events whose callbacks have not run, and those that no step has returned, in order.
+        # Events whose callbacks have yet to run, and those that no step has returned, in order.
         self._undelivered: list[Event] = []
         self._unreturned: list[Event] = []
 
@@ -277,8 +277,7 @@ class Delivery:
         while self._undelivered:
             event = self._undelivered.pop(0)
             callback = event.request.callback
-            if callback is None:
-                continue
+            assert callback is not None, f"{event.request!r} has no callback"
             try:
                 callback(event)
             except BaseException as error:

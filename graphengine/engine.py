@@ -376,11 +376,6 @@ class Engine:
         return self._caches[0][0]
 
     @property
-    def swap_area(self) -> torch.Tensor:
-        """Where paused requests' blocks of it are."""
-        return self._caches[0][1]
-
-    @property
     def acceptance(self) -> Acceptance:
         """What became of the drafts of all requests."""
         return self._delivery.acceptance

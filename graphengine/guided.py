@@ -237,7 +237,7 @@ class Grammars:
             raise ValueError(
                 "structured_outputs need an end-of-sequence token; the checkpoint names none"
             )
-        others = [token for token in params.stop_token_ids or () if token not in self._eos_ids]
+        others = [token for token in params.stop_tokens if token not in self._eos_ids]
         contradicting = {
             "min_tokens": params.min_tokens,
             "ignore_eos": params.ignore_eos,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import random
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import TypedDict, Unpack
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.guided import Grammars
+from graphengine.logits_params import is_number
 from graphengine.memory import MemoryPlan
 from graphengine.processing import check_something_is_left, make_processing, single_stop_ids
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
@@ -114,7 +114,7 @@ class Intake:
         if deadline_s is not None:
             _check_deadline(deadline_s)
         eos = () if params.ignore_eos else self._eos_ids
-        stops = (*(params.stop_token_ids or ()), *single_stop_ids(params))
+        stops = (*params.stop_tokens, *single_stop_ids(params))
         given = (token_id(token, self._vocab_size) for token in stops)
         stop_ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
@@ -203,9 +203,7 @@ def _check_params(params: object) -> None:
 
 
 def _check_deadline(seconds: float) -> None:
-    number: object = seconds
-    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-    if not is_number or not 0 < seconds <= sys.float_info.max:
+    if not is_number(seconds) or not 0 < seconds <= sys.float_info.max:
         raise ValueError(
             f"deadline_s={seconds!r} must be positive, finite seconds from now on, or None"
         )

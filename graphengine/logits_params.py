@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from graphengine.sampling_params import SamplingParams
 
 MAX_LOGPROBS = 20
-FLOAT32_MAX = 3.4028234e38
 MAX_PENALTY = 2.0
 # Beyond them products and quotients leave float32's range, whatever the temperature.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
@@ -25,8 +24,6 @@ BadWord = str | Sequence[int]
 
 def check_logits_params(params: SamplingParams) -> None:
     """ValueError, with the value and the limits, for what no engine could do."""
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        _check_number(name, getattr(params, name))
     if not MIN_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise ValueError(
             f"repetition_penalty={params.repetition_penalty} must be in "
@@ -53,7 +50,7 @@ def frozen_logit_bias(bias: object) -> dict[int, float] | None:
     for token, value in bias.items():
         if not is_int(token) or token < 0:
             raise ValueError(f"logit_bias is for {token!r}, which is not a token id")
-        _check_number(f"logit_bias[{token}]", value)
+        check_number(f"logit_bias[{token}]", value)
         if not (abs(value) <= MAX_BIAS or value == -math.inf):
             raise ValueError(
                 f"logit_bias[{token}]={value} must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], or -inf"
@@ -98,12 +95,18 @@ def is_int(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is a real number, NumPy's and fractions included; True is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _listed(name: str, value: object) -> Sequence[object]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ValueError(f"{name}={value!r} must be a list")
     return value
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+def check_number(name: str, value: object) -> None:
+    """ValueError unless `value` is a real number, NumPy's and fractions included; True is not."""
+    if not is_number(value):
         raise ValueError(f"{name}={value!r} must be a number")

@@ -219,7 +219,7 @@ class Request:
         token = self.token_ids[-1]
         if token in self.eos_ids:
             return None
-        if token in (self.params.stop_token_ids or ()):
+        if token in self.params.stop_tokens:
             return token
         sequences = self.params.stop_token_sequences
         ended = (ids for ids in sequences if self.token_ids[-len(ids) :] == list(ids))
@@ -228,7 +228,7 @@ class Request:
     def hides(self, stop_token: int) -> bool:
         """Whether this token, if it ends the request, has no text. Stop sequences keep theirs."""
         params = self.params
-        if stop_token not in self.eos_ids and stop_token not in (params.stop_token_ids or ()):
+        if stop_token not in self.eos_ids and stop_token not in params.stop_tokens:
             return False
         eos_is_removed = params.remove_eos and stop_token in self.eos_ids
         return not params.include_stop_str_in_output or eos_is_removed

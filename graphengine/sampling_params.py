@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphengine.logits_params import (
-    FLOAT32_MAX,
     BadWord,
     check_logits_params,
+    check_number,
     frozen_bad_words,
     frozen_ids,
     frozen_logit_bias,
@@ -21,6 +20,7 @@ from graphengine.structured_outputs import StructuredOutputsParams
 __all__ = ["SamplingParams", "is_int"]
 
 INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234e38
 # Below it the quotients leave float32's range, and tokens tie that do not.
 MIN_TEMPERATURE = 1e-6
 
@@ -124,10 +124,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not (is_int(value) or (optional and value is None)):
                 raise ValueError(f"{name}={value!r} must be an integer")
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real):
-                raise ValueError(f"{name}={value!r} must be a number")
+        for name in _NUMBERS:
+            check_number(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -160,7 +158,7 @@ class SamplingParams:
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"stop={self.stop!r} must be strings that are not empty")
-        for token in self.stop_token_ids or ():
+        for token in self.stop_tokens:
             if not is_int(token):
                 raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
@@ -194,6 +192,10 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -206,5 +208,5 @@ def _plain_numbers(params: SamplingParams) -> dict[str, object]:
     return {
         **{name: int(value) for name, value in integers.items() if value is not None},
         **{name: float(getattr(params, name)) for name in _NUMBERS},
-        "stop_token_ids": tuple(int(token) for token in params.stop_token_ids or ()),
+        "stop_token_ids": tuple(map(int, params.stop_tokens)),
     }

@@ -7,7 +7,6 @@ the target, and `cache_1` of the drafter where it has one; and in the metadata, 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from graphengine.drafters import Drafter, DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
 from graphengine.sampling_params import is_int
 from graphengine.speculative import DraftModel, Speculative, describe
+from graphengine.tensor_files import save_whole
 
 if TYPE_CHECKING:
     from graphengine.engine import Engine
@@ -89,17 +88,10 @@ class SessionSnapshot:
         tensors = {f"cache_{index}": cache for index, cache in enumerate(self.caches)}
         tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
         about = json.dumps({"schema": _SCHEMA, **asdict(self.origin)})
-        unfinished = None
         try:
-            file = Path(path).expanduser()
-            unfinished = file.with_name(f".{file.name}.unfinished")
-            save_file(tensors, unfinished, {"session": about})
-            os.replace(unfinished, file)
+            save_whole(tensors, Path(path).expanduser(), {"session": about})
         # A path without a name, or with a null byte, is a ValueError.
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-            if unfinished is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    unfinished.unlink()
             raise OSError(f"the session cannot be written to {path!r}: {error}") from error
 
     @classmethod

@@ -12,20 +12,18 @@ Letters: P tokens of a prompt, T tokens of a prefill bucket, A chosen layers, H 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.speculative import SaveHiddenStates
+from graphengine.tensor_files import save_whole
 
 if TYPE_CHECKING:
     from graphengine.models.dense import DenseConfig
@@ -132,13 +130,9 @@ class HiddenStatesDrafter(Drafter):
         written = len(self._ready)
         for number in list(self._ready):
             path = self.directory / f"{number:08d}.safetensors"
-            unfinished = path.with_name(f".{path.name}.unfinished")
             try:
-                save_file(self._ready[number], unfinished)
-                os.replace(unfinished, path)
+                save_whole(self._ready[number], path)
             except (OSError, SafetensorError) as error:
-                with contextlib.suppress(OSError):
-                    unfinished.unlink()
                 raise OSError(f"hidden states cannot be written to {path}: {error}") from error
             del self._ready[number]
         if written:

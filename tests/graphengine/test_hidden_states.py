@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from graphengine import Engine, Request, SamplingParams
+from graphengine import Engine, Request, SamplingParams, tensor_files
 from graphengine.drafters import hidden_states as module
 from graphengine.speculative import SaveHiddenStates
 from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
@@ -217,11 +217,11 @@ def test_a_file_that_cannot_be_written(
     request = engine.submit(PROMPT)
     with monkeypatch.context() as patch:
 
-        def full(tensors: dict[str, Tensor], path: Path) -> None:
+        def full(tensors: dict[str, Tensor], path: Path, metadata: object) -> None:
             path.write_bytes(b"half")
             raise OSError("no space left")
 
-        patch.setattr(module, "save_file", full)
+        patch.setattr(tensor_files, "save_file", full)
         with pytest.raises(OSError, match=r"written to .*00000001\.safetensors: no space left"):
             run(engine)
     assert not list(states.iterdir())
