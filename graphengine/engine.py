@@ -226,10 +226,11 @@ class Engine:
         `QueueFull`, a RuntimeError, where `max_waiting` requests wait already.
         """
         self._check_open()
+        submitted = time.perf_counter()
         self.scheduler.check_queue()
         params = self._intake.usual_params if params is None else params
         ids = self._intake.prompt_ids(prompt, params)
-        request = self._intake.request(ids, params, on_event, **options)
+        request = self._intake.request(ids, params, on_event, submitted=submitted, **options)
         self._queue(request)
         return request
 

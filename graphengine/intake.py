@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
@@ -88,6 +87,8 @@ class Intake:
         ids: Sequence[int],
         params: SamplingParams | None,
         callback: Callable[[Event], None] | None,
+        *,
+        submitted: float,
         **options: Unpack[QueueOptions],
     ) -> Request:
         """A request whose prompt is a session's tokens; ValueError likewise."""
@@ -95,7 +96,7 @@ class Intake:
         _check_params(params)
         if params.add_bos is not None:
             raise ValueError(f"add_bos={params.add_bos} is for the `append` of a session")
-        return self.request(ids, params, callback, **options)
+        return self.request(ids, params, callback, submitted=submitted, **options)
 
     def request(
         self,
@@ -103,10 +104,14 @@ class Intake:
         params: SamplingParams,
         callback: Callable[[Event], None] | None = None,
         *,
+        submitted: float,
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> Request:
-        """A request, not queued yet; ValueError for parameters that cannot be served."""
+        """A request, not queued yet; ValueError for parameters that cannot be served.
+
+        `submitted` is when its caller called, by `time.perf_counter`.
+        """
         if callback is not None and not callable(callback):
             raise ValueError(f"on_event={callback!r} cannot be called")
         if not is_int(priority):
@@ -155,7 +160,7 @@ class Intake:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             max_len=len(ids) + min(room, params.max_tokens or room),
-            submitted=time.perf_counter(),
+            submitted=submitted,
             cancelled=self._cancelled,
             stream=self._stream(params),
             callback=callback,

@@ -100,7 +100,11 @@ def token_ids_of(tokens: object, vocab_size: int, what: str) -> tuple[int, ...]:
     """`tokens` as ids. ValueError where they are none, which says `what` they are to be."""
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | Mapping):
         raise ValueError(f"{what}, not {tokens!r}")
-    return tuple(token_id(token, vocab_size) for token in tokens)
+    ids = tuple(tokens)
+    # Of a long prompt one check by one would take a good part of the host's time for it.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
+    return tuple(token_id(token, vocab_size) for token in ids)
 
 
 def token_id(token: object, vocab_size: int) -> int:

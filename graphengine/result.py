@@ -14,7 +14,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error", "deadline"]
 
 @dataclass(kw_only=True, slots=True)
 class Timings:
-    """Host times in seconds of `time.perf_counter()`, as tokens reached the host."""
+    """Host times in seconds of `time.perf_counter()`, as tokens reached the host.
+
+    `submitted` is when the caller called: what turns its prompt into tokens comes behind it.
+    """
 
     submitted: float
     tokens: list[float] = field(default_factory=list)

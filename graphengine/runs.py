@@ -8,6 +8,7 @@ to the wrong one. What another request's callback raises in a step ends the run 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -41,7 +42,7 @@ def generate(
     """What `Engine.generate` says."""
     if progress is not None and not callable(progress):
         raise ValueError(f"progress={progress!r} cannot be called")
-    intake = engine._intake
+    intake, submitted = engine._intake, time.perf_counter()
     batch = is_batch(prompts)
     prompt_list: Sequence[Any] = prompts if batch else [prompts]  # type: ignore[assignment]
     if not isinstance(params, Sequence):
@@ -55,7 +56,10 @@ def generate(
         done += event.finish_reason is not None
 
     ids = [intake.prompt_ids(*pair) for pair in zip(prompt_list, params, strict=True)]
-    made = [intake.request(*pair, heard, **options) for pair in zip(ids, params, strict=True)]
+    made = [
+        intake.request(*pair, heard, submitted=submitted, **options)
+        for pair in zip(ids, params, strict=True)
+    ]
     engine.scheduler.check_queue(len(made))
     queued: list[Request] = []
     try:

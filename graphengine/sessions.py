@@ -15,6 +15,7 @@ that the KV of earlier replies was written by the decode kernels, whose last bit
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from types import TracebackType
@@ -162,6 +163,7 @@ class Session:
         cancelled, came too late or failed leaves the session as it was: to cut a reply short and
         keep what was said, end it by `Engine.stop_callback`. ValueError for an empty session.
         """
+        submitted = time.perf_counter()
         self._check_idle()
         if not self._tokens:
             raise ValueError("the session is empty: append a prompt")
@@ -172,7 +174,9 @@ class Session:
                 f"max_seq_len={limit}"
             )
         engine.scheduler.check_queue()
-        request = engine._intake.turn(self._tokens, params, on_event, **options)
+        request = engine._intake.turn(
+            self._tokens, params, on_event, submitted=submitted, **options
+        )
         request.context = self._context
         engine._queue(request)
         self._turn = request

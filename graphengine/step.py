@@ -236,8 +236,9 @@ class StepProgram:
             wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
         if kind == "prompt":
             wanted["all_lanes"] = True
-        end = self.model.prefill(chunk, self.cache, block_table, attend, **wanted)
-        logits = self.model.prefill_logits(end, slot)
+        pdl = self.launch.pdl
+        end = self.model.prefill(chunk, self.cache, block_table, attend, pdl=pdl, **wanted)
+        logits = self.model.prefill_logits(end, slot, pdl=pdl)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":
@@ -293,4 +294,5 @@ class StepProgram:
             query_start_P1=chunk.query_start,
             slot_P=self.buffers["prefill_slot"],
             position_P=self.buffers["prefill_start"],
+            pdl=self.launch.pdl,
         )

@@ -58,6 +58,11 @@ from graphengine.kernels.linear import (
     linear_sample,
     residual_groups,
 )
+from graphengine.kernels.linear_swiglu import (
+    fuses_swiglu,
+    linear_swiglu,
+    linear_swiglu_reference,
+)
 from graphengine.kernels.logits import LogitsTensors, process_logits, process_logits_reference
 from graphengine.kernels.logits_kernels import (
     USES_BAD_WORDS,
@@ -235,6 +240,7 @@ __all__ = [
     "embed_reference",
     "finish_decode",
     "finish_decode_reference",
+    "fuses_swiglu",
     "gather_prefill",
     "hand_over",
     "hand_over_reference",
@@ -244,6 +250,8 @@ __all__ = [
     "linear_residual",
     "linear_residual_reference",
     "linear_sample",
+    "linear_swiglu",
+    "linear_swiglu_reference",
     "logprob_items",
     "mamba_state_selective_copy",
     "mamba_state_selective_copy_reference",

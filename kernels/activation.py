@@ -12,12 +12,17 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_rows, live_lanes, output_rows
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 _BLOCK_F = 1024
 
 
 def swiglu(
-    gate_up_N2F: torch.Tensor, slot_N: torch.Tensor, *, out: torch.Tensor | None = None
+    gate_up_N2F: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """silu(gate) * up of each live lane, where a lane of the input is [gate F | up F].
 
@@ -25,6 +30,7 @@ def swiglu(
         gate_up_N2F: float32, float16 or bfloat16; dense rows, any stride between them.
         slot_N: int32, -1 = padded lane.
         out: [N, F] in the input's dtype; may be the gate half of the input itself.
+        pdl: the launch before, whatever it is, may still run.
 
     Returns:
         [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
@@ -40,7 +46,14 @@ def swiglu(
         return swiglu_reference(gate_up_N2F, slot_N, out=out)
     F = width // 2
     _swiglu_kernel[(lanes, triton.cdiv(F, _BLOCK_F))](
-        gate_up_N2F, slot_N, out, gate_up_N2F.stride(0), out.stride(0), F=F, BLOCK_F=_BLOCK_F
+        gate_up_N2F,
+        slot_N,
+        out,
+        gate_up_N2F.stride(0),
+        out.stride(0),
+        F=F,
+        BLOCK_F=_BLOCK_F,
+        **launch_options(pdl),
     )
     return out
 
@@ -54,8 +67,10 @@ def _swiglu_kernel(
     out_stride,
     F: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_F outputs."""
+    wait_for_inputs(PDL)
     lane = tl.program_id(0).to(tl.int64)
     if tl.load(slot_ptr + lane) < 0:
         return

@@ -18,6 +18,7 @@ from graphengine.kernels.lanes import (
     live_lanes,
     output_rows,
 )
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 # Longer rows are read twice, in tiles; a row of this length stays in the registers of 16 warps.
 _MAX_BLOCK_H = 8192
@@ -130,6 +131,7 @@ def add_rms_norm(
     eps: float,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """x += y in place, then `rms_norm` of x, in one launch that reads both of them once.
 
@@ -138,6 +140,7 @@ def add_rms_norm(
             between them; they must not overlap.
         weight_H, slot_N, out_dtype: as of `rms_norm`.
         out: [N, H] of `out_dtype`; must not overlap `x`; may be `y` itself.
+        pdl: the launch before, whatever it is, may still run; it does not write the weight.
 
     Returns:
         [N, H] of `out_dtype`, rounded where `rms_norm` rounds; the sum is float32. Of padded lanes
@@ -168,6 +171,7 @@ def add_rms_norm(
         out.stride(0),
         eps,
         **_row_options(H),
+        **launch_options(pdl),
     )
     return out
 
@@ -185,12 +189,14 @@ def _add_rms_norm_kernel(
     eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a lane."""
     lane = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     # Ahead of its use: behind the sum of squares its latency would come on top.
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
+    wait_for_inputs(PDL)
     if tl.load(slot_ptr + lane) < 0:
         return
     x_row_ptr = x_ptr + lane * x_stride

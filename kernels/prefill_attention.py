@@ -29,6 +29,7 @@ from graphengine.kernels.paged import (
     gather_cache,
     token_capacity,
 )
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.plans import dot_columns
 
 
@@ -46,16 +47,14 @@ class PrefillTiles(NamedTuple):
     keys: int
     warps: int
     stages: int
-    """Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles: 5 load two ahead."""
-    paired: bool = False
-    """Registers and shared memory let two programs share a multiprocessor."""
+    """Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles."""
 
 
-# 16-bit types by padded head_dim; a smaller one is as 64. Rows of 128 halve what programs read of
-# the keys: with 64 that alone would be most of the kernel's time.
+# 16-bit types by padded head_dim; a smaller one is as 64. Found on an H200 at 128 and 1,024 tokens,
+# behind none and thousands: 64 keys took 5 to 30 % longer there, more stages as long.
 TILES_16_BIT = {
-    64: PrefillTiles(128, 64, keys=64, warps=4, stages=5, paired=True),
-    128: PrefillTiles(128, 64, keys=64, warps=8, stages=5),
+    64: PrefillTiles(64, 64, keys=128, warps=4, stages=3),
+    128: PrefillTiles(128, 64, keys=128, warps=8, stages=2),
     256: PrefillTiles(128, 64, keys=32, warps=8, stages=5),
 }
 # float32 runs on plain FMA units and spills beyond 32 rows.
@@ -78,6 +77,7 @@ def paged_prefill_attention(
     position_P: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Each token of each segment attends its slot's keys 0..its own position.
 
@@ -91,6 +91,7 @@ def paged_prefill_attention(
             other numbers do not count. position_P: int32 [P]. All on the device.
         scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
+        pdl: the launch before, whatever it is, may still run.
 
     Returns:
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
@@ -139,8 +140,8 @@ def paged_prefill_attention(
         ROWS=rows,
         TILE=tiles.keys,
         STAGES=tiles.stages,
-        PAIRED=tiles.paired and math.prod(grid) <= 2 * MANY_PROGRAMS,
         num_warps=warps,
+        **launch_options(pdl),
     )
     return out
 
@@ -178,22 +179,16 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a kv head, tile of (token, head of the group) rows, and segment.
 
-    The last tiles of a segment have most keys and start first. PAIRED: all run at the same time,
-    the second half beside the first, and the shortest beside the longest.
+    The last tiles of a segment have most keys and start first.
     """
     kv_head = tl.program_id(0)
-    turn = tl.program_id(1)
-    tiles = tl.num_programs(1)
-    tile = tiles - 1 - turn
-    if PAIRED:
-        half = (tiles + 1) // 2
-        tile = tl.where(turn < half, tile, turn - half)
-    first_row = tile * ROWS
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     segment = tl.program_id(2)
+    wait_for_inputs(PDL)
     # Loaded together: one after the other would cost more trips to L2.
     slot = tl.load(slot_ptr + segment)
     first_position = tl.load(position_ptr + segment)

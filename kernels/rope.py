@@ -22,6 +22,7 @@ from graphengine.kernels.paged import (
     checked_output,
     token_capacity,
 )
+from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -168,6 +169,7 @@ def rope_append(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Rotate the queries and keys of N lanes and append keys and values to the paged cache.
 
@@ -179,6 +181,7 @@ def rope_append(
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds.
         out: [N, Q, D] in qkv's dtype; may be any memory that is not qkv's.
+        pdl: the launch before, whatever it is, may still run.
 
     Returns:
         The rotated queries [N, Q, D]. Rotation is rotate-half (pairs i, i + D/2; Su et al. 2021) in
@@ -234,6 +237,7 @@ def rope_append(
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
         num_warps=4,
+        **launch_options(pdl),
     )
     return out
 
@@ -262,8 +266,10 @@ def _rope_append_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_HEADS heads, counted through queries, then keys, then values."""
+    wait_for_inputs(PDL)
     lane = tl.program_id(0).to(tl.int64)
     # Loaded together: one after the other would cost another trip to L2.
     slot = tl.load(slot_ptr + lane)

@@ -99,7 +99,8 @@ class DraftModelDrafter(Drafter):
     def prepare(self, prefilled: Prefilled) -> None:
         chunk = prefilled.chunk
         attend = prefilled.attend(self.config)
-        self._model.prefill(chunk, self._cache, self._block_table, attend)
+        pdl = self._launch.pdl
+        self._model.prefill(chunk, self._cache, self._block_table, attend, pdl=pdl)
         # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = self._launch._replace(pdl=False)

@@ -54,6 +54,7 @@ class EagleDrafter(ModuleDrafter):
             self._block_table,
             self._context,
             prefilled.attend(self.config.dense),
+            pdl=self._launch.pdl,
         )
         # PDL is for decode alone: here torch's own kernels stand in between.
         self._chain(

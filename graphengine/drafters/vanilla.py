@@ -110,6 +110,7 @@ class VanillaDrafter(ModuleDrafter):
             self._block_table,
             self._context,
             attend,
+            pdl=self._launch.pdl,
         )
 
     def _take_in(self, emitted: Emitted, launch: DecodeLaunch) -> None:

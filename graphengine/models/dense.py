@@ -31,9 +31,11 @@ from graphengine.kernels import (
     decode_attention,
     decode_attention_arrivals,
     embed,
+    fuses_swiglu,
     heuristic_plan,
     linear,
     linear_residual,
+    linear_swiglu,
     rms_norm,
     rope_append,
     rope_tables,
@@ -377,12 +379,24 @@ class PrefillScratch:
 
     One piece of memory, since each product's result is needed until the next one has read it and no
     longer: queries, keys and values, then the queries behind RoPE beside them, attention in place
-    of the first and its output product in place of the second, gate and up in place of all.
+    of the first and its output product in place of the second, gate and up in place of all, or what
+    one kernel makes of them where it is `fused`.
+
+    h    `[T, H]` in the dtype of `layer`'s weights: what each layer reads
+    pdl  whether the kernels of a layer may be launched before what is in front of them is done
     """
 
-    def __init__(self, config: DenseConfig, lanes: int, like: Tensor) -> None:
+    def __init__(
+        self, config: DenseConfig, layer: LayerWeights, lanes: int, *, pdl: bool = False
+    ) -> None:
         self._lanes = lanes
-        self._memory = like.new_empty(lanes * prefill_scratch_width(config))
+        self.pdl = pdl
+        self.fused = layer.gate_up_bias is None and fuses_swiglu(layer.gate_up, lanes)
+        width = prefill_scratch_width(config, fused=self.fused)
+        # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
+        memory = layer.gate_up.new_empty(lanes * (config.hidden_size + width))
+        self.h = memory[: lanes * config.hidden_size].view(lanes, -1)
+        self._memory = memory[lanes * config.hidden_size :]
 
     def take(self, columns: int, *, behind: int = 0) -> Tensor:
         """`[T, columns]`, dense, behind as many columns' memory; it holds anything."""
@@ -390,10 +404,10 @@ class PrefillScratch:
         return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
 
 
-def prefill_scratch_width(config: DenseConfig) -> int:
-    """Values that `PrefillScratch` holds for each lane."""
+def prefill_scratch_width(config: DenseConfig, *, fused: bool = False) -> int:
+    """Values that `PrefillScratch` holds for each lane, beside `h`."""
     attention = config.qkv_size + max(config.q_size, config.hidden_size)
-    return max(attention, 2 * config.ffn_size)
+    return max(attention, config.ffn_size if fused else 2 * config.ffn_size)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -404,7 +418,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 def prefill_attention(
     layer: LayerWeights,
-    h: Tensor,
     lanes: PrefillLanes,
     kv: Tensor,
     block_table: Tensor,
@@ -412,7 +425,7 @@ def prefill_attention(
     attend: Attend,
     scratch: PrefillScratch,
 ) -> Tensor:
-    """The first half of a layer for a chunk: `[T, Q*D]` attention of the normed `h` `[T, H]`.
+    """The first half of a layer for a chunk: `[T, Q*D]` attention of the normed `scratch.h`.
 
     `kv`, the layer's cache, receives the keys and values of the live lanes. The result lies in
     `scratch`, in front of what the first product of `prefill_behind_attention` writes.
@@ -421,7 +434,7 @@ def prefill_attention(
     qkv = scratch.take(config.qkv_size)
     q = scratch.take(config.q_size, behind=config.qkv_size)
     rope_append(
-        _product(h, layer.qkv, layer.qkv_bias, qkv),
+        _product(scratch.h, layer.qkv, layer.qkv_bias, qkv),
         context.cos,
         context.sin,
         kv,
@@ -434,6 +447,7 @@ def prefill_attention(
         k_norm_weight=layer.k_norm,
         eps=config.norm_eps,
         out=q.view(-1, config.num_heads, config.head_dim),
+        pdl=scratch.pdl,
     )
     attended = scratch.take(config.q_size)
     return attend(q.view(-1, config.num_heads, config.head_dim), kv, out=attended)
@@ -444,24 +458,27 @@ def prefill_behind_attention(
     next_norm: Tensor,
     x: Tensor,
     attended: Tensor,
-    h: Tensor,
     slot: Tensor,
     context: LayerContext,
     scratch: PrefillScratch,
 ) -> None:
-    """The other half: `h` becomes `x` behind `next_norm`, in the model's dtype.
+    """The other half: `scratch.h` becomes `x` behind `next_norm`.
 
     `x`, the float32 residual stream, is updated in place; `attended` is lost where it lies in
     `scratch`.
     """
-    config = context.config
-    norm: Any = {"eps": config.norm_eps, "out_dtype": h.dtype, "out": h}
+    config, h = context.config, scratch.h
+    norm: Any = {"eps": config.norm_eps, "out_dtype": h.dtype, "out": h, "pdl": scratch.pdl}
     output = scratch.take(config.hidden_size, behind=config.qkv_size)
     _product(attended, layer.output, layer.output_bias, output)
     add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
-    gate_up = scratch.take(2 * config.ffn_size)
-    _product(h, layer.gate_up, layer.gate_up_bias, gate_up)
-    gated = swiglu(gate_up, slot, out=gate_up[:, : config.ffn_size])
+    if scratch.fused:
+        gated = scratch.take(config.ffn_size)
+        linear_swiglu(h, layer.gate_up, out=gated, pdl=scratch.pdl)
+    else:
+        gate_up = scratch.take(2 * config.ffn_size)
+        _product(h, layer.gate_up, layer.gate_up_bias, gate_up)
+        gated = swiglu(gate_up, slot, out=gate_up[:, : config.ffn_size], pdl=scratch.pdl)
     _product(gated, layer.down, layer.down_bias, h)
     add_rms_norm(x, h, next_norm, slot, **norm)
 
@@ -549,6 +566,7 @@ class DenseModel:
         *,
         all_lanes: bool = False,
         streams: Mapping[int, Tensor] = MappingProxyType({}),
+        pdl: bool = False,
     ) -> PrefillEnd:
         """A prompt chunk through all layers, up to and with the attention of the last one.
 
@@ -563,36 +581,41 @@ class DenseModel:
         config, context, slot = self.config, self.context, lanes.slot
         last = len(self.weights.layers) - 1
         x = embed(lanes.token, self.weights.embedding, slot)
-        h = rms_norm(x, self.norm_behind(-1), slot, eps=config.norm_eps, out_dtype=self.dtype)
-        scratch = PrefillScratch(config, len(h), like=h)
+        scratch = PrefillScratch(config, self.weights.layers[0], len(x), pdl=pdl)
+        rms_norm(
+            x,
+            self.norm_behind(-1),
+            slot,
+            eps=config.norm_eps,
+            out_dtype=self.dtype,
+            out=scratch.h,
+        )
         for index, (layer, kv) in enumerate(zip(self.weights.layers, cache.unbind(0), strict=True)):
-            attended = prefill_attention(layer, h, lanes, kv, block_table, context, attend, scratch)
+            attended = prefill_attention(layer, lanes, kv, block_table, context, attend, scratch)
             if index == last:
                 break
-            self._behind_attention(index, x, attended, h, slot, scratch)
+            self._behind_attention(index, x, attended, slot, scratch)
             _keep_stream(x, index, streams)
         x_1H, attended_1A = (rows.index_select(0, lanes.last) for rows in (x, attended))
         if all_lanes:
-            self._behind_attention(last, x, attended, h, slot, scratch)
+            self._behind_attention(last, x, attended, slot, scratch)
             _keep_stream(x, last, streams)
-        return PrefillEnd(x_1H, attended_1A, h if all_lanes else None)
+        return PrefillEnd(x_1H, attended_1A, scratch.h if all_lanes else None)
 
-    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor) -> Tensor:
+    def prefill_logits(self, end: PrefillEnd, slot_1: Tensor, *, pdl: bool = False) -> Tensor:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
         last = len(self.weights.layers) - 1
-        h = torch.empty_like(end.x_1H, dtype=self.dtype)
-        scratch = PrefillScratch(self.config, 1, like=h)
-        self._behind_attention(last, end.x_1H, end.attended_1A, h, slot_1, scratch)
-        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32)
+        scratch = PrefillScratch(self.config, self.weights.layers[last], 1, pdl=pdl)
+        self._behind_attention(last, end.x_1H, end.attended_1A, slot_1, scratch)
+        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, pdl=pdl)
 
     def _behind_attention(
         self,
         index: int,
         x: Tensor,
         attended: Tensor,
-        h: Tensor,
         slot: Tensor,
         scratch: PrefillScratch,
     ) -> None:
         layer, norm = self.weights.layers[index], self.norm_behind(index)
-        prefill_behind_attention(layer, norm, x, attended, h, slot, self.context, scratch)
+        prefill_behind_attention(layer, norm, x, attended, slot, self.context, scratch)

@@ -414,6 +414,8 @@ def mtp_prefill(
     block_table: Tensor,
     context: LayerContext,
     attend: Attend,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """A module for a chunk's lanes: its output `u` `[T, H]` behind the final norm, model dtype.
 
@@ -421,11 +423,16 @@ def mtp_prefill(
     """
     layer = module.layer
     x = functional.linear(combined_T2H, module.projection).float()
-    h = rms_norm(
-        x, layer.input_norm, chunk.slot, eps=context.config.norm_eps, out_dtype=combined_T2H.dtype
+    scratch = PrefillScratch(context.config, layer, len(x), pdl=pdl)
+    rms_norm(
+        x,
+        layer.input_norm,
+        chunk.slot,
+        eps=context.config.norm_eps,
+        out_dtype=scratch.h.dtype,
+        out=scratch.h,
     )
-    scratch = PrefillScratch(context.config, len(h), like=h)
-    attended = prefill_attention(layer, h, chunk, kv, block_table, context, attend, scratch)
+    attended = prefill_attention(layer, chunk, kv, block_table, context, attend, scratch)
     norm = module.final_norm
-    prefill_behind_attention(layer, norm, x, attended, h, chunk.slot, context, scratch)
-    return h
+    prefill_behind_attention(layer, norm, x, attended, chunk.slot, context, scratch)
+    return scratch.h

@@ -1,0 +1,91 @@
+"""Programmatic dependent launch of the prefill kernels, behind launches of the BLAS that know
+nothing of it: what may be loaded before the wait, read from the PTX without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+
+from graphengine.kernels.activation import swiglu
+from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.norm import add_rms_norm
+from graphengine.kernels.prefill_attention import paged_prefill_attention
+from graphengine.kernels.rope import rope_append
+
+LANES, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 128, 32, 8, 128, 16
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return new(*shape, dtype=torch.int32)
+
+
+def cache() -> dict[str, torch.Tensor]:
+    return {"kv": new(9, 2, BLOCK, KV_HEADS, HEAD_DIM), "block_table_SB": ints(1, 8)}
+
+
+def norm() -> None:
+    x = new(LANES, 4096, dtype=torch.float32)
+    add_rms_norm(
+        x, new(LANES, 4096), new(4096), ints(LANES), eps=1e-5, out_dtype=torch.bfloat16, pdl=True
+    )
+
+
+def activation() -> None:
+    swiglu(new(LANES, 2048), ints(LANES), pdl=True)
+
+
+def rope() -> None:
+    angles = {name: new(256, HEAD_DIM // 2, dtype=torch.float32) for name in ("cos", "sin")}
+    rope_append(
+        new(LANES, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+        **angles,
+        **cache(),
+        slot_N=ints(LANES),
+        position_N=ints(LANES),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        pdl=True,
+    )
+
+
+def attention() -> None:
+    paged_prefill_attention(
+        new(LANES, HEADS, HEAD_DIM),
+        **cache(),
+        query_start_P1=ints(2),
+        slot_P=ints(1),
+        position_P=ints(1),
+        scale=1.0,
+        pdl=True,
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize(
+    "module, call, early",
+    [
+        ("norm", norm, {"weight_ptr"}),
+        ("activation", activation, set()),
+        ("rope", rope, set()),
+        ("prefill_attention", attention, set()),
+    ],
+)
+def test_loads_nothing_but_weights_before_the_wait(
+    module: str, call: Callable[[], Any], early: set[str]
+) -> None:
+    launch = record_launch(importlib.import_module(f"graphengine.kernels.{module}"), call)
+    ptx, names = compile_launch(launch)
+    assert_waits_before_it_shows(ptx)
+    loads = list(global_loads(ptx, names))
+    assert {load.argument for load in loads if not load.after_wait} == early
+    assert "slot_ptr" in {load.argument for load in loads if load.after_wait}
