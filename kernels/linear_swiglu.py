@@ -1,7 +1,8 @@
 """Gate, up and SwiGLU of many lanes in one kernel on Hopper, in Gluon: for prefill.
 
 The BLAS writes gates and ups, which `swiglu` reads again: for 1,024 tokens of an 8B model 56 MiB,
-more memory than all else that a prefill graph needs. Here they stay in registers.
+more memory than all else that a prefill graph needs. Here they stay in registers, next to each
+other: one `wgmma` has a tile's gates and ups, and reads its lanes once.
 
 A persistent GEMM: each program goes through its tiles of 128 lanes, and through the columns of
 each, as one sequence of steps, with the tensor memory accelerator (TMA) some steps ahead of
@@ -39,8 +40,8 @@ _WARPS = 8
 # Bytes of a row, and of where it starts, that the TMA takes.
 _ALIGNMENT = 16
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Outputs of a tile -> steps in shared memory. Fewer outputs are read by less efficient products,
-# which do not matter where there is one tile of lanes: then the weights' way from memory does.
+# Outputs of a tile -> steps in shared memory. Products of fewer outputs read more of it for each,
+# which does not matter with one tile of lanes.
 _STAGES = {128: 4, 64: 6}
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -49,10 +50,10 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
 def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
-    """Whether `linear_swiglu` runs for so many lanes, and is no slower than BLAS and `swiglu`.
+    """Whether `linear_swiglu` is for so many lanes: it can run, and BLAS and `swiglu` are slower.
 
-    It needs a Hopper GPU, 16-bit weights in aligned rows, and enough tiles to keep the
-    multiprocessors busy: the BLAS has tiles of more shapes.
+    It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
+    that keep the multiprocessors busy: the BLAS has them in more shapes.
     """
     if not weight_MK.is_cuda or not _fits(weight_MK):
         return False
@@ -63,15 +64,17 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
 
 
 def tile_outputs(lanes: int, outputs: int, processors: int) -> int | None:
-    """B for so many lanes and outputs; None where too many of the processors would wait.
+    """B for so many lanes and outputs; None where the BLAS is faster.
 
-    One tile of lanes reads the weights at the speed of memory, for which 4 processors of 5 do.
+    Found on an H200 with the weights of llama 1B and 8B: up to two tiles of lanes take as long as
+    their weights' way from memory, for which 4 processors of 5 do.
     """
-    few = lanes <= LANES
-    for width in _STAGES if few else (128,):
+    if 2 * lanes <= LANES:
+        return None
+    for width in _STAGES if lanes <= LANES else (128,):
         tiles = triton.cdiv(lanes, LANES) * triton.cdiv(outputs, width)
         busy = tiles / (triton.cdiv(tiles, processors) * processors)
-        if busy >= (0.8 if few else 0.95):
+        if busy >= (0.8 if lanes <= 2 * LANES else 0.9):
             return width
     return None
 
@@ -132,7 +135,7 @@ def _launch(x_NK: torch.Tensor, weight_MK: torch.Tensor, out: torch.Tensor, pdl:
         _tiled(x_NK, LANES, _COLUMNS),
         _tiled(weight_MK, B, _COLUMNS),
         _tiled(out, LANES, B),
-        triton.cdiv(N, LANES),
+        LANE_TILES=triton.cdiv(N, LANES),
         F=F,
         K=x_NK.shape[1],
         LANES=LANES,
@@ -151,12 +154,12 @@ def _tiled(rows: torch.Tensor, height: int, width: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [height, width], layout)
 
 
-@gluon.jit(do_not_specialize=["lane_tiles"])
+@gluon.jit
 def _swiglu_kernel(
     inputs,
     weights,
     out,
-    lane_tiles,
+    LANE_TILES: gl.constexpr,
     F: gl.constexpr,
     K: gl.constexpr,
     LANES: gl.constexpr,
@@ -169,45 +172,43 @@ def _swiglu_kernel(
     """Tiles go to the programs in turns, lanes first: so programs at work share their weights."""
     dtype: gl.constexpr = inputs.dtype
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, B, 16])
+    TILES: gl.constexpr = LANE_TILES * ((F + B - 1) // B)
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * B, 16])
     x = gl.allocate_shared_memory(dtype, [STAGES, LANES, BLOCK_K], inputs.layout)
-    w = gl.allocate_shared_memory(dtype, [2 * STAGES, B, BLOCK_K], weights.layout)
+    w = gl.allocate_shared_memory(dtype, [STAGES, 2 * B, BLOCK_K], weights.layout)
     y = gl.allocate_shared_memory(dtype, [LANES, B], out.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(STAGES):
         mbarrier.init(arrived.index(index), count=1)
     fence_async_shared()
     programs = gl.num_programs(0)
-    tiles = lane_tiles * ((F + B - 1) // B)
-    own_tiles = (tiles - gl.program_id(0) + programs - 1) // programs
+    own_tiles = (TILES - gl.program_id(0) + programs - 1) // programs
     steps = own_tiles * STEPS
 
     for first in gl.static_range(STAGES - 1):
-        _ask_weights(inputs, weights, w, arrived, first, steps, lane_tiles, F, STEPS, STAGES)
+        _ask_weights(inputs, weights, w, arrived, first, steps, LANE_TILES, F, STEPS, STAGES)
     _wait_for_inputs(PDL, True)
     for first in gl.static_range(STAGES - 1):
-        _ask_inputs(inputs, x, arrived, first, steps, lane_tiles, STEPS, STAGES)
+        _ask_inputs(inputs, x, arrived, first, steps, LANE_TILES, STEPS, STAGES)
 
     step = 0
     for turn in range(own_tiles):
-        gate = gl.zeros([LANES, B], gl.float32, product)
-        up = gate
+        both = gl.zeros([LANES, 2 * B], gl.float32, product)
         for _ in range(STEPS):
             stage = step % STAGES
             mbarrier.wait(arrived.index(stage), (step // STAGES) & 1)
-            lanes = x.index(stage)
-            gates = w.index(2 * stage).permute((1, 0))
-            ups = w.index(2 * stage + 1).permute((1, 0))
-            gate = warpgroup_mma(lanes, gates, gate, is_async=True)
-            up = warpgroup_mma(lanes, ups, up, is_async=True)
-            # Those of the step before are done in both warp groups: its stage is free.
-            gate, up = warpgroup_mma_wait(num_outstanding=2, deps=(gate, up))
+            both = warpgroup_mma(
+                x.index(stage), w.index(stage).permute((1, 0)), both, is_async=True
+            )
+            # That of the step before is done in both warp groups: its stage is free.
+            both = warpgroup_mma_wait(num_outstanding=1, deps=(both,))
             gl.thread_barrier()
             ahead = step + STAGES - 1
-            _ask_weights(inputs, weights, w, arrived, ahead, steps, lane_tiles, F, STEPS, STAGES)
-            _ask_inputs(inputs, x, arrived, ahead, steps, lane_tiles, STEPS, STAGES)
+            _ask_weights(inputs, weights, w, arrived, ahead, steps, LANE_TILES, F, STEPS, STAGES)
+            _ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
             step += 1
-        gate, up = warpgroup_mma_wait(num_outstanding=0, deps=(gate, up))
+        both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
+        gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
         result = (_silu(gate) * up).to(dtype)
         # The tile before has left `y`.
         tma.store_wait(0)
@@ -216,7 +217,7 @@ def _swiglu_kernel(
         fence_async_shared()
         gl.thread_barrier()
         tile = gl.program_id(0) + turn * programs
-        at = [tile % lane_tiles * LANES, tile // lane_tiles * B]
+        at = [tile % LANE_TILES * LANES, tile // LANE_TILES * B]
         tma.async_copy_shared_to_global(out, at, y)
     tma.store_wait(0)
 
@@ -229,7 +230,7 @@ def _ask_weights(
     arrived,
     step,
     steps,
-    lane_tiles,
+    LANE_TILES: gl.constexpr,
     F: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -243,22 +244,29 @@ def _ask_weights(
     bytes: gl.constexpr = (inputs.block_shape[0] + 2 * B) * BLOCK_K * 2
     mbarrier.expect(barrier, bytes, pred=there)
     tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
-    output = tile // lane_tiles * B
+    output = tile // LANE_TILES * B
     k = step % STEPS * BLOCK_K
-    tma.async_copy_global_to_shared(weights, [output, k], barrier, w.index(2 * stage), pred=there)
-    tma.async_copy_global_to_shared(
-        weights, [F + output, k], barrier, w.index(2 * stage + 1), pred=there
-    )
+    gates = w.index(stage).slice(0, B)
+    ups = w.index(stage).slice(B, B)
+    tma.async_copy_global_to_shared(weights, [output, k], barrier, gates, pred=there)
+    tma.async_copy_global_to_shared(weights, [F + output, k], barrier, ups, pred=there)
 
 
 @gluon.jit
 def _ask_inputs(
-    inputs, x, arrived, step, steps, lane_tiles, STEPS: gl.constexpr, STAGES: gl.constexpr
+    inputs,
+    x,
+    arrived,
+    step,
+    steps,
+    LANE_TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Have the inputs of a step copied to its stage."""
     stage = step % STAGES
     tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
-    lane = tile % lane_tiles * inputs.block_shape[0]
+    lane = tile % LANE_TILES * inputs.block_shape[0]
     at = [lane, step % STEPS * inputs.block_shape[1]]
     tma.async_copy_global_to_shared(
         inputs, at, arrived.index(stage), x.index(stage), pred=step < steps
