@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphengine.buckets.nodes import count_nodes, driver, driver_call
+from graphengine.buckets.runtime import runtime
 from graphengine.buckets.static import StaticBuffers
 
 CHECK_EVERY = 64
@@ -406,27 +405,6 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     if driver is not None:
         driver_call("cuGraphUpload", graph.raw_cuda_graph_exec(), stream.cuda_stream)
         stream.synchronize()
-
-
-@functools.cache
-def runtime() -> Any:
-    """The CUDA runtime library that torch has loaded; None where there is no such file.
-
-    Its functions return a status, 0 for success.
-
-    The runtime's launch and not the driver's, because it is the one that torch's profiler shows.
-    Its "last error" is cleared behind a failure, so that torch never finds it.
-    """
-    major = (torch.version.cuda or "").partition(".")[0]
-    try:
-        library = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD)
-        pointer = ctypes.c_void_p
-        library.cudaGraphLaunch.argtypes = (pointer, pointer)
-        library.cudaEventRecord.argtypes = (pointer, pointer)
-        library.cudaEventElapsedTime.argtypes = (ctypes.POINTER(ctypes.c_float), pointer, pointer)
-        return library
-    except (OSError, AttributeError):
-        return None
 
 
 def _direct_launch(

@@ -14,6 +14,7 @@ nobody waits for: the replay behind the copy has published, and `acknowledge` sa
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine.buckets.budget import format_bytes
+from graphengine.buckets.runtime import HOST_TO_DEVICE, runtime
 
 Owner = Literal["host", "device"]
 
@@ -155,14 +157,21 @@ class StaticBuffers:
             raise AttributeError(f"static buffers have no field or attribute {name!r}")
         return self._tensors[name]
 
-    def load(self, updates: Mapping[str, Any], *, sequence: int) -> None:
+    def load(
+        self,
+        updates: Mapping[str, Any],
+        *,
+        sequence: int,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Replace the contents of the named host-owned fields and copy their groups to the device.
 
         A value holds one item for each of the field's first lanes; the lanes after them are
         padded. It is an array, or a list in which None stands for a padded lane; an item shorter
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
         takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
-        named keep their contents. Values are copied: nothing of `updates` is kept.
+        named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
+        queued on `stream`, or on the current one.
 
         `sequence` is the number of the first replay that will be launched behind this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
@@ -189,7 +198,7 @@ class StaticBuffers:
         for name, (first, values) in prepared.items():
             self._lanes[name].store(first, values)
         for group in groups:
-            group.send(sequence)
+            group.send(sequence, stream)
 
     def _groups_of(self, names: Iterable[str]) -> list[_Group]:
         """The groups of these fields; the first of all where none is named."""
@@ -291,10 +300,12 @@ class _Group:
     """
 
     __slots__ = (
+        "_address",
         "_changed",
         "_in_flight",
         "_next",
         "_staging",
+        "_staging_addresses",
         "_staging_arrays",
         "block",
         "image",
@@ -309,6 +320,8 @@ class _Group:
             for _ in range(staging_blocks)
         ]
         self._staging_arrays = [block.numpy() for block in self._staging]
+        self._address = self.block.data_ptr()
+        self._staging_addresses = [block.data_ptr() for block in self._staging]
         # The replay behind the copy out of each staging block; 0 when there was none.
         self._in_flight = [0] * staging_blocks
         self._next = 0
@@ -328,20 +341,39 @@ class _Group:
         """The next copy has these bytes of the image, and all between them and others."""
         self._changed = (min(self._changed[0], start), max(self._changed[1], stop))
 
-    def send(self, sequence: int) -> None:
+    def send(self, sequence: int, stream: torch.cuda.Stream | None) -> None:
         """Queue the copy of the image in front of replay `sequence`: of all where none changed."""
         index = self._next
         start, stop = self._changed
-        if stop - start in (self.nbytes, -self.nbytes):
-            np.copyto(self._staging_arrays[index], self.image)
-            self.block.copy_(self._staging[index], non_blocking=True)
-        else:
-            part = slice(start, stop)
-            np.copyto(self._staging_arrays[index][part], self.image[part])
-            self.block[part].copy_(self._staging[index][part], non_blocking=True)
+        if start >= stop:
+            start, stop = 0, self.nbytes
+        part = slice(start, stop)
+        np.copyto(self._staging_arrays[index][part], self.image[part])
+        if stream is None or not self._copy_directly(index, start, stop - start, stream):
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                self.block[part].copy_(self._staging[index][part], non_blocking=True)
         self._changed = (self.nbytes, 0)
         self._in_flight[index] = self.last = sequence
         self._next = (index + 1) % len(self._staging)
+
+    def _copy_directly(self, index: int, start: int, size: int, stream: torch.cuda.Stream) -> bool:
+        """One call into CUDA, without a change of torch's stream; False where it cannot be.
+
+        torch would also note that the staging block is in use, which the owner's sequence says.
+        """
+        library = runtime()
+        if library is None:
+            return False
+        failed = library.cudaMemcpyAsync(
+            self._address + start,
+            self._staging_addresses[index] + start,
+            size,
+            HOST_TO_DEVICE,
+            stream.cuda_stream,
+        )
+        if failed:
+            library.cudaGetLastError()
+        return not failed
 
     def reset(self) -> None:
         """Copy the image at once, with nothing in flight."""
@@ -390,7 +422,7 @@ class _Lanes:
 
     def _prepare(self, value: Any) -> NDArray[Any]:
         """`value` as [n, *lane_shape] of the field's dtype, n <= lanes; ValueError if it is not."""
-        plain = self._plain_numbers(value)
+        plain = self._plain_numbers(value) if not self.lane_shape else self._plain_lists(value)
         if plain is not None:
             return plain
         array = _as_array(value)
@@ -415,7 +447,7 @@ class _Lanes:
         What most loads bring: checks by arrays take 10 us a field, and a request that starts
         brings 15 of them. None for all else, and for what may be out of range.
         """
-        if self.lane_shape or not isinstance(value, list | tuple) or len(value) > len(self.array):
+        if not isinstance(value, list | tuple) or len(value) > len(self.array):
             return None
         types = set(map(type, value))
         if NoneType in types:
@@ -432,11 +464,23 @@ class _Lanes:
         except OverflowError:
             return None
 
+    def _plain_lists(self, value: Any) -> NDArray[Any] | None:
+        """`value` where it is a list of lists of Python's integers, or None, that fit their lanes.
+
+        Block tables come so. None for all else.
+        """
+        if not isinstance(value, list) or not 0 < len(value) <= len(self.array):
+            return None
+        values = np.full((len(value), *self.lane_shape), self.field.pad, dtype=self.array.dtype)
+        lanes = zip(values, value, strict=True)
+        fits = (item is None or self._store_integers(lane, item) for lane, item in lanes)
+        return values if all(fits) else None
+
     def _prepare_ragged(self, items: list[Any]) -> NDArray[Any]:
         self._require_lanes(len(items))
         values = np.full((len(items), *self.lane_shape), self.field.pad, dtype=self.array.dtype)
         for lane, item in enumerate(items):
-            if item is None or self._store_integers(values[lane], item):
+            if item is None:
                 continue
             array = _as_array(item)
             if array is None:
@@ -447,9 +491,9 @@ class _Lanes:
     def _store_integers(self, lane: NDArray[Any], item: Any) -> bool:
         """Put a list of integers that fits into its lane; False for all else.
 
-        Block tables come so at most steps of many rows, and checks by arrays take 6 us a lane.
+        Checks by arrays take 6 us a lane.
         """
-        if not isinstance(item, list) or lane.ndim != 1 or lane.dtype.kind not in "iu":
+        if not isinstance(item, list | tuple) or lane.ndim != 1 or lane.dtype.kind not in "iu":
             return False
         if len(item) > len(lane) or any(type(value) is not int for value in item):
             return False

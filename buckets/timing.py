@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from graphengine.buckets.captured import runtime
+from graphengine.buckets.runtime import runtime
 
 
 class ReplayTimer:

@@ -477,8 +477,7 @@ class Engine:
         if drafter is not None and drafter.host_drafts and plan.rows:
             updates |= draft_updates(self.scheduler.slots)
         if updates:
-            with self._on_stream():
-                self.buffers.load(updates, sequence=self._launched + 1)
+            self.buffers.load(updates, sequence=self._launched + 1, stream=self._cuda_stream)
             self.counters["loads"] += 1
 
     @ranged("step/replay", _counts)

@@ -1,5 +1,7 @@
 """StaticBuffers: loads against a naive model, checks before changes, staging, addresses."""
 
+import contextlib
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.buckets import Field, Part, StaticBuffers
+from graphengine.buckets import Field, Part, StaticBuffers, static
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LANES, WIDTH = 4, 3
@@ -304,8 +306,13 @@ def test_device_owned_fields_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_in_flight_are_not_overwritten() -> None:
+@pytest.mark.parametrize("library", ["runtime", "torch"])
+def test_copies_in_flight_are_not_overwritten(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The device lags far behind: each snapshot must hold what its own load said.
+    if library == "torch":
+        monkeypatch.setattr(static, "runtime", lambda: None)
     buffers = make("cuda", staging_blocks=8)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -313,9 +320,11 @@ def test_copies_in_flight_are_not_overwritten() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # about a tenth of a second
-        for i, snapshot in enumerate(snapshots):
-            buffers.load({"rows": [i, i + 1]}, sequence=i + 1)
+    for i, snapshot in enumerate(snapshots):
+        buffers.load({"rows": [i, i + 1]}, sequence=i + 1, stream=stream)
+        with torch.cuda.stream(stream):
             snapshot.copy_(buffers["rows"])
+    with torch.cuda.stream(stream):
         assert not stream.query(), "the copies were meant to be waiting"
         with pytest.raises(RuntimeError, match="all 8 staging blocks are in flight"):
             buffers.load({"rows": []}, sequence=9)
@@ -337,6 +346,50 @@ def test_a_load_neither_synchronises_nor_allocates() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+
+
+class Library:
+    """Stands in for CUDA's runtime: a copy takes place at once, or fails with `status`."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[str] = []
+
+    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> int:
+        self.calls.append(f"copy {size} bytes, kind {kind}, on {stream}")
+        if not self.status:
+            ctypes.memmove(target, source, size)
+        return self.status
+
+    def cudaGetLastError(self) -> int:
+        self.calls.append("cleared")
+        return self.status
+
+
+class RawStream:
+    cuda_stream = 2**47
+
+
+@pytest.mark.parametrize("status", [0, 400])
+def test_a_copy_to_a_stream_is_one_call_and_a_refused_one_goes_to_torch(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(status)
+    monkeypatch.setattr(static, "runtime", lambda: library)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    buffers = make()
+    stream: Any = RawStream()
+    buffers.load({"count": 5, "rows": [3]}, sequence=1, stream=stream)
+    buffers.load({"rows": Part(2, [8, 9])}, sequence=2, stream=stream)
+    assert buffers["count"].tolist() == [5] and buffers["rows"].tolist() == [3, -1, 8, 9]
+    failed = ["cleared"] if status else []
+    whole = buffers.staging_nbytes // 3
+    assert library.calls == [
+        f"copy {whole} bytes, kind 1, on {2**47}",
+        *failed,
+        f"copy 8 bytes, kind 1, on {2**47}",
+        *failed,
+    ]
 
 
 # Parts.
