@@ -11,7 +11,12 @@ from graphengine.buckets import BucketLadder, MemoryBudget, Where
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.fields import field_table
-from graphengine.kernels import MAX_LANES, decode_attention_workspace_bytes, logprob_items
+from graphengine.kernels import (
+    MAX_LANES,
+    decode_attention_workspace_bytes,
+    logprob_items,
+    prefill_attention_workspace_bytes,
+)
 from graphengine.models.dense import (
     DenseConfig,
     allocate_weights,
@@ -233,6 +238,7 @@ def _workspace_bytes(
     partials = decode_attention_workspace_bytes(
         rows, num_heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
     )
+    partials = max(partials, prefill_attention_workspace_bytes(model.head_dim))
     # lm_head is never split.
     widest = max(M for kind, M, _ in decode_shapes(model).values() if kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest

@@ -294,5 +294,6 @@ class StepProgram:
             query_start_P1=chunk.query_start,
             slot_P=self.buffers["prefill_slot"],
             position_P=self.buffers["prefill_start"],
+            arrivals=self.launch.arrivals,
             pdl=self.launch.pdl,
         )

@@ -114,8 +114,10 @@ from graphengine.kernels.plans import (
     row_family,
 )
 from graphengine.kernels.prefill_attention import (
+    PREFILL_ARRIVALS,
     paged_prefill_attention,
     paged_prefill_attention_reference,
+    prefill_attention_workspace_bytes,
 )
 from graphengine.kernels.records import EPOCH_MASK, publish
 from graphengine.kernels.relaxed import (
@@ -175,6 +177,7 @@ __all__ = [
     "LENGTH",
     "MAX_LANES",
     "MAX_TOP_LOGPROBS",
+    "PREFILL_ARRIVALS",
     "STOP",
     "USES_BAD_WORDS",
     "USES_BIAS",
@@ -269,6 +272,7 @@ __all__ = [
     "note_tokens_reference",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
+    "prefill_attention_workspace_bytes",
     "prepare_next_forward_pass",
     "prepare_next_forward_pass_reference",
     "process_logits",

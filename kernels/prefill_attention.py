@@ -6,6 +6,11 @@ and keys are read once for the whole group. Key tiles start at position 0 and ha
 dtype and head_dim: a token's bits are a function of its position and its keys, not of how its
 prompt was cut into chunks, nor of the other segments.
 
+A short chunk behind many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
+keys are split among programs as well, and the last of them to arrive puts their results together
+(Flash-Decoding; Dao et al. 2023). Then a token's bits are also a function of where its chunk
+begins and of N.
+
 Letters: N lanes (tokens) of a launch, P segments, S slots, B blocks of a slot's table,
 Q query heads, G kv heads, D head_dim. `paged.py` has the cache's layout.
 """
@@ -65,6 +70,15 @@ TILES_32_BIT = {
 }
 # About the multiprocessors of a large GPU.
 MANY_PROGRAMS = 128
+# Of programs that share a tile's keys, and keys of each.
+MOST_SPLITS = 16
+LEAST_SPLIT = 256
+
+# Below any score, and finite: -inf less itself is NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+PREFILL_ARRIVALS = MANY_PROGRAMS
+"""Counters that a launch that splits keys uses at most."""
 
 
 def paged_prefill_attention(
@@ -77,6 +91,7 @@ def paged_prefill_attention(
     position_P: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Each token of each segment attends its slot's keys 0..its own position.
@@ -91,6 +106,8 @@ def paged_prefill_attention(
             other numbers do not count. position_P: int32 [P]. All on the device.
         scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
+        arrivals: int32, PREFILL_ARRIVALS of them, zero, and zero again behind the launch: with it
+            keys may be split. It works in memory of its own then.
         pdl: the launch before, whatever it is, may still run.
 
     Returns:
@@ -103,6 +120,8 @@ def paged_prefill_attention(
     segments = slot_P.shape[0]
     check_lanes(segments, slot_P=slot_P, position_P=position_P)
     check_lanes(segments + 1, query_start_P1=query_start_P1)
+    if arrivals is not None:
+        _check_arrivals(arrivals)
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     if not use_triton(q_NQD):
         return paged_prefill_attention_reference(
@@ -118,7 +137,16 @@ def paged_prefill_attention(
     kv_heads = kv.shape[3]
     group_rows = lanes * (heads // kv_heads)
     tiles, rows, warps = _pick_tiles(q_NQD.dtype, head_dim, group_rows, segments * kv_heads)
-    grid = (kv_heads, triton.cdiv(group_rows, rows), segments)
+    row_tiles = triton.cdiv(group_rows, rows)
+    splits = 1
+    if arrivals is not None:
+        splits = _pick_splits(kv_heads * row_tiles * segments)
+    grid = (kv_heads, row_tiles, splits * segments)
+    parts = None
+    if splits > 1:
+        columns = dot_columns(head_dim) + 2
+        size = math.prod(grid) * columns * rows
+        parts = torch.empty(size, dtype=torch.float32, device=q_NQD.device)
     _prefill_kernel[grid](
         q_NQD,
         kv,
@@ -127,6 +155,8 @@ def paged_prefill_attention(
         slot_P,
         position_P,
         out,
+        parts,
+        arrivals if splits > 1 else None,
         scale * math.log2(math.e),
         q_NQD.stride(0),
         kv.stride(0),
@@ -140,6 +170,8 @@ def paged_prefill_attention(
         ROWS=rows,
         TILE=tiles.keys,
         STAGES=tiles.stages,
+        SPLITS=splits,
+        LEAST_SPLIT=LEAST_SPLIT,
         num_warps=warps,
         **launch_options(pdl),
     )
@@ -157,6 +189,27 @@ def _pick_tiles(
     return tiles, tiles.few_rows, 4
 
 
+def prefill_attention_workspace_bytes(head_dim: int) -> int:
+    """The most memory that a launch with `arrivals` works in."""
+    rows = max(tiles.few_rows for tiles in TILES_16_BIT.values())
+    return 2 * PREFILL_ARRIVALS * rows * (dot_columns(head_dim) + 2) * 4
+
+
+def _pick_splits(programs: int) -> int:
+    """Programs for the keys of each of so many tiles: two for each multiprocessor in all."""
+    if programs > PREFILL_ARRIVALS:
+        return 1
+    return min(MOST_SPLITS, 2 * PREFILL_ARRIVALS // programs)
+
+
+def _check_arrivals(arrivals: torch.Tensor) -> None:
+    if arrivals.dtype != torch.int32 or arrivals.numel() < PREFILL_ARRIVALS:
+        raise ValueError(
+            f"arrivals must be int32 and {PREFILL_ARRIVALS} or more, not {arrivals.numel()} of "
+            f"{arrivals.dtype}"
+        )
+
+
 @triton.jit(do_not_specialize=["position_limit"])
 def _prefill_kernel(
     q_ptr,
@@ -166,6 +219,8 @@ def _prefill_kernel(
     slot_ptr,
     position_ptr,
     out_ptr,
+    part_ptr,
+    arrivals_ptr,
     scale_log2,
     q_stride,
     kv_block_stride,
@@ -179,15 +234,19 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a kv head, tile of (token, head of the group) rows, and segment.
+    """One program a kv head, tile of (token, head of the group) rows, segment, and split of keys.
 
-    The last tiles of a segment have most keys and start first.
+    The last tiles of a segment have most keys and start first, as do the first keys of all.
     """
     kv_head = tl.program_id(0)
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    segment = tl.program_id(2)
+    segments = tl.num_programs(2) // SPLITS
+    segment = tl.program_id(2) % segments
+    split = tl.program_id(2) // segments
     wait_for_inputs(PDL)
     # Loaded together: one after the other would cost more trips to L2.
     slot = tl.load(slot_ptr + segment)
@@ -217,7 +276,19 @@ def _prefill_kernel(
     # Keys before this are seen by all rows.
     common_end = tl.minimum(first_position + first_row // GROUP + 1, end)
     key_ptr = kv_ptr + kv_head * D
-    for start in tl.range(0, end, TILE, num_stages=STAGES):
+    first_key = 0
+    behind_keys = end
+    used = 1
+    if SPLITS > 1:
+        # The same for all tiles of the segment, however many of its lanes are live.
+        reach = first_position + tl.num_programs(1) * ROWS // GROUP
+        split_keys = tl.maximum(tl.cdiv(tl.cdiv(reach, SPLITS), TILE) * TILE, LEAST_SPLIT)
+        used = tl.maximum(tl.cdiv(end, split_keys), 1)
+        if split >= used:
+            return
+        first_key = split * split_keys
+        behind_keys = tl.minimum(first_key + split_keys, end)
+    for start in tl.range(first_key, behind_keys, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         token_mask = token < end
         entry = cache_offsets(table_row_ptr, token, token_mask, kv_block_stride, BLOCK_SIZE, G * D)
@@ -230,6 +301,9 @@ def _prefill_kernel(
             scores = tl.where(seen, scores, float("-inf"))
         # The maximum stays in the scores' own units: scaled and subtracted in one operation.
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        if SPLITS > 1:
+            # A row may see no key of its split: its weights are 0 then, and never NaN.
+            new_max = tl.maximum(new_max, LOWEST)
         weights = tl.exp2(tl.fma(scores, scale_log2, -(new_max * scale_log2)[:, None]))
         rescale = tl.exp2((running_max - new_max) * scale_log2)
         values = tl.load(key_ptrs + BLOCK_SIZE * G * D, mask=load_mask, other=0.0)
@@ -238,11 +312,60 @@ def _prefill_kernel(
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         running_max = new_max
 
+    # Not one `if`: where nothing is split there are no parts.
+    if SPLITS > 1:  # noqa: SIM102
+        if used > 1:
+            unit = (segment * tl.num_programs(1) + tl.program_id(1)) * G + kv_head
+            part = (unit * SPLITS).to(tl.int64) * ((DIM_PADDED + 2) * ROWS)
+            parts_ptr = part_ptr + part
+            _store_part(parts_ptr, split, acc, running_max, running_sum, ROWS, DIM_PADDED)
+            # The barrier puts the stores of the whole program before the one thread's release.
+            tl.debug_barrier()
+            if tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel") < used - 1:
+                return
+            tl.store(arrivals_ptr + unit, 0)
+            acc, running_sum = _merge_parts(parts_ptr, used, scale_log2, ROWS, DIM_PADDED)
+
     result = acc * (1.0 / running_sum)[:, None]
     inside = (row_position >= 0) & (row_position < position_limit)
     result = tl.where(inside[:, None], result, float("nan"))
     target = out_ptr + (lane * (Q * D) + head * D)[:, None] + dim[None, :]
     tl.store(target, result, mask=mask)
+
+
+@triton.jit
+def _store_part(
+    parts_ptr, split, acc, largest, total, ROWS: tl.constexpr, DIM_PADDED: tl.constexpr
+):
+    """What a split found: weighted values, and for each row its largest score and its sum."""
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PADDED)
+    own_ptr = parts_ptr + split * ((DIM_PADDED + 2) * ROWS)
+    tl.store(own_ptr + row[:, None] * DIM_PADDED + dim[None, :], acc)
+    tl.store(own_ptr + DIM_PADDED * ROWS + row, largest)
+    tl.store(own_ptr + (DIM_PADDED + 1) * ROWS + row, total)
+
+
+@triton.jit
+def _merge_parts(parts_ptr, used, scale_log2, ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Weighted values and sums of `used` splits, weighed by their largest scores, in order."""
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PADDED)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for split in range(used):
+        own_ptr = parts_ptr + split * ((DIM_PADDED + 2) * ROWS)
+        largest = tl.load(own_ptr + DIM_PADDED * ROWS + row, cache_modifier=".cg")
+        total = tl.load(own_ptr + (DIM_PADDED + 1) * ROWS + row, cache_modifier=".cg")
+        values = tl.load(own_ptr + row[:, None] * DIM_PADDED + dim[None, :], cache_modifier=".cg")
+        new_max = tl.maximum(running_max, largest)
+        rescale = tl.exp2((running_max - new_max) * scale_log2)
+        weight = tl.exp2((largest - new_max) * scale_log2)
+        acc = acc * rescale[:, None] + values * weight[:, None]
+        running_sum = running_sum * rescale + total * weight
+        running_max = new_max
+    return acc, running_sum
 
 
 def paged_prefill_attention_reference(

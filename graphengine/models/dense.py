@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    PREFILL_ARRIVALS,
     DecodeLanes,
     LinearKind,
     LinearPlan,
@@ -253,14 +254,14 @@ def heuristic_plans(config: DenseConfig, dtype: torch.dtype, family: RowFamily) 
 
 
 def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:
-    """Counters that the kernels of a decode step share: what the neediest of them uses."""
+    """Counters that the kernels of a step share: what the neediest of them uses."""
     linears = [
         arrivals_needed(getattr(plans, name), M) for name, (_, M, _) in decode_shapes(model).items()
     ]
     attention = decode_attention_arrivals(
         lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
     )
-    return max(1, attention, *linears)
+    return max(PREFILL_ARRIVALS, attention, *linears)
 
 
 class DecodeLaunch(NamedTuple):

@@ -58,7 +58,11 @@ def rope() -> None:
     )
 
 
-def attention() -> None:
+def split_attention() -> None:
+    attention(arrivals=ints(128))
+
+
+def attention(**arrivals: torch.Tensor) -> None:
     paged_prefill_attention(
         new(LANES, HEADS, HEAD_DIM),
         **cache(),
@@ -67,6 +71,7 @@ def attention() -> None:
         position_P=ints(1),
         scale=1.0,
         pdl=True,
+        **arrivals,
     )
 
 
@@ -78,6 +83,7 @@ def attention() -> None:
         ("activation", activation, set()),
         ("rope", rope, set()),
         ("prefill_attention", attention, set()),
+        ("prefill_attention", split_attention, set()),
     ],
 )
 def test_loads_nothing_but_weights_before_the_wait(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from graphengine.kernels import prefill_attention
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.prefill_attention import (
+    PREFILL_ARRIVALS,
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
@@ -316,6 +317,116 @@ def test_tokens_outside_the_block_table_are_nan(op: Op, position: int) -> None:
             torch.testing.assert_close(result[token], torch.ones_like(result[token]))
         else:
             assert bool(result[token].isnan().all()), f"{token=}"
+
+
+# Keys that are split among programs.
+
+
+class Splitting:
+    """`paged_prefill_attention` with counters, which it must leave at zero, and few keys a split.
+
+    The interpreter runs one program after the other: the last one puts the parts together.
+    """
+
+    def __init__(self, device: str, keys: int = 0) -> None:
+        self.keys = keys
+        self.arrivals = torch.zeros(PREFILL_ARRIVALS + 3, dtype=torch.int32, device=device)
+
+    def __call__(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            if self.keys:
+                patch.setattr(prefill_attention, "LEAST_SPLIT", self.keys)
+            result = paged_prefill_attention(*arguments, **named, arrivals=self.arrivals)
+        assert not self.arrivals.any(), "a counter was not reset"
+        return result
+
+
+@SETTINGS
+@given(drawn=problems(), tail=st.integers(1, 9))
+def test_split_keys_equal_the_definition(
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    place_cache: Callable[..., Any],
+    drawn: tuple[Problem, list[Segment]],
+    tail: int,
+) -> None:
+    """Splits of one tile: chunks of all lengths, among empty and padded segments, poisoned."""
+    problem, segments = drawn
+    for dtype in dtypes:
+        typed = replace(problem, dtype=dtype)
+        op = Splitting(device, keys=32), device
+        results = prefill(
+            op, place_cache, typed, segments, tail=tail, placement=problem.seed, poison=True
+        )
+        expected = dense_attention(typed)
+        for segment, rows in zip(segments, results, strict=True):
+            if segment.slot >= 0:
+                last = segment.position + segment.tokens
+                wanted = expected[segment.slot, segment.position : last]
+                torch.testing.assert_close(
+                    rows.cpu().double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+                )
+
+
+def test_keys_are_split_where_programs_are_few() -> None:
+    picks = prefill_attention._pick_splits
+    assert picks(1) == picks(8) == 16, "no more than that share a tile"
+    assert (picks(32), picks(64), picks(100), picks(128)) == (8, 4, 2, 2)
+    assert picks(129) == picks(10_000) == 1
+
+
+@pytest.mark.parametrize("position", [0, 40, 230])
+def test_parts_are_really_put_together(
+    device: str, place_cache: Callable[..., Any], position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that find keys: as many as there are splits up to the chunk's end."""
+    problem = Problem(lengths=(240,), group=4)
+    segment = Segment(0, position, 8)
+    (whole,) = prefill((paged_prefill_attention, device), place_cache, problem, [segment])
+    parts: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def remembered(*size: Any, **named: Any) -> torch.Tensor:
+        tensor = empty(*size, **named)
+        if tensor.dim() == 1 and tensor.dtype == torch.float32:
+            parts.append(tensor.fill_(torch.nan))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", remembered)
+    op = Splitting(device, keys=64), device
+    (rows,) = prefill(op, place_cache, problem, [segment])
+    monkeypatch.undo()
+    torch.testing.assert_close(rows, whole, rtol=0, atol=TOLERANCE[torch.float32])
+    (memory,) = parts
+    written = ~memory.view(16, -1).isnan().any(1)
+    splits = -(-(position + 8) // 64)
+    assert written.tolist() == [splits > 1 and index < splits for index in range(16)]
+
+
+def test_a_split_token_does_not_know_how_many_follow(
+    kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    """Of a launch with as many lanes: dead lanes behind a chunk are not seen."""
+    for dtype in dtypes:
+        problem = Problem(lengths=(600,) if NATIVE else (140,), group=4, dtype=dtype)
+        position = problem.lengths[0] - 20
+        op = Splitting(kernel[1], keys=64), kernel[1]
+        (all_tokens,) = prefill(op, place_cache, problem, [Segment(0, position, 20)], tail=1)
+        for tokens in (1, 7):
+            chunk = Segment(0, position, tokens)
+            (few,) = prefill(op, place_cache, problem, [chunk], tail=21 - tokens)
+            assert torch.equal(few, all_tokens[:tokens])
+
+
+@pytest.mark.parametrize("dtype, count", [(torch.int64, 200), (torch.int32, 100)])
+def test_counters_that_do_not_fit_are_refused(dtype: torch.dtype, count: int, device: str) -> None:
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in valid_arguments().items()
+    }
+    arrivals = torch.zeros(count, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match=f"arrivals must be int32 and 128 or more, not {count} of"):
+        paged_prefill_attention(**arguments, arrivals=arrivals)
 
 
 def valid_arguments() -> dict[str, Any]:
