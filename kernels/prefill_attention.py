@@ -77,7 +77,7 @@ LEAST_SPLIT = 256
 # Below any score, and finite: -inf less itself is NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
-PREFILL_ARRIVALS = MANY_PROGRAMS
+PREFILL_ARRIVALS = MANY_PROGRAMS // 2
 """Counters that a launch that splits keys uses at most."""
 
 
@@ -192,14 +192,15 @@ def _pick_tiles(
 def prefill_attention_workspace_bytes(head_dim: int) -> int:
     """The most memory that a launch with `arrivals` works in."""
     rows = max(tiles.few_rows for tiles in TILES_16_BIT.values())
-    return 2 * PREFILL_ARRIVALS * rows * (dot_columns(head_dim) + 2) * 4
+    return MANY_PROGRAMS * rows * (dot_columns(head_dim) + 2) * 4
 
 
 def _pick_splits(programs: int) -> int:
-    """Programs for the keys of each of so many tiles: two for each multiprocessor in all."""
-    if programs > PREFILL_ARRIVALS:
-        return 1
-    return min(MOST_SPLITS, 2 * PREFILL_ARRIVALS // programs)
+    """Programs for the keys of each of so many tiles: one for each multiprocessor in all.
+
+    With two of them parts cost more than the better balance brings (64 to 256 tokens on an H200).
+    """
+    return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs))
 
 
 def _check_arrivals(arrivals: torch.Tensor) -> None:
@@ -354,7 +355,7 @@ def _merge_parts(parts_ptr, used, scale_log2, ROWS: tl.constexpr, DIM_PADDED: tl
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    for split in range(used):
+    for split in tl.range(0, used, 1, num_stages=4):
         own_ptr = parts_ptr + split * ((DIM_PADDED + 2) * ROWS)
         largest = tl.load(own_ptr + DIM_PADDED * ROWS + row, cache_modifier=".cg")
         total = tl.load(own_ptr + (DIM_PADDED + 1) * ROWS + row, cache_modifier=".cg")
