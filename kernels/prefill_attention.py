@@ -22,6 +22,7 @@ import triton.language as tl
 from graphengine.kernels.attention import MAX_HEAD_DIM
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.paged import (
     cache_offsets,
     check_cache,
@@ -118,7 +119,7 @@ def paged_prefill_attention(
     group_rows = lanes * (heads // kv_heads)
     tiles, rows, warps = _pick_tiles(q_NQD.dtype, head_dim, group_rows, segments * kv_heads)
     grid = (kv_heads, triton.cdiv(group_rows, rows), segments)
-    _prefill_kernel[grid](
+    launch(_prefill_kernel, grid)(
         q_NQD,
         kv,
         block_table_SB,
