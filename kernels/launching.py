@@ -28,7 +28,7 @@ from triton.runtime import driver
 from graphengine.kernels.dispatch import INTERPRETED
 
 MAX_WORKERS = 8
-"""Threads that compile, at most. A quarter of the work holds the interpreter's lock: more threads
+"""Threads that compile, at most. About a quarter of the work holds the interpreter's lock: more
 would wait for it."""
 
 
