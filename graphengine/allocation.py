@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,12 @@ from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.fields import field_table
-from graphengine.kernels import attention_split, copy_blocks
+from graphengine.kernels import (
+    KernelCompilation,
+    attention_split,
+    compile_kernels,
+    copy_blocks,
+)
 from graphengine.logits_step import LogitsStep
 from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.masks import MaskTable
@@ -31,6 +36,7 @@ from graphengine.step import (
     note_bucket,
     prefill_bucket,
 )
+from graphengine.tracing import span
 from graphengine.tuning import PlanSources, choose_plans
 
 log = logging.getLogger(__name__)
@@ -239,3 +245,19 @@ def graph_steps(
         for rows, drafts in shapes:
             steps[draft_bucket(rows, drafts)] = partial(drafter.draft, rows, drafts)
     return steps
+
+
+def compile_steps(
+    steps: Mapping[str, Callable[[], object]], device: torch.device
+) -> KernelCompilation | None:
+    """Compile what the steps launch, in parallel, before they are captured; None on a CPU.
+
+    The static buffers are to be reset afterwards, and nothing is to be in flight.
+    """
+    if device.type != "cuda":
+        return None
+    # Decode first. It has the most kernels and none of torch's operations: each of those gives the
+    # interpreter's lock away, and has to wait for it while others compile.
+    ordered = sorted(steps.items(), key=lambda step: step[0].startswith("prefill/"))
+    with span("compile"):
+        return compile_kernels(dict(ordered))

@@ -17,7 +17,13 @@ import torch
 
 from graphengine import runs
 from graphengine.acceptance import Acceptance
-from graphengine.allocation import allocate, graph_steps, new_scheduler, swap_blocks
+from graphengine.allocation import (
+    allocate,
+    compile_steps,
+    graph_steps,
+    new_scheduler,
+    swap_blocks,
+)
 from graphengine.buckets import capture_all
 from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
@@ -182,14 +188,18 @@ class Engine:
         self._cuda_stream = held.stream
 
     def _capture(self) -> None:
-        """Warm up and capture every bucket, largest first, on padded rows alone."""
+        """Compile, warm up and capture every bucket, largest first, on padded rows alone."""
         memory = self.memory
+        steps = graph_steps(self.program, memory, self._samplers)
+        # The pairs are padded, so nothing moves.
+        pairs = min(1, memory.swap_blocks)
+        swap = partial(swap_blocks, self._caches, self.buffers, pairs, pairs)
         with self._on_stream():
             self.buffers.reset()
-            # Compiles the copies; the pairs are padded, so nothing moves.
-            swap_blocks(self._caches, self.buffers, *[min(1, memory.swap_blocks)] * 2)
+            self.compilation = compile_steps({"swap": swap} | steps, memory.device)
+            swap()
             self._graphs = capture_all(
-                graph_steps(self.program, memory, self._samplers),
+                steps,
                 device=memory.device,
                 stream=self._cuda_stream,
                 buffers=self.buffers,

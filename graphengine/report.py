@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphengine.buckets import CaptureReport
+from graphengine.kernels import KernelCompilation
 from graphengine.memory import MemoryPlan
 from graphengine.request import Phase
 from graphengine.speculative import describe
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 class EngineReport:
     """Budget, kernels, ladder, captures and counters of an engine; `str()` is the table.
 
-    kv  the blocks of the pool, as in `Engine.stats`
+    kv           the blocks of the pool, as in `Engine.stats`
+    compilation  how the engine's opening came by its kernels; None on a CPU
     """
 
     memory: MemoryPlan
     kernels: str
     kv: Mapping[str, int | None]
+    compilation: KernelCompilation | None
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
 
@@ -34,6 +37,7 @@ class EngineReport:
             f"device {memory.device}, {str(memory.dtype).removeprefix('torch.')}, "
             f"max_seq_len {memory.max_seq_len}",
             self.kernels,
+            *_describe_compilation(self.compilation),
             f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
             f"prefill buckets {', '.join(map(str, memory.prefill_ladder.sizes))}",
             "",
@@ -66,6 +70,7 @@ def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineRepo
             f"PDL {'on' if engine.program.launch.pdl else 'off'}, numerics {engine.numerics_id}"
         ),
         kv=_kv_blocks(engine),
+        compilation=engine.compilation,
         captures=tuple(captures),
         counters=dict(engine.counters),
     )
@@ -91,6 +96,15 @@ def _kv_blocks(engine: Engine) -> dict[str, int | None]:
         "idle": len(pool.idle),
         "session_blocks": engine.config.session_blocks,
     }
+
+
+def _describe_compilation(compilation: KernelCompilation | None) -> list[str]:
+    if compilation is None:
+        return []
+    return [
+        f"kernels {compilation.compiled} compiled, {compilation.loaded} read from disk, in "
+        f"{compilation.seconds:.2f} s"
+    ]
 
 
 def _describe_kv(kv: Mapping[str, int | None]) -> str:

@@ -7,14 +7,15 @@ One domain, `graphengine`; the first part of a range's name is its category:
     step/replay     launches of one step
     step/collect    waiting for the oldest step in flight, and reading its tokens
     prefill         the launch of a prompt's chunk, inside step/replay
+    compile         kernels of all graphs, compiled or read from disk
     capture/BUCKET  warm-up and capture of one graph
     load            weights onto the device
 
 A range's payload packs two counts, `rows << 32 | live`: rows of the bucket, and those of them that
 serve a request (`unpack` takes it apart). Of a prefill they are the bucket's tokens and the prompt
 tokens fed; of step/plan, which has no bucket yet, 0 and the requests that hold a slot. Where a step
-decodes nothing, its rows are 0. The payload of capture/BUCKET and of load is 0: a capture's rows
-are in its name, and weights have none.
+decodes nothing, its rows are 0. The payload of capture/BUCKET, compile and load is 0: a capture's
+rows are in its name, and the others have none.
 
 A range in the code of a captured step fires once, at capture: a replay runs no Python. That is why
 all of these are around launches and none is inside a graph.
@@ -40,7 +41,13 @@ with suppress(ImportError):
     nvtx = importlib.import_module("nvtx")
 
 DOMAIN = "graphengine"
-COLORS = {"step": 0xFF2E7D32, "prefill": 0xFF1565C0, "capture": 0xFFEF6C00, "load": 0xFF6A1B9A}
+COLORS = {
+    "step": 0xFF2E7D32,
+    "prefill": 0xFF1565C0,
+    "capture": 0xFFEF6C00,
+    "load": 0xFF6A1B9A,
+    "compile": 0xFF9E9D24,
+}
 """Of each category, as ARGB."""
 
 

@@ -48,6 +48,7 @@ from graphengine.kernels.draft_vanilla import (
 from graphengine.kernels.embedding import embed, embed_reference
 from graphengine.kernels.finish import FinishedStep, finish_decode, finish_decode_reference
 from graphengine.kernels.handover import HandOver, hand_over, hand_over_reference
+from graphengine.kernels.launching import KernelCompilation, compile_kernels
 from graphengine.kernels.linear import (
     MAX_LANES,
     arrivals_needed,
@@ -192,6 +193,7 @@ __all__ = [
     "FirstDraft",
     "Fusion",
     "HandOver",
+    "KernelCompilation",
     "LinearKind",
     "LinearPlan",
     "LogitsTensors",
@@ -233,6 +235,7 @@ __all__ = [
     "commit_draft",
     "commit_draft_reference",
     "commit_prefill",
+    "compile_kernels",
     "copy_blocks",
     "copy_blocks_reference",
     "decode_attention",

@@ -30,6 +30,7 @@ import triton
 from graphengine.kernels.attention_kernels import decode_attention_kernel
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.paged import (
     check_cache,
     checked_output,
@@ -167,7 +168,7 @@ def decode_attention(
     acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
     max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
     sum_NQC = torch.empty_like(max_NQC)
-    decode_attention_kernel[(lanes, tiles, programs)](
+    launch(decode_attention_kernel, (lanes, tiles, programs))(
         qkv_NX,
         cos,
         sin,

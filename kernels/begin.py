@@ -18,6 +18,7 @@ from graphengine.kernels.embedding import (
     store_embedding,
 )
 from graphengine.kernels.lanes import check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import (
@@ -103,7 +104,7 @@ def begin_decode(
     lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
     V, H = embedding_VH.shape
     block_h = triton.next_power_of_2(H)
-    _begin_decode_kernel[(rows + triton.cdiv(slots, _BLOCK_S),)](
+    launch(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
         command_epoch_S,
         slot_of_row_R,
         state.epoch,

@@ -22,6 +22,7 @@ from graphengine.kernels.candidates import (
     scaled_tile,
     sortable_key,
 )
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 _BLOCK = 4096
@@ -53,7 +54,7 @@ def find_cutoffs(
     width = triton.cdiv(vocabulary, block) * block
     key_RW = slot_R.new_empty(rows, width)
     cut_key_R, cut_id_R = torch.empty_like(slot_R), torch.empty_like(slot_R)
-    _cutoff_kernel[(rows,)](
+    launch(_cutoff_kernel, (rows,))(
         logits_RV,
         slot_R,
         position_R,

@@ -32,6 +32,7 @@ from graphengine.kernels.embedding import (
     load_embedding,
     store_embedding,
 )
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import DecodeLanes
@@ -91,7 +92,7 @@ def begin_model_draft(
         source=torch.empty_like(count_R),
     )
     args, options = _embed_args(embedding_VH, norm_weight_H, residual)
-    _begin_kernel[(2 * rows,)](
+    launch(_begin_kernel, (2 * rows,))(
         token_N,
         count_R,
         *lanes,
@@ -166,7 +167,7 @@ def advance_model_draft(
         return lanes
     lanes = new_lanes(count, rows.slot)
     args, options = _embed_args(embedding_VH, norm_weight_H, residual)
-    _advance_kernel[(count,)](
+    launch(_advance_kernel, (count,))(
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
         limit,

@@ -55,6 +55,7 @@ from graphengine.kernels.draft_kernels import (
     store_lane,
 )
 from graphengine.kernels.lanes import check_vector
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import DecodeLanes
@@ -371,7 +372,7 @@ def _launch(
     drafts: int,
     pdl: bool,
 ) -> None:
-    _vanilla_kernel[(lanes.slot.numel(),)](
+    launch(_vanilla_kernel, (lanes.slot.numel(),))(
         emitted.token_N,
         emitted.count_R,
         emitted.lanes.slot,

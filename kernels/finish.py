@@ -15,6 +15,7 @@ import triton.language as tl
 from graphengine.kernels.candidates import LAST_ID
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.records import (
     check_mailbox,
@@ -170,7 +171,7 @@ def finish_decode(
     block_w = triton.next_power_of_2(width)
     most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
     block_c = min(triton.next_power_of_2(tiles), most)
-    _finish_decode_kernel[(rows,)](
+    launch(_finish_decode_kernel, (rows,))(
         best_NC,
         health_NC,
         None if forced is not None or width == 1 else relaxed_N,

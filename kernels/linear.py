@@ -37,6 +37,7 @@ from graphengine.kernels.lanes import (
     output_rows,
     sum_rows,
 )
+from graphengine.kernels.launching import launch
 from graphengine.kernels.linear_kernels import ResidualArgs, SamplerArgs, dot_kernel, fma_kernel
 from graphengine.kernels.pdl import launch_options
 from graphengine.kernels.plans import (
@@ -326,7 +327,7 @@ def _launch(
     out_stride = 0 if out is None else out.stride(0)
     numbers = (lanes, *strides, out_stride, eps, stop_ids, ahead)
     if plan.family == "fma":
-        fma_kernel[(tiles,)](*inputs, sampler, token_ids, *numbers, LANES=lanes, **sizes)
+        launch(fma_kernel, (tiles,))(*inputs, sampler, token_ids, *numbers, LANES=lanes, **sizes)
         return
     partial = None
     if splits > 1:
@@ -340,7 +341,7 @@ def _launch(
     # Lanes count fastest, so that programs on the same weights run together and share L2.
     grid = (triton.cdiv(lanes, 16 * lane_tiles), tiles, splits)
     if not in_gluon:
-        dot_kernel[grid](
+        launch(dot_kernel, grid)(
             *inputs,
             sampler,
             token_ids,
@@ -352,7 +353,7 @@ def _launch(
             **sizes,
         )
         return
-    linear_gluon.dot_kernel[grid](
+    launch(linear_gluon.dot_kernel, grid)(
         *inputs,
         partial,
         counters,

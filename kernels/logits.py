@@ -38,6 +38,7 @@ import triton
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector, live_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.logits_kernels import (
     COUNT_MASK,
     USES_BAD_WORDS,
@@ -151,7 +152,7 @@ def process_logits(
     B, (masks, words) = tensors.bias_ids.shape[1], tensors.bitmask.shape[1:]
     Q, L = tensors.bad_words.shape[1:]
     block = min(_BLOCK, triton.next_power_of_2(columns))
-    process_kernel[(lane_count, triton.cdiv(columns, block))](
+    launch(process_kernel, (lane_count, triton.cdiv(columns, block)))(
         logits_NV,
         raw_NV,
         *lanes,

@@ -30,6 +30,7 @@ import triton
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector, live_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.logprobs_kernels import (
     MAX_TOP_LOGPROBS,
     rank_merge_kernel,
@@ -114,7 +115,7 @@ def rank_logits(
     total_NC = torch.empty_like(largest_NC)
     top_NCT = torch.empty((lanes, tiles, MAX_TOP_LOGPROBS), dtype=torch.int64, device=slot_N.device)
     raw_stride = 0 if raw_NV is None else raw_NV.stride(0)
-    rank_tile_kernel[(lanes, tiles)](
+    launch(rank_tile_kernel, (lanes, tiles))(
         logits_NV,
         raw_NV,
         slot_N,
@@ -130,7 +131,7 @@ def rank_logits(
         **launch_options(pdl),
     )
     block_ct = triton.next_power_of_2(tiles * MAX_TOP_LOGPROBS)
-    rank_merge_kernel[(lanes,)](
+    launch(rank_merge_kernel, (lanes,))(
         logits_NV,
         raw_NV,
         slot_N,
@@ -220,7 +221,7 @@ def token_log_probabilities(
         )
     tokens = TokenLogprobs(torch.empty_like(ranked.largest), torch.empty_like(token_N))
     if lanes:
-        token_kernel[(lanes,)](
+        launch(token_kernel, (lanes,))(
             logits_NV,
             raw_NV,
             token_N,

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
+from graphengine.kernels.launching import launch
 from graphengine.kernels.logprobs import (
     LogprobTensors,
     RankedLogits,
@@ -96,7 +97,7 @@ def publish_logprobs(
         return
     if not rows:
         return
-    _publish_kernel[(lanes,)](
+    launch(_publish_kernel, (lanes,))(
         mailbox_items,
         sequence_1,
         count_R,

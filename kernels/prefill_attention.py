@@ -27,6 +27,7 @@ import triton.language as tl
 from graphengine.kernels.attention import MAX_HEAD_DIM
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.paged import (
     cache_offsets,
     check_cache,
@@ -147,7 +148,7 @@ def paged_prefill_attention(
         columns = dot_columns(head_dim) + 2
         size = math.prod(grid) * columns * rows
         parts = torch.empty(size, dtype=torch.float32, device=q_NQD.device)
-    _prefill_kernel[grid](
+    launch(_prefill_kernel, grid)(
         q_NQD,
         kv,
         block_table_SB,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.state import EMITTED, SlotState, check_state
 
 # The bits of an epoch that a mailbox record has room for: two that share them are a million stays
@@ -53,7 +54,7 @@ def publish(
     if not use_triton(state.sequence):
         publish_reference(mailbox_items, state, token_R, flags_R, slot_R)
         return
-    _publish_kernel[(1,)](
+    launch(_publish_kernel, (1,))(
         mailbox_items,
         state.sequence,
         state.epoch,

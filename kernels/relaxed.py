@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from graphengine.kernels.candidates import MASS_SCALE, SamplingTensors, check_parameters
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes, check_vector
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.sampling import MAX_VOCABULARY
 from graphengine.kernels.state import DecodeLanes, stop_ids_block
@@ -85,7 +86,7 @@ def relaxed_acceptance(
     vocabulary = logits_NV.shape[1]
     relaxed_N = torch.empty_like(lanes.slot)
     if relaxed_N.numel():
-        _relaxed_kernel[(relaxed_N.numel(),)](
+        launch(_relaxed_kernel, (relaxed_N.numel(),))(
             logits_NV,
             *lanes,
             delta_S,
@@ -189,7 +190,7 @@ def update_relaxed_delta(
         )
         return
     if rows:
-        _update_kernel[(rows,)](
+        launch(_update_kernel, (rows,))(
             token_N,
             count_R,
             lanes.slot,
@@ -264,7 +265,7 @@ def relaxed_delta_prompt(
             tokens_T, token_1, *chunk, delta_S, begin_ids, end_ids, relaxed_delta
         )
         return
-    _prompt_kernel[(1,)](
+    launch(_prompt_kernel, (1,))(
         tokens_T,
         token_1,
         *chunk,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import FLOAT_DTYPES
+from graphengine.kernels.launching import launch
 from graphengine.kernels.speculative import (
     Count,
     add_errors,
@@ -389,7 +390,7 @@ def _launch_rewind(
     blocks_to_release = last_kv_block_id.new_empty(rows)
     remove_mask = torch.empty(rows, dtype=torch.bool, device=accepted_counts.device)
     if rows:
-        _rewind_kernel[(triton.cdiv(rows, _BLOCK),)](
+        launch(_rewind_kernel, (triton.cdiv(rows, _BLOCK),))(
             accepted_counts,
             prefill_status,
             last_kv_block_offset,
@@ -435,7 +436,7 @@ def _launch_copy(
         )
     chunk = _CHUNK_BYTES // current_states.element_size()
     chunk = triton.next_power_of_2(min(elements, chunk))
-    _copy_kernel[(prefill_status.numel(), num_layers, triton.cdiv(elements, chunk))](
+    launch(_copy_kernel, (prefill_status.numel(), num_layers, triton.cdiv(elements, chunk)))(
         intermediate_states,
         current_states,
         prefill_status,

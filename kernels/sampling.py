@@ -52,6 +52,7 @@ from graphengine.kernels.candidates import (
 from graphengine.kernels.cutoff import find_cutoffs
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
+from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
 
@@ -96,7 +97,7 @@ def sample(
     best_RC, health_RC = sample_tiles(logits_RV, slot_R, position_R, params)
     rows, tiles = best_RC.shape
     block = min(triton.next_power_of_2(tiles), _MAX_REDUCE_BLOCK)
-    _reduce_kernel[(rows,)](best_RC, health_RC, slot_R, token_R, tiles, BLOCK=block)
+    launch(_reduce_kernel, (rows,))(best_RC, health_RC, slot_R, token_R, tiles, BLOCK=block)
     return token_R
 
 
@@ -134,7 +135,7 @@ def sample_tiles(
     tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
     best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
     health_RC = slot_R.new_empty(rows, tiles)
-    _tile_kernel[(rows, tiles)](
+    launch(_tile_kernel, (rows, tiles))(
         logits_RV,
         slot_R,
         position_R,

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
+from graphengine.kernels.launching import launch
 
 # What a commit says of a row. STOP and LENGTH come with EMITTED, and may come together.
 EMITTED = 1  # the row has a new token
@@ -116,7 +117,7 @@ def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
     if not use_triton(state.epoch):
         apply_commands_reference(state, command_epoch_S)
         return
-    _apply_commands_kernel[(triton.cdiv(slots, _BLOCK),)](
+    launch(_apply_commands_kernel, (triton.cdiv(slots, _BLOCK),))(
         command_epoch_S,
         state.epoch,
         state.kv_len,
@@ -167,7 +168,7 @@ def gather_prefill(
         query_start=tokens_T.new_empty(2),
         last=tokens_T.new_empty(1),
     )
-    _gather_prefill_kernel[(triton.cdiv(tokens, _BLOCK),)](
+    launch(_gather_prefill_kernel, (triton.cdiv(tokens, _BLOCK),))(
         tokens_T,
         prefill_slot_1,
         prefill_start_1,
@@ -237,7 +238,7 @@ def commit_prefill(
     if not use_triton(token_1):
         return commit_prefill_reference(state, token_1, *chunk, limits)
     flags_1 = torch.empty_like(token_1)
-    _commit_prefill_kernel[(1,)](
+    launch(_commit_prefill_kernel, (1,))(
         token_1,
         *chunk,
         state.next_token,

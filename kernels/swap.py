@@ -13,6 +13,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32
+from graphengine.kernels.launching import launch
 
 _CHUNK_BYTES = 8192
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +52,7 @@ def copy_blocks(
     bits = _BITS[source.element_size()]
     elements = math.prod(source.shape[2:])
     chunk = triton.next_power_of_2(min(elements, _CHUNK_BYTES // source.element_size()))
-    _copy_kernel[(count, source.shape[0], triton.cdiv(elements, chunk))](
+    launch(_copy_kernel, (count, source.shape[0], triton.cdiv(elements, chunk)))(
         source.view(bits),
         destination.view(bits),
         pairs_P2,

@@ -31,7 +31,10 @@ class StartUp:
 
     total_s      from nothing to ready, `weights_s` included
     weights_s    weights allocated and drawn, or read
-    warm_up_s    sum over the graphs: mostly compilation, or reading compiled kernels from disk
+    compile_s    compiling kernels, or reading compiled ones from disk
+    compiled     kernels that were compiled: 0 where all were in Triton's cache
+    loaded       kernels that were read from that cache on disk
+    warm_up_s    sum over the graphs: their first runs
     capture_s    sum over the graphs: recording, instantiation and upload
     capture_mib  device memory that the graphs added: pool_mib + graphs_mib
     pool_mib     of it, what torch reserved for intermediates; the longest prefill needs most
@@ -41,6 +44,9 @@ class StartUp:
 
     total_s: float
     weights_s: float
+    compile_s: float | None
+    compiled: int | None
+    loaded: int | None
     warm_up_s: float | None
     capture_s: float | None
     capture_mib: float | None
@@ -139,7 +145,8 @@ def random_drafter(
 
 
 def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
-    captures = engine.report().captures
+    report = engine.report()
+    captures, compilation = report.captures, report.compilation
     on_gpu = engine.memory.device.type == "cuda"
 
     def of_gpu(value: float) -> float | None:
@@ -148,6 +155,9 @@ def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
     return StartUp(
         total_s=round(total, 4),
         weights_s=round(weights, 4),
+        compile_s=None if compilation is None else round(compilation.seconds, 4),
+        compiled=None if compilation is None else compilation.compiled,
+        loaded=None if compilation is None else compilation.loaded,
         warm_up_s=of_gpu(sum(capture.warm_up_ms for capture in captures) / 1e3),
         capture_s=of_gpu(sum(capture.capture_ms for capture in captures) / 1e3),
         capture_mib=of_gpu(sum(capture.bytes for capture in captures) / 2**20),

@@ -28,7 +28,7 @@ class NvtxRange(NamedTuple):
     payload: int
 
 
-OURS = ("step/plan", "step/load", "step/replay", "step/collect", "prefill", "load")
+OURS = ("step/plan", "step/load", "step/replay", "step/collect", "prefill", "load", "compile")
 CAPTURE = "capture/"
 """Names of the engine's ranges, for exports that do not say which domain is whose."""
 

@@ -47,9 +47,9 @@ def _host(name: str) -> Callable[[Row], str]:
     return lambda row: number((row["host"] or {}).get(name), 1)
 
 
-def _mib(name: str) -> Callable[[Row], str]:
+def _start(name: str, digits: int) -> Callable[[Row], str]:
     """Nothing in documents that were written before this figure was taken."""
-    return lambda row: number(row["start"].get(name), 1)
+    return lambda row: number(row["start"].get(name), digits)
 
 
 ROW_COLUMNS = (
@@ -66,10 +66,12 @@ ROW_COLUMNS = (
     Column("max", lambda row: number(row["itl_ms"]["max"], 3)),
     Column("host us", _host("host_us")),
     Column("poll us", _host("poll_us")),
-    Column("capture s", lambda row: number(row["start"]["capture_s"], 2)),
-    Column("pool MiB", _mib("pool_mib")),
-    Column("graphs MiB", _mib("graphs_mib")),
-    Column("start s", lambda row: number(row["start"]["total_s"], 2)),
+    Column("compiled", _start("compiled", 0)),
+    Column("compile s", _start("compile_s", 2)),
+    Column("capture s", _start("capture_s", 2)),
+    Column("pool MiB", _start("pool_mib", 1)),
+    Column("graphs MiB", _start("graphs_mib", 1)),
+    Column("start s", _start("total_s", 2)),
 )
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine import Engine, Result, SamplingParams
+from graphengine.kernels import KernelCompilation
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.profiles import eager, engines, measure
@@ -376,6 +377,7 @@ def test_an_engine_says_what_it_is_and_what_it_took() -> None:
         assert start.total_s >= start.weights_s > 0 and start.graphs == len(engine._graphs)
         assert start.capture_s is start.capture_mib is start.warm_up_s is None
         assert start.pool_mib is start.graphs_mib is None
+        assert start.compile_s is start.compiled is start.loaded is None
         described = describe_engine(engine)
         assert (described["max_batch"], described["dtype"]) == (3, "float32")
         assert (described["row_family"], described["numerics_id"]) == ("dot", engine.numerics_id)
@@ -392,12 +394,14 @@ def test_the_pool_and_the_graphs_make_up_what_captures_took(
         dataclasses.replace(second, reserved_bytes=2 * mib, driver_bytes=0),
         *rest,
     )
-    report = dataclasses.replace(tiny.report(), captures=captures)
+    compilation = KernelCompilation(compiled=41, loaded=2, seconds=3.4567)
+    report = dataclasses.replace(tiny.report(), captures=captures, compilation=compilation)
     monkeypatch.setattr(Engine, "report", lambda engine: report)
     on_gpu = dataclasses.replace(tiny.memory, device=torch.device("cuda"))
     monkeypatch.setattr(tiny, "memory", on_gpu)
     start = engines._start_up(tiny, total=2.0, weights=1.0)
     assert (start.pool_mib, start.graphs_mib, start.capture_mib) == (42.0, 6.0, 48.0)
+    assert (start.compiled, start.loaded, start.compile_s) == (41, 2, 3.4567)
 
 
 def test_options_that_are_not_given_keep_their_defaults() -> None:

@@ -97,6 +97,7 @@ def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
         start = row["start"]
         assert start["capture_s"] > 0 and start["pool_mib"] > 0 and start["graphs_mib"] >= 0
         assert start["capture_mib"] == pytest.approx(start["pool_mib"] + start["graphs_mib"])
+        assert start["compile_s"] > 0 and min(start["compiled"], start["loaded"]) >= 0
     for name in ("kernels", "prefill_kernels"):
         assert document[name] and all(entry["kernels"] for entry in document[name])
 
