@@ -72,7 +72,7 @@ def test_the_pieces_are_the_whole_step(rows: int) -> None:
 
 
 def test_a_steady_step_calls_few_functions_and_one_more_for_each_row() -> None:
-    """26 with one row, and little room for more: no busy machine disturbs that."""
+    """25 with one row, and little room for more: no busy machine disturbs that."""
     found = {}
     for rows in (1, 3, 9):
         with steady(rows) as (engine, _):
@@ -86,7 +86,7 @@ def test_a_steady_step_calls_few_functions_and_one_more_for_each_row() -> None:
         assert found[rows]["read"] == rows
         assert max(count for name, count in found[rows].items() if name != "read") <= 2
     one, three, nine = (found[rows].total() for rows in (1, 3, 9))
-    assert one <= 28
+    assert one <= 27
     assert (three - one, nine - three) == (2, 6)
 
 
