@@ -143,7 +143,11 @@ def describe_step(engine: Engine) -> StepReport:
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """What latency and numerics depend on."""
+    """What latency and numerics depend on.
+
+    `plan_sources` says of each linear of a decode step where its plan came from: "user", "shipped"
+    or "heuristic". On a CPU no kernel runs by it.
+    """
     memory, config = engine.memory, engine.config
     return {
         "architecture": engine.model.config.architecture,
@@ -159,6 +163,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "wait": config.wait,
         "pdl": config.pdl,
         "row_family": engine.row_family,
+        "plan_sources": engine.plan_sources._asdict(),
         "numerics_id": engine.numerics_id,
         "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
         "speculative": describe(config.mode),

@@ -1,10 +1,10 @@
 """`graphengine bench`: how fast an engine decodes a shape, held against the memory it must read.
 
-Each row of the result is an engine of its own. Before a row's figures are taken its tokens are
-checked against the eager step. What a figure means is said by the function that takes it, in
-`measure.py`, `recording.py`, `speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and
-`peers.py`; floors and shares are made here. All but a row's `speculation` is of engines that do not
-speculate. What only a GPU has is null on a CPU.
+Each row of the result is an engine of its own. Before a figure is told its tokens are checked
+against eager steps, which `eager.py` explains; `checked` says how many. What a figure means is said
+by the function that takes it, in `measure.py`, `recording.py`, `speculation.py`, `engines.py`,
+`ceiling.py`, `kernel_times.py` and `peers.py`; floors and shares are made here. All but a row's
+`speculation` is of engines that do not speculate. What only a GPU has is null on a CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from graphengine.profiles.engines import (
     freed,
 )
 from graphengine.profiles.kernel_times import kernel_times, prefill_kernel_times
-from graphengine.profiles.measure import ADMITTED_NEW_TOKENS, SAMPLERS, Work
+from graphengine.profiles.measure import (
+    ADMITTED_NEW_TOKENS,
+    CHECKED_FIRST_TOKENS,
+    SAMPLERS,
+    Work,
+)
 from graphengine.profiles.peers import PEERS, require_peer, run_peer
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.recording import record
@@ -110,7 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-pdl", action="store_true", help="without programmatic dependent launch")
     add("--row-family", choices=("fma", "dot"), help="arithmetic of the decode kernels")
     add("--max-prefill-tokens-per-step", type=int, help="longest prompt chunk of a step")
-    add("--long", type=int, default=0, metavar="N", help="gaps of N tokens, for batch 1")
+    add(
+        "--long",
+        type=int,
+        default=0,
+        metavar="N",
+        help="gaps of N tokens, for batch 1; Python's collector runs meanwhile",
+    )
     add(
         "--record",
         type=Path,
@@ -158,6 +169,8 @@ def _read_options(options: argparse.Namespace) -> Bench:
         raise ValueError(f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one")
     for peer in options.peer:
         require_peer(peer)
+    if options.peer and options.sampler != "fast":
+        raise ValueError(f"--peer {options.peer[0]} decodes greedily, not --sampler full")
     for name in ("long", "admission"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name} {getattr(options, name)} must not be negative")
@@ -270,7 +283,7 @@ def measure_all(
         "random_weights": bench.subject.checkpoint is None,
         "config": dict(bench.subject.hf_config),
         "vocab_size": model.vocab_size,
-        "ceiling": None if ceiling is None else asdict(ceiling),
+        "ceiling": None if ceiling is None else asdict(ceiling) | {"tb_s_after": None},
         "rows": [],
         "admission": None,
         "kernels": None,
@@ -285,6 +298,9 @@ def measure_all(
         for entries in _measure_speculation(bench, work, sizes, row):
             say(text_table(SWEEP_COLUMNS, entries[-1:], header=len(entries) == 1))
             save(document)
+    if ceiling is not None:
+        _measure_ceiling_again(bench, document, ceiling)
+        save(document)
     if bench.admission:
         document["admission"] = rounded(_measure_admission(bench))
         save(document)
@@ -302,10 +318,25 @@ def measure_all(
     return document
 
 
+def _measure_ceiling_again(bench: Bench, document: dict[str, Any], first: ReadCeiling) -> None:
+    """Behind the rows, on a device that is warm by now.
+
+    `tb_s_of_shares` is the larger rate, which the rows' floors and shares are made from anew: by
+    the lower one a step would look closer to the limit than it is.
+    """
+    after = measure_read_ceiling(bench.device)
+    assert after is not None, f"{first=}"
+    best = max(first, after, key=lambda ceiling: ceiling.tb_s)
+    document["ceiling"] |= {"tb_s_after": after.tb_s, "tb_s_of_shares": best.tb_s}
+    for row in document["rows"]:
+        row |= rounded(_floor(row["step_bytes"], row["ms_per_step"], best))
+
+
 def _rows(bench: Bench) -> Iterator[tuple[Work, dict[str, Any]]]:
     """What each row runs, and the sizes of its engine."""
     for work in bench.works:
-        need = max([work.prompt_tokens + work.new_tokens, *(n + 1 for n in bench.first_tokens)])
+        firsts = (min(n + CHECKED_FIRST_TOKENS, bench.limit) for n in bench.first_tokens)
+        need = max([work.prompt_tokens + work.new_tokens, *firsts])
         sizes = {
             "max_batch": _given(bench.max_batch, work.live),
             "max_seq_len": _given(bench.max_seq_len, need),
@@ -348,7 +379,9 @@ def _measure_row(
         }
         row |= measure.decode(engine, work)
         row |= _against_floor(engine, work, row["ms_per_step"], ceiling)
-        row["ttft_ms"] = measure.time_to_first_token(engine, bench.first_tokens, runs=work.runs)
+        row["ttft_ms"], row["checked"]["first_tokens"] = measure.time_to_first_token(
+            engine, bench.first_tokens, runs=work.runs, sampler=work.sampler
+        )
         on_gpu = engine.memory.device.type == "cuda"
         row["host"] = measure.host_time(engine, work) if on_gpu else None
         # Of one live row, in the engine that was sized for it.
@@ -398,12 +431,12 @@ def _against_floor(
         rows=work.live,
         itemsize=engine.memory.dtype.itemsize,
     )
+    return {"step_bytes": size} | _floor(size, ms_per_step, ceiling)
+
+
+def _floor(size: int, ms_per_step: float, ceiling: ReadCeiling | None) -> dict[str, Any]:
     floor = None if ceiling is None else ceiling.milliseconds(size)
-    return {
-        "step_bytes": size,
-        "floor_ms": floor,
-        "share": None if floor is None else floor / ms_per_step,
-    }
+    return {"floor_ms": floor, "share": None if floor is None else floor / ms_per_step}
 
 
 def _measure_admission(bench: Bench) -> dict[str, Any]:
@@ -411,11 +444,7 @@ def _measure_admission(bench: Bench) -> dict[str, Any]:
     work = bench.works[0]
     with _engine(bench, _admission_sizes(bench)) as (engine, _):
         found = measure.admission(
-            engine,
-            decoding=DEFAULT_SLOTS - 1,
-            prompt_tokens=work.prompt_tokens,
-            admitted_tokens=bench.admission,
-            runs=work.runs,
+            engine, work, decoding=DEFAULT_SLOTS - 1, admitted_tokens=bench.admission
         )
         return found | {"engine": describe_engine(engine)}
 
@@ -439,7 +468,7 @@ def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
     """The kernels of a prompt's graph, in an engine of one slot; its first token beside them."""
     sizes = {"max_batch": 1, "max_seq_len": _given(bench.max_seq_len, tokens + 1), "lookahead": 0}
     with _engine(bench, sizes) as (engine, _):
-        first = measure.time_to_first_token(engine, (tokens,), runs=bench.works[0].runs)
+        first, _ = measure.time_to_first_token(engine, (tokens,), runs=bench.works[0].runs)
         one_chunk = tokens <= engine.memory.prefill_ladder.sizes[-1]
         times = prefill_kernel_times(engine, tokens) if one_chunk else None
         return {

@@ -1,15 +1,26 @@
-"""Tokens before numbers: the graphs must give what their step programs give when run eagerly."""
+"""Tokens before numbers: the graphs must give what their step programs give when run eagerly.
+
+An eager step, of prefill as of decoding, is the function that was captured, called from Python: the
+same kernels with the same plans, on the same buffers, behind the same scheduler. What it shows is
+that capture and replay lose nothing: no frozen scalar, no stale buffer, no missing edge. It does
+not show that the kernels are right, which their references and transformers do in the tests, nor
+that the scheduler is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 
 from graphengine import Engine, Result, SamplingParams
 from graphengine.buckets import CapturedGraph
+
+Answer = TypeVar("Answer")
 
 
 class EagerStep:
@@ -41,24 +52,50 @@ def eager_steps(engine: Engine) -> Iterator[dict[str, EagerStep]]:
         engine._graphs = captured
 
 
+def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer]:
+    """What `run` returns with the captured graphs, and with eager steps in their places.
+
+    RuntimeError if a replay of the second run was none of an eager step: then graphs would have
+    been compared with themselves.
+    """
+    drain(engine)
+    replayed = run()
+    drain(engine)
+    before = Counter(engine.counters)
+    with eager_steps(engine) as stand_ins:
+        eager = run()
+        drain(engine)
+    ran = {name: stand_in.replays for name, stand_in in stand_ins.items() if stand_in.replays}
+    launched = {
+        name.removeprefix("replays/"): count
+        for name, count in (engine.counters - before).items()
+        if name.startswith("replays/")
+    }
+    if ran != launched or not ran:
+        raise RuntimeError(f"the engine launched {launched}, and eagerly ran only {ran}")
+    return replayed, eager
+
+
+def drain(engine: Engine) -> None:
+    """Collect what was launched behind the last request's end."""
+    while engine.busy:
+        engine.step()
+
+
 def check_against_eager(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-) -> int:
-    """RuntimeError unless graphs and eager steps give the same tokens; returns how many were equal.
-
-    Also if the eager steps were never called: then the graphs would have been compared with
-    themselves.
-    """
-    replayed = engine.generate(prompts, params)
-    with eager_steps(engine) as stand_ins:
-        eager = engine.generate(prompts, params)
-    used = {name for name, stand_in in stand_ins.items() if stand_in.replays}
-    for kind in ("prefill", "decode"):
-        if not any(name.startswith(kind) for name in used):
-            raise RuntimeError(f"no {kind} step ran eagerly: only {sorted(used)} did")
+) -> list[Result]:
+    """The results of eager steps. RuntimeError unless graphs give the same tokens."""
+    replayed, eager = both_ways(engine, lambda: engine.generate(prompts, params))
     for index, pair in enumerate(zip(eager, replayed, strict=True)):
         require_equal(pair, f"the eager step and the graphs, prompt {index}:")
-    return sum(len(result.token_ids) for result in replayed)
+    return cast(list[Result], eager)
+
+
+def require_begins(result: Result, beginning: Result, what: str) -> None:
+    """RuntimeError unless the tokens of `result` begin with those of `beginning`."""
+    begun = result.token_ids[: len(beginning.token_ids)]
+    require_equal([beginning, replace(result, token_ids=begun)], what)
 
 
 def require_equal(results: Sequence[Result], what: str) -> None:

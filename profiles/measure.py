@@ -4,7 +4,7 @@ A step gives a row one token, or up to K + 1 with K drafts; they reach the calle
 are those between steps, and rates are told by the step and by the token.
 
 Times are the host's, as tokens reached the caller. Python's garbage collector is left as it is:
-whoever embeds an engine will have it on.
+whoever embeds an engine will have it on. In a long run it also has something to do.
 """
 
 from __future__ import annotations
@@ -12,20 +12,39 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphengine import Engine, Request, Result, SamplingParams, Timings
-from graphengine.profiles.eager import check_against_eager, require_equal
+from graphengine.profiles.eager import (
+    both_ways,
+    check_against_eager,
+    require_begins,
+    require_equal,
+)
 from graphengine.profiles.percentiles import percentiles
 
 SAMPLERS = ("fast", "full")
-CHECKED_TOKENS = 16
+CHECKED_TOKENS = 64
+"""New tokens of each request that eager steps must give, too: at 5 to 30 ms a step that is a second
+or two."""
+CHECKED_FIRST_TOKENS = 4
+"""The same behind each prompt whose first token is timed: what decoding reads of its KV."""
 ADMITTED_NEW_TOKENS = 2
+DECODING_TOKENS = 8
+"""What requests that decode have of their own before another prompt is admitted."""
+KEPT_TOKENS = 256
+KEPT_OBJECTS = 16
+"""Of a long run's consumer: tokens of which it keeps notes, and containers in each note. So the
+youngest generation is collected some 23 times in 1,000 tokens and the next one twice, and neither
+can hide behind a p99.9."""
+COLLECTOR_THRESHOLDS = (700, 10, 10)
+"""CPython's, up to 3.12 at least."""
 TTFT_REPEATS = 4
 """Times the number of runs: a single token is quickly had."""
 
@@ -58,12 +77,16 @@ class Work:
     def params(self, max_tokens: int | None = None) -> list[SamplingParams]:
         """Of each row's request; end-of-sequence tokens do not end it."""
         tokens = self.new_tokens if max_tokens is None else max_tokens
-        if self.sampler == "fast":
-            return [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)] * self.live
-        return [
-            SamplingParams(temperature=1.0, top_k=50, seed=row, max_tokens=tokens, ignore_eos=True)
-            for row in range(self.live)
-        ]
+        return [sampling(self.sampler, tokens, seed=row) for row in range(self.live)]
+
+
+def sampling(sampler: str, max_tokens: int, seed: int) -> SamplingParams:
+    """A request's, for one of `SAMPLERS`; end-of-sequence tokens do not end it."""
+    if sampler == "fast":
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return SamplingParams(
+        temperature=1.0, top_k=50, seed=seed, max_tokens=max_tokens, ignore_eos=True
+    )
 
 
 def random_prompt(vocab_size: int, tokens: int, seed: int) -> list[int]:
@@ -136,13 +159,19 @@ def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None)
 
     `tokens_per_step` are one row's; `tokens_per_s` those of all rows. RuntimeError if graphs and
     eager steps, two runs, or a prompt alone and in its batch differ, or what is `expected`.
+
+    checked  `eager_tokens` of the `tokens` of a run are also those of eager steps: the first
+             `CHECKED_TOKENS` of each request; all tokens of `equal_runs` runs, and of the first
+             prompt `alone`, are equal, as are `expected_tokens` of another engine
     """
     if work.prompt_tokens + work.new_tokens > engine.memory.max_seq_len:
         raise ValueError(f"{work} does not fit into max_seq_len={engine.memory.max_seq_len}")
     prompts, params = work.prompts(engine.model.config.vocab_size), work.params()
     checked = min(CHECKED_TOKENS, work.new_tokens)
-    equal = check_against_eager(engine, prompts, work.params(checked))
+    eager = check_against_eager(engine, prompts, work.params(checked))
     warm: list[Result] = engine.generate(prompts, params)
+    for row, (result, beginning) in enumerate(zip(warm, eager, strict=True)):
+        require_begins(result, beginning, f"prompt {row}, the eager step and a whole run:")
     for row, pair in enumerate(zip(expected or (), warm, strict=expected is not None)):
         require_equal(pair, f"prompt {row} of another engine, expected and here:")
     measured: list[list[Result]] = [engine.generate(prompts, params) for _ in range(work.runs)]
@@ -161,7 +190,8 @@ def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None)
         "itl_ms": percentiles(gaps, independent=sum(run.steps for run in runs)),
         "itl_admission_ms": 1e3 * max(outside) if outside else None,
         "checked": {
-            "eager_tokens": equal,
+            "eager_tokens": sum(len(result.token_ids) for result in eager),
+            "tokens": sum(len(result.token_ids) for result in warm),
             "equal_runs": 1 + work.runs,
             "alone": True,
             "expected_tokens": sum(len(result.token_ids) for result in expected or ()),
@@ -170,47 +200,93 @@ def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None)
 
 
 def time_to_first_token(
-    engine: Engine, prompt_tokens: Sequence[int], *, runs: int
-) -> dict[str, float]:
-    """Median milliseconds of one request on the idle engine, by the length of its prompt."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    found = {}
+    engine: Engine, prompt_tokens: Sequence[int], *, runs: int, sampler: str = "fast"
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Median milliseconds of one request on the idle engine, by the length of its prompt.
+
+    From the call to the token in the caller's hands: the check of the prompt's ids is a part of it.
+    Beside them how many tokens behind each prompt eager steps gave as well: as many as the engine
+    holds, up to `CHECKED_FIRST_TOKENS`. RuntimeError if they gave others, or two runs differ.
+    """
+    found, checked, clock = {}, {}, time.perf_counter
     for tokens in prompt_tokens:
         prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
-        results: list[Result] = [
-            engine.generate(prompt, params) for _ in range(1 + TTFT_REPEATS * runs)
-        ]
-        require_equal(results, f"the first token behind {tokens}:")
+        most = min(CHECKED_FIRST_TOKENS, engine.memory.max_seq_len - tokens)
+        (eager,) = check_against_eager(engine, [prompt], [sampling(sampler, most, seed=0)])
+        params, times = sampling(sampler, 1, seed=0), []
+        for _ in range(1 + TTFT_REPEATS * runs):
+            started = clock()
+            result: Result = engine.generate(prompt, params)
+            times.append(1e3 * (result.timings.tokens[0] - started))
+            require_begins(eager, result, f"the first token behind {tokens}:")
         # The first was to warm up.
-        found[str(tokens)] = median(
-            1e3 * (result.timings.tokens[0] - result.timings.submitted) for result in results[1:]
-        )
-    return found
+        found[str(tokens)] = median(times[1:])
+        checked[str(tokens)] = len(eager.token_ids)
+    return found, checked
 
 
 def long_run(engine: Engine, work: Work, tokens: int) -> dict[str, Any]:
     """At least `tokens` gaps between steps, of one request after another; milliseconds.
 
-    `collections` counts what Python's collector did meanwhile, by generation.
+    An engine's own steps leave nothing to Python's collector. So the consumer of the tokens does as
+    a host program would: of each it keeps a note of `kept_objects` containers for a while, in a
+    circle, which nothing but the collector frees. `collections` counts its runs by generation.
     """
     prompt = work.prompts(engine.model.config.vocab_size)[0]
     params = work.params()[0]
     gaps: list[float] = []
-    before = [generation["collections"] for generation in gc.get_stats()]
     requests = 0
-    while len(gaps) < tokens:
-        steps = moments(engine.generate(prompt, params).timings)
-        gaps += [1e3 * (after - before) for before, after in pairwise(steps)]
-        requests += 1
-    after = [generation["collections"] for generation in gc.get_stats()]
+    notes: deque[Any] = deque(maxlen=KEPT_TOKENS)
+    with collecting() as collections:
+        while len(gaps) < tokens:
+            request = engine.submit(prompt, params)
+            while engine.busy:
+                for event in engine.step():
+                    notes.append(_note(event.token_ids))
+            steps = moments(request.timings)
+            gaps += [1e3 * (after - before) for before, after in pairwise(steps)]
+            requests += 1
     found = percentiles(gaps)
     return {
         "itl_ms": found,
         "p99.9/p50": found["p99.9"] / found["p50"],
         "requests": requests,
-        "collector_on": gc.isenabled(),
-        "collections": [now - then for then, now in zip(before, after, strict=True)],
+        "collector_on": True,
+        "thresholds": list(COLLECTOR_THRESHOLDS),
+        "kept_objects": KEPT_OBJECTS,
+        "collections": collections,
     }
+
+
+@contextmanager
+def collecting() -> Iterator[list[int]]:
+    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`; then it is as it was.
+
+    Yields what will be how often it ran, by generation. The oldest one's turn comes rarely, and it
+    is passed over while the process has four times as many long-lived objects as there are new.
+    """
+    was_on, thresholds = gc.isenabled(), gc.get_threshold()
+    # From nothing on: where the first collection falls is the same every time.
+    gc.collect()
+    before = [generation["collections"] for generation in gc.get_stats()]
+    counts: list[int] = []
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
+    gc.enable()
+    try:
+        yield counts
+    finally:
+        after = [generation["collections"] for generation in gc.get_stats()]
+        counts += [now - then for then, now in zip(before, after, strict=True)]
+        gc.set_threshold(*thresholds)
+        if not was_on:
+            gc.disable()
+
+
+def _note(token_ids: Sequence[int]) -> list[Any]:
+    """`KEPT_OBJECTS` lists, the outermost of which is in itself."""
+    note: list[Any] = [[token_ids] for _ in range(KEPT_OBJECTS - 1)]
+    note.append(note)
+    return note
 
 
 @dataclass(kw_only=True, slots=True)
@@ -244,13 +320,15 @@ def timed_waits(engine: Engine) -> Iterator[Waits]:
         del mailbox.wait
 
 
-def host_time(engine: Engine, work: Work) -> dict[str, float]:
-    """Median microseconds of a steady step on the host: its own work, and its polling.
+class StepTime(NamedTuple):
+    """Seconds that a step took, and those of them that it spent in its wait."""
 
-    host_us       `step()` without its wait, plus `read_us`
-    read_us       a wait whose record is there already: the part of a wait that is no polling
-    poll_us       the wait without that part
-    host_max_us   the longest `host_us` among those steps
+    took: float
+    waited: float
+
+
+def host_time(engine: Engine, work: Work) -> dict[str, float]:
+    """`host_figures` of one run of `work`.
 
     On a CPU device the step itself runs inside `step()`, so there the figures mean little.
     """
@@ -258,25 +336,39 @@ def host_time(engine: Engine, work: Work) -> dict[str, float]:
     requests = [
         engine.submit(prompt, params) for prompt, params in zip(prompts, work.params(), strict=True)
     ]
-    clock, outside, inside = time.perf_counter, [], []
+    clock, steps = time.perf_counter, []
     with timed_waits(engine) as waits:
         while engine.busy:
             waited, started = waits.seconds, clock()
             events = engine.step()
-            took, polled = clock() - started, waits.seconds - waited
+            step = StepTime(took=clock() - started, waited=waits.seconds - waited)
             if _is_steady(requests, len(events)):
-                outside.append(1e6 * (took - polled))
-                inside.append(1e6 * polled)
+                steps.append(step)
     if not waits.calls:
         raise RuntimeError("the engine did not wait through mailbox.wait: it cannot be timed there")
-    if not outside:
+    if not steps:
         raise ValueError(f"{work} has no steady step")
-    read = min(_read_us(engine, waits), min(inside))
+    return host_figures(steps, _read_seconds(engine, waits))
+
+
+def host_figures(steps: Sequence[StepTime], read: float) -> dict[str, float]:
+    """Median microseconds of a steady step on the host: its own work, and its polling.
+
+    `read` are the seconds of a wait whose record is there already; no step's wait is without it.
+
+    host_us       `step()` without its wait, plus `read_us`
+    read_us       the part of a wait that is no polling
+    poll_us       the wait without that part
+    host_max_us   the longest `host_us` among those steps
+    """
+    own = [1e6 * (step.took - step.waited) for step in steps]
+    waits = [1e6 * step.waited for step in steps]
+    read_us = min(1e6 * read, *waits)
     return {
-        "host_us": median(outside) + read,
-        "read_us": read,
-        "poll_us": median(inside) - read,
-        "host_max_us": max(outside) + read,
+        "host_us": median(own) + read_us,
+        "read_us": read_us,
+        "poll_us": median(waits) - read_us,
+        "host_max_us": max(own) + read_us,
     }
 
 
@@ -289,66 +381,114 @@ def _is_steady(requests: Sequence[Request], events: int) -> bool:
     return all(len(tokens) > 2 and tokens[-1] > tokens[1] for tokens in times)
 
 
-def _read_us(engine: Engine, waits: Waits, repeats: int = 200) -> float:
+def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
     """The last record again, which is still in the ring; on an idle engine."""
     assert waits.last is not None, f"{waits=}"
     arguments, options = waits.last
-    found = []
+    found, clock = [], time.perf_counter
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = clock()
         engine.mailbox.wait(*arguments, **options)
-        found.append(1e6 * (time.perf_counter() - started))
+        found.append(clock() - started)
     return median(found)
 
 
-def admission(
-    engine: Engine, *, decoding: int, prompt_tokens: int, admitted_tokens: int, runs: int
-) -> dict[str, Any]:
+class Admission(NamedTuple):
+    """One run of an admission; `since` is when the prompt was handed over."""
+
+    decoders: list[Result]
+    newcomer: Result
+    since: float
+
+    @property
+    def results(self) -> list[Result]:
+        return [*self.decoders, self.newcomer]
+
+
+def admission(engine: Engine, work: Work, *, decoding: int, admitted_tokens: int) -> dict[str, Any]:
     """While `decoding` requests decode, one with a long prompt comes: what it does to their gaps.
 
-    Milliseconds: the longest gap of theirs from its submission to its second token, over all runs
-    (the first run warms up); their median gap meanwhile; and its time to first token.
+    Of `work` it has their prompts' length, the sampler and the number of runs. Milliseconds: the
+    longest gap of theirs from the newcomer's submission to its second token, over all runs (the
+    first run warms up); their median gap meanwhile; and its time to first token. RuntimeError if
+    eager steps, or two runs, give other tokens.
     """
-    vocabulary = engine.model.config.vocab_size
-    room = engine.memory.max_seq_len - prompt_tokens
-    endless = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-    short = SamplingParams(temperature=0.0, max_tokens=ADMITTED_NEW_TOKENS, ignore_eos=True)
+
+    def admit() -> Admission:
+        return _admit(engine, work, decoding, admitted_tokens)
+
+    replayed, eager = both_ways(engine, admit)
+    runs = [admit() for _ in range(1 + work.runs)]
+    results_of = [run.results for run in (eager, replayed, *runs)]
+    for row, results in enumerate(zip(*results_of, strict=True)):
+        require_equal(results, f"request {row} of {decoding + 1}, eagerly and by graphs:")
     longest, undisturbed, first = [], [], []
-    for _ in range(1 + runs):
-        decoders = [
-            engine.submit(random_prompt(vocabulary, prompt_tokens, row), endless)
-            for row in range(decoding)
-        ]
-        while not all(len(request.token_ids) >= 8 for request in decoders):
-            engine.step()
-        newcomer = engine.submit(random_prompt(vocabulary, admitted_tokens, decoding), short)
-        while not newcomer.finished:
-            engine.step()
-        if any(request.finished for request in decoders):
-            raise ValueError(
-                f"max_seq_len={engine.memory.max_seq_len} leaves {room} new tokens: the requests "
-                f"end before a prompt of {admitted_tokens} tokens is in"
-            )
-        for request in decoders:
-            request.cancel()
-        while engine.busy:
-            engine.step()
-        since, until = newcomer.timings.submitted, newcomer.timings.tokens[-1]
-        gaps = [
-            (1e3 * (after - before), before <= until and after >= since)
-            for request in decoders
-            for before, after in pairwise(moments(request.timings))
-        ]
-        longest.append(max(gap for gap, disturbed in gaps if disturbed))
-        undisturbed.append(median(gap for gap, disturbed in gaps if not disturbed))
-        first.append(1e3 * (newcomer.timings.tokens[0] - since))
+    for run in runs[1:]:
+        times = [moments(result.timings) for result in run.decoders]
+        inside, outside = admission_gaps(times, run.since, run.newcomer.timings.tokens[-1])
+        longest.append(1e3 * max(inside))
+        undisturbed.append(1e3 * median(outside))
+        first.append(1e3 * (run.newcomer.timings.tokens[0] - run.since))
     return {
         "decoding": decoding,
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": work.prompt_tokens,
         "admitted_tokens": admitted_tokens,
-        "runs": runs,
-        "longest_gap_ms": max(longest[1:]),
-        "longest_gaps_ms": longest[1:],
-        "undisturbed_gap_ms": median(undisturbed[1:]),
-        "ttft_ms": median(first[1:]),
+        "sampler": work.sampler,
+        "runs": work.runs,
+        "longest_gap_ms": max(longest),
+        "longest_gaps_ms": longest,
+        "undisturbed_gap_ms": median(undisturbed),
+        "ttft_ms": median(first),
+        "checked": {
+            "eager_tokens": sum(len(result.token_ids) for result in eager.results),
+            "tokens": sum(len(result.token_ids) for result in runs[0].results),
+            "equal_runs": 1 + work.runs,
+        },
     }
+
+
+def _admit(engine: Engine, work: Work, decoding: int, admitted_tokens: int) -> Admission:
+    """One run: the decoding requests are cancelled once the newcomer has its tokens."""
+    vocabulary = engine.model.config.vocab_size
+    room = engine.memory.max_seq_len - work.prompt_tokens
+    decoders = [
+        engine.submit(
+            random_prompt(vocabulary, work.prompt_tokens, row), sampling(work.sampler, room, row)
+        )
+        for row in range(decoding)
+    ]
+    while not all(len(request.token_ids) >= DECODING_TOKENS for request in decoders):
+        engine.step()
+    prompt = random_prompt(vocabulary, admitted_tokens, decoding)
+    params = sampling(work.sampler, ADMITTED_NEW_TOKENS, decoding)
+    since = time.perf_counter()
+    newcomer = engine.submit(prompt, params)
+    while not newcomer.finished:
+        engine.step()
+    if any(request.finished for request in decoders):
+        raise ValueError(
+            f"max_seq_len={engine.memory.max_seq_len} leaves {room} new tokens: the requests "
+            f"end before a prompt of {admitted_tokens} tokens is in"
+        )
+    for request in decoders:
+        request.cancel()
+    while engine.busy:
+        engine.step()
+    return Admission([request.result() for request in decoders], newcomer.result(), since)
+
+
+def admission_gaps(
+    decoders: Iterable[Sequence[float]], since: float, until: float
+) -> tuple[list[float], list[float]]:
+    """Gaps between a request's steps: those that share some time with `since` to `until`, and those
+    that do not. ValueError unless there are both.
+    """
+    inside: list[float] = []
+    outside: list[float] = []
+    for times in decoders:
+        for before, after in pairwise(times):
+            disturbed = before < until and after > since
+            (inside if disturbed else outside).append(after - before)
+    if not inside or not outside:
+        raise ValueError(f"{len(inside)} gaps during an admission, {len(outside)} besides")
+    return inside, outside

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,21 @@ from graphengine.config import DTYPES
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject, fill_random
+
+ANSWER = '{"peer": '
+"""How the line with the figures begins."""
+
+
+class PeerRun(NamedTuple):
+    """Seconds from the submission of all prompts.
+
+    first  the first token of any of them
+    steps  the ends of the steps that brought every row a token: from the first of these on, a step
+           is one of decoding, without a prompt
+    """
+
+    first: float
+    steps: list[float]
 
 
 def require_peer(name: str) -> None:
@@ -72,9 +87,16 @@ def run_peer(
     )
     if done.returncode:
         raise RuntimeError(f"peer {name} failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
-    # The peer may print, too: the object is the last line.
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
+    return _answer(name, done.stdout)
+
+
+def _answer(name: str, printed: str) -> dict[str, Any]:
+    """The object among what was printed: peers print, too, also as their process ends."""
+    for line in reversed(printed.splitlines()):
+        if line.startswith(ANSWER):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    raise RuntimeError(f"peer {name} gave no answer: {printed.strip()[-2000:]}")
 
 
 def transformers(library: Any, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
@@ -97,8 +119,8 @@ def transformers(library: Any, subject: Subject, options: argparse.Namespace) ->
     return {"version": library.__version__, "rows": rows}
 
 
-def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> list[float]:
-    """Seconds from the call to each token; `generate` waits for the device at every one."""
+def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> PeerRun:
+    """All rows step by step; `generate` waits for the device at every one."""
     moments: list[float] = []
 
     def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
@@ -118,7 +140,8 @@ def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> li
         pad_token_id=0,
         stopping_criteria=library.StoppingCriteriaList([note]),
     )
-    return [moment - started for moment in moments]
+    steps = [moment - started for moment in moments]
+    return PeerRun(first=steps[0], steps=steps)
 
 
 def vllm(library: Any, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
@@ -147,8 +170,8 @@ def vllm(library: Any, subject: Subject, options: argparse.Namespace) -> dict[st
     return {"version": library.__version__, "rows": rows}
 
 
-def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -> list[float]:
-    """Seconds from submission to the end of each step that brought tokens."""
+def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -> PeerRun:
+    """All prompts at once. RuntimeError unless each gets as many tokens as were asked for."""
     params = library.SamplingParams(
         temperature=0.0, max_tokens=work.new_tokens, ignore_eos=True, detokenize=False
     )
@@ -156,20 +179,32 @@ def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
         engine.add_request(f"{started}-{index}", {"prompt_token_ids": prompt}, params)
-    moments = []
+    moments, steps = [], []
+    tokens: dict[str, int] = {}
     while engine.has_unfinished_requests():
-        if engine.step():
+        outputs = engine.step()
+        if outputs:
             moments.append(time.perf_counter() - started)
-    return moments
+        if len(outputs) == len(prompts):
+            steps.append(moments[-1])
+        tokens |= {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
+    if list(tokens.values()) != [work.new_tokens] * len(prompts):
+        raise RuntimeError(f"{work.new_tokens} tokens were asked for, {tokens} came")
+    return PeerRun(first=moments[0], steps=steps)
 
 
-def _row(work: Work, runs: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Decoding alone: what lies between the first token and the last, over the steps between."""
-    steps = [(moments[-1] - moments[0]) / (len(moments) - 1) for moments in runs]
+def _row(work: Work, runs: Sequence[PeerRun]) -> dict[str, Any]:
+    """Decoding alone, as our own rows have it: what lies between steps of every row."""
+    for run in runs:
+        if len(run.steps) < 2:
+            raise RuntimeError(f"{len(run.steps)} steps of all {work.live} rows: nothing to time")
+    steps = [(run.steps[-1] - run.steps[0]) / (len(run.steps) - 1) for run in runs]
     return {
         "live": work.live,
         "ms_per_step": round(1e3 * median(steps), 4),
-        "ttft_ms": round(1e3 * median(moments[0] for moments in runs), 4),
+        "ttft_ms": round(1e3 * median(run.first for run in runs), 4),
+        "steps": len(runs[0].steps) - 1,
+        "runs": len(runs),
     }
 
 

@@ -22,6 +22,7 @@ from graphengine import Engine, EngineConfig, Result
 from graphengine.kernels import RowFamily
 from graphengine.profiles import measure
 from graphengine.profiles.arguments import integers
+from graphengine.profiles.eager import drain
 from graphengine.profiles.engines import engine_options, random_drafter
 from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject
@@ -259,12 +260,12 @@ def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
 
 def _one_run(engine: Engine, work: Work) -> tuple[list[Result], dict[str, int]]:
     """Its results, and how often each decode graph was launched for it."""
-    _drain(engine)
+    drain(engine)
     before = Counter(engine.counters)
     results: list[Result] = engine.generate(
         work.prompts(engine.model.config.vocab_size), work.params()
     )
-    _drain(engine)
+    drain(engine)
     return results, {
         name.removeprefix("replays/"): count
         for name, count in (engine.counters - before).items()
@@ -276,17 +277,11 @@ def _drafts_off(engine: Engine, work: Work, expected: Sequence[Result]) -> float
     """Milliseconds of a step at K = 0, by the engine's own graph for it."""
     if 0 not in engine.memory.draft_lengths or engine.gate is not None:
         return None
-    _drain(engine)
+    drain(engine)
     width, engine.scheduler.width = engine.scheduler.width, 1
     try:
         found: float = measure.decode(engine, work, expected)["ms_per_step"]
         return found
     finally:
-        _drain(engine)
+        drain(engine)
         engine.scheduler.width = width
-
-
-def _drain(engine: Engine) -> None:
-    """Collect what was launched behind the last request's end."""
-    while engine.busy:
-        engine.step()

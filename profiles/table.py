@@ -22,8 +22,10 @@ from graphengine.profiles.text import (
     Row,
     family,
     first_token,
+    heuristic_plans,
     number,
     percentile,
+    read_ceiling,
     share,
 )
 
@@ -35,13 +37,17 @@ END = "<!-- end of numbers -->"
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """The table. ValueError if there is no result to make it from."""
-    documents = {path.name: _read(path) for path in sorted(results.glob("bench-*.json"))}
+    """The table. ValueError if there is no result to make it from.
+
+    Each row and each note has the number of the file that it comes from, in the list at the end.
+    """
+    paths = sorted(results.glob("bench-*.json"))
+    documents = [_read(path) | {"number": n} for n, path in enumerate(paths, start=1)]
     if not documents:
         raise ValueError(f"{results} holds no bench-*.json")
     rows = [
-        dict(row) | {"shape": document["shape"]}
-        for document in documents.values()
+        dict(row) | {"shape": document["shape"], "number": document["number"]}
+        for document in documents
         for row in document["rows"]
         # A speculating run has its plain engine in the other table.
         if row.get("speculation") is None
@@ -50,18 +56,19 @@ def markdown(results: Path = RESULTS) -> str:
     one_dtype = len({row["engine"]["dtype"] for row in rows}) == 1
     columns = [column for column in COLUMNS if not (one_dtype and column.title == "dtype")]
     parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
-    parts += _speculation(documents.values())
-    notes = [note for document in documents.values() for note in _notes(document)]
+    parts += _speculation(documents)
+    notes = [note for document in documents for note in _notes(document)]
     if notes:
         parts.append("\n".join(notes))
-    parts.append("\n".join(_source(name, document) for name, document in documents.items()))
+    sources = [_source(path.name, found) for path, found in zip(paths, documents, strict=True)]
+    parts.append("\n".join(sources))
     return "\n\n".join(parts)
 
 
 def _speculation(documents: Iterable[Mapping[str, Any]]) -> list[str]:
     """A table with a line for each draft length of each speculating run, if there is any."""
-    titles = ("shape", "live", "drafts", "family", "ms/step", "to same", "to fastest", "K = 0 ms")
-    head = [*titles, "tokens/s by accepted drafts"]
+    titles = ("shape", "live", "drafts", "family", "ms/step", "/same", "/fastest", "K = 0 ms")
+    head = [*titles, "tokens/s by accepted drafts", "#"]
     lines = []
     for document in documents:
         for row in document["rows"]:
@@ -80,10 +87,11 @@ def _speculation(documents: Iterable[Mapping[str, Any]]) -> list[str]:
                     f"{entry['k']}{of if entry['k'] else ''}",
                     entry["row_family"],
                     number(entry["ms_per_step"], 3),
-                    number(entry["ratio"]["same_family"], 3),
-                    number(entry["ratio"]["fastest"], 3),
+                    number(entry["ratio"]["same_family"], 2),
+                    number(entry["ratio"]["fastest"], 2),
                     number(entry["drafts_off_ms"], 3),
                     "; ".join(forced) or f"0: {entry['tokens_per_s']:,.0f}",
+                    str(document["number"]),
                 )
                 lines.append(f"| {' | '.join(cells)} |")
     if not lines:
@@ -109,7 +117,8 @@ COLUMNS = (
     Column("ITL p50", lambda row: percentile(row["itl_ms"], "p50")),
     Column("p99", lambda row: percentile(row["itl_ms"], "p99")),
     Column("p99.9", lambda row: percentile(row["itl_ms"], "p99.9")),
-    Column("host us", lambda row: number((row["host"] or {}).get("host_us"), 1)),
+    Column("host", lambda row: number((row["host"] or {}).get("host_us"), 1)),
+    Column("#", lambda row: str(row["number"])),
 )
 
 
@@ -126,31 +135,40 @@ def _line(columns: Sequence[Column], row: Row) -> str:
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
     """What a document has beside its rows, an item of a list each."""
-    notes = []
+    notes, file = [], f"(file {document['number']})"
     for row in document["rows"]:
         if row["long"] is not None:
             found = row["long"]
-            ran = f"on (it ran {sum(found['collections'])} times)"
+            ran = f"on (it ran {_collections(found)})"
             notes.append(
                 f"- {document['shape']}, one row of {row['max_batch']}, {found['itl_ms']['n']:,} "
                 f"gaps with Python's collector {ran if found['collector_on'] else 'off'}: ITL "
                 f"p99.9 is {found['p99.9/p50']:.3f} times p50, the maximum "
-                f"{found['itl_ms']['max']:.3f} ms."
+                f"{found['itl_ms']['max']:.3f} ms {file}."
             )
     if document["admission"] is not None:
         found = document["admission"]
         notes.append(
             f"- {document['shape']}, {found['decoding']} requests decoding: admitting a prompt of "
             f"{found['admitted_tokens']:,} tokens makes their longest gap "
-            f"{found['longest_gap_ms']:.2f} ms."
+            f"{found['longest_gap_ms']:.2f} ms {file}."
         )
     notes += [
         f"- {document['shape']}, batch {row['live']}: {name} {peer['version']} takes "
-        f"{row['ms_per_step']:.3f} ms a step, {row['ratio']:.1f} times as long."
+        f"{row['ms_per_step']:.3f} ms a step, {row['ratio']:.1f} times as long {file}."
         for name, peer in sorted(document["peers"].items())
         for row in peer["rows"]
     ]
     return notes
+
+
+def _collections(found: Mapping[str, Any]) -> str:
+    """How often the collector ran; nobody gave it anything to do in the older documents."""
+    if "kept_objects" not in found:
+        return f"{sum(found['collections'])} times"
+    first, *others = found["collections"]
+    ran = ", ".join(map(str, others))
+    return f"{first} times in the youngest generation, {ran} in the others"
 
 
 def _source(name: str, document: Mapping[str, Any]) -> str:
@@ -160,13 +178,15 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
     commit = (environment["commit"] or "unknown")[:12]
     changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
     changed += " (set afterwards)" if "recorded" in environment else ""
-    limit = "" if ceiling is None else f", read ceiling {ceiling['tb_s']:.2f} TB/s"
+    limit = "" if ceiling is None else f", read ceiling {read_ceiling(ceiling)}"
     first = document["rows"][0]
     chunk = first["engine"]["max_prefill_tokens_per_step"]
     conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
     conditions += "" if first["engine"]["pdl"] else ", without PDL"
+    plans = sorted({plans for row in document["rows"] if (plans := heuristic_plans(row))})
+    conditions += f"; heuristic plans of {' and '.join(plans)}" if plans else ""
     return (
-        f"- `profiles/results/{name}`: {environment['device']}{limit}, driver "
+        f"{document['number']}. `profiles/results/{name}`: {environment['device']}{limit}, driver "
         f"{environment['driver'] or NOTHING}, {versions}, commit {commit}{changed}; "
         f"{first['engine']['dtype']}, {first['prompt_tokens']} prompt and "
         f"{first['new_tokens']} new tokens, {first['runs']} runs{conditions}."

@@ -139,12 +139,52 @@ def describe_document(document: Mapping[str, Any]) -> str:
 def _heading(document: Mapping[str, Any]) -> str:
     environment, ceiling = document["environment"], document["ceiling"]
     first = document["rows"][0]
-    limit = "no read ceiling" if ceiling is None else f"read ceiling {ceiling['tb_s']:.2f} TB/s"
-    return (
-        f"{document['shape']}, {first['engine']['dtype']}, on {environment['device']}: {limit}\n"
+    limit = "no read ceiling" if ceiling is None else f"read ceiling {read_ceiling(ceiling)}"
+    lines = [
+        f"{document['shape']}, {first['engine']['dtype']}, on {environment['device']}: {limit}",
         f"{first['prompt_tokens']} prompt and {first['new_tokens']} new tokens, "
-        f"{first['runs']} runs; milliseconds. Tokens checked: graphs and eager steps, all runs, "
-        "alone and in the batch"
+        f"{first['runs']} runs; milliseconds. {_checked(first)}",
+    ]
+    plans = sorted({plans for row in document["rows"] if (plans := heuristic_plans(row))})
+    lines += [f"heuristic plans of {plans}: `graphengine tune` measures them" for plans in plans]
+    return "\n".join(lines)
+
+
+def read_ceiling(ceiling: Mapping[str, Any]) -> str:
+    """In front of the rows and behind them, where both were measured."""
+    if ceiling.get("tb_s_after") is None:
+        return f"{ceiling['tb_s']:.2f} TB/s"
+    return (
+        f"{ceiling['tb_s']:.2f} TB/s before the rows and {ceiling['tb_s_after']:.2f} after, shares "
+        "of the larger"
+    )
+
+
+def heuristic_plans(row: Row) -> str:
+    """Linears whose kernels run by plans that nobody measured, with their row family.
+
+    Empty on a CPU, which has no kernels, and of documents that do not say.
+    """
+    engine = row["engine"]
+    sources = engine.get("plan_sources")
+    if not sources or engine["device"] == "cpu":
+        return ""
+    names = [name for name, source in sources.items() if source == "heuristic"]
+    if not names:
+        return ""
+    found = "all linears" if len(names) == len(sources) else ", ".join(names)
+    return f"{found} ({engine['row_family']})"
+
+
+def _checked(row: Row) -> str:
+    """How far the tokens were checked before there were figures."""
+    checked = row["checked"]
+    of = f" of {checked['tokens']}" if "tokens" in checked else ""
+    firsts = [f"{count} behind {n}" for n, count in (checked.get("first_tokens") or {}).items()]
+    behind = f", {', '.join(firsts)} prompt tokens" if firsts else ""
+    return (
+        f"Tokens checked: {checked['eager_tokens']}{of} by eager steps{behind}; all runs, alone "
+        "and in the batch"
     )
 
 
@@ -165,10 +205,12 @@ def _long(row: Row) -> str:
     found = row["long"]
     itl = found["itl_ms"]
     collector = "on" if found["collector_on"] else "off"
+    ran = ", ".join(map(str, found["collections"]))
     return (
         f"{itl['n']} gaps of {found['requests']} requests, slots {row['max_batch']}, collector "
-        f"{collector}: p50 {percentile(itl, 'p50')}, p99 {percentile(itl, 'p99')}, p99.9 "
-        f"{percentile(itl, 'p99.9')}, max {itl['max']:.3f}; p99.9/p50 {found['p99.9/p50']:.3f}"
+        f"{collector} (runs by generation: {ran}): p50 {percentile(itl, 'p50')}, p99 "
+        f"{percentile(itl, 'p99')}, p99.9 {percentile(itl, 'p99.9')}, max {itl['max']:.3f}; "
+        f"p99.9/p50 {found['p99.9/p50']:.3f}"
     )
 
 

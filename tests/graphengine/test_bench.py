@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed import result
 
-from graphengine import Engine, Result, SamplingParams
+from graphengine import Engine, SamplingParams
 from graphengine.kernels import KernelCompilation
 from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.models.families import read_model_config
@@ -38,7 +39,6 @@ from graphengine.profiles.shapes import (
     step_bytes,
 )
 from graphengine.report import describe_engine
-from graphengine.request import Timings
 
 CPU = {"device": "cpu", "max_batch": 3, "max_seq_len": 96}
 
@@ -53,19 +53,6 @@ def tiny() -> Iterator[Engine]:
 
 def tiny_work(**changes: Any) -> Work:
     return Work(**({"live": 3, "prompt_tokens": 9, "new_tokens": 14, "runs": 2} | changes))
-
-
-def result(*moments: float, tokens: tuple[int, ...] | None = None) -> Result:
-    """A result whose tokens came at `moments`; submitted at 0."""
-    return Result(
-        request_id=1,
-        prompt_token_ids=(1,),
-        token_ids=tuple(range(len(moments))) if tokens is None else tokens,
-        text="",
-        finish_reason="length",
-        seed=0,
-        timings=Timings(submitted=0.0, tokens=list(moments)),
-    )
 
 
 # Percentiles.
@@ -141,6 +128,7 @@ def test_decode_checks_and_measures(tiny: Engine) -> None:
     row = measure.decode(tiny, tiny_work())
     assert row["checked"] == {
         "eager_tokens": 3 * 14,
+        "tokens": 3 * 14,
         "equal_runs": 3,
         "alone": True,
         "expected_tokens": 0,
@@ -193,7 +181,50 @@ def test_an_eager_step_that_never_ran_is_no_check(
             tiny._graphs = stand_ins
 
     monkeypatch.setattr(tiny, "_launch", launch_captured)
-    with pytest.raises(RuntimeError, match="no prefill step ran eagerly"):
+    with pytest.raises(RuntimeError, match=r"launched \{'prefill/16': 3, .*, and .* ran only \{\}"):
+        measure.decode(tiny, tiny_work())
+
+
+def test_every_replay_of_the_check_is_eager(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill alone would not do."""
+    captured, launch = dict(tiny._graphs), tiny._launch
+
+    def decode_captured(bucket: str, *arguments: Any, **options: Any) -> Any:
+        stand_ins = tiny._graphs
+        tiny._graphs = captured if bucket.startswith("decode") else stand_ins
+        try:
+            return launch(bucket, *arguments, **options)
+        finally:
+            tiny._graphs = stand_ins
+
+    monkeypatch.setattr(tiny, "_launch", decode_captured)
+    with pytest.raises(RuntimeError, match=r"eagerly ran only \{'prefill/16': 3\}"):
+        measure.decode(tiny, tiny_work())
+
+
+def test_the_check_says_how_many_of_how_many(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CHECKED_TOKENS", 5)
+    checked = measure.decode(tiny, tiny_work())["checked"]
+    assert (checked["eager_tokens"], checked["tokens"]) == (3 * 5, 3 * 14)
+
+
+def test_a_whole_run_begins_as_the_eager_step(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All whole runs are equal, and so are the short ones; but not these and those."""
+    generate = tiny.generate
+
+    def otherwise(prompts: Any, params: Any) -> Any:
+        results = generate(prompts, params)
+        for row, found in enumerate(results if isinstance(results, list) else ()):
+            if len(found.token_ids) == 14:
+                changed = (*found.token_ids[:4], 0, *found.token_ids[5:])
+                results[row] = dataclasses.replace(found, token_ids=changed)
+        return results
+
+    monkeypatch.setattr(measure, "CHECKED_TOKENS", 5)
+    monkeypatch.setattr(tiny, "generate", otherwise)
+    with pytest.raises(RuntimeError, match=r"the eager step and a whole run: .* after 4 equal"):
         measure.decode(tiny, tiny_work())
 
 
@@ -231,47 +262,7 @@ def test_a_run_that_differs_stops_the_measurement(
         measure.decode(tiny, tiny_work())
 
 
-# The other figures.
-
-
-def test_time_to_first_token_by_prompt_length(tiny: Engine) -> None:
-    found = measure.time_to_first_token(tiny, (3, 40), runs=1)
-    assert found.keys() == {"3", "40"} and min(found.values()) > 0
-
-
-def test_a_long_run_keeps_the_collector_on(tiny: Engine) -> None:
-    found = measure.long_run(tiny, tiny_work(live=1), 30)
-    assert (found["requests"], found["itl_ms"]["n"], found["collector_on"]) == (3, 39, True)
-    assert len(found["collections"]) == 3
-    assert found["p99.9/p50"] == found["itl_ms"]["p99.9"] / found["itl_ms"]["p50"]
-
-
-def test_host_time_is_apart_from_polling(tiny: Engine) -> None:
-    wait = tiny.mailbox.wait
-    found = measure.host_time(tiny, tiny_work())
-    assert found["host_us"] >= found["read_us"] > 0 and found["poll_us"] >= 0
-    assert found["host_max_us"] >= found["host_us"]
-    assert tiny.mailbox.wait == wait and not tiny.busy
-
-
-def test_host_time_without_a_steady_step_is_refused(tiny: Engine) -> None:
-    with pytest.raises(ValueError, match="no steady step"):
-        measure.host_time(tiny, tiny_work(new_tokens=4))
-
-
-def test_admission_measures_the_others(tiny: Engine) -> None:
-    found = measure.admission(tiny, decoding=2, prompt_tokens=9, admitted_tokens=70, runs=2)
-    assert len(found["longest_gaps_ms"]) == 2
-    assert found["longest_gap_ms"] == max(found["longest_gaps_ms"]) > 0
-    assert not tiny.busy and tiny.counters["finished/error"] == 0
-
-
-def test_admission_needs_room_to_decode_meanwhile() -> None:
-    """21 new tokens a request do not last for a prompt of 90 fed in chunks of 4."""
-    options = CPU | {"max_batch": 2, "prefill_buckets": (4,)}
-    engine, _ = build_engine(Subject.of_shape("tiny"), options)
-    with engine, pytest.raises(ValueError, match="max_seq_len=96 leaves 21 new tokens"):
-        measure.admission(engine, decoding=1, prompt_tokens=75, admitted_tokens=90, runs=1)
+# Work.
 
 
 @pytest.mark.parametrize(
@@ -381,6 +372,8 @@ def test_an_engine_says_what_it_is_and_what_it_took() -> None:
         described = describe_engine(engine)
         assert (described["max_batch"], described["dtype"]) == (3, "float32")
         assert (described["row_family"], described["numerics_id"]) == ("dot", engine.numerics_id)
+        linears = ("qkv", "output", "gate_up", "down", "lm_head")
+        assert described["plan_sources"] == dict.fromkeys(linears, "heuristic")
         assert isinstance(engine.model, DenseModel)
 
 

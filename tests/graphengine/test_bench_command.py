@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import subprocess
@@ -16,7 +15,8 @@ import pytest
 import torch
 
 from graphengine import cli
-from graphengine.profiles import bench, peers, table, text
+from graphengine.profiles import bench, table, text
+from graphengine.profiles.ceiling import ReadCeiling
 
 SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
 ROW_KEYS = {
@@ -74,7 +74,14 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
         assert row["start"]["capture_s"] is None and row["start"]["total_s"] > 0
         assert row["engine"]["dtype"] == "float32"
 
-    assert document["admission"]["decoding"] == 7
+    # The whole first run of the admission, and of each row what it was told to check.
+    checked = document["admission"]["checked"]
+    assert document["admission"]["decoding"] == 7 and checked["equal_runs"] == 3
+    assert checked["eager_tokens"] == checked["tokens"] >= 7 * 8 + 2
+    assert [row["checked"]["eager_tokens"] for row in rows] == [14, 42, 14]
+    assert [row["checked"]["first_tokens"] for row in rows] == [{"5": 4}] * 3
+    assert "Tokens checked: 14 of 14 by eager steps, 4 behind 5 prompt tokens; all" in printed
+    assert "heuristic plans" not in printed
     assert [entry["kernels"] for entry in document["kernels"]] == [None, None]
     assert [entry["kernels"] for entry in document["prefill_kernels"]] == [None]
     assert document["peers"] == {}
@@ -160,6 +167,10 @@ def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
         (("--shape", "tiny", "--new-tokens", "900"), "900 new tokens exceed max_seq_len=512"),
         (("--shape", "tiny", "--max-seq-len", "22"), "14 new tokens exceed max_seq_len=22"),
         (("--shape", "tiny", "--peer", "llama.cpp"), "known: transformers, vllm"),
+        (
+            ("--shape", "tiny", "--peer", "transformers", "--sampler", "full"),
+            "--peer transformers decodes greedily, not --sampler full",
+        ),
         (("--shape", "tiny", "--long", "-1"), "--long -1"),
         (("--shape", "tiny", "--ttft-tokens", "x"), "ttft-tokens='x'"),
         (("--shape", "tiny", "--out", "no/such/folder/x.json"), "no such folder"),
@@ -204,15 +215,6 @@ def test_checking_out_leaves_the_file_as_it_is(
     assert (out.read_text() if out.exists() else None) == before
 
 
-def test_a_peer_that_is_not_installed_is_an_error_at_once(
-    run_bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench, "measure_all", None)
-    status, _, errors = run_bench("--shape", "tiny", "--peer", "vllm")
-    assert status == 2 and "peer 'vllm' cannot be imported here" in errors
-
-
 def test_what_fails_late_takes_nothing_with_it(
     run_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,35 +229,6 @@ def test_what_fails_late_takes_nothing_with_it(
         run_bench(*sizes, "--peer", "vllm", "--out", str(out))
     document = json.loads(out.read_text())
     assert len(document["rows"]) == 1 and document["peers"] == {}
-
-
-def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "require_peer", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"(?s)peer gpt-fast failed \(2\): .*invalid choice"):
-        peers.run_peer(
-            "gpt-fast",
-            bench.Subject.of_shape("tiny"),
-            device="cpu",
-            dtype="float32",
-            batches=[1],
-            prompt_tokens=4,
-            new_tokens=4,
-            runs=1,
-        )
-
-
-@pytest.mark.slow
-def test_transformers_runs_the_same_work(run_bench: Bench) -> None:
-    arguments = ("--shape", "tiny", "--batch", "1,2", "--peer", "transformers", "--json")
-    status, printed, _ = run_bench(*arguments, "--ttft-tokens", "5")
-    assert status == 0
-    document = json.loads(printed)
-    peer = document["peers"]["transformers"]
-    assert peer["weights"] == "the same"
-    assert [row["live"] for row in peer["rows"]] == [1, 2]
-    for row, ours in zip(peer["rows"], document["rows"], strict=False):
-        ratio = row["ms_per_step"] / ours["ms_per_step"]
-        assert row["ratio"] == pytest.approx(ratio, abs=1e-3)
 
 
 # The arrow of the design: graphengine/ does not depend on what lies above it.
@@ -332,11 +305,13 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     shown = readme.read_text()
     assert shown.startswith("before\n") and shown.endswith("after\n") and "stale" not in shown
     assert "| tiny | 1/1 | fast | fma | 0.660 | 84% | 1.50 | 4.25 |" in shown
-    assert shown.count("| tiny |") == 2 and "| 12.3 |" in shown
-    assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long." in shown
-    assert "read ceiling 4.40 TB/s" in shown and "`profiles/results/bench-tiny.json`" in shown
+    assert shown.count("| tiny |") == 2 and "| 12.3 | 1 |" in shown
+    assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long (file 1)." in shown
+    assert "read ceiling 4.40 TB/s" in shown and "1. `profiles/results/bench-tiny.json`" in shown
     assert "admitting a prompt of 40 tokens" in shown
-    assert "gaps with Python's collector on" in shown
+    youngest, *others = document["rows"][0]["long"]["collections"]
+    ran = f"{youngest} times in the youngest generation, {others[0]}, {others[1]} in the others"
+    assert f"gaps with Python's collector on (it ran {ran})" in shown
     # Each percentile that so few gaps do not support is marked, and not in italics.
     assert r"\*" in shown and not re.search(r"\d\*", shown)
 
@@ -350,6 +325,77 @@ def test_the_committed_results_lack_no_figure_that_tables_need() -> None:
         shown = text.describe_document(document)
         assert document["shape"] in shown and "pool MiB" in shown
         assert not document["environment"]["uncommitted_changes"], path.name
+
+
+def test_every_figure_names_its_file(tmp_path: Path) -> None:
+    """Two files of one shape, as numbers of the list at the end; a note says so, too."""
+    source = json.loads((table.RESULTS / "bench-llama-1b-h200.json").read_text())
+    for name, milliseconds in (("bench-a.json", 0.111), ("bench-b.json", 0.222)):
+        source["rows"] = [source["rows"][0] | {"ms_per_step": milliseconds}]
+        (tmp_path / name).write_text(json.dumps(source))
+    shown = table.markdown(tmp_path)
+    assert re.search(r"\| 0\.111 \|.*\| 1 \|\n", shown)
+    assert re.search(r"\| 0\.222 \|.*\| 2 \|\n", shown)
+    assert re.search(r"p99\.9 is .* ms \(file 2\)\.\n", shown)
+    assert shown.index("\n1. `profiles/results/bench-a.json`") < shown.index("\n2. `profiles/")
+
+
+@pytest.mark.parametrize(("first", "second"), [(4.0, 4.4), (4.4, 4.0)])
+def test_shares_are_of_the_larger_read_ceiling(
+    run_bench: Bench, monkeypatch: pytest.MonkeyPatch, first: float, second: float
+) -> None:
+    """It is measured in front of the rows and behind them; a share of the lower would be larger."""
+    rates = iter([first, second])
+
+    def measured(device: str) -> ReadCeiling:
+        return ReadCeiling(tb_s=next(rates), buffer_bytes=1, block=1, programs=1, warps=1)
+
+    monkeypatch.setattr(bench, "measure_read_ceiling", measured)
+    # So large a step that digits are left of its floor.
+    monkeypatch.setattr(bench, "step_bytes", lambda *arguments, **options: 44 * 10**9)
+    arguments = ("--shape", "tiny", "--batch", "2", "--ttft-tokens", "5", "--max-batch", "2")
+    _, printed, _ = run_bench(*arguments, "--json")
+    document = json.loads(printed)
+    ceiling, (row,) = document["ceiling"], document["rows"]
+    assert (ceiling["tb_s"], ceiling["tb_s_after"], ceiling["tb_s_of_shares"]) == (
+        first, second, 4.4,
+    )  # fmt: skip
+    assert row["floor_ms"] == pytest.approx(10.0)
+    assert row["share"] == pytest.approx(10.0 / row["ms_per_step"], rel=1e-3)
+    both = f"{first:.2f} TB/s before the rows and {second:.2f} after, shares of the larger"
+    assert f"read ceiling {both}" in text.describe_document(document)
+
+
+def test_a_document_of_a_run_that_failed_has_the_first_ceiling() -> None:
+    ceiling = {"tb_s": 4.25, "tb_s_after": None}
+    assert text.read_ceiling(ceiling) == text.read_ceiling({"tb_s": 4.25}) == "4.25 TB/s"
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"device": "cuda:0", "qkv": "heuristic", "down": "heuristic"}, "all linears (dot)"),
+        ({"device": "cuda:0", "qkv": "shipped", "down": "heuristic"}, "down (dot)"),
+        ({"device": "cuda:0", "qkv": "user", "down": "shipped"}, ""),
+        ({"device": "cpu", "qkv": "heuristic", "down": "heuristic"}, ""),
+        ({"device": "cuda:0"}, ""),
+    ],
+)
+def test_plans_that_nobody_measured_are_told(
+    tmp_path: Path, engine: dict[str, str], told: str
+) -> None:
+    """Older results do not say where their plans came from."""
+    document = json.loads((table.RESULTS / "bench-llama-1b-h200.json").read_text())
+    described = {"device": engine.pop("device"), "row_family": "dot"}
+    described |= {"plan_sources": engine} if engine else {}
+    for row in document["rows"]:
+        row["engine"] |= described
+    (tmp_path / "bench-x.json").write_text(json.dumps(document))
+    line = f"heuristic plans of {told}: `graphengine tune` measures them\n"
+    assert text.heuristic_plans(document["rows"][0]) == told
+    assert (line in text.describe_document(document)) == bool(told)
+    shown = table.markdown(tmp_path)
+    assert shown.endswith(f"5 runs; heuristic plans of {told}." if told else "5 runs.")
 
 
 def test_the_table_is_readable_as_text() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from timed import result
 
-from graphengine import Engine, EngineConfig, Result, cli
+from graphengine import Engine, EngineConfig, cli
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench, measure
@@ -20,7 +21,6 @@ from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject, random_module, random_tokens
 from graphengine.profiles.speculation import Sweep, measure_sweep, read_sweep
 from graphengine.report import describe_engine
-from graphengine.request import Timings
 from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 
 CPU = {"device": "cpu", "max_batch": 1, "max_seq_len": 64}
@@ -42,18 +42,6 @@ def open_tiny(options: dict[str, Any]) -> Iterator[Engine]:
 
 
 # Steps of several tokens.
-
-
-def result(*moments: float) -> Result:
-    return Result(
-        request_id=1,
-        prompt_token_ids=(1,),
-        token_ids=tuple(range(len(moments))),
-        text="",
-        finish_reason="length",
-        seed=0,
-        timings=Timings(submitted=0.0, tokens=list(moments)),
-    )
 
 
 def test_steps_are_counted_not_tokens() -> None:
