@@ -16,7 +16,6 @@ import pytest
 from timed import Clock, Row, TimedEngine, result
 
 import graphengine.engine
-import graphengine.intake
 from graphengine import Engine, SamplingParams
 from graphengine.profiles import eager, measure
 from graphengine.profiles.engines import build_engine
@@ -306,14 +305,14 @@ class Script:
         self.engine, self._step, self._submit = engine, engine.step, engine.submit
         monkeypatch.setattr(engine, "step", self.step)
         monkeypatch.setattr(engine, "submit", self.submit)
-        for module in (measure, graphengine.engine, graphengine.intake):
+        for module in (measure, graphengine.engine):
             monkeypatch.setattr(module, "time", self.clock.module)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Any:
         self.newcomer = None
         if len(prompt) != 70:
             return self._submit(prompt, params)
-        # The ids are looked at before the request knows the time.
+        # The caller called when the request is handed over, not when it is queued.
         self.clock.now += 0.5e-3
         self.newcomer, self.costs = self._submit(prompt, params), iter([next(self.slow), 4e-3])
         return self.newcomer
