@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton.runtime import driver
 
 from graphengine.kernels.dispatch import INTERPRETED
@@ -210,15 +210,19 @@ class _Compilers(ThreadPoolExecutor):
 
 
 _UNINITIALISED = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
-                 "new_empty_strided")
-)  # fmt: skip
+    [
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+    ]
+)
 
 
-class _ZeroedMemory(TorchDispatchMode):
-    """New tensors hold zeros: garbage among a kernel's indices would stop the device for good."""
+class _ZeroedMemory(TorchFunctionMode):
+    """New tensors hold zeros: garbage among a kernel's indices would stop the device for good.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    A mode of functions, since one of dispatch would import torch's compiler, for seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result.zero_() if func.overloadpacket in _UNINITIALISED else result
+        return result.zero_() if func in _UNINITIALISED else result

@@ -141,7 +141,8 @@ def paged_prefill_attention(
     row_tiles = triton.cdiv(group_rows, rows)
     splits = 1
     if arrivals is not None:
-        splits = _pick_splits(kv_heads * row_tiles * segments)
+        capacity = token_capacity(kv, block_table_SB)
+        splits = _pick_splits(kv_heads * row_tiles * segments, capacity)
     grid = (kv_heads, row_tiles, splits * segments)
     parts = None
     if splits > 1:
@@ -196,12 +197,13 @@ def prefill_attention_workspace_bytes(head_dim: int) -> int:
     return MANY_PROGRAMS * rows * (dot_columns(head_dim) + 2) * 4
 
 
-def _pick_splits(programs: int) -> int:
-    """Programs for the keys of each of so many tiles: one for each multiprocessor in all.
+def _pick_splits(programs: int, capacity: int) -> int:
+    """Programs for the keys of each of so many tiles: one for each multiprocessor in all, and none
+    that a table of `capacity` tokens leaves without keys.
 
     With two of them parts cost more than the better balance brings (64 to 256 tokens on an H200).
     """
-    return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs))
+    return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs, -(-capacity // LEAST_SPLIT)))
 
 
 def _check_arrivals(arrivals: torch.Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -204,6 +206,18 @@ def test_a_step_that_raises_begins_no_further_compilation(kind: type[BaseExcepti
     if kind is ValueError:
         assert "compilation for bucket 'prefill/8' failed" in str(caught.value)
     assert not waiting.kept
+
+
+def test_the_pass_does_not_import_torchs_compiler() -> None:
+    """It takes seconds, more than all kernels from the cache."""
+    code = (
+        "import sys, torch\n"
+        "from graphengine.kernels import launching\n"
+        "with launching._ZeroedMemory():\n"
+        "    assert not torch.empty(9999).any()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_torch_finds_zeros_where_a_kernel_would_have_written() -> None:
