@@ -73,7 +73,7 @@ TILES_32_BIT = {
 MANY_PROGRAMS = 128
 # Of programs that share a tile's keys, and keys of each.
 MOST_SPLITS = 16
-LEAST_SPLIT = 256
+LEAST_SPLIT = 512
 
 # Below any score, and finite: -inf less itself is NaN.
 LOWEST = tl.constexpr(-1.0e30)

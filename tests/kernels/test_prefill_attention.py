@@ -373,7 +373,7 @@ def test_keys_are_split_where_programs_are_few() -> None:
     assert picks(1, 10**5) == picks(8, 10**5) == 16, "no more than that share a tile"
     assert (picks(16, 10**5), picks(33, 10**5), picks(64, 10**5)) == (8, 3, 2)
     assert picks(65, 10**5) == picks(10_000, 10**5) == 1
-    assert (picks(8, 256), picks(8, 257), picks(8, 1100)) == (1, 2, 5)
+    assert (picks(8, 512), picks(8, 513), picks(8, 1100)) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("position", [0, 40, 230])
