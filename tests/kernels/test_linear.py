@@ -205,7 +205,7 @@ def test_strided_operands(device, make_linear_case, plan):
     assert (out[:, 48:] == 0).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(
     lanes=st.sampled_from([1, 2, 8, 16, 17, 32, 64]),
     swiglu=st.booleans(),

@@ -157,7 +157,7 @@ def test_launches_share_their_counters(device, make_linear_case):
             assert all(map(torch.equal, by_lane(shared), by_lane(own)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(
     plan=st.sampled_from([DOT, LinearPlan("dot", 32, 32, splits=3, stages=2), FMA]),
     lanes=st.sampled_from([1, 2, 8, 16, 17, 32, 64]),
