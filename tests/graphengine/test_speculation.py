@@ -460,6 +460,8 @@ def test_a_request_may_end_at_every_offset_of_a_step(
     engines = oracle_of_ends(device)
     known = known_of(engines[0], OTHER)
     first = [index for index, token in enumerate(known) if token not in known[:index]]
+    # Each offset twice at least, and not the whole of the text.
+    first = [index for index in first if index < 20]
     ends = first if by in ("eos", "stop-id", "stop-and-length") else list(range(14))
     # Steps of 4 tokens behind the one of the prompt.
     assert {(end - 1) % 4 for end in ends if end} == {0, 1, 2, 3}
