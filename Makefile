@@ -9,15 +9,17 @@ PACKAGE_FOLDERS := graphengine kernels buckets profiles
 # The checkout must not stand in for installed packages: its folder `kernels` has a namesake.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test lint types tests speculation-tests engine-tests other-tests interpreter gpu install
+.PHONY: demo test lint types tests engine-tests speculation-tests session-tests other-tests \
+	interpreter gpu install
 
 demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
 		--prompt 'def read_lines(path):'
 
-# The last four on two cores, the longest first.
+# The last five on two cores, the longest first and the shortest last.
 test: install lint types
-	$(MAKE) -j2 --output-sync=target engine-tests speculation-tests interpreter other-tests
+	$(MAKE) -j2 --output-sync=target engine-tests interpreter speculation-tests \
+		other-tests session-tests
 
 lint:
 	$(BIN)/ruff check .
@@ -27,15 +29,17 @@ types:
 	$(BIN)/mypy -p graphengine -p graphengine.kernels -p graphengine.buckets \
 		-p graphengine.profiles
 
-tests: engine-tests speculation-tests other-tests
+tests: engine-tests speculation-tests session-tests other-tests
 
 engine-tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine \
 		--ignore-glob '*/test_speculati*' --ignore-glob '*/test_sessions*'
 
 speculation-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_speculati*.py \
-		tests/graphengine/test_sessions*.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_speculati*.py
+
+session-tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_sessions*.py
 
 other-tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest --ignore tests/graphengine

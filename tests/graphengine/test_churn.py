@@ -30,7 +30,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(tokens=2500, occurrences=8, max_batch=5, kv_blocks=23),
+    "cpu": Size(tokens=800, occurrences=5, max_batch=5, kv_blocks=20),
     "cuda": Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),
 }
 COUNTED = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
@@ -69,6 +69,10 @@ def open_engine(path: Any, device: str, size: Size, **options: Any) -> Engine:
     )
 
 
+def used(engine: Engine, rows: int) -> bool:
+    return any(engine.counters[f"replays/decode/{rows}/{sampler}"] for sampler in ("fast", "full"))
+
+
 def churn(engine: Engine, size: Size, dice: random.Random) -> Owners:
     """Drive `engine` until it has done `size`; every request is finished."""
     vocab = engine.model.config.vocab_size
@@ -77,8 +81,11 @@ def churn(engine: Engine, size: Size, dice: random.Random) -> Owners:
 
     def enough() -> bool:
         counters = engine.counters
-        return counters["tokens"] >= size.tokens and all(
-            counters[name] >= size.occurrences for name in COUNTED
+        return (
+            counters["tokens"] >= size.tokens
+            and all(counters[name] >= size.occurrences for name in COUNTED)
+            and not owners.unasked()
+            and all(used(engine, rows) for rows in engine.memory.ladder.sizes)
         )
 
     while not enough() and engine.counters["tokens"] < 20 * size.tokens:
@@ -94,6 +101,7 @@ def churn(engine: Engine, size: Size, dice: random.Random) -> Owners:
             while engine.busy:
                 engine.step()
                 quiet += 1
+    owners.leave()
     while engine.busy:
         engine.step()
     assert quiet > 0
@@ -116,8 +124,7 @@ def test_each_request_gets_the_tokens_it_gets_alone(
         for name in COUNTED:
             assert counters[name] >= size.occurrences, f"{name}: {counters[name]}"
         for rows in engine.memory.ladder.sizes:
-            names = [f"replays/decode/{rows}/{sampler}" for sampler in ("fast", "full")]
-            assert any(counters[name] for name in names), f"bucket {rows} was never used"
+            assert used(engine, rows), f"bucket {rows} was never used"
         for sampler in ("fast", "full"):
             replays = sum(n for name, n in counters.items() if name.endswith(sampler))
             assert replays >= size.occurrences, f"{replays} replays with the {sampler} sampler"
@@ -126,6 +133,6 @@ def test_each_request_gets_the_tokens_it_gets_alone(
         assert engine.scheduler.swap.free == engine.scheduler.swap.count
         assert not any(engine.scheduler.slots)
 
-    owners.assert_all_was_asked()
+    assert not owners.unasked()
     with open_engine(path, device, size, lookahead=lookahead) as alone:
         owners.check(alone)

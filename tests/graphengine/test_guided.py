@@ -166,7 +166,7 @@ def test_pauses_change_nothing(alone: Alone, device: str, speculative: Speculati
         for index, job in enumerate(jobs()):
             if index % 5 == 0:
                 # It takes the pool from those behind it.
-                engine.submit(OTHER, greedy(80, ignore_eos=True))
+                engine.submit(OTHER, greedy(60, ignore_eos=True))
             requests.append(engine.submit(*job))
         run_with(engine)
         assert [outcome(request) for request in requests] == [said for said, _ in alone(device)]
@@ -260,8 +260,8 @@ def test_choices_may_be_many_and_of_any_characters(device: str) -> None:
     with open_engine(device=device, max_seq_len=1024) as engine:
         many = [f"c{index}" for index in range(3000)]
         texts = {engine.generate(PROMPT, ask(StructuredOutputsParams(choice=many), seed=seed)).text
-                 for seed in range(9)}  # fmt: skip
-        assert texts <= {*many} and len(texts) > 4
+                 for seed in range(5)}  # fmt: skip
+        assert texts <= {*many} and len(texts) > 2
         for choice in (ODD, "".join(f"{a}{b}" for a in '\\"/|\n-' for b in "\\]})+#/d")):
             result = says(engine, choice=[choice])
             assert result.text == choice and result.finish_reason == "stop"
@@ -314,9 +314,11 @@ def test_end_of_sequence_ids_that_are_text(
         # Of "ab" there is a token.
         assert says(engine, choice=["ab"]).text == "ab"
         closed = set()
+        patterns = ("c([abc]x?)*", "x[abc]{2,5}", "(ab|ba|c)+")
         for seed in range(12):
-            for pattern in ("c([abc]x?)*", "x[abc]{2,5}", "(ab|ba|c)+"):
-                result = engine.generate(PROMPT, regex(pattern, seed=seed, temperature=3.0))
+            asked = [regex(pattern, seed=seed, temperature=3.0) for pattern in patterns]
+            results = engine.generate([PROMPT] * len(asked), asked)
+            for pattern, result in zip(patterns, results, strict=True):
                 assert result.finish_reason != "error", result
                 if result.finish_reason == "stop":
                     assert re.fullmatch(pattern, result.text), result

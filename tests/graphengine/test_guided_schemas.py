@@ -16,7 +16,7 @@ from graphengine.speculative import MTP, NGram, Speculative
 
 pytest.importorskip("llguidance")
 
-COUNTS = {"cpu": 40, "cuda": 200}
+COUNTS = {"cpu": 25, "cuda": 200}
 """Schemas of each device: on a CPU 200 take a minute for each drafter."""
 DRAFTERS = {"plain": None, "ngram": NGram(k=3), "mtp": MTP(k=3)}
 PROMPT = 'config = {"name": "x", "size": 12, "tags": []}\nother = '

@@ -22,7 +22,7 @@ from graphengine.kernels.sampling import sample_reference
 from graphengine.speculative import MTP, NGram, Speculative
 from stepping import OTHER, PROMPT, assert_idle, greedy, open_engine, run
 
-TOKENS = 24
+TOKENS = 18
 LENGTHS = (5, 17, 40, 9)
 
 
@@ -125,17 +125,20 @@ def test_min_tokens_goes_with_each_option(
     least = 8
     late = 0
     every = each_option(plain, engine.model.config.vocab_size)
-    for option, options in every.items():
-        params = greedy(TOKENS, min_tokens=least, stop_token_ids=stops, logprobs=2, **options)
-        result = engine.generate(prompt, params)
-        stop_ids = (*engine.eos_ids, *stops)
+    barred = {"min_tokens": least, "stop_token_ids": stops, "logprobs": 2}
+    asked = [greedy(TOKENS, **barred, **options) for options in every.values()]
+    freely = [greedy(TOKENS, stop_token_ids=stops, **options) for options in every.values()]
+    results, without = (
+        engine.generate([prompt] * len(every), params) for params in (asked, freely)
+    )
+    stop_ids = (*engine.eos_ids, *stops)
+    for option, params, result, early in zip(every, asked, results, without, strict=True):
         expected = generate(oracles[case.name].model, prompt, params, stop_ids)
         assert result.token_ids == expected.token_ids, option
         assert_logprobs(result, table_of(expected, case), 2, device)
         assert not set(result.token_ids[:least]) & set(stop_ids)
         ended = result.token_ids[-1] in stop_ids
         assert result.finish_reason == ("stop" if ended else "length")
-        early = engine.generate(prompt, greedy(TOKENS, stop_token_ids=stops, **options))
         late += len(early.token_ids) <= least < len(result.token_ids)
     assert late > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from graphengine.speculative import MTP, NGram, Speculative
 from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 
 MODEL_NAMES = ["llama-biases", "qwen3-tied-128", "demo"]
-TOKENS = 24
+TOKENS = 18
 LENGTHS = (5, 17, 40)
 
 
@@ -63,17 +63,36 @@ def engines(checkpoints: dict[str, Any]) -> Iterator[Callable[..., Engine]]:
         each.close()
 
 
+@pytest.fixture(scope="module")
+def said_plainly(engines: Callable[..., Engine]) -> Callable[[str, str, str, Any], Result]:
+    """What the engine of a checkpoint, a device and a mode says where nothing is asked; once."""
+    known: dict[str, Result] = {}
+
+    def of(name: str, device: str, mode: str, prompt: list[int]) -> Result:
+        key = f"{name} {device} {mode} {prompt}"
+        if key not in known:
+            known[key] = engines(name, device, logprobs_mode=mode).generate(prompt, ask())
+        return known[key]
+
+    return of
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_tokens_and_logprobs_are_those_of_transformers(
-    checkpoints: dict[str, Any], engines: Callable[..., Engine], device: str, name: str, option: str
+    checkpoints: dict[str, Any],
+    engines: Callable[..., Engine],
+    said_plainly: Callable[[str, str, str, Any], Result],
+    device: str,
+    name: str,
+    option: str,
 ) -> None:
     oracle = checkpoints[name]
     modes = ("raw_logprobs", "processed_logprobs")
     changed = 0
     for prompt, mode in zip(oracle.prompts(LENGTHS), (*modes, modes[0]), strict=True):
         engine = engines(name, device, logprobs_mode=mode)
-        plain = engine.generate(prompt, ask())
+        plain = said_plainly(name, device, mode, prompt)
         params = ask(logprobs=4, **each_option(plain, engine.model.config.vocab_size)[option])
         result = engine.generate(prompt, params)
         expected = generate(oracle.model, prompt, params)
@@ -143,22 +162,41 @@ def served(engine: Engine, params: list[SamplingParams], *, together: bool) -> l
     return [said_by(request) for request in requests]
 
 
-def test_a_mixed_batch_says_what_each_says_alone(device: str) -> None:
+Alone = Callable[[str], tuple[list[SamplingParams], list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    """By device, `mixed_params` and what each of them says by itself."""
+
+    @cache
+    def of(device: str) -> tuple[list[SamplingParams], list[Any]]:
+        with open_plain(device=device) as engine:
+            params = mixed_params(engine)
+            return params, served(engine, params, together=False)
+
+    return of
+
+
+def test_a_mixed_batch_says_what_each_says_alone(device: str, alone: Alone) -> None:
+    params, expected = alone(device)
     with open_plain(device=device) as engine:
-        params = mixed_params(engine)
-        alone = served(engine, params, together=False)
-        assert served(engine, params, together=True) == alone
-        assert {reason for _, reason, _ in alone} == {"length", "stop"}
+        assert served(engine, params, together=True) == expected
+        assert {reason for _, reason, _ in expected} == {"length", "stop"}
         assert engine.counters["replays/prefill/8/full"] and engine.counters["replays/prefill/8"]
 
 
-@pytest.mark.parametrize("speculative", [NGram(k=3), MTP(k=3), MTP(k=1)], ids=str)
-def test_speculation_changes_nothing(device: str, speculative: Speculative) -> None:
-    with open_plain(device=device) as engine:
-        params = mixed_params(engine)
-        expected = served(engine, params, together=False)
+@pytest.mark.parametrize(
+    ("speculative", "company"),
+    [(NGram(k=3), (False, True)), (MTP(k=3), (True,)), (MTP(k=1), (True,))],
+    ids=str,
+)
+def test_speculation_changes_nothing(
+    device: str, alone: Alone, speculative: Speculative, company: tuple[bool, ...]
+) -> None:
+    params, expected = alone(device)
     with open_speculating(speculative, device=device) as engine:
-        for together in (False, True):
+        for together in company:
             got = served(engine, params, together=together)
             for mine, theirs in zip(got, expected, strict=True):
                 assert mine == theirs
@@ -314,7 +352,7 @@ def test_plain_steps_run_none_of_it(
     assert not any(plan.options_changed or plan.full for plan in plans)
     assert not any(names & each.keys() for each in loaded)
     # In steady state there is nothing to load at all.
-    assert len(loaded) > 40 and sum(map(bool, loaded)) < len(loaded) / 2
+    assert len(loaded) > 30 and sum(map(bool, loaded)) < len(loaded) / 2
 
 
 def test_a_slot_forgets_what_its_last_request_asked(engine: Engine) -> None:

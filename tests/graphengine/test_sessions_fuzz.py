@@ -217,11 +217,19 @@ def live_through(path: Path, name: str, seed: int, **more: Any) -> None:
         spoken = [request for request in world.requests if request.token_ids]
         expected = alone.generate(
             [list(request.prompt_token_ids) for request in spoken],
-            [dataclasses.replace(request.params, seed=request.seed) for request in spoken],
+            [asked_of(request) for request in spoken],
         )
         for request, result in zip(spoken, expected, strict=True):
             compare(request, result)
     assert not short_of(happened), {each: happened[each] for each in short_of(happened)}
+
+
+def asked_of(request: Request) -> SamplingParams:
+    """As it was asked, of one cut short no more than it said."""
+    params = dataclasses.replace(request.params, seed=request.seed)
+    if request.finish_reason in ("cancelled", "deadline"):
+        params = dataclasses.replace(params, max_tokens=len(request.token_ids))
+    return params
 
 
 def compare(request: Request, expected: Result) -> None:

@@ -239,12 +239,12 @@ def test_a_model_that_drafts_for_itself_is_always_right(device: str, sampler: st
     """At any temperature, as it draws with the target's noise."""
     filters: dict[str, Any] = {"top_p": 0.9999} if sampler == "full" else {}
     with open_speculating(DraftModel(DEMO, 3), device=device) as engine:
-        for temperature in (0.0, 0.5, 1.0, 2.0):
-            params = SamplingParams(
-                temperature=temperature, max_tokens=41, min_tokens=41, seed=3, **filters
-            )
-            acceptance = engine.generate(PROMPT, params).acceptance
-            assert acceptance.rate > 0.97, f"{temperature=} {acceptance}"
+        asked = [
+            SamplingParams(temperature=each, max_tokens=41, min_tokens=41, seed=3, **filters)
+            for each in (0.0, 0.5, 1.0, 2.0)
+        ]
+        for params, result in zip(asked, engine.generate([PROMPT] * 4, asked), strict=True):
+            assert result.acceptance.rate > 0.97, f"{params.temperature=} {result.acceptance}"
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])

@@ -7,12 +7,14 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from asking import processors
+from devices import pairwise_here
 from mtp_checkpoints import LAYOUTS, SIZES, VOCAB, random_tensors, write_checkpoint, write_random
 from safetensors.torch import save_file
 from speculating import (
@@ -20,6 +22,7 @@ from speculating import (
     DRAFTING,
     ENDLESS,
     Job,
+    Outcome,
     Tokens,
     demo_jobs,
     open_plain,
@@ -56,8 +59,22 @@ def nothing_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 # Forced acceptance.
 
 
-@pytest.mark.parametrize("forced", [0, 1, 2, 3, 99])
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.fixture(scope="module")
+def said_plainly() -> Callable[[str], list[Outcome]]:
+    """By device, what plain decoding makes of the demo's jobs."""
+
+    @cache
+    def of(device: str) -> list[Outcome]:
+        with open_plain(device=device) as engine:
+            return outcomes(engine, demo_jobs())
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "forced"),
+    pairwise_here({"mtp": (0, 1, 2, 3), "ngram": (2, 99), "model": (1, 99)}, (0, 1, 2, 3, 99)),
+)
 def test_forced_steps_take_so_many_drafts(
     device: str, caplog: pytest.LogCaptureFixture, name: str, forced: int
 ) -> None:
@@ -67,7 +84,7 @@ def test_forced_steps_take_so_many_drafts(
     ):
         warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
         assert any(f"forced_acceptance={forced}: EVERY STEP" in r.getMessage() for r in warnings)
-        requests = [engine.submit(prompt, greedy(40, **ENDLESS)) for prompt in (PROMPT, OTHER)]
+        requests = [engine.submit(prompt, greedy(31, **ENDLESS)) for prompt in (PROMPT, OTHER)]
         events = run(engine)
         a_step = min(forced, 3) + 1
         for request in requests:
@@ -76,10 +93,10 @@ def test_forced_steps_take_so_many_drafts(
                 # A continuation may end before the third token; what is absent is not taken.
                 assert max(counts) == a_step
             else:
-                full, rest = divmod(39, a_step)
+                full, rest = divmod(30, a_step)
                 assert counts == [1, *[a_step] * full, *([rest] if rest else [])]
             assert request.acceptance.steps == len(counts) - 1
-            assert request.acceptance.tokens == 39
+            assert request.acceptance.tokens == 30
             # Nobody judged a draft.
             assert request.acceptance.proposed == request.acceptance.accepted == 0
             assert request.acceptance.per_position == [] and request.acceptance.rate is None
@@ -87,13 +104,12 @@ def test_forced_steps_take_so_many_drafts(
         assert_idle(engine)
 
 
-def test_forced_steps_without_a_draft_say_what_the_target_says(device: str) -> None:
+def test_forced_steps_without_a_draft_say_what_the_target_says(
+    device: str, said_plainly: Callable[[str], list[Outcome]]
+) -> None:
     """With n = 0 every row takes its own token alone, which is that of plain decoding."""
-    jobs = demo_jobs()
-    with open_plain(device=device) as engine:
-        expected = outcomes(engine, jobs)
     with open_speculating(MTP(k=2), device=device, forced_acceptance=0) as engine:
-        assert outcomes(engine, jobs) == expected
+        assert outcomes(engine, demo_jobs()) == said_plainly(device)
         assert engine.acceptance.mean_length == 1.0
 
 
@@ -234,7 +250,7 @@ def test_auto_drafts_for_as_many_as_fit(
 
 def test_more_requests_than_may_bring_drafts(device: str) -> None:
     """18 rows of 4 tokens are more than the kernels take: then each feeds one."""
-    jobs = [Job(f"def f{n}(", greedy(36 + n, **ENDLESS)) for n in range(18)]
+    jobs = [Job(f"def f{n}(", greedy(24 + n, **ENDLESS)) for n in range(18)]
     sizes: dict[str, Any] = {"device": device, "max_batch": 18, "buckets": (2, 16, 18)}
     with open_plain(**sizes) as engine:
         expected = outcomes(engine, jobs)
@@ -353,17 +369,16 @@ MARKS = RelaxedAcceptance(topk=4, delta=0.3, begin_token_ids=(1, 2, 3), end_toke
 
 @pytest.mark.parametrize("name", DRAFTING)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_without_slack_relaxed_is_strict(device: str, name: str, lookahead: int) -> None:
+def test_without_slack_relaxed_is_strict(
+    device: str, said_plainly: Callable[[str], list[Outcome]], name: str, lookahead: int
+) -> None:
     """Thinking from the first token on, and never asked to take another token than the best."""
     relaxed = RelaxedAcceptance(
         topk=10, delta=0.0, begin_token_ids=tuple(range(1, 3000)), end_token_ids=(4000,)
     )
-    jobs = demo_jobs()
-    with open_plain(device=device) as engine:
-        expected = outcomes(engine, jobs)
     options: dict[str, Any] = {"device": device, "lookahead": lookahead}
     with open_speculating(DRAFTING[name], **options, relaxed_acceptance=relaxed) as engine:
-        assert outcomes(engine, jobs) == expected
+        assert outcomes(engine, demo_jobs()) == said_plainly(device)
         assert replays(engine, "/fast") == 0 and replays(engine, "/k3/full") > 0
 
 

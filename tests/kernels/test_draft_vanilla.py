@@ -394,7 +394,7 @@ def replay(
     return kernels, pools
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(problem=histories())
 def test_caches_are_those_of_pools(twin: Twin, problem):
     """Of 2K tokens, so that a module's rows reach back to all that it was fed of drafts."""
@@ -677,7 +677,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(problem=problems())
 def test_a_launch(twin: Twin, problem):
     check_launch(twin, problem, torch.float32)

@@ -52,7 +52,7 @@ def padded(ids: Sequence[int]) -> list[int]:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=28, deadline=None)
 def test_a_row_ends_where_a_sequence_does(twin: Twin, data: st.DataObject) -> None:
     draw = data.draw
     width = draw(st.sampled_from([1, 2, 4]))

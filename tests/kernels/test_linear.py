@@ -205,7 +205,7 @@ def test_strided_operands(device, make_linear_case, plan):
     assert (out[:, 48:] == 0).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(
     lanes=st.sampled_from([1, 2, 8, 16, 17, 32, 64]),
     swiglu=st.booleans(),
@@ -362,7 +362,7 @@ def test_reference_of_a_scaled_stream_is_a_linear_of_its_norm(make_linear_case):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=45)
 @given(
     lanes=st.integers(1, 16),
     M=st.integers(1, 300) | st.sampled_from([64, 128, 512, 1024, 4096]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.dispatch import INTERPRETED
@@ -157,7 +157,7 @@ def test_launches_share_their_counters(device, make_linear_case):
             assert all(map(torch.equal, by_lane(shared), by_lane(own)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(
     plan=st.sampled_from([DOT, LinearPlan("dot", 32, 32, splits=3, stages=2), FMA]),
     lanes=st.sampled_from([1, 2, 8, 16, 17, 32, 64]),
@@ -254,17 +254,18 @@ def test_reference_fills_any_number_of_groups(make_linear_case, groups):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     lanes=st.integers(1, 16),
-    M=st.integers(1, 300) | st.sampled_from([64, 1024, 4096, 40000]),
+    M=st.integers(1, 300) | st.sampled_from([64, 1024, 4096]),
     K=st.integers(1, 300) | st.sampled_from([64, 128, 512]),
     num_threads=st.sampled_from([1, 2]),
 )
+@example(lanes=16, M=40000, K=16, num_threads=1)
+@example(lanes=7, M=40000, K=16, num_threads=2)
 def test_reference_bits_do_not_depend_on_company(
     make_linear_case, assert_lanes_keep_their_bits, lanes, M, K, num_threads
 ):
-    K = 16 if M == 40000 else K
     groups = residual_groups(DOT, M)
     case = make_linear_case(lanes, M, K, torch.float32, bias=True)
     before = torch.get_num_threads()

@@ -278,7 +278,9 @@ def test_the_height_of_a_tile_is_not_seen(
 ) -> None:
     """Tall tiles, then short ones, for a launch that would get either."""
     lengths = (90, 70)
-    for dtype in dtypes:
+    # The interpreter gets its two by turns.
+    turn = head_dim // 64 + many
+    for dtype in dtypes if NATIVE else (dtypes[turn % len(dtypes)],):
         problem = Problem(
             lengths=lengths, group=4, kv_heads=2, head_dim=head_dim, dtype=dtype, block_size=8
         )

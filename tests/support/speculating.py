@@ -89,7 +89,8 @@ def demo_jobs() -> list[Job]:
         Job(OTHER, SamplingParams(seed=3, max_tokens=17)),
         Job("x", SamplingParams(temperature=0.0, max_tokens=1)),
         Job(OTHER * 3, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=4, max_tokens=23)),
-        Job(PROMPT * 9, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)),
+        # To the end of the table, over as many steps as the others take together.
+        Job(PROMPT * 16, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)),
     ]
 
 

@@ -1,0 +1,24 @@
+"""Cases of tests that run on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def pairwise_here(names: Mapping[Any, tuple[Any, ...]], every: Iterable[Any]) -> list[Any]:
+    """`(device, name, value)`: each name with its own values on a CPU, with `every` on a GPU.
+
+    On a CPU each name and each value occurs, though not each with each.
+    """
+    here = [(name, value) for name, values in names.items() for value in values]
+    return [
+        *(pytest.param("cpu", *case, id=f"cpu-{case[0]}-{case[1]}") for case in here),
+        *(
+            pytest.param("cuda", *case, id=f"cuda-{case[0]}-{case[1]}", marks=pytest.mark.gpu)
+            for case in product(names, every)
+        ),
+    ]
