@@ -147,9 +147,11 @@ def test_the_consumers_notes_make_the_collector_run() -> None:
     before = gc.isenabled(), gc.get_threshold()
     with measure.collecting() as collections:
         assert gc.isenabled() and gc.get_threshold() == measure.COLLECTOR_THRESHOLDS
+        assert gc.get_freeze_count() > 50_000, "what was there is left to the full collections"
         for token in range(10_000):
             notes.append(measure._note((token,)))
     assert before == (gc.isenabled(), gc.get_threshold())
+    assert gc.get_freeze_count() == 0
     youngest, middle, oldest = collections
     assert 220 <= youngest + middle + oldest <= 240
     assert 18 <= middle + oldest <= 22
