@@ -139,10 +139,10 @@ def paged_prefill_attention(
     group_rows = lanes * (heads // kv_heads)
     tiles, rows, warps = _pick_tiles(q_NQD.dtype, head_dim, group_rows, segments * kv_heads)
     row_tiles = triton.cdiv(group_rows, rows)
-    splits = 1
+    shares = splits = 1
     if arrivals is not None:
-        capacity = token_capacity(kv, block_table_SB)
-        splits = _pick_splits(kv_heads * row_tiles * segments, capacity)
+        shares = _pick_shares(kv_heads * row_tiles * segments)
+        splits = min(shares, -(-token_capacity(kv, block_table_SB) // LEAST_SPLIT))
     grid = (kv_heads, row_tiles, splits * segments)
     parts = None
     if splits > 1:
@@ -172,6 +172,7 @@ def paged_prefill_attention(
         ROWS=rows,
         TILE=tiles.keys,
         STAGES=tiles.stages,
+        SHARES=shares,
         SPLITS=splits,
         LEAST_SPLIT=LEAST_SPLIT,
         num_warps=warps,
@@ -197,13 +198,12 @@ def prefill_attention_workspace_bytes(head_dim: int) -> int:
     return MANY_PROGRAMS * rows * (dot_columns(head_dim) + 2) * 4
 
 
-def _pick_splits(programs: int, capacity: int) -> int:
-    """Programs for the keys of each of so many tiles: one for each multiprocessor in all, and none
-    that a table of `capacity` tokens leaves without keys.
+def _pick_shares(programs: int) -> int:
+    """Parts of the keys of each of so many tiles: for one program a multiprocessor in all.
 
     With two of them parts cost more than the better balance brings (64 to 256 tokens on an H200).
     """
-    return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs, -(-capacity // LEAST_SPLIT)))
+    return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs))
 
 
 def _check_arrivals(arrivals: torch.Tensor) -> None:
@@ -238,13 +238,15 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARES: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a kv head, tile of (token, head of the group) rows, segment, and split of keys.
 
-    The last tiles of a segment have most keys and start first, as do the first keys of all.
+    The last tiles of a segment have most keys and start first, as do the first keys of all. SPLITS
+    of SHARES are launched: as many as a block table has keys for, which no token's bits know of.
     """
     kv_head = tl.program_id(0)
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
@@ -286,7 +288,7 @@ def _prefill_kernel(
     if SPLITS > 1:
         # The same for all tiles of the segment, however many of its lanes are live.
         reach = first_position + tl.num_programs(1) * ROWS // GROUP
-        split_keys = tl.maximum(tl.cdiv(tl.cdiv(reach, SPLITS), TILE) * TILE, LEAST_SPLIT)
+        split_keys = tl.maximum(tl.cdiv(tl.cdiv(reach, SHARES), TILE) * TILE, LEAST_SPLIT)
         used = tl.maximum(tl.cdiv(end, split_keys), 1)
         if split >= used:
             return

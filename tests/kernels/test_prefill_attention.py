@@ -371,11 +371,28 @@ def test_split_keys_equal_the_definition(
 
 
 def test_keys_are_split_where_programs_are_few() -> None:
-    picks = prefill_attention._pick_splits
-    assert picks(1, 10**5) == picks(8, 10**5) == 16, "no more than that share a tile"
-    assert (picks(16, 10**5), picks(33, 10**5), picks(64, 10**5)) == (8, 3, 2)
-    assert picks(65, 10**5) == picks(10_000, 10**5) == 1
-    assert (picks(8, 512), picks(8, 513), picks(8, 1100)) == (1, 2, 3)
+    picks = prefill_attention._pick_shares
+    assert picks(1) == picks(8) == 16, "no more than that share a tile"
+    assert (picks(16), picks(33), picks(64)) == (8, 3, 2)
+    assert picks(65) == picks(10_000) == 1
+
+
+def test_the_length_of_a_table_is_not_seen(
+    kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    """With more columns more programs are launched: of another `max_seq_len`, say."""
+    function, device = Splitting(kernel[1], keys=64), kernel[1]
+
+    def longer(q: torch.Tensor, kv: torch.Tensor, table: torch.Tensor, **named: Any) -> Any:
+        table = torch.cat([table, torch.zeros_like(table), torch.zeros_like(table)], dim=1)
+        return function(q, kv, table, **named)
+
+    for dtype in dtypes:
+        problem = Problem(lengths=(300,) if NATIVE else (140,), group=4, dtype=dtype)
+        segment = Segment(0, problem.lengths[0] - 9, 9)
+        (short,) = prefill((function, device), place_cache, problem, [segment])
+        (long,) = prefill((longer, device), place_cache, problem, [segment])
+        assert torch.equal(short, long)
 
 
 @pytest.mark.parametrize("position", [0, 40, 230])
