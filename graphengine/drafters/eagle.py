@@ -56,7 +56,7 @@ class EagleDrafter(ModuleDrafter):
             prefilled.attend(self.config.dense),
             pdl=self._launch.pdl,
         )
-        # PDL is for decode alone: here torch's own kernels stand in between.
+        # No PDL for what is written for decode: torch's own kernels stand in between.
         self._chain(
             prefilled.last_lane(token),
             hidden.index_select(0, chunk.last),
