@@ -116,6 +116,7 @@ class Sharing:
         params: SamplingParams,
         callback: Callable[[Event], None] | None = None,
         *,
+        submitted: float = 0.0,
         processing: bool = False,
     ) -> Request:
         most = self.memory.max_seq_len - len(ids)
@@ -126,7 +127,7 @@ class Sharing:
             seed=0,
             stop_ids=(STOP,),
             max_len=len(ids) + min(most, params.max_tokens or most),
-            submitted=0.0,
+            submitted=submitted,
             cancelled=self.cancelled,
             processing=Processing(flags=0, values={}) if processing else None,
         )
