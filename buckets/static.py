@@ -171,7 +171,8 @@ class StaticBuffers:
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
         takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
         named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
-        queued on `stream`, or on the current one.
+        queued on `stream`, or on the current one. torch is not told of one on `stream`: wait for it
+        before these buffers are closed or dropped.
 
         `sequence` is the number of the first replay that will be launched behind this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
@@ -457,7 +458,8 @@ class _Lanes:
         plain = {int, float} if dtype == np.float32 else {int} if dtype.kind == "i" else set()
         if not types or not types <= plain:
             return None
-        if dtype.kind == "f" and max(map(abs, value)) > 1e38:
+        # NaN is not below anything, and integers of more than 64 bits are none for an array.
+        if dtype.kind == "f" and not all(abs(item) < 2**63 for item in value):
             return None
         try:
             return np.array(value, dtype)

@@ -93,7 +93,7 @@ class EngineConfig:
     logprobs_mode          of which logits log-probabilities are: "raw_logprobs", the model's, or
                            "processed_logprobs", behind penalties, bias and bans (but, unlike
                            vLLM's, in front of min_tokens, temperature and filters)
-    pdl                    programmatic dependent launch between the decode kernels of a GPU
+    pdl                    programmatic dependent launch between the kernels of a GPU
     row_family             "fma" (1 or 2 rows) or "dot": the decode kernels' arithmetic, part of the
                            numerics; None: "fma" where a step has a single lane, else "dot"
     speculative            who drafts, of `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a

@@ -197,6 +197,7 @@ class Engine:
         with self._on_stream():
             self.buffers.reset()
             self.compilation = compile_steps({"swap": swap} | steps, memory.device)
+            self.buffers.reset()
             swap()
             self._graphs = capture_all(
                 steps,
@@ -401,13 +402,15 @@ class Engine:
         """12 hexadecimal digits: engines of one model on one kind of GPU with equal ids give the
         same bits.
         """
+        prefill = self.memory.prefill_ladder.sizes
         return numerics_id(
             self.plans,
             dtype=self.memory.dtype,
             extra={
                 "attention_split": self.program.launch.split_tokens,
                 "block_size": self.memory.block_size,
-                "prefill_buckets": ",".join(map(str, self.memory.prefill_ladder.sizes)),
+                "prefill_buckets": ",".join(map(str, prefill)),
+                "fused_swiglu": ",".join(str(size) for size in prefill if self.model.fuses(size)),
             },
         )
 

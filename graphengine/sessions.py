@@ -9,7 +9,8 @@
 A session is its tokens, and blocks of KV for the first of them. A turn is a request whose prompt is
 all of the tokens; it begins with the blocks, prefills the rest, and leaves its own blocks to the
 session. So what a turn says is what a request with the whole conversation as its prompt says, but
-that the KV of earlier replies was written by the decode kernels, whose last bits may differ.
+for last bits: the KV of earlier replies was written by the decode kernels, and on a GPU those of a
+prompt depend on where its chunks begin and how long they are.
 """
 
 from __future__ import annotations

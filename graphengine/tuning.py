@@ -37,9 +37,10 @@ log = logging.getLogger(__name__)
 
 PlanSource = Literal["user", "shipped", "heuristic"]
 
-NUMERICS_VERSION = 2
-"""Raise it with every change to a kernel of the decode step that may change the bits of a result
-while all plans stay the same: another order of summation, another rounding, another formula."""
+NUMERICS_VERSION = 3
+"""Raise it with every change to a kernel, of prefill too, that may change the bits of a result
+while all plans stay the same: another order of summation, another rounding, another formula or
+constant, such as those of `kernels/prefill_attention.py`."""
 
 FORMAT_VERSION = 1
 """Of the files; raise it when an older reader would misread a newer file."""
@@ -213,7 +214,7 @@ def numerics_id(
     dtype: torch.dtype,
     extra: Mapping[str, str | int | float | bool | None],
 ) -> str:
-    """12 hexadecimal digits that name everything the bits of a decode step depend on but the model.
+    """12 hexadecimal digits that name everything the bits of a step depend on but the model.
 
     Two engines with equal ids, on one kind of GPU and with one version of Triton, compute the same
     bits; what only changes the speed is left out. `extra` adds what lies outside of the linears,

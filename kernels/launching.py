@@ -60,7 +60,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
 
 _look_up: ContextVar[Callable[..., None] | None] = ContextVar("look_up", default=None)
 # Triton has one listener in a process. A second pass that waits finds what the first has compiled.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 
 
 def compile_kernels(
@@ -75,9 +75,14 @@ def compile_kernels(
 
     workers  threads; by default one for each core that the process may use, at most `MAX_WORKERS`
 
-    RuntimeError, with the step's name and its cause chained, where a step raises, and with the
-    kernel's as well where that does not compile.
+    Filters of warnings that another thread sets meanwhile are gone behind it: Triton's own way to
+    set them is not made for threads.
+
+    ValueError for no worker. RuntimeError, with the step's name and its cause chained, where a step
+    raises, and with the kernel's as well where that does not compile.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be 1 or more, or None")
     started = time.perf_counter()
     compiled = loaded = 0
     if not INTERPRETED:
@@ -206,7 +211,9 @@ class _Compilers(ThreadPoolExecutor):
         try:
             yield
         finally:
-            knobs.listener = before
+            # Unless somebody has set another one meanwhile.
+            if knobs.listener is listener:
+                knobs.listener = before
 
 
 _UNINITIALISED = frozenset(

@@ -56,12 +56,18 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
     It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
     that keep the multiprocessors busy: the BLAS has them in more shapes.
     """
-    if not weight_MK.is_cuda or not _fits(weight_MK):
+    if not weight_MK.is_cuda or not _can_be_fused(weight_MK):
         return False
     device = torch.cuda.get_device_properties(weight_MK.device)
     if INTERPRETED or (device.major, device.minor) != (9, 0):
         return False
     return tile_outputs(lanes, weight_MK.shape[0] // 2, device.multi_processor_count) is not None
+
+
+def _can_be_fused(weight_MK: torch.Tensor) -> bool:
+    """Whether its rows, and dense ones of the result, are what the TMA takes."""
+    outputs = weight_MK.shape[0] // 2
+    return _fits(weight_MK) and not outputs * weight_MK.itemsize % _ALIGNMENT
 
 
 def tile_outputs(lanes: int, outputs: int, processors: int) -> int | None:
@@ -94,7 +100,7 @@ def linear_swiglu(
             stride between them. Padded lanes hold anything, and so do their results.
         weight_MK: [2F, K] in x's dtype, laid out like x.
         out: [N, F] in x's dtype, laid out like x; may not share memory with it.
-        pdl: the launch before may still run, whatever it is: x is read behind the wait.
+        pdl: the launch before may still run, and does not write the weight.
 
     Returns:
         [N, F] in x's dtype; sums and SwiGLU in float32, rounded once. A lane's bits do not depend

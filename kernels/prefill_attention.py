@@ -9,7 +9,7 @@ prompt was cut into chunks, nor of the other segments.
 A short chunk behind many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
 keys are split among programs as well, and the last of them to arrive puts their results together
 (Flash-Decoding; Dao et al. 2023). Then a token's bits are also a function of where its chunk
-begins and of N.
+begins, of N and of P.
 
 Letters: N lanes (tokens) of a launch, P segments, S slots, B blocks of a slot's table,
 Q query heads, G kv heads, D head_dim. `paged.py` has the cache's layout.
@@ -354,7 +354,11 @@ def _store_part(
 
 @triton.jit
 def _merge_parts(parts_ptr, used, scale_log2, ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Weighted values and sums of `used` splits, weighed by their largest scores, in order."""
+    """Weighted values and sums of `used` splits, weighed by their largest scores, in order.
+
+    Loads of 4 bytes go through L1 when they are pipelined, whatever is asked. It holds no part: the
+    launch reads none before, and the counter's acquire comes in front.
+    """
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PADDED)
     running_max = tl.full([ROWS], LOWEST, tl.float32)

@@ -261,7 +261,8 @@ def long_run(engine: Engine, work: Work, tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def collecting() -> Iterator[list[int]]:
-    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`; then it is as it was.
+    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`; then it is as it was, but for
+    a heap that the caller had frozen.
 
     What there is before is frozen, as a program with short deadlines does: a full collection goes
     through 200,000 objects of torch and others, for 100 ms. Yields what will be how often the

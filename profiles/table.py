@@ -139,7 +139,7 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     for row in document["rows"]:
         if row["long"] is not None:
             found = row["long"]
-            ran = f"on (it ran {_collections(found)})"
+            ran = f"on (it ran {_collections(found)}{', heap frozen' * bool(found.get('frozen'))})"
             notes.append(
                 f"- {document['shape']}, one row of {row['max_batch']}, {found['itl_ms']['n']:,} "
                 f"gaps with Python's collector {ran if found['collector_on'] else 'off'}: ITL "

@@ -205,6 +205,7 @@ def _long(row: Row) -> str:
     found = row["long"]
     itl = found["itl_ms"]
     collector = "on" if found["collector_on"] else "off"
+    collector += ", heap frozen" * bool(found.get("frozen"))
     ran = ", ".join(map(str, found["collections"]))
     return (
         f"{itl['n']} gaps of {found['requests']} requests, slots {row['max_batch']}, collector "

@@ -2,8 +2,8 @@
 
 Llama 3, Qwen2 and Qwen3 are this program with other settings; their files map a checkpoint's config
 onto `DenseConfig`. `decode` runs a few rows through five fused kernels a layer; `prefill` runs the
-tokens of a chunk through the BLAS, whose bits depend on the number of lanes, which for a chunk
-follows from the prompt alone.
+tokens of a chunk through the BLAS, but for gate and up where `linear_swiglu` is faster. The bits of
+both depend on the number of lanes, which for a chunk follows from the prompt alone.
 
 Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, F ffn width, V vocabulary.
 """
@@ -383,21 +383,29 @@ class PrefillScratch:
     of the first and its output product in place of the second, gate and up in place of all, or what
     one kernel makes of them where it is `fused`.
 
-    h    `[T, H]` in the dtype of `layer`'s weights: what each layer reads
-    pdl  whether the kernels of a layer may be launched before what is in front of them is done
+    h         `[T, H]` in the dtype of `layer`'s weights: what each layer reads
+    pdl       whether the kernels of a layer may be launched before what is in front of them is done
+    outlived  whether `h` is memory of its own, so that keeping it does not keep the rest
     """
 
     def __init__(
-        self, config: DenseConfig, layer: LayerWeights, lanes: int, *, pdl: bool = False
+        self,
+        config: DenseConfig,
+        layer: LayerWeights,
+        lanes: int,
+        *,
+        pdl: bool = False,
+        outlived: bool = False,
     ) -> None:
         self._lanes = lanes
         self.pdl = pdl
         self.fused = layer.gate_up_bias is None and fuses_swiglu(layer.gate_up, lanes)
         width = prefill_scratch_width(config, fused=self.fused)
-        # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
-        memory = layer.gate_up.new_empty(lanes * (config.hidden_size + width))
-        self.h = memory[: lanes * config.hidden_size].view(lanes, -1)
-        self._memory = memory[lanes * config.hidden_size :]
+        new, values = layer.gate_up.new_empty, lanes * config.hidden_size
+        # Else one allocation: of 1 to 10 MB each takes 20 of a graph's pool.
+        memory = new(lanes * width + (0 if outlived else values))
+        self.h = (new(values) if outlived else memory[:values]).view(lanes, -1)
+        self._memory = memory if outlived else memory[values:]
 
     def take(self, columns: int, *, behind: int = 0) -> Tensor:
         """`[T, columns]`, dense, behind as many columns' memory; it holds anything."""
@@ -525,6 +533,11 @@ class DenseModel:
     def dtype(self) -> torch.dtype:
         return self.weights.embedding.dtype
 
+    def fuses(self, lanes: int) -> bool:
+        """Whether a chunk of so many lanes has gate, up and SwiGLU in one kernel."""
+        layer = self.weights.layers[0]
+        return layer.gate_up_bias is None and fuses_swiglu(layer.gate_up, lanes)
+
     def decode(
         self,
         row: DecodeLanes,
@@ -582,7 +595,9 @@ class DenseModel:
         config, context, slot = self.config, self.context, lanes.slot
         last = len(self.weights.layers) - 1
         x = embed(lanes.token, self.weights.embedding, slot)
-        scratch = PrefillScratch(config, self.weights.layers[0], len(x), pdl=pdl)
+        scratch = PrefillScratch(
+            config, self.weights.layers[0], len(x), pdl=pdl, outlived=all_lanes
+        )
         rms_norm(
             x,
             self.norm_behind(-1),

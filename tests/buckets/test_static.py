@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import warnings
 from typing import Any
 
 import numpy as np
@@ -330,6 +331,44 @@ def test_copies_in_flight_are_not_overwritten(
             buffers.load({"rows": []}, sequence=9)
     stream.synchronize()
     assert [s.tolist() for s in snapshots] == [[i, i + 1, -1, -1] for i in range(8)]
+
+
+# Of what is in range and what is not, for fields of each kind.
+ANYTHING = st.lists(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**66), 2**66)
+    | st.sampled_from([2**31 - 1, 2**31, -(2**31) - 1, 10**30, np.int32(7), np.float32(0.5), "7"])
+    | st.floats()
+    | st.sampled_from([1e39, -1e39, 1e38, 3.5e38]),
+    max_size=LANES + 1,
+)
+
+
+@given(value=ANYTHING | ANYTHING.map(tuple) | st.lists(ANYTHING, max_size=LANES + 1))
+def test_plain_lists_are_taken_and_refused_as_all_others(value: Any) -> None:
+    """The quick way of a load agrees with the long one, which looks at arrays."""
+
+    def outcome(name: str) -> Any:
+        buffers = make()
+        try:
+            buffers.load({name: value}, sequence=1)
+        except (ValueError, TypeError) as error:
+            return type(error)
+        return repr(contents(buffers)[name])
+
+    def long_way(self: Any, value: Any) -> None:
+        return None
+
+    for name in ("rows", "top_p", "seed", "table"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            quick = outcome(name)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(static._Lanes, "_plain_numbers", long_way)
+            patch.setattr(static._Lanes, "_plain_lists", long_way)
+            assert outcome(name) == quick, name
 
 
 @pytest.mark.gpu

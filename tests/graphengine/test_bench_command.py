@@ -311,7 +311,7 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     assert "admitting a prompt of 40 tokens" in shown
     youngest, *others = document["rows"][0]["long"]["collections"]
     ran = f"{youngest} times in the youngest generation, {others[0]}, {others[1]} in the others"
-    assert f"gaps with Python's collector on (it ran {ran})" in shown
+    assert f"gaps with Python's collector on (it ran {ran}, heap frozen)" in shown
     # Each percentile that so few gaps do not support is marked, and not in italics.
     assert r"\*" in shown and not re.search(r"\d\*", shown)
 

@@ -136,6 +136,7 @@ def test_a_long_run_gives_the_collector_something_to_do(tiny: Engine) -> None:
     finally:
         gc.enable()
     assert (found["requests"], found["itl_ms"]["n"], found["collector_on"]) == (5, 65, True)
+    assert found["frozen"]
     assert found["thresholds"] == [700, 10, 10] and found["kept_objects"] == 16
     assert len(found["collections"]) == 3 and found["collections"][0] >= 1
     assert found["p99.9/p50"] == found["itl_ms"]["p99.9"] / found["itl_ms"]["p50"]

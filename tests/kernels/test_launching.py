@@ -208,6 +208,32 @@ def test_a_step_that_raises_begins_no_further_compilation(kind: type[BaseExcepti
     assert not waiting.kept
 
 
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_worker_is_refused(workers: int) -> None:
+    with pytest.raises(ValueError, match=f"workers={workers} must be 1 or more, or None"):
+        compile_kernels({}, workers=workers)
+
+
+def test_a_listener_that_somebody_sets_meanwhile_stays() -> None:
+    def other(**found: Any) -> None: ...
+
+    knobs = triton.knobs.compilation
+    before = knobs.listener
+    compile_kernels({"a": lambda: setattr(knobs, "listener", other)})
+    assert knobs.listener is other
+    knobs.listener = before
+
+
+def test_a_pass_inside_a_pass_ends() -> None:
+    kernel = StandIn()
+
+    def step() -> None:
+        compile_kernels({"b": launching_step(kernel)})
+
+    compile_kernels({"a": step})
+    assert kernel.kept == ["binary"]
+
+
 def test_the_pass_does_not_import_torchs_compiler() -> None:
     """It takes seconds, more than all kernels from the cache."""
     code = (

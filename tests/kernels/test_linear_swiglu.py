@@ -6,11 +6,12 @@ Gluon has no interpreter; what it compiles to is read without a GPU.
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels import linear_swiglu_reference
@@ -29,6 +30,8 @@ hopper = pytest.mark.skipif(
     INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
+
+linear_swiglu_module = importlib.import_module("graphengine.kernels.linear_swiglu")
 
 BF16 = torch.bfloat16
 H200 = 132
@@ -67,6 +70,14 @@ def test_tiles_keep_the_processors_busy(lanes, outputs, expected):
 
 def test_a_cpu_keeps_the_blas():
     assert not fuses_swiglu(torch.empty(2 * 14336, 64, dtype=BF16), 128)
+
+
+def test_weight_and_result_need_aligned_rows():
+    fits = linear_swiglu_module._can_be_fused
+    assert fits(torch.empty(2 * 24, 64, dtype=BF16)) and fits(torch.empty(16, 8).half())
+    assert not fits(torch.empty(2 * 20, 64, dtype=BF16)), "rows of 40 bytes come out"
+    assert not fits(torch.empty(2 * 24, 60, dtype=BF16)), "rows of 120 bytes go in"
+    assert not fits(torch.empty(2 * 24, 64)), "float32"
 
 
 def test_a_cpu_runs_the_reference():
@@ -138,6 +149,8 @@ def compiled(outputs: int) -> tuple[str, int]:
 
 
 @hopper
+@example(lanes=1024, outputs=8192, columns=64, dtype=BF16, pdl=True)
+@example(lanes=100, outputs=8192, columns=200, dtype=torch.float16, pdl=False)
 @settings(deadline=None, max_examples=40)
 @given(
     lanes=st.integers(1, 300) | st.sampled_from([128, 129, 1024]),

@@ -29,8 +29,8 @@ def ints(*shape: int) -> torch.Tensor:
     return new(*shape, dtype=torch.int32)
 
 
-def cache() -> dict[str, torch.Tensor]:
-    return {"kv": new(9, 2, BLOCK, KV_HEADS, HEAD_DIM), "block_table_SB": ints(1, 8)}
+def cache(columns: int = 8) -> dict[str, torch.Tensor]:
+    return {"kv": new(9, 2, BLOCK, KV_HEADS, HEAD_DIM), "block_table_SB": ints(1, columns)}
 
 
 def norm() -> None:
@@ -59,13 +59,13 @@ def rope() -> None:
 
 
 def split_attention() -> None:
-    attention(arrivals=ints(128))
+    attention(lanes=16, columns=512, arrivals=ints(128))
 
 
-def attention(**arrivals: torch.Tensor) -> None:
+def attention(lanes: int = LANES, columns: int = 8, **arrivals: torch.Tensor) -> None:
     paged_prefill_attention(
-        new(LANES, HEADS, HEAD_DIM),
-        **cache(),
+        new(lanes, HEADS, HEAD_DIM),
+        **cache(columns),
         query_start_P1=ints(2),
         slot_P=ints(1),
         position_P=ints(1),
@@ -94,4 +94,7 @@ def test_loads_nothing_but_weights_before_the_wait(
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
     assert {load.argument for load in loads if not load.after_wait} == early
-    assert "slot_ptr" in {load.argument for load in loads if load.after_wait}
+    late = {load.argument for load in loads if load.after_wait}
+    assert "slot_ptr" in late
+    splits = call is split_attention
+    assert (launch.arguments.get("SPLITS", 1) > 1) == splits == ("part_ptr" in late)
