@@ -21,8 +21,8 @@ from graphengine.models.dense import (
     DenseConfig,
     allocate_weights,
     decode_shapes,
-    prefill_scratch_width,
 )
+from graphengine.models.prefill import prefill_scratch_width
 from graphengine.processing import PrefillKind, processing_fields
 from graphengine.tuning import MAX_SPLITS
 

@@ -32,13 +32,8 @@ from graphengine.kernels import (
 )
 
 if TYPE_CHECKING:
-    from graphengine.models.dense import (
-        Attend,
-        DecodeLaunch,
-        DenseConfig,
-        DenseModel,
-        Destinations,
-    )
+    from graphengine.models.dense import DecodeLaunch, DenseConfig, DenseModel, Destinations
+    from graphengine.models.prefill import Attend
     from graphengine.scheduler import PrefillChunk
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,20 +27,22 @@ from graphengine.kernels import (
     Residual,
     RopeConfig,
     RowFamily,
-    add_rms_norm,
     arrivals_needed,
     decode_attention,
     decode_attention_arrivals,
     embed,
-    fuses_swiglu,
     heuristic_plan,
     linear,
     linear_residual,
-    linear_swiglu,
     rms_norm,
-    rope_append,
     rope_tables,
-    swiglu,
+)
+from graphengine.models.prefill import (
+    Attend,
+    PrefillScratch,
+    is_fused,
+    prefill_attention,
+    prefill_behind_attention,
 )
 
 Destinations = dict[str, Tensor]
@@ -278,14 +280,6 @@ class DecodeLaunch(NamedTuple):
     tokens_per_row: int = 1
 
 
-class Attend(Protocol):
-    """Attention of a chunk over one layer's cache, which holds the lanes' own keys and values."""
-
-    def __call__(self, q_NQD: Tensor, kv: Tensor, *, out: Tensor) -> Tensor:
-        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`."""
-        ...
-
-
 class LayerContext(NamedTuple):
     """What the layers of a model, and those of its draft modules, have in common."""
 
@@ -375,123 +369,6 @@ def decode_layer(
     )
 
 
-class PrefillScratch:
-    """What the layers of a chunk of T lanes compute in, one behind the other.
-
-    One piece of memory, since each product's result is needed until the next one has read it and no
-    longer: queries, keys and values, then the queries behind RoPE beside them, attention in place
-    of the first and its output product in place of the second, gate and up in place of all, or what
-    one kernel makes of them where it is `fused`.
-
-    h         `[T, H]` in the dtype of `layer`'s weights: what each layer reads
-    pdl       whether the kernels of a layer may be launched before what is in front of them is done
-    outlived  whether `h` is memory of its own, so that keeping it does not keep the rest
-    """
-
-    def __init__(
-        self,
-        config: DenseConfig,
-        layer: LayerWeights,
-        lanes: int,
-        *,
-        pdl: bool = False,
-        outlived: bool = False,
-    ) -> None:
-        self._lanes = lanes
-        self.pdl = pdl
-        self.fused = layer.gate_up_bias is None and fuses_swiglu(layer.gate_up, lanes)
-        width = prefill_scratch_width(config, fused=self.fused)
-        new, values = layer.gate_up.new_empty, lanes * config.hidden_size
-        # Else one allocation: of 1 to 10 MB each takes 20 of a graph's pool.
-        memory = new(lanes * width + (0 if outlived else values))
-        self.h = (new(values) if outlived else memory[:values]).view(lanes, -1)
-        self._memory = memory if outlived else memory[values:]
-
-    def take(self, columns: int, *, behind: int = 0) -> Tensor:
-        """`[T, columns]`, dense, behind as many columns' memory; it holds anything."""
-        start = self._lanes * behind
-        return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
-
-
-def prefill_scratch_width(config: DenseConfig, *, fused: bool = False) -> int:
-    """Values that `PrefillScratch` holds for each lane, beside `h`."""
-    attention = config.qkv_size + max(config.q_size, config.hidden_size)
-    return max(attention, config.ffn_size if fused else 2 * config.ffn_size)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def prefill_attention(
-    layer: LayerWeights,
-    lanes: PrefillLanes,
-    kv: Tensor,
-    block_table: Tensor,
-    context: LayerContext,
-    attend: Attend,
-    scratch: PrefillScratch,
-) -> Tensor:
-    """The first half of a layer for a chunk: `[T, Q*D]` attention of the normed `scratch.h`.
-
-    `kv`, the layer's cache, receives the keys and values of the live lanes. The result lies in
-    `scratch`, in front of what the first product of `prefill_behind_attention` writes.
-    """
-    config = context.config
-    qkv = scratch.take(config.qkv_size)
-    q = scratch.take(config.q_size, behind=config.qkv_size)
-    rope_append(
-        _product(scratch.h, layer.qkv, layer.qkv_bias, qkv),
-        context.cos,
-        context.sin,
-        kv,
-        block_table,
-        lanes.slot,
-        lanes.position,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        q_norm_weight=layer.q_norm,
-        k_norm_weight=layer.k_norm,
-        eps=config.norm_eps,
-        out=q.view(-1, config.num_heads, config.head_dim),
-        pdl=scratch.pdl,
-    )
-    attended = scratch.take(config.q_size)
-    return attend(q.view(-1, config.num_heads, config.head_dim), kv, out=attended)
-
-
-def prefill_behind_attention(
-    layer: LayerWeights,
-    next_norm: Tensor,
-    x: Tensor,
-    attended: Tensor,
-    slot: Tensor,
-    context: LayerContext,
-    scratch: PrefillScratch,
-) -> None:
-    """The other half: `scratch.h` becomes `x` behind `next_norm`.
-
-    `x`, the float32 residual stream, is updated in place; `attended` is lost where it lies in
-    `scratch`.
-    """
-    config, h = context.config, scratch.h
-    norm: Any = {"eps": config.norm_eps, "out_dtype": h.dtype, "out": h, "pdl": scratch.pdl}
-    output = scratch.take(config.hidden_size, behind=config.qkv_size)
-    _product(attended, layer.output, layer.output_bias, output)
-    add_rms_norm(x, output, layer.ffn_norm, slot, **norm)
-    if scratch.fused:
-        gated = scratch.take(config.ffn_size)
-        linear_swiglu(h, layer.gate_up, out=gated, pdl=scratch.pdl)
-    else:
-        gate_up = scratch.take(2 * config.ffn_size)
-        _product(h, layer.gate_up, layer.gate_up_bias, gate_up)
-        gated = swiglu(gate_up, slot, out=gate_up[:, : config.ffn_size], pdl=scratch.pdl)
-    _product(gated, layer.down, layer.down_bias, h)
-    add_rms_norm(x, h, next_norm, slot, **norm)
-
-
 class PrefillEnd(NamedTuple):
     """What `DenseModel.prefill` leaves of a chunk of T lanes."""
 
@@ -535,8 +412,7 @@ class DenseModel:
 
     def fuses(self, lanes: int) -> bool:
         """Whether a chunk of so many lanes has gate, up and SwiGLU in one kernel."""
-        layer = self.weights.layers[0]
-        return layer.gate_up_bias is None and fuses_swiglu(layer.gate_up, lanes)
+        return is_fused(self.weights.layers[0], lanes)
 
     def decode(
         self,

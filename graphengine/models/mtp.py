@@ -37,22 +37,24 @@ from graphengine.kernels import (
 )
 from graphengine.models import hf_config
 from graphengine.models.dense import (
-    Attend,
     DecodeLaunch,
     DecodePlans,
     DenseConfig,
     Destinations,
     LayerContext,
     LayerWeights,
-    PrefillScratch,
     allocate_layer,
     allocate_weights,
     decode_layer,
     decode_shapes,
+)
+from graphengine.models.families import read_model_config
+from graphengine.models.prefill import (
+    Attend,
+    PrefillScratch,
     prefill_attention,
     prefill_behind_attention,
 )
-from graphengine.models.families import read_model_config
 
 HiddenFeed = Literal["normed"]
 """Which hidden state a module reads, and which of its own the next one does: `normed` is behind the

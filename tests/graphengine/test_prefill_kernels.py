@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphengine import Engine
-from graphengine.models import dense
+from graphengine.models import dense, prefill
 from graphengine.models.families import read_model_config
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.shapes import SHAPES, Subject
@@ -25,7 +25,7 @@ WIDE = SHAPES["tiny"] | {"hidden_size": 128, "intermediate_size": 8192}
 
 
 def fuse(patch: pytest.MonkeyPatch, fused: bool) -> None:
-    patch.setattr(dense, "fuses_swiglu", lambda weight, lanes: fused)
+    patch.setattr(prefill, "fuses_swiglu", lambda weight, lanes: fused)
 
 
 @pytest.mark.parametrize("speculative", [None, MTP(k=3)])
@@ -43,8 +43,8 @@ def test_one_kernel_for_gate_and_up_says_what_two_say(
         calls.append(arguments[0].shape[0])
         return linear_swiglu(*arguments, **named)
 
-    linear_swiglu = dense.linear_swiglu
-    monkeypatch.setattr(dense, "linear_swiglu", counted)
+    linear_swiglu = prefill.linear_swiglu
+    monkeypatch.setattr(prefill, "linear_swiglu", counted)
     results = {}
     for fused in (False, True):
         calls.clear()
@@ -71,7 +71,7 @@ def test_a_kept_h_does_not_keep_the_scratch() -> None:
     config = read_model_config(WIDE)
     layer = dense.allocate_layer(config, device="cpu", dtype=torch.bfloat16)
     for outlived in (False, True):
-        scratch = dense.PrefillScratch(config, layer, 16, outlived=outlived)
+        scratch = prefill.PrefillScratch(config, layer, 16, outlived=outlived)
         bytes_of_h = scratch.h.untyped_storage().nbytes()
         assert (bytes_of_h == 16 * 128 * 2) == outlived
         parts = scratch.take(config.qkv_size), scratch.take(8, behind=config.qkv_size)
