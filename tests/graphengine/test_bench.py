@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benching import CPU, tiny_engine, tiny_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed import result
@@ -27,7 +28,6 @@ from graphengine.profiles.kernel_times import (
     prefill_kernel_times,
     summarise,
 )
-from graphengine.profiles.measure import Work
 from graphengine.profiles.percentiles import SHARES, percentiles, supports
 from graphengine.profiles.shapes import (
     NAMES,
@@ -40,19 +40,10 @@ from graphengine.profiles.shapes import (
 )
 from graphengine.report import describe_engine
 
-CPU = {"device": "cpu", "max_batch": 3, "max_seq_len": 96}
-
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Engine]:
-    """An engine of three slots with random weights."""
-    engine, _ = build_engine(Subject.of_shape("tiny"), CPU)
-    with engine:
-        yield engine
-
-
-def tiny_work(**changes: Any) -> Work:
-    return Work(**({"live": 3, "prompt_tokens": 9, "new_tokens": 14, "runs": 2} | changes))
+    yield from tiny_engine()
 
 
 # Percentiles.

@@ -7,18 +7,17 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from benching import Bench, bench_command
 
 from graphengine import cli
 from graphengine.profiles import bench, table, text
 from graphengine.profiles.ceiling import ReadCeiling
 
-SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
 ROW_KEYS = {
     "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
     "tokens_per_step", "tokens_per_s", "itl_ms", "itl_admission_ms", "checked", "step_bytes",
@@ -29,20 +28,10 @@ ENVIRONMENT_KEYS = {
     "uncommitted_changes", "date",
 }  # fmt: skip
 
-Bench = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
-    """`run_bench("--shape", "tiny")` -> (exit status, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = cli.main(["bench", *SMALL, *arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return bench_command(capsys)
 
 
 def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benching import CPU, tiny_engine, tiny_work
 from timed import Clock, Row, TimedEngine, result
 
 import graphengine.engine
@@ -20,23 +21,15 @@ from graphengine import Engine, SamplingParams
 from graphengine.profiles import eager, measure
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.kernel_times import _start_decoding
-from graphengine.profiles.measure import StepTime, Work
+from graphengine.profiles.measure import StepTime
 from graphengine.profiles.shapes import Subject
 
-CPU = {"device": "cpu", "max_batch": 3, "max_seq_len": 96}
 US = 1e-6
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Engine]:
-    """An engine of three slots with random weights."""
-    engine, _ = build_engine(Subject.of_shape("tiny"), CPU)
-    with engine:
-        yield engine
-
-
-def tiny_work(**changes: Any) -> Work:
-    return Work(**({"live": 3, "prompt_tokens": 9, "new_tokens": 14, "runs": 2} | changes))
+    yield from tiny_engine()
 
 
 @pytest.fixture

@@ -7,37 +7,25 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benching import Bench, bench_command
 from stand_in_vllm import write_vllm
 
-from graphengine import cli
 from graphengine.profiles import bench, peers, text
 from graphengine.profiles.measure import Work
 from graphengine.profiles.peers import PeerRun
 from graphengine.profiles.shapes import SHAPES, Subject
 
 TINY = ("--shape", "tiny", "--ttft-tokens", "5", "--max-seq-len", "32")
-SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
 SIZES = {"device": "cpu", "dtype": "float32", "prompt_tokens": 4, "new_tokens": 6, "runs": 1}
-
-Bench = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
-    """`run_bench("--shape", "tiny")` -> (exit status, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = cli.main(["bench", *SMALL, *arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return bench_command(capsys)
 
 
 @pytest.fixture

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from benching import Bench, bench_command
 from timed import result
 
-from graphengine import Engine, EngineConfig, cli
+from graphengine import Engine, EngineConfig
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench, measure
@@ -219,18 +220,10 @@ def test_steps_without_drafts_are_no_speculative_step() -> None:
 
 # The command.
 
-Bench = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = cli.main(["bench", *SMALL, *arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return bench_command(capsys, SMALL)
 
 
 def test_the_sweep_is_part_of_its_row(run_bench: Bench) -> None:

@@ -147,11 +147,33 @@ def prefill(
     return results
 
 
-@pytest.fixture(scope="module", params=["triton", "reference"])
+class Splitting:
+    """`paged_prefill_attention` with counters, which it must leave at zero, and few keys a split.
+
+    The interpreter runs one program after the other: the last one puts the parts together.
+    """
+
+    def __init__(self, device: str, keys: int = 0) -> None:
+        self.keys = keys
+        self.arrivals = torch.zeros(PREFILL_ARRIVALS + 3, dtype=torch.int32, device=device)
+
+    def __call__(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            if self.keys:
+                patch.setattr(prefill_attention, "LEAST_SPLIT", self.keys)
+            result = paged_prefill_attention(*arguments, **named, arrivals=self.arrivals)
+        assert not self.arrivals.any(), "a counter was not reset"
+        return result
+
+
+@pytest.fixture(scope="module", params=["triton", "split", "reference"])
 def op(request: pytest.FixtureRequest) -> Op:
     if request.param == "reference":
         return paged_prefill_attention_reference, "cpu"
-    return paged_prefill_attention, request.getfixturevalue("device")
+    device = request.getfixturevalue("device")
+    if request.param == "split":
+        return Splitting(device, keys=32), device
+    return paged_prefill_attention, device
 
 
 @pytest.fixture(scope="module")
@@ -322,52 +344,6 @@ def test_tokens_outside_the_block_table_are_nan(op: Op, position: int) -> None:
 
 
 # Keys that are split among programs.
-
-
-class Splitting:
-    """`paged_prefill_attention` with counters, which it must leave at zero, and few keys a split.
-
-    The interpreter runs one program after the other: the last one puts the parts together.
-    """
-
-    def __init__(self, device: str, keys: int = 0) -> None:
-        self.keys = keys
-        self.arrivals = torch.zeros(PREFILL_ARRIVALS + 3, dtype=torch.int32, device=device)
-
-    def __call__(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            if self.keys:
-                patch.setattr(prefill_attention, "LEAST_SPLIT", self.keys)
-            result = paged_prefill_attention(*arguments, **named, arrivals=self.arrivals)
-        assert not self.arrivals.any(), "a counter was not reset"
-        return result
-
-
-@SETTINGS
-@given(drawn=problems(), tail=st.integers(1, 9))
-def test_split_keys_equal_the_definition(
-    device: str,
-    dtypes: tuple[torch.dtype, ...],
-    place_cache: Callable[..., Any],
-    drawn: tuple[Problem, list[Segment]],
-    tail: int,
-) -> None:
-    """Splits of one tile: chunks of all lengths, among empty and padded segments, poisoned."""
-    problem, segments = drawn
-    for dtype in dtypes:
-        typed = replace(problem, dtype=dtype)
-        op = Splitting(device, keys=32), device
-        results = prefill(
-            op, place_cache, typed, segments, tail=tail, placement=problem.seed, poison=True
-        )
-        expected = dense_attention(typed)
-        for segment, rows in zip(segments, results, strict=True):
-            if segment.slot >= 0:
-                last = segment.position + segment.tokens
-                wanted = expected[segment.slot, segment.position : last]
-                torch.testing.assert_close(
-                    rows.cpu().double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-                )
 
 
 def test_keys_are_split_where_programs_are_few() -> None:
