@@ -62,11 +62,13 @@ class PrefillScratch:
         self.pdl = pdl
         self.fused = is_fused(layer, lanes)
         width = prefill_scratch_width(config, fused=self.fused)
-        new, values = layer.gate_up.new_empty, lanes * config.hidden_size
-        # Else one allocation: of 1 to 10 MB each takes 20 of a graph's pool.
-        memory = new(lanes * width + (0 if outlived else values))
-        self.h = (new(values) if outlived else memory[:values]).view(lanes, -1)
-        self._memory = memory if outlived else memory[values:]
+        new, sizes = layer.gate_up.new_empty, [lanes * config.hidden_size, lanes * width]
+        if outlived:
+            h, self._memory = map(new, sizes)
+        else:
+            # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
+            h, self._memory = torch.split(new(sum(sizes)), sizes)
+        self.h = h.view(lanes, -1)
 
     def take(self, columns: int, *, behind: int = 0) -> Tensor:
         """`[T, columns]`, dense, behind as many columns' memory; it holds anything."""
