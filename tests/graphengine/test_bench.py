@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benching import CPU, tiny_engine, tiny_work
+from benching import CPU, corrupt_eager_steps, launch_captured, tiny_engine, tiny_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed import result
@@ -145,14 +145,7 @@ def test_the_full_sampler_is_measured_too(tiny: Engine) -> None:
 def test_graphs_that_differ_from_the_eager_step_are_refused(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replay = eager.EagerStep.replay
-
-    def corrupt(stand_in: eager.EagerStep) -> None:
-        replay(stand_in)
-        token = tiny.buffers["next_token"]
-        token.copy_((token + 1) % tiny.model.config.vocab_size)
-
-    monkeypatch.setattr(eager.EagerStep, "replay", corrupt)
+    corrupt_eager_steps(tiny, monkeypatch)
     with pytest.raises(RuntimeError, match=r"the eager step and the graphs, prompt 0: .* differ"):
         measure.decode(tiny, tiny_work())
     assert not tiny.busy
@@ -162,33 +155,14 @@ def test_an_eager_step_that_never_ran_is_no_check(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the engine launched its graphs by another way, they would be compared with themselves."""
-    captured, launch = dict(tiny._graphs), tiny._launch
-
-    def launch_captured(bucket: str, *arguments: Any, **options: Any) -> Any:
-        stand_ins, tiny._graphs = tiny._graphs, captured
-        try:
-            return launch(bucket, *arguments, **options)
-        finally:
-            tiny._graphs = stand_ins
-
-    monkeypatch.setattr(tiny, "_launch", launch_captured)
+    launch_captured(tiny, monkeypatch)
     with pytest.raises(RuntimeError, match=r"launched \{'prefill/16': 3, .*, and .* ran only \{\}"):
         measure.decode(tiny, tiny_work())
 
 
 def test_every_replay_of_the_check_is_eager(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill alone would not do."""
-    captured, launch = dict(tiny._graphs), tiny._launch
-
-    def decode_captured(bucket: str, *arguments: Any, **options: Any) -> Any:
-        stand_ins = tiny._graphs
-        tiny._graphs = captured if bucket.startswith("decode") else stand_ins
-        try:
-            return launch(bucket, *arguments, **options)
-        finally:
-            tiny._graphs = stand_ins
-
-    monkeypatch.setattr(tiny, "_launch", decode_captured)
+    launch_captured(tiny, monkeypatch, "decode")
     with pytest.raises(RuntimeError, match=r"eagerly ran only \{'prefill/16': 3\}"):
         measure.decode(tiny, tiny_work())
 

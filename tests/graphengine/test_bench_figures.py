@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benching import CPU, tiny_engine, tiny_work
+from benching import CPU, corrupt_eager_steps, tiny_engine, tiny_work
 from timed import Clock, Row, TimedEngine, result
 
 import graphengine.engine
 from graphengine import Engine, SamplingParams
-from graphengine.profiles import eager, measure
+from graphengine.profiles import measure
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.kernel_times import _start_decoding
 from graphengine.profiles.measure import StepTime
@@ -34,15 +34,7 @@ def tiny() -> Iterator[Engine]:
 
 @pytest.fixture
 def corrupted(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every eager step leaves another token than its graph does."""
-    replay = eager.EagerStep.replay
-
-    def corrupt(stand_in: eager.EagerStep) -> None:
-        replay(stand_in)
-        token = tiny.buffers["next_token"]
-        token.copy_((token + 1) % tiny.model.config.vocab_size)
-
-    monkeypatch.setattr(eager.EagerStep, "replay", corrupt)
+    corrupt_eager_steps(tiny, monkeypatch)
 
 
 # First tokens.

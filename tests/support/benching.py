@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from graphengine import Engine, cli
+from graphengine.profiles import eager
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.shapes import Subject
 from graphengine.profiles.workload import Work
@@ -35,6 +36,33 @@ def tiny_engine() -> Iterator[Engine]:
     engine, _ = build_engine(Subject.of_shape("tiny"), CPU)
     with engine:
         yield engine
+
+
+def corrupt_eager_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eager step leaves another token than its graph does."""
+    replay = eager.EagerStep.replay
+
+    def corrupt(stand_in: eager.EagerStep) -> None:
+        replay(stand_in)
+        token = engine.buffers["next_token"]
+        token.copy_((token + 1) % engine.model.config.vocab_size)
+
+    monkeypatch.setattr(eager.EagerStep, "replay", corrupt)
+
+
+def launch_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str = "") -> None:
+    """Graphs whose names begin with `kind` are launched whatever stands in for them."""
+    captured, launch = dict(engine._graphs), engine._launch
+
+    def launch_by(bucket: str, *arguments: Any, **options: Any) -> Any:
+        stand_ins = engine._graphs
+        engine._graphs = captured if bucket.startswith(kind) else stand_ins
+        try:
+            return launch(bucket, *arguments, **options)
+        finally:
+            engine._graphs = stand_ins
+
+    monkeypatch.setattr(engine, "_launch", launch_by)
 
 
 def tiny_work(**changes: Any) -> Work:
