@@ -6,6 +6,9 @@ and keys are read once for the whole group. Key tiles start at position 0 and ha
 dtype and head_dim: a token's bits are a function of its position and its keys, not of how its
 prompt was cut into chunks, nor of the other segments.
 
+On Hopper chunks with many tiles of rows take another kernel, `prefill_attention_gluon.py`, with the
+same bits.
+
 A short chunk behind many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
 keys are split among programs as well, and the last of them to arrive puts their results together
 (Flash-Decoding; Dao et al. 2023). Then a token's bits are also a function of where its chunk
@@ -37,6 +40,7 @@ from graphengine.kernels.paged import (
 )
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.plans import dot_columns
+from graphengine.kernels.prefill_attention_gluon import attend, takes_wgmma
 
 
 class PrefillTiles(NamedTuple):
@@ -143,6 +147,19 @@ def paged_prefill_attention(
     if arrivals is not None:
         shares = _pick_shares(kv_heads * row_tiles * segments)
         splits = min(shares, -(-token_capacity(kv, block_table_SB) // LEAST_SPLIT))
+    if splits == 1 and takes_wgmma(q_NQD, kv, segments):
+        attend(
+            q_NQD,
+            kv,
+            block_table_SB,
+            query_start_P1=query_start_P1,
+            slot_P=slot_P,
+            position_P=position_P,
+            scale=scale,
+            out=out,
+            pdl=pdl,
+        )
+        return out
     grid = (kv_heads, row_tiles, splits * segments)
     parts = None
     if splits > 1:

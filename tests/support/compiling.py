@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -89,6 +90,9 @@ def _signature(value: Any) -> Any:
         return value._make(map(_signature, value))
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        element = _POINTERS[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
     return "fp32" if isinstance(value, float) else "i32"
 
 

@@ -1,0 +1,135 @@
+"""Problems of prefill attention: what a kernel is given, must find, and must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+SENTINEL = -555.0
+HUGE = (2**31 - 1, -(2**31), 10**9, -7)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+Op = tuple[Callable[..., torch.Tensor], str]
+"""What computes, and on which device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`tokens` queries of `slot` from `position` on; slot -1 is a padded segment."""
+
+    slot: int
+    position: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Slots with `lengths` cached tokens each, every one of which has a query as well."""
+
+    lengths: tuple[int, ...]
+    kv_heads: int = 1
+    group: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [S, longest, Q, D], keys and values [S, longest, G, D]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        slots, longest = len(self.lengths), max(self.lengths)
+        heads = (self.kv_heads * self.group, self.kv_heads, self.kv_heads)
+        q, k, v = (
+            torch.randn(slots, longest, h, self.head_dim, generator=generator)
+            .to(self.dtype)
+            .to(device)
+            for h in heads
+        )
+        return q, k, v
+
+
+def dense_attention(problem: Problem) -> torch.Tensor:
+    """The definition, in float64, for every token of every slot: [S, longest, Q * D]."""
+    q, k, v = (t.double() for t in problem.tensors("cpu"))
+    longest = q.shape[1]
+    hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+    k, v = (t.repeat_interleave(problem.group, dim=2) for t in (k, v))
+    scores = torch.einsum("sthd,skhd->shtk", q, k) * problem.scale
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return torch.einsum("shtk,skhd->sthd", weights, v).flatten(2)
+
+
+def prefill(
+    op: Op,
+    place_cache: Callable[..., Any],
+    problem: Problem,
+    segments: Sequence[Segment],
+    *,
+    tail: int = 0,
+    placement: int = 0,
+    poison: bool = False,
+) -> list[torch.Tensor]:
+    """Each segment's [tokens, Q * D]; asserts that nothing else was written.
+
+    Keys past a slot's last queried token are not in the cache: they are NaN under `poison`.
+    `tail` lanes behind the last segment are in no segment.
+    """
+    function, device = op
+    q_SLQD, keys, values = problem.tensors(device)
+    filled = [0] * len(problem.lengths)
+    for segment in segments:
+        if segment.slot >= 0:
+            end = segment.position + segment.tokens
+            filled[segment.slot] = max(filled[segment.slot], end)
+    cache = place_cache(
+        keys,
+        values,
+        filled,
+        block_size=problem.block_size,
+        placement=placement,
+        poison=poison,
+    )
+    before = cache.all_layers.clone()
+    lanes = sum(segment.tokens for segment in segments) + tail
+    q = torch.full((lanes, *q_SLQD.shape[2:]), torch.nan if poison else 0.0).to(q_SLQD)
+    out = torch.full((lanes, q[0].numel()), SENTINEL).to(q)
+    starts, positions = [0], []
+    for index, segment in enumerate(segments):
+        first = starts[-1]
+        starts.append(first + segment.tokens)
+        padded = segment.slot < 0
+        positions.append(HUGE[index % len(HUGE)] if padded else segment.position)
+        if not padded:
+            last = segment.position + segment.tokens
+            q[first : starts[-1]] = q_SLQD[segment.slot, segment.position : last]
+
+    def on_device(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    result = function(
+        q,
+        cache.kv,
+        cache.block_table_SB,
+        query_start_P1=on_device(starts),
+        slot_P=on_device([segment.slot for segment in segments]),
+        position_P=on_device(positions),
+        scale=problem.scale,
+        out=out,
+    )
+    assert result.data_ptr() == out.data_ptr()
+    # As bytes, so that a NaN equals itself.
+    unchanged = torch.equal(cache.all_layers.view(torch.uint8), before.view(torch.uint8))
+    assert unchanged, "attention wrote to the cache"
+    assert bool((out[starts[-1] :] == SENTINEL).all()), "a lane in no segment was written"
+    results = [result[a:b] for a, b in pairwise(starts)]
+    for segment, rows in zip(segments, results, strict=True):
+        assert segment.slot >= 0 or bool((rows == SENTINEL).all()), "a padded segment was written"
+    return results
