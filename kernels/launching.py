@@ -130,7 +130,7 @@ class _Found:
             with _ZeroedMemory():
                 step()
         except Exception as cause:
-            raise RuntimeError(f"compilation for bucket {name!r} failed: {cause}") from cause
+            raise RuntimeError(f"compilation for step {name!r} failed: {cause}") from cause
 
     def look_up(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """A launch that is none; every layer of a model asks for the same few kernels again."""
@@ -138,7 +138,7 @@ class _Found:
         if not isinstance(found, triton.FutureKernel):
             return
         if found not in self.names:
-            self.names[found] = f"kernel {kernel.__name__} of bucket {self._step!r}"
+            self.names[found] = f"kernel {kernel.__name__} of step {self._step!r}"
         elif _is_there(found.future):
             # Triton keeps it in memory from now on, and finds it there much faster.
             found.result()

@@ -174,7 +174,7 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
 
     kernel, other = StandIn(fail), StandIn()
     steps = {"decode/2": launching_step(other), "decode/1": launching_step(kernel)}
-    message = "kernel stand_in of bucket 'decode/1' failed: no such instruction"
+    message = "kernel stand_in of step 'decode/1' failed: no such instruction"
     with pytest.raises(RuntimeError, match=message) as caught:
         compile_kernels(steps)
     assert isinstance(caught.value.__cause__, ValueError)
@@ -204,7 +204,7 @@ def test_a_step_that_raises_begins_no_further_compilation(kind: type[BaseExcepti
     with pytest.raises(expected, match="out of memory") as caught:
         compile_kernels({"prefill/8": step}, workers=1)
     if kind is ValueError:
-        assert "compilation for bucket 'prefill/8' failed" in str(caught.value)
+        assert "compilation for step 'prefill/8' failed" in str(caught.value)
     assert not waiting.kept
 
 
@@ -313,7 +313,7 @@ def test_real_kernels_are_compiled_then_in_memory_then_on_disk(hopper: None) -> 
 @needs_no_gpu
 def test_a_real_kernel_that_does_not_compile_is_named(hopper: None) -> None:
     step = launching_step(_wrong_kernel, torch.zeros(1), SIZE=4)
-    with pytest.raises(RuntimeError, match=r"kernel _wrong_kernel of bucket 'a' failed") as caught:
+    with pytest.raises(RuntimeError, match=r"kernel _wrong_kernel of step 'a' failed") as caught:
         compile_kernels({"a": step})
     assert "four is too many" in str(caught.value)
     assert compile_kernels({"a": launching_step(_wrong_kernel, torch.zeros(1), SIZE=3)}).compiled
