@@ -106,6 +106,8 @@ class EngineConfig:
     seed                   of the generator that seeds requests which bring no seed of their own
     wait                   how the host waits for the mailbox
     wait_limit_s           seconds after which a replay that published nothing breaks the engine
+    collect_while_waiting  whether a step that will wait first runs Python's garbage collector, if
+                           that is due soon anyway (all but full collections) and `gc` is enabled
     """
 
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,6 +143,7 @@ class EngineConfig:
     seed: int = 0
     wait: WaitMode = "spin"
     wait_limit_s: float = 30.0
+    collect_while_waiting: bool = True
 
     def __post_init__(self) -> None:
         device_type = str(self.device).partition(":")[0]
@@ -199,7 +202,7 @@ class EngineConfig:
             raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
         if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
             raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
-        for name in ("pdl", "prompt_logprobs", "prefix_caching"):
+        for name in ("pdl", "prompt_logprobs", "prefix_caching", "collect_while_waiting"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.row_family not in (None, "fma", "dot"):
@@ -341,3 +344,4 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     wait: WaitMode
     wait_limit_s: float
+    collect_while_waiting: bool

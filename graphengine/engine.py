@@ -30,6 +30,7 @@ from graphengine.config import EngineConfig, EngineOptions
 from graphengine.delivery import Delivery, StopCallback
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.fields import draft_updates, host_updates
+from graphengine.garbage import collect_due
 from graphengine.gate import Gate
 from graphengine.intake import Intake, QueueOptions
 from graphengine.kernels import RowFamily
@@ -558,6 +559,8 @@ class Engine:
             self.recorder.collecting()
         replays = self._in_flight[0]
         deadline = None if timeout is None else time.perf_counter() + timeout
+        if self.config.collect_while_waiting and (timeout is None or timeout > 0):
+            collect_due()
         records = []
         for replay in replays:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())

@@ -161,6 +161,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "kv_blocks": memory.kv_blocks,
         "lookahead": config.lookahead,
         "wait": config.wait,
+        "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,
         "row_family": engine.row_family,
         "plan_sources": engine.plan_sources._asdict(),

@@ -72,7 +72,7 @@ def test_the_pieces_are_the_whole_step(rows: int) -> None:
 
 
 def test_a_steady_step_calls_few_functions_and_one_more_for_each_row() -> None:
-    """25 with one row, and little room for more: no busy machine disturbs that."""
+    """26 with one row, and little room for more: no busy machine disturbs that."""
     found = {}
     for rows in (1, 3, 9):
         with steady(rows) as (engine, _):

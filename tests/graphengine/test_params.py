@@ -266,6 +266,7 @@ def test_engine_defaults() -> None:
         "seed": 0,
         "wait": "spin",
         "wait_limit_s": 30.0,
+        "collect_while_waiting": True,
     }
     assert config.torch_dtype is None
     assert EngineConfig().device == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -312,6 +313,7 @@ def test_engine_defaults() -> None:
         ),
         ({"pdl": 1}, "pdl=1 must be True or False"),
         ({"pdl": None}, "pdl=None must be True or False"),
+        ({"collect_while_waiting": 0}, "collect_while_waiting=0 must be True or False"),
         ({"row_family": "wgmma"}, "row_family='wgmma' must be 'fma', 'dot' or None"),
         ({"row_family": "FMA"}, "row_family='FMA' must be 'fma', 'dot' or None"),
         ({"row_family": ["fma"]}, "row_family=['fma'] must be 'fma', 'dot' or None"),

@@ -470,7 +470,8 @@ def test_a_file_holds_a_header_and_a_line_for_each_record(device: str, tmp_path:
     assert header["environment"]["torch"] == torch.__version__
     facts = {
         "max_batch": 3, "lookahead": 1, "row_family": "dot", "numerics_id": numerics,
-        "speculative": "mtp eagle, k=2", "pdl": True, "dtype": header["engine"]["dtype"],
+        "speculative": "mtp eagle, k=2", "pdl": True, "collect_while_waiting": True,
+        "dtype": header["engine"]["dtype"],
     }  # fmt: skip
     assert facts.items() <= header["engine"].items()
     assert header["engine"]["device"].startswith(device)
