@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="gaps of N tokens, for batch 1; Python's collector runs meanwhile",
+        help="gaps of N tokens, for batch 1; again while Python's collector has more to do",
     )
     add(
         "--record",
@@ -386,7 +386,10 @@ def _measure_row(
         row["host"] = measure.host_time(engine, work) if on_gpu else None
         # Of one live row, in the engine that was sized for it.
         wants_long = bench.long_tokens and work.live == 1 and sizes.get("max_seq_len") is not None
-        row["long"] = measure.long_run(engine, work, bench.long_tokens) if wants_long else None
+        row["long_plain"] = row["long"] = None
+        if wants_long:
+            row["long_plain"] = measure.long_run(engine, work, bench.long_tokens, kept_objects=0)
+            row["long"] = measure.long_run(engine, work, bench.long_tokens)
         row["record"] = None
         if bench.record is not None:
             tokens = bench.long_tokens or work.live * work.new_tokens * work.runs

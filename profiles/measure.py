@@ -13,9 +13,9 @@ import gc
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -40,9 +40,9 @@ DECODING_TOKENS = 8
 """What requests that decode have of their own before another prompt is admitted."""
 KEPT_TOKENS = 256
 KEPT_OBJECTS = 16
-"""Of a long run's consumer: tokens of which it keeps notes, and containers in each note. So the
-youngest generation is collected some 23 times in 1,000 tokens and the next one twice, and neither
-can hide behind a p99.9."""
+"""Of a long run's consumer: steps of which it keeps something, and containers in each note that it
+makes. So the youngest generation is collected some 23 times in 1,000 tokens and the next one twice,
+and neither can hide behind a p99.9; a quarter more often where the engine collects early."""
 COLLECTOR_THRESHOLDS = (700, 10, 10)
 """CPython's, up to 3.12 at least."""
 TTFT_REPEATS = 4
@@ -225,24 +225,30 @@ def time_to_first_token(
     return found, checked
 
 
-def long_run(engine: Engine, work: Work, tokens: int) -> dict[str, Any]:
+def long_run(
+    engine: Engine, work: Work, tokens: int, *, kept_objects: int = KEPT_OBJECTS
+) -> dict[str, Any]:
     """At least `tokens` gaps between steps, of one request after another; milliseconds.
 
-    An engine's own steps leave nothing to Python's collector. So the consumer of the tokens does as
-    a host program would: of each it keeps a note of `kept_objects` containers for a while, in a
-    circle, which nothing but the collector frees. `collections` counts its runs by generation.
+    An engine's own steps leave nothing to Python's collector; a host program may. So the consumer
+    of the tokens keeps something of each step for a while. With 0 `kept_objects` it is the event,
+    for which the collector runs some twice in 1,000 tokens; else a note of so many containers in a
+    circle, which nothing but the collector frees.
+
+    collections  how often the collector ran, by generation, at whosever call
+    pauses_ms    the longest run of each; None where there was none
     """
     prompt = work.prompts(engine.model.config.vocab_size)[0]
     params = work.params()[0]
     gaps: list[float] = []
     requests = 0
-    notes: deque[Any] = deque(maxlen=KEPT_TOKENS)
-    with collecting() as collections:
+    kept: deque[Any] = deque(maxlen=KEPT_TOKENS)
+    with collecting() as collector:
         while len(gaps) < tokens:
             request = engine.submit(prompt, params)
             while engine.busy:
                 for event in engine.step():
-                    notes.append(_note(event.token_ids))
+                    kept.append(_note(event.token_ids, kept_objects) if kept_objects else event)
             steps = moments(request.timings)
             gaps += [1e3 * (after - before) for before, after in pairwise(steps)]
             requests += 1
@@ -253,43 +259,62 @@ def long_run(engine: Engine, work: Work, tokens: int) -> dict[str, Any]:
         "requests": requests,
         "collector_on": True,
         "thresholds": list(COLLECTOR_THRESHOLDS),
-        "kept_objects": KEPT_OBJECTS,
+        "kept_objects": kept_objects,
         "frozen": True,
-        "collections": collections,
+        "collections": collector.collections,
+        "pauses_ms": collector.pauses_ms,
     }
 
 
+@dataclass(kw_only=True, slots=True)
+class Collector:
+    """What Python's collector did, by generation: how often it ran, and the longest time it took.
+
+    One of `gc.callbacks`.
+    """
+
+    collections: list[int] = field(default_factory=lambda: [0, 0, 0])
+    pauses_ms: list[float | None] = field(default_factory=lambda: [None, None, None])
+    started: float = 0.0
+
+    def __call__(self, phase: str, info: Mapping[str, int]) -> None:
+        if phase == "start":
+            self.started = time.perf_counter()
+            return
+        took, generation = 1e3 * (time.perf_counter() - self.started), info["generation"]
+        self.collections[generation] += 1
+        self.pauses_ms[generation] = max(took, self.pauses_ms[generation] or 0.0)
+
+
 @contextmanager
-def collecting() -> Iterator[list[int]]:
-    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`; then it is as it was, but for
-    a heap that the caller had frozen.
+def collecting() -> Iterator[Collector]:
+    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`, and watched; then it is as it
+    was, but for a heap that the caller had frozen.
 
     What there is before is frozen, as a program with short deadlines does: a full collection goes
-    through 200,000 objects of torch and others, for 100 ms. Yields what will be how often the
-    collector ran, by generation. The oldest one's turn comes rarely.
+    through 200,000 objects of torch and others, for 100 ms. The oldest one's turn comes rarely.
     """
     was_on, thresholds = gc.isenabled(), gc.get_threshold()
     # From nothing on: where the first collection falls is the same every time.
     gc.collect()
     gc.freeze()
-    before = [generation["collections"] for generation in gc.get_stats()]
-    counts: list[int] = []
+    collector = Collector()
+    gc.callbacks.append(collector)
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     gc.enable()
     try:
-        yield counts
+        yield collector
     finally:
-        after = [generation["collections"] for generation in gc.get_stats()]
-        counts += [now - then for then, now in zip(before, after, strict=True)]
+        gc.callbacks.remove(collector)
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         if not was_on:
             gc.disable()
 
 
-def _note(token_ids: Sequence[int]) -> list[Any]:
-    """`KEPT_OBJECTS` lists, the outermost of which is in itself."""
-    note: list[Any] = [[token_ids] for _ in range(KEPT_OBJECTS - 1)]
+def _note(token_ids: Sequence[int], objects: int) -> list[Any]:
+    """As many lists, the outermost of which is in itself."""
+    note: list[Any] = [[token_ids] for _ in range(objects - 1)]
     note.append(note)
     return note
 

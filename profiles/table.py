@@ -20,10 +20,13 @@ from graphengine.profiles.text import (
     NOTHING,
     Column,
     Row,
+    consumer,
     family,
     first_token,
     heuristic_plans,
+    long_runs,
     number,
+    pauses,
     percentile,
     read_ceiling,
     share,
@@ -137,14 +140,14 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     """What a document has beside its rows, an item of a list each."""
     notes, file = [], f"(file {document['number']})"
     for row in document["rows"]:
-        if row["long"] is not None:
-            found = row["long"]
+        for found in long_runs(row):
             ran = f"on (it ran {_collections(found)}{', heap frozen' * bool(found.get('frozen'))})"
             notes.append(
                 f"- {document['shape']}, one row of {row['max_batch']}, {found['itl_ms']['n']:,} "
-                f"gaps with Python's collector {ran if found['collector_on'] else 'off'}: ITL "
-                f"p99.9 is {found['p99.9/p50']:.3f} times p50, the maximum "
-                f"{found['itl_ms']['max']:.3f} ms {file}."
+                f"gaps{consumer(found)}, with Python's collector "
+                f"{ran if found['collector_on'] else 'off'}: ITL p99.9 is "
+                f"{found['p99.9/p50']:.3f} times p50, the maximum {found['itl_ms']['max']:.3f} ms "
+                f"{file}."
             )
     if document["admission"] is not None:
         found = document["admission"]
@@ -163,12 +166,12 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
 
 
 def _collections(found: Mapping[str, Any]) -> str:
-    """How often the collector ran; nobody gave it anything to do in the older documents."""
-    if "kept_objects" not in found:
-        return f"{sum(found['collections'])} times"
+    """How often the collector ran, and for how long at most, by generation."""
+    if not any(found["collections"]):
+        return "0 times"
     first, *others = found["collections"]
-    ran = ", ".join(map(str, others))
-    return f"{first} times in the youngest generation, {ran} in the others"
+    ran = f"{first} times in the youngest generation, {', '.join(map(str, others))} in the others"
+    return f"{ran}, for at most {longest} ms" if (longest := pauses(found)) else ran
 
 
 def _source(name: str, document: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ def describe_document(document: Mapping[str, Any]) -> str:
     if any(row["itl_ms"]["unsupported"] for row in document["rows"]):
         parts.append("* fewer values than this percentile needs: their maximum by another name")
     parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]
-    parts += [_long(row) for row in document["rows"] if row["long"] is not None]
+    parts += [_long(row, found) for row in document["rows"] for found in long_runs(row)]
     parts += [_record(row["record"]) for row in document["rows"] if row.get("record")]
     if document["admission"] is not None:
         parts.append(_admission(document["admission"]))
@@ -201,17 +201,36 @@ def _speculation(row: Row) -> str:
     )
 
 
-def _long(row: Row) -> str:
-    found = row["long"]
+def long_runs(row: Row) -> list[Row]:
+    """Those with a plain consumer, which older documents lack, then those with circles."""
+    return [found for found in (row.get("long_plain"), row["long"]) if found is not None]
+
+
+def consumer(found: Row) -> str:
+    """What the consumer of a long run kept; nothing in documents from before it kept any."""
+    objects = found.get("kept_objects")
+    if objects is None:
+        return ""
+    return f", {objects} containers a token kept in circles" if objects else ", events kept"
+
+
+def pauses(found: Row) -> str:
+    """The longest of each generation, where they were measured."""
+    longest = found.get("pauses_ms")
+    return "" if longest is None else ", ".join(number(took, 3) for took in longest)
+
+
+def _long(row: Row, found: Row) -> str:
     itl = found["itl_ms"]
     collector = "on" if found["collector_on"] else "off"
     collector += ", heap frozen" * bool(found.get("frozen"))
     ran = ", ".join(map(str, found["collections"]))
+    ran += f"; longest {longest}" if (longest := pauses(found)) else ""
     return (
-        f"{itl['n']} gaps of {found['requests']} requests, slots {row['max_batch']}, collector "
-        f"{collector} (runs by generation: {ran}): p50 {percentile(itl, 'p50')}, p99 "
-        f"{percentile(itl, 'p99')}, p99.9 {percentile(itl, 'p99.9')}, max {itl['max']:.3f}; "
-        f"p99.9/p50 {found['p99.9/p50']:.3f}"
+        f"{itl['n']} gaps of {found['requests']} requests{consumer(found)}, slots "
+        f"{row['max_batch']}, collector {collector} (runs by generation: {ran}): p50 "
+        f"{percentile(itl, 'p50')}, p99 {percentile(itl, 'p99')}, p99.9 "
+        f"{percentile(itl, 'p99.9')}, max {itl['max']:.3f}; p99.9/p50 {found['p99.9/p50']:.3f}"
     )
 
 

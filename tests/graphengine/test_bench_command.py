@@ -21,12 +21,24 @@ from graphengine.profiles.ceiling import ReadCeiling
 ROW_KEYS = {
     "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
     "tokens_per_step", "tokens_per_s", "itl_ms", "itl_admission_ms", "checked", "step_bytes",
-    "floor_ms", "share", "ttft_ms", "host", "long", "record", "start", "engine", "speculation",
+    "floor_ms", "share", "ttft_ms", "host", "long_plain", "long", "record", "start", "engine",
+    "speculation",
 }  # fmt: skip
 ENVIRONMENT_KEYS = {
     "device", "driver", "cuda", "torch", "triton", "python", "threads", "commit",
     "uncommitted_changes", "date",
 }  # fmt: skip
+
+LONG_PLAIN = (
+    "- tiny, one row of 1, 10,200 gaps, events kept, with Python's collector on (it ran 0 times, "
+    "heap frozen): ITL p99.9 is 1.050 times p50, the maximum 0.900 ms (file 1).\n"
+)
+LONG = (
+    "- tiny, one row of 1, 10,200 gaps, 16 containers a token kept in circles, with Python's "
+    "collector on (it ran 250 times in the youngest generation, 23, 0 in the others, for at most "
+    "0.120, 0.840, - ms, heap frozen): ITL p99.9 is 1.250 times p50, the maximum 0.900 ms "
+    "(file 1).\n"
+)
 
 
 @pytest.fixture
@@ -49,7 +61,11 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     # The last is one live row in an engine of the default sizes.
     rows = document["rows"]
     assert [(row["live"], row["max_batch"]) for row in rows] == [(1, 1), (3, 3), (1, 8)]
-    assert [row["long"] is None for row in rows] == [False, True, True]
+    for name, kept in (("long_plain", 0), ("long", 16)):
+        assert [row[name] is None for row in rows] == [False, True, True], name
+        assert rows[0][name]["kept_objects"] == kept
+    first, second = re.findall(r"gaps of \d+ requests, (.*), slots 1, collector on", printed)
+    assert (first, second) == ("events kept", "16 containers a token kept in circles")
     for row in rows:
         assert row.keys() == ROW_KEYS
         assert row["ms_per_step"] > 0 and row["step_bytes"] > 0
@@ -280,6 +296,12 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     document["rows"][0] |= {"share": 0.84, "floor_ms": 0.56, "host": {"host_us": 12.34}}
     document["rows"][0]["ttft_ms"] = {"128": 1.5, "1024": 4.25}
     document["rows"][0]["ms_per_step"] = 0.66
+    itl = document["rows"][0]["long"]["itl_ms"]
+    found = {"p99.9/p50": 1.25, "itl_ms": itl | {"n": 10_200, "max": 0.9}}
+    found |= {"collections": [250, 23, 0], "pauses_ms": [0.12, 0.84, None]}
+    document["rows"][0]["long"] |= found
+    found |= {"p99.9/p50": 1.05, "collections": [0, 0, 0], "pauses_ms": [None, None, None]}
+    document["rows"][0]["long_plain"] |= found
     document["peers"] = {
         "vllm": {"version": "1", "rows": [{"live": 1, "ms_per_step": 1.457, "ratio": 2.208}]}
     }
@@ -298,9 +320,8 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long (file 1)." in shown
     assert "read ceiling 4.40 TB/s" in shown and "1. `profiles/results/bench-tiny.json`" in shown
     assert "admitting a prompt of 40 tokens" in shown
-    youngest, *others = document["rows"][0]["long"]["collections"]
-    ran = f"{youngest} times in the youngest generation, {others[0]}, {others[1]} in the others"
-    assert f"gaps with Python's collector on (it ran {ran}, heap frozen)" in shown
+    for line in (LONG_PLAIN, LONG):
+        assert line in shown
     # Each percentile that so few gaps do not support is marked, and not in italics.
     assert r"\*" in shown and not re.search(r"\d\*", shown)
 

@@ -17,7 +17,7 @@ from benching import CPU, corrupt_eager_steps, tiny_engine, tiny_work
 from timed import Clock, Row, TimedEngine, result
 
 import graphengine.engine
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, Event, SamplingParams
 from graphengine.profiles import measure
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.kernel_times import _start_decoding
@@ -112,7 +112,7 @@ def test_first_tokens_take_the_sampler_of_the_row(
 # Long runs.
 
 
-def test_a_long_run_gives_the_collector_something_to_do(tiny: Engine) -> None:
+def test_a_long_run_with_notes_gives_the_collector_something_to_do(tiny: Engine) -> None:
     """Also where the program has switched it off; 65 tokens make 1,040 containers."""
     gc.disable()
     try:
@@ -124,6 +124,7 @@ def test_a_long_run_gives_the_collector_something_to_do(tiny: Engine) -> None:
     assert found["frozen"]
     assert found["thresholds"] == [700, 10, 10] and found["kept_objects"] == 16
     assert len(found["collections"]) == 3 and found["collections"][0] >= 1
+    assert [took is None for took in found["pauses_ms"]] == [not n for n in found["collections"]]
     assert found["p99.9/p50"] == found["itl_ms"]["p99.9"] / found["itl_ms"]["p50"]
 
 
@@ -131,17 +132,64 @@ def test_the_consumers_notes_make_the_collector_run() -> None:
     """10,000 notes of 16 containers: one run for 700 of them, every eleventh of two generations."""
     notes: deque[Any] = deque(maxlen=measure.KEPT_TOKENS)
     before = gc.isenabled(), gc.get_threshold()
-    with measure.collecting() as collections:
+    with measure.collecting() as collector:
         assert gc.isenabled() and gc.get_threshold() == measure.COLLECTOR_THRESHOLDS
         assert gc.get_freeze_count() > 50_000, "what was there is left to the full collections"
         for token in range(10_000):
-            notes.append(measure._note((token,)))
+            notes.append(measure._note((token,), measure.KEPT_OBJECTS))
     assert before == (gc.isenabled(), gc.get_threshold())
-    assert gc.get_freeze_count() == 0
-    youngest, middle, oldest = collections
+    assert gc.get_freeze_count() == 0 and collector not in gc.callbacks
+    youngest, middle, oldest = collector.collections
     assert 220 <= youngest + middle + oldest <= 240
     assert 18 <= middle + oldest <= 22
     assert len(notes[0]) == 16 and notes[0][-1] is notes[0]
+
+
+@pytest.mark.parametrize("objects", [0, 16])
+def test_consumers_keep_the_latest_events_or_circles(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, objects: int
+) -> None:
+    made: list[deque[Any]] = []
+
+    def keep(*, maxlen: int) -> deque[Any]:
+        made.append(deque(maxlen=maxlen))
+        return made[-1]
+
+    monkeypatch.setattr(measure, "deque", keep)
+    found = measure.long_run(tiny, tiny_work(live=1), 300, kept_objects=objects)
+    (kept,) = made
+    assert found["kept_objects"] == objects and found["requests"] == 24
+    assert len(kept) == kept.maxlen == 256
+    if objects:
+        assert all(len(note) == objects and note[-1] is note for note in kept)
+    else:
+        assert all(isinstance(event, Event) for event in kept)
+
+
+def test_pauses_are_the_longest_of_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock.module)
+    collector = measure.Collector()
+    for generation, took in ((0, 3e-3), (1, 8e-3), (0, 5e-3), (0, 4e-3)):
+        collector("start", {"generation": generation})
+        clock.now += took
+        collector("stop", {"generation": generation})
+        clock.now += 1.0
+    assert collector.collections == [3, 1, 0]
+    assert collector.pauses_ms == [pytest.approx(5.0), pytest.approx(8.0), None]
+
+
+def test_what_the_collector_counts_is_what_python_counts() -> None:
+    def counted() -> list[int]:
+        return [generation["collections"] for generation in gc.get_stats()]
+
+    with measure.collecting() as collector:
+        before = counted()
+        for generation in (0, 2, 1, 0):
+            gc.collect(generation)
+        ran = [now - then for then, now in zip(before, counted(), strict=True)]
+        assert collector.collections == ran and min(ran) >= 1
+    assert None not in collector.pauses_ms
 
 
 def test_the_collector_is_left_as_it_was_also_by_an_error() -> None:
@@ -152,6 +200,7 @@ def test_the_collector_is_left_as_it_was_also_by_an_error() -> None:
         with pytest.raises(KeyError), measure.collecting():
             raise KeyError
         assert (gc.isenabled(), gc.get_threshold()) == (False, (500, 5, 5))
+        assert not any(isinstance(one, measure.Collector) for one in gc.callbacks)
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
