@@ -44,7 +44,7 @@ from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.recording import record
 from graphengine.profiles.shapes import NAMES, Subject, step_bytes
 from graphengine.profiles.speculation import Sweep, check_sweep, measure_sweep, read_sweep
-from graphengine.profiles.text import ROW_COLUMNS, SWEEP_COLUMNS, describe_document, text_table
+from graphengine.profiles.text import SWEEP_COLUMNS, describe_document, row_columns, text_table
 from graphengine.report import describe_engine
 from graphengine.speculative import describe
 
@@ -293,7 +293,7 @@ def measure_all(
     for work, sizes in _rows(bench):
         row = rounded(_measure_row(bench, work, sizes, ceiling))
         document["rows"].append(row)
-        say(text_table(ROW_COLUMNS, [row], header=len(document["rows"]) == 1))
+        say(text_table(row_columns([row]), [row], header=len(document["rows"]) == 1))
         save(document)
         for entries in _measure_speculation(bench, work, sizes, row):
             say(text_table(SWEEP_COLUMNS, entries[-1:], header=len(entries) == 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -31,7 +32,7 @@ def share(row: Row) -> str:
     return NOTHING if row["share"] is None else f"{100 * row['share']:.0f}%"
 
 
-def first_token(row: Row, tokens: int) -> str:
+def first_token(row: Row, tokens: int | str) -> str:
     return number(row["ttft_ms"].get(str(tokens)), 2)
 
 
@@ -52,7 +53,14 @@ def _start(name: str, digits: int) -> Callable[[Row], str]:
     return lambda row: number(row["start"].get(name), digits)
 
 
-ROW_COLUMNS = (
+def row_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """What is said of each of these rows, and their first tokens by the prompts' lengths."""
+    lengths = dict.fromkeys(tokens for row in rows for tokens in row["ttft_ms"])
+    firsts = (Column(f"TTFT {n}", partial(first_token, tokens=n)) for n in lengths)
+    return (*_ROW_COLUMNS, *firsts, *_TIME_COLUMNS)
+
+
+_ROW_COLUMNS = (
     Column("live", lambda row: str(row["live"])),
     Column("slots", lambda row: str(row["max_batch"])),
     Column("sampler", lambda row: row["sampler"]),
@@ -60,8 +68,8 @@ ROW_COLUMNS = (
     Column("ms/step", lambda row: number(row["ms_per_step"], 3)),
     Column("floor", lambda row: number(row["floor_ms"], 3)),
     Column("share", share),
-    Column("TTFT 128", lambda row: first_token(row, 128)),
-    Column("1024", lambda row: first_token(row, 1024)),
+)
+_TIME_COLUMNS = (
     *(_itl(name) for name in ("p50", "p90", "p99", "p99.9")),
     Column("max", lambda row: number(row["itl_ms"]["max"], 3)),
     Column("host us", _host("host_us")),
@@ -122,7 +130,7 @@ def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool =
 
 def describe_document(document: Mapping[str, Any]) -> str:
     """All of a document's figures, for a terminal."""
-    parts = [_heading(document), text_table(ROW_COLUMNS, document["rows"])]
+    parts = [_heading(document), text_table(row_columns(document["rows"]), document["rows"])]
     if any(row["itl_ms"]["unsupported"] for row in document["rows"]):
         parts.append("* fewer values than this percentile needs: their maximum by another name")
     parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]

@@ -87,6 +87,8 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     assert [row["checked"]["first_tokens"] for row in rows] == [{"5": 4}] * 3
     assert "Tokens checked: 14 of 14 by eager steps, 4 behind 5 prompt tokens; all" in printed
     assert "heuristic plans" not in printed
+    titles = next(line for line in printed.splitlines() if "ms/step" in line)
+    assert "share   TTFT 5  ITL p50" in titles, "a column for each length that was measured"
     assert [entry["kernels"] for entry in document["kernels"]] == [None, None]
     assert [entry["kernels"] for entry in document["prefill_kernels"]] == [None]
     assert document["peers"] == {}
