@@ -106,8 +106,9 @@ class EngineConfig:
     seed                   of the generator that seeds requests which bring no seed of their own
     wait                   how the host waits for the mailbox
     wait_limit_s           seconds after which a replay that published nothing breaks the engine
-    collect_while_waiting  whether a step that will wait first runs Python's garbage collector, if
-                           that is due soon anyway (all but full collections) and `gc` is enabled
+    collect_while_waiting  whether a step that has to wait first runs Python's garbage collector,
+                           if that is due soon anyway (all but full collections), `gc` is enabled
+                           and the oldest replay is not done yet
     """
 
     device: str = "cuda" if torch.cuda.is_available() else "cpu"

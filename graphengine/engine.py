@@ -266,7 +266,9 @@ class Engine:
 
         timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
                  An empty list where it was not done in time, or only fed a part of a prompt, or
-                 where the drafts that a grammar's masks follow were not there in time.
+                 where the drafts that a grammar's masks follow were not there in time. A run of
+                 Python's collector (`EngineConfig.collect_while_waiting`), with its finalizers and
+                 callbacks, is a part of the wait, which it may lengthen.
 
         What an event callback or `stop_callback` raises goes on to the caller once every callback
         has run; the events come with the next step. Events of a `generate`, `stream` or `astream`
@@ -560,7 +562,7 @@ class Engine:
         replays = self._in_flight[0]
         deadline = None if timeout is None else time.perf_counter() + timeout
         if self.config.collect_while_waiting and (timeout is None or timeout > 0):
-            collect_due()
+            collect_due(self.mailbox.ready, replays[0].sequence, len(replays[0].requests))
         records = []
         for replay in replays:
             left = None if deadline is None else max(0.0, deadline - time.perf_counter())

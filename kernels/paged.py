@@ -5,8 +5,8 @@
 
 Token t of a slot lives in block `block_table_SB[slot, t // block_size]` at offset `t % block_size`
 (PagedAttention, Kwon et al. 2023). A cache may hold more than 2**31 elements: kernels address it
-with int64. Entries of the table past a slot's length are never read; cache entries past it, in its
-last block, do not show in any result.
+with int64. Entries of the table past a slot's length are never followed; cache entries past it, in
+its last block, do not show in any result.
 
 Letters: S slots, B blocks of a slot's table, N lanes of a launch, Q query heads, G kv heads,
 D head_dim.

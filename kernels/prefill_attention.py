@@ -147,7 +147,7 @@ def paged_prefill_attention(
     if arrivals is not None:
         shares = _pick_shares(kv_heads * row_tiles * segments)
         splits = min(shares, -(-token_capacity(kv, block_table_SB) // LEAST_SPLIT))
-    if splits == 1 and takes_wgmma(q_NQD, kv, segments):
+    if splits == 1 and block_table_SB.numel() and takes_wgmma(q_NQD, kv, segments):
         attend(
             q_NQD,
             kv,

@@ -1,11 +1,12 @@
 """Prefill attention of many rows on Hopper, in Gluon: what `prefill_attention` launches there.
 
-Bit for bit its Triton kernel, whose tiles of keys it goes through in the same order. What differs
-is when things happen. A warp of its own has the tensor memory accelerator (TMA) bring tiles of keys
-and of values, a block of the cache at a time; two warp groups have half of the rows each, and while
-one turns scores into weights, `wgmma` is at its sums of the tile before and at the other's scores.
-Source: FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton
-kernel.
+Bit for bit its Triton kernel, whose tiles of keys it goes through in the same order, as long as
+values are finite. (A weight of 0 makes NaN of one that is not: here in the rows of all tokens whose
+last tile of keys has it, there from its own tile of rows on.) What differs is when things happen. A
+warp of its own has the tensor memory accelerator (TMA) bring tiles of keys and of values, a block
+of the cache at a time; two warp groups have half of the rows each, and while one turns scores into
+weights, `wgmma` is at its sums of the tile before and at the other's scores. Source:
+FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
 
 Letters as in `prefill_attention`.
 """
@@ -195,7 +196,7 @@ def _attend_kernel(
     rows = (tensors, barriers, place, reach, scale_log2, q_stride)
     source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
     brought = (source, keys, values, barriers, tiles)
-    # One warp group is this one.
+    # One warp group is this one. The others begin behind a barrier that comes after the wait.
     gl.warp_specialize(
         [
             (_attend_rows, (rows, gl.constexpr(0), Q, G)),

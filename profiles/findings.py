@@ -132,7 +132,7 @@ def _cause(
         return "late", f"the host waited {_span(waited)} more; the device's time is not known"
     return "late", (
         f"the host waited {_span(waited)} more, the device computed {_span(device)} more: the "
-        "replay began late, or the host was not scheduled while it polled"
+        "replay began late, or the host did not poll: not scheduled, or in Python's collector"
     )
 
 

@@ -389,7 +389,7 @@ def host_figures(steps: Sequence[StepTime], read: float) -> dict[str, float]:
     host_us       `step()` without its wait, plus `read_us`
     read_us       the part of a wait that is no polling
     poll_us       the wait without that part
-    host_max_us   the longest `host_us` among those steps
+    host_max_us   the longest `host_us` among those steps, Python's collector included
     """
     own = [1e6 * (step.took - step.waited) for step in steps]
     waits = [1e6 * step.waited for step in steps]

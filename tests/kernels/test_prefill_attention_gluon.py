@@ -63,6 +63,11 @@ def test_few_rows_keep_the_triton_kernel(head_dim: int, fewest: int) -> None:
     assert not taken(4096, torch.float32) and not taken(4096, dim=32)
 
 
+def test_its_tiles_of_keys_are_those_of_the_triton_kernel() -> None:
+    tiles = attention_module.TILES_16_BIT
+    assert {tiles[head_dim].keys for head_dim in LEAST_PROGRAMS} == {KEYS}
+
+
 def test_a_cache_needs_rows_of_tokens() -> None:
     layers = torch.empty(3, 5, 2, 16, 2, 64, dtype=torch.float16)
     assert has_token_rows(layers[0]) and has_token_rows(layers[:, 1])
@@ -193,15 +198,17 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
 @settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(drawn=problems(), tail=st.integers(1, 9))
+@given(drawn=problems(), tail=st.integers(1, 9), apart=st.sampled_from([0, 1, 1024]))
 def test_is_the_triton_kernel_and_the_definition(
     pair: Callable[..., list[torch.Tensor]],
     place_cache: Callable[..., Any],
     drawn: tuple[Problem, list[Segment]],
     tail: int,
+    apart: int,
 ) -> None:
     problem, segments = drawn
-    results = pair(place_cache, problem, segments, tail=tail, placement=problem.seed, poison=True)
+    named = {"tail": tail, "apart": apart, "placement": problem.seed, "poison": True}
+    results = pair(place_cache, problem, segments, **named)
     expected = dense_attention(problem)
     tolerance = TOLERANCE[problem.dtype]
     for segment, rows in zip(segments, results, strict=True):
@@ -212,36 +219,33 @@ def test_is_the_triton_kernel_and_the_definition(
 
 @hopper
 @pytest.mark.parametrize("position", [12, 14, 16, 2**30, -2, -200])
-def test_tokens_outside_the_block_table_are_nan(
-    position: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_outside_the_block_table_are_nan(position: int, device: str) -> None:
     """Four tokens around the ends of a table of one block of 16."""
-    monkeypatch.setattr(gluon_module, "LEAST_PROGRAMS", {64: 1})
     like = {"dtype": torch.bfloat16, "device": device}
-    found = []
-    for _ in range(2):
-        result = paged_prefill_attention(
-            torch.ones(4, 2, 64, **like),
-            torch.ones(2, 2, 16, 1, 64, **like),
-            torch.ones(1, 1, dtype=torch.int32, device=device),
-            query_start_P1=torch.tensor([0, 4], dtype=torch.int32, device=device),
-            slot_P=torch.zeros(1, dtype=torch.int32, device=device),
-            position_P=torch.tensor([position], dtype=torch.int32, device=device),
-            scale=0.125,
-        )
-        found.append(result)
-        monkeypatch.setattr(gluon_module, "LEAST_PROGRAMS", {})
-    for result in found:
-        for token in range(4):
-            inside = 0 <= position + token < 16
-            assert bool((result[token] == 1).all() if inside else result[token].isnan().all())
+    result = torch.zeros(4, 128, **like)
+    attend(
+        torch.ones(4, 2, 64, **like),
+        torch.ones(2, 2, 16, 1, 64, **like),
+        torch.ones(1, 1, dtype=torch.int32, device=device),
+        query_start_P1=torch.tensor([0, 4], dtype=torch.int32, device=device),
+        slot_P=torch.zeros(1, dtype=torch.int32, device=device),
+        position_P=torch.tensor([position], dtype=torch.int32, device=device),
+        scale=0.125,
+        out=result,
+        pdl=False,
+    )
+    for token in range(4):
+        inside = 0 <= position + token < 16
+        assert bool((result[token] == 1).all() if inside else result[token].isnan().all())
 
 
 @hopper
 @pytest.mark.parametrize("head_dim", sorted(LEAST_PROGRAMS))
 def test_the_same_bits_every_time(head_dim: int, device: str) -> None:
-    """Warps that ran ahead of their tiles would be caught out now and then: 300 launches, half of
-    them begun while the one before runs, on two streams that disturb each other.
+    """Warps ahead of their tiles, and launches ahead of their queries, are caught out now and then.
+
+    100 times on each of two streams that disturb each other, what one launch finds is the queries
+    of another, which may begin before it has.
     """
     generator = torch.Generator(device).manual_seed(head_dim)
     new = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=generator)
@@ -252,23 +256,24 @@ def test_the_same_bits_every_time(head_dim: int, device: str) -> None:
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    def run(out: torch.Tensor, pdl: bool) -> None:
-        named = {"query_start_P1": starts, "slot_P": slot, "position_P": position}
-        paged_prefill_attention(q, kv, table, **named, scale=0.1, out=out, pdl=pdl)
-
-    starts, slot, position = ints(0, lanes), ints(0), ints(2000)
+    named = {"query_start_P1": ints(0, lanes), "slot_P": ints(0), "position_P": ints(2000)}
     assert takes_wgmma(q, kv, 1)
-    expected = torch.empty(lanes, 32 * head_dim, device=device, dtype=torch.bfloat16)
-    run(expected, False)
-    torch.cuda.synchronize()
+
+    def run(found: torch.Tensor, again: torch.Tensor, pdl: bool) -> None:
+        for queries, out in ((q, found), (found.view_as(q), again)):
+            paged_prefill_attention(queries, kv, table, **named, scale=0.1, out=out, pdl=pdl)
+
+    expected = torch.empty(2, lanes, 32 * head_dim, device=device, dtype=torch.bfloat16)
+    run(*expected, pdl=False)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [torch.empty_like(expected) for _ in streams]
-    different = torch.zeros((), dtype=torch.int64, device=device)
-    for turn in range(150):
-        for stream, out in zip(streams, outs, strict=True):
-            with torch.cuda.stream(stream):
-                out.fill_(torch.nan)
-                run(out, turn % 2 == 1)
-                different += (out.view(torch.int16) != expected.view(torch.int16)).sum()
+    results = [torch.empty_like(expected) for _ in streams]
+    different = [ints(0) for _ in streams]
     torch.cuda.synchronize()
-    assert different.item() == 0
+    for turn in range(100):
+        for stream, found, count in zip(streams, results, different, strict=True):
+            with torch.cuda.stream(stream):
+                found.fill_(torch.nan)
+                run(*found, pdl=turn % 2 == 1)
+                count += (found.view(torch.int16) != expected.view(torch.int16)).sum().int()
+    torch.cuda.synchronize()
+    assert [count.item() for count in different] == [0, 0]

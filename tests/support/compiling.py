@@ -13,6 +13,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _POINTERS = {
+    torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
@@ -123,6 +124,9 @@ def compile_kernel(launch: Launch) -> tuple[Any, list[str]]:
         elif isinstance(value, tuple):
             for index, field in enumerate(value._fields):
                 add((*path, index), f"{name}.{field}", value[index])
+        elif isinstance(value, TensorDescriptor):
+            # The map, then shape and strides.
+            names.extend([name] + [""] * (2 * len(value.shape)))
         elif isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             names.append(name)

@@ -76,11 +76,13 @@ def prefill(
     tail: int = 0,
     placement: int = 0,
     poison: bool = False,
+    apart: int = 0,
 ) -> list[torch.Tensor]:
     """Each segment's [tokens, Q * D]; asserts that nothing else was written.
 
     Keys past a slot's last queried token are not in the cache: they are NaN under `poison`.
-    `tail` lanes behind the last segment are in no segment.
+    `tail` lanes behind the last segment are in no segment. Lanes of the queries are `apart` values
+    farther apart than they need to be.
     """
     function, device = op
     q_SLQD, keys, values = problem.tensors(device)
@@ -99,8 +101,10 @@ def prefill(
     )
     before = cache.all_layers.clone()
     lanes = sum(segment.tokens for segment in segments) + tail
-    q = torch.full((lanes, *q_SLQD.shape[2:]), torch.nan if poison else 0.0).to(q_SLQD)
-    out = torch.full((lanes, q[0].numel()), SENTINEL).to(q)
+    heads, head_dim = q_SLQD.shape[2:]
+    wide = torch.full((lanes, heads * head_dim + apart), torch.nan if poison else 0.0).to(q_SLQD)
+    q = wide[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+    out = torch.full((lanes, heads * head_dim), SENTINEL).to(q)
     starts, positions = [0], []
     for index, segment in enumerate(segments):
         first = starts[-1]
