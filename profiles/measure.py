@@ -232,8 +232,8 @@ def long_run(
 
     An engine's own steps leave nothing to Python's collector; a host program may. So the consumer
     of the tokens keeps something of each step for a while. With 0 `kept_objects` it is the event,
-    for which the collector runs some twice in 1,000 tokens; else a note of so many containers in a
-    circle, which nothing but the collector frees.
+    for which the collector hardly runs; else a note of so many containers in a circle, which
+    nothing but the collector frees.
 
     collections  how often the collector ran, by generation, at whosever call
     pauses_ms    the longest run of each; None where there was none

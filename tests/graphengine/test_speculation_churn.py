@@ -42,7 +42,7 @@ class Size(NamedTuple):
     kv_blocks: int
 
 
-SIZES = {"cpu": Size(250, 3, 5, 16), "cuda": Size(3_000, 12, 12, 72)}
+SIZES = {"cpu": Size(250, 3, 5, 16), "cuda": Size(3_000, 12, 12, 60)}
 
 
 class Churn(NamedTuple):
