@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefilling import TOLERANCE, Op, Problem, Segment, dense_attention, prefill
+from prefilling import TOLERANCE, Op, Problem, Segment, dense_attention, prefill, segments_of
 
 from graphengine.kernels import prefill_attention
 from graphengine.kernels.dispatch import INTERPRETED
@@ -72,13 +72,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         seed=draw(st.integers(0, 999)),
     )
-    segments = []
-    for slot, length in enumerate(lengths):
-        position = draw(st.integers(0, length - 1))
-        # A segment may be empty, and need not reach the end of what the slot will hold.
-        segments.append(Segment(slot, position, draw(st.integers(0, length - position))))
-    segments.insert(draw(st.integers(0, len(segments))), Segment(-1, 0, draw(st.integers(0, 5))))
-    return problem, segments
+    return problem, draw(segments_of(lengths))
 
 
 @SETTINGS

@@ -20,7 +20,7 @@ import triton
 from compiling import assert_waits_before_it_shows, compile_kernel, record_launch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefilling import TOLERANCE, Problem, Segment, dense_attention, prefill
+from prefilling import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.prefill_attention import paged_prefill_attention
@@ -186,12 +186,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
         dtype=dtype,
         seed=draw(st.integers(0, 999)),
     )
-    segments = []
-    for slot, length in enumerate(lengths):
-        position = draw(st.integers(0, length - 1))
-        segments.append(Segment(slot, position, draw(st.integers(0, length - position))))
-    segments.insert(draw(st.integers(0, len(segments))), Segment(-1, 0, draw(st.integers(0, 5))))
-    return problem, segments
+    return problem, draw(segments_of(lengths))
 
 
 @hopper

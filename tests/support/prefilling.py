@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 SENTINEL = -555.0
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
@@ -24,6 +25,19 @@ class Segment:
     slot: int
     position: int
     tokens: int
+
+
+@st.composite
+def segments_of(draw: st.DrawFn, lengths: Sequence[int]) -> list[Segment]:
+    """One of each slot, which may be empty and need not reach the end of what the slot will hold,
+    and a padded one among them.
+    """
+    segments = []
+    for slot, length in enumerate(lengths):
+        position = draw(st.integers(0, length - 1))
+        segments.append(Segment(slot, position, draw(st.integers(0, length - position))))
+    segments.insert(draw(st.integers(0, len(segments))), Segment(-1, 0, draw(st.integers(0, 5))))
+    return segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
