@@ -61,19 +61,25 @@ def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer
     drain(engine)
     replayed = run()
     drain(engine)
-    before = Counter(engine.counters)
     with eager_steps(engine) as stand_ins:
-        eager = run()
-        drain(engine)
+        eager, launched = with_launches(engine, run)
     ran = {name: stand_in.replays for name, stand_in in stand_ins.items() if stand_in.replays}
-    launched = {
+    if ran != launched or not ran:
+        raise RuntimeError(f"the engine launched {launched}, and eagerly ran only {ran}")
+    return replayed, eager
+
+
+def with_launches(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, dict[str, int]]:
+    """What `run` returns, and how often each graph was launched for it."""
+    drain(engine)
+    before = Counter(engine.counters)
+    answer = run()
+    drain(engine)
+    return answer, {
         name.removeprefix("replays/"): count
         for name, count in (engine.counters - before).items()
         if name.startswith("replays/")
     }
-    if ran != launched or not ran:
-        raise RuntimeError(f"the engine launched {launched}, and eagerly ran only {ran}")
-    return replayed, eager
 
 
 def drain(engine: Engine) -> None:

@@ -24,6 +24,7 @@ from graphengine import Engine, Request, Result, SamplingParams, Timings
 from graphengine.profiles.eager import (
     both_ways,
     check_against_eager,
+    drain,
     require_begins,
     require_equal,
 )
@@ -502,8 +503,7 @@ def _admit(engine: Engine, work: Work, decoding: int, admitted_tokens: int) -> A
         )
     for request in decoders:
         request.cancel()
-    while engine.busy:
-        engine.step()
+    drain(engine)
     return Admission([request.result() for request in decoders], newcomer.result(), since)
 
 

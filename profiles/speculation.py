@@ -12,7 +12,6 @@ tokens a step at which speculation breaks even.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from graphengine import Engine, EngineConfig, Result
 from graphengine.kernels import RowFamily
 from graphengine.profiles import measure
 from graphengine.profiles.arguments import integers
-from graphengine.profiles.eager import drain
+from graphengine.profiles.eager import drain, with_launches
 from graphengine.profiles.engines import engine_options, random_drafter
 from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject
@@ -260,17 +259,9 @@ def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
 
 def _one_run(engine: Engine, work: Work) -> tuple[list[Result], dict[str, int]]:
     """Its results, and how often each decode graph was launched for it."""
-    drain(engine)
-    before = Counter(engine.counters)
-    results: list[Result] = engine.generate(
-        work.prompts(engine.model.config.vocab_size), work.params()
-    )
-    drain(engine)
-    return results, {
-        name.removeprefix("replays/"): count
-        for name, count in (engine.counters - before).items()
-        if name.startswith("replays/decode/")
-    }
+    prompts = work.prompts(engine.model.config.vocab_size)
+    results, launches = with_launches(engine, lambda: engine.generate(prompts, work.params()))
+    return results, {name: count for name, count in launches.items() if name.startswith("decode/")}
 
 
 def _drafts_off(engine: Engine, work: Work, expected: Sequence[Result]) -> float | None:

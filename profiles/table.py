@@ -20,10 +20,10 @@ from graphengine.profiles.text import (
     NOTHING,
     Column,
     Row,
+    all_heuristic_plans,
     consumer,
     family,
     first_token,
-    heuristic_plans,
     long_runs,
     number,
     pauses,
@@ -186,7 +186,7 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
     chunk = first["engine"]["max_prefill_tokens_per_step"]
     conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
     conditions += "" if first["engine"]["pdl"] else ", without PDL"
-    plans = sorted({plans for row in document["rows"] if (plans := heuristic_plans(row))})
+    plans = all_heuristic_plans(document["rows"])
     conditions += f"; heuristic plans of {' and '.join(plans)}" if plans else ""
     return (
         f"{document['number']}. `profiles/results/{name}`: {environment['device']}{limit}, driver "

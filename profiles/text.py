@@ -153,8 +153,10 @@ def _heading(document: Mapping[str, Any]) -> str:
         f"{first['prompt_tokens']} prompt and {first['new_tokens']} new tokens, "
         f"{first['runs']} runs; milliseconds. {_checked(first)}",
     ]
-    plans = sorted({plans for row in document["rows"] if (plans := heuristic_plans(row))})
-    lines += [f"heuristic plans of {plans}: `graphengine tune` measures them" for plans in plans]
+    lines += [
+        f"heuristic plans of {plans}: `graphengine tune` measures them"
+        for plans in all_heuristic_plans(document["rows"])
+    ]
     return "\n".join(lines)
 
 
@@ -182,6 +184,11 @@ def heuristic_plans(row: Row) -> str:
         return ""
     found = "all linears" if len(names) == len(sources) else ", ".join(names)
     return f"{found} ({engine['row_family']})"
+
+
+def all_heuristic_plans(rows: Sequence[Row]) -> list[str]:
+    """Those of any of the rows, each once."""
+    return sorted({plans for row in rows if (plans := heuristic_plans(row))})
 
 
 def _checked(row: Row) -> str:
