@@ -10,8 +10,8 @@ import pytest
 from graphengine import Engine, cli
 from graphengine.profiles import eager
 from graphengine.profiles.engines import build_engine
+from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject
-from graphengine.profiles.workload import Work
 
 SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
 CPU = {"device": "cpu", "max_batch": 3, "max_seq_len": 96}
