@@ -10,8 +10,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeGuard
@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.config import DTYPES
+from graphengine.paths import expand_user
+from graphengine.sampling_params import INT32_MAX
 
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Sequence[Tensor]]
@@ -33,9 +35,28 @@ _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
 _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
+# Of weights.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of tables beside the weights, such as the offsets of a draft vocabulary.
-_TABLE_DTYPES = {"I64": torch.int64}
+# Of what stands beside the weights, such as the offsets of a draft vocabulary and masks.
+_OTHER_DTYPES = {
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _OTHER_DTYPES).items()}
+# Parts of a model that may be saved alone, without the prefix that they have in the whole one.
+_BASE_MODEL = "model."
+_BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
 # safetensors itself refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
@@ -62,13 +83,16 @@ class Checkpoint:
 
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
-    tensors            by name; with an index, only what the index names
+    tensors            by name; with an index, only what the index names. Those of a model saved
+                       alone ("layers.0.") have the names of the whole one ("model.layers.0.")
+    stored_names       of the tensors whose names in the files are others
     """
 
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
+    stored_names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
@@ -82,13 +106,18 @@ class Checkpoint:
         if not config.is_file():
             raise ValueError(f"{directory} has no config.json")
         generation_config = directory / "generation_config.json"
+        stored = _find_tensors(directory)
+        names = {_whole_name(name, stored): name for name in stored}
         return cls(
             path=directory,
             config=_read_json_object(config),
             generation_config=(
                 _read_json_object(generation_config) if generation_config.is_file() else {}
             ),
-            tensors=MappingProxyType(_find_tensors(directory)),
+            tensors=MappingProxyType({name: stored[old] for name, old in names.items()}),
+            stored_names=MappingProxyType(
+                {name: old for name, old in names.items() if name != old}
+            ),
         )
 
     @property
@@ -106,11 +135,7 @@ class Checkpoint:
         shapes and file sizes are checked before anything is read. Files are read one after another,
         mapped into memory: the host holds at most one file and a part of a tensor.
         """
-        targets = {
-            name: (wanted,) if isinstance(wanted, Tensor) else tuple(wanted)
-            for name, wanted in destinations.items()
-        }
-        self._check_destinations(targets)
+        targets = self._check(destinations)
         names_by_file: dict[Path, list[str]] = {}
         for name in targets:
             names_by_file.setdefault(self.tensors[name].file, []).append(name)
@@ -121,25 +146,64 @@ class Checkpoint:
         if progress is not None:
             progress(done, total)
         for file, names in names_by_file.items():
-            for name, source in _read_tensors(file, names):
+            for name, source in self._read(file, names):
                 for part in _fill(targets[name], source):
                     done += part
                     if progress is not None:
                         progress(done, total)
         return sorted(self.tensors.keys() - targets.keys())
 
-    def _check_destinations(self, targets: Mapping[str, Sequence[Tensor]]) -> None:
+    def check(self, destinations: Destinations) -> None:
+        """Raise the errors of `load` that the names, shapes and dtypes of tensors tell of."""
+        self._check(destinations)
+
+    def have_equal_values(self, one: str, other: str) -> bool:
+        """Whether two weights are the same. ValueError where one cannot be read."""
+        first, second = self.tensors[one], self.tensors[other]
+        if first.shape != second.shape or {first.dtype, second.dtype} - set(_DTYPES.values()):
+            return False
+        for name, info in ((one, first), (other, second)):
+            self._check_unchanged(info.file, [name])
+        equal = []
+        for _, left in self._read(first.file, [one]):
+            for _, right in self._read(second.file, [other]):
+                same = (
+                    torch.equal(left[rows].float(), right[rows].float())
+                    for rows in _row_ranges(left, itemsize=4)
+                )
+                equal.append(all(same))
+        return all(equal)
+
+    def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors mapped from `file`, each valid until the next one is asked for."""
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                for name in names:
+                    yield name, shard.get_tensor(self.stored_names.get(name, name))
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+    def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor, ...]]:
+        """The destinations of each name, checked against what is stored."""
+        targets = {
+            name: (wanted,) if isinstance(wanted, Tensor) else tuple(wanted)
+            for name, wanted in destinations.items()
+        }
         missing = [name for name in targets if name not in self.tensors]
         if missing:
             raise ValueError(
                 f"{self.path} lacks {len(missing)} of {len(targets)} tensors: {_some(missing)}"
             )
         pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
-        tables = [name for name, _ in pairs if self.tensors[name].dtype not in _DTYPES.values()]
-        if tables:
+        unread = [
+            f"{name} in {_DTYPE_NAMES[self.tensors[name].dtype]}"
+            for name in targets
+            if self.tensors[name].dtype not in _DTYPES.values()
+        ]
+        if unread:
             raise ValueError(
-                f"{self.path} has {len(tables)} weights of whole numbers: "
-                f"{_some([f'{name} in I64' for name in tables])}"
+                f"{self.path} has {len(unread)} weights of another dtype than "
+                f"{', '.join(_DTYPES)}: {_some(unread)}"
             )
         wrong = [
             f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
@@ -155,17 +219,21 @@ class Checkpoint:
         ]
         if not_floating:
             raise ValueError(f"weights can only be cast to floats, not {_some(not_floating)}")
+        return targets
 
     def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
         """Read the header again: a mapped file that has shrunk would kill the process."""
         header = _read_header(file)
         for name in names:
-            if header.get(name) != self.tensors[name]:
+            if header.get(self.stored_names.get(name, name)) != self.tensors[name]:
                 raise ValueError(f"{file} has changed since it was opened: tensor {name}")
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """End-of-sequence ids: `generation_config.json`'s, else `config.json`'s, else none."""
+    """End-of-sequence ids: `generation_config.json`'s, else `config.json`'s, else none.
+
+    -1 stands for none, as transformers takes it. ValueError for anything else but token ids.
+    """
     for source, config in (
         ("generation_config.json", checkpoint.generation_config),
         ("config.json", checkpoint.config),
@@ -175,22 +243,28 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(_is_count(item) for item in ids):
+        if not all(item == -1 or (_is_count(item) and item <= INT32_MAX) for item in ids):
             raise ValueError(
-                f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids"
+                f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids, "
+                f"integers in [0, {INT32_MAX}], or -1 for none"
             )
-        return tuple(dict.fromkeys(ids))
+        return tuple(dict.fromkeys(item for item in ids if item >= 0))
     return ()
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that `config.json` names, else that of the first weight."""
+    """The dtype that `config.json` names, else that of the first weight.
+
+    ValueError where no tensor has the dtype of a weight.
+    """
     for config in (checkpoint.config, _text_config(checkpoint)):
         named = config.get("dtype") or config.get("torch_dtype")
         if isinstance(named, str) and named in DTYPES:
             return DTYPES[named]
-    dtypes = [tensor.dtype for tensor in checkpoint.tensors.values()]
-    return next(dtype for dtype in dtypes if dtype.is_floating_point)
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in _DTYPES.values():
+            return tensor.dtype
+    raise ValueError(f"{checkpoint.path} has no weight in one of {', '.join(_DTYPES)}")
 
 
 def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -199,38 +273,39 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
-def _read_tensors(file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors mapped from `file`, each valid until the next one is asked for."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as shard:
-            for name in names:
-                yield name, shard.get_tensor(name)
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-
-
 def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
     """Copy `source` into every target, a few rows at a time; yields the bytes of each part."""
     if source.ndim == 0:
         source, targets = source[None], [target[None] for target in targets]
     widest = max((target.element_size() for target in targets), default=source.element_size())
-    row_bytes = math.prod(source.shape[1:]) * widest
-    rows = max(1, _COPY_BYTES // max(1, row_bytes))
-    for start in range(0, source.shape[0], rows):
-        part = source[start : start + rows]
+    for rows in _row_ranges(source, itemsize=widest):
+        part = source[rows]
         with torch.no_grad():
             for target in targets:
-                target[start : start + rows].copy_(part)
+                target[rows].copy_(part)
         yield part.nbytes
+
+
+def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
+    """The rows of a tensor in parts of about `_COPY_BYTES`, were its values of so many bytes."""
+    rows = max(1, _COPY_BYTES // max(1, math.prod(tensor.shape[1:]) * itemsize))
+    for start in range(0, tensor.shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
     """The directory, or None for what looks like a hub id; ValueError for anything else."""
+    if not isinstance(path_or_hub_id, str | os.PathLike):
+        raise ValueError(f"checkpoint {path_or_hub_id!r} must be a path or a hub id")
     name = os.fspath(path_or_hub_id)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = expand_user(name)
+    try:
+        is_there, is_folder = path.exists(), path.is_dir()
+    except OSError as error:
+        raise ValueError(f"no checkpoint {name!r}: {error}") from error
+    if is_folder:
         return path
-    if path.exists():
+    if is_there:
         raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise ValueError(
@@ -264,6 +339,12 @@ def _download(hub_id: str) -> Path:
             f"(cache {constants.HF_HUB_CACHE}{offline}): {type(error).__name__}: {error}"
         ) from error
     return Path(snapshot)
+
+
+def _whole_name(name: str, names: Collection[str]) -> str:
+    """The name of a base model's tensor in the whole model, as `AutoModelForCausalLM` reads it."""
+    whole = _BASE_MODEL + name
+    return whole if name.startswith(_BASE_MODEL_PARTS) and whole not in names else name
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorInfo]:
@@ -342,7 +423,7 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[i
     dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(span, 2):
         raise ValueError(f"{file} describes tensor {name} as {entry!r}: not a safetensors entry")
-    dtypes = _DTYPES | _TABLE_DTYPES
+    dtypes = _DTYPES | _OTHER_DTYPES
     if dtype not in dtypes:
         raise ValueError(
             f"{file} has tensor {name} in {dtype} with shape {shape}: "

@@ -33,7 +33,7 @@ from graphengine.graph_command import (
     write_dump,
 )
 from graphengine.memory import plan_memory
-from graphengine.models.families import read_model_config
+from graphengine.models.stored import read_model
 from graphengine.request import Event
 from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
@@ -135,7 +135,7 @@ def chat(options: argparse.Namespace) -> None:
 def info(options: argparse.Namespace) -> None:
     """What would be allocated and captured; nothing is."""
     checkpoint = Checkpoint.open(_checkpoint(options))
-    model = read_model_config(checkpoint.config)
+    model = read_model(checkpoint)
     config = EngineConfig(**_engine_options(options))
     drafter = make_drafter(config, checkpoint, model)
     memory = plan_memory(model, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter)
@@ -432,7 +432,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model"
     )
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-    parser.add_argument("--dtype", help="bfloat16, float16 or float32")
+    parser.add_argument("--dtype", help="bfloat16, float16, float32 or auto")
     parser.add_argument("--max-batch", type=int, help="slots, and the largest bucket")
     parser.add_argument("--max-seq-len", type=int, help="prompt plus new tokens of a request")
     parser.add_argument("--block-size", type=int, help="tokens of a KV block")

@@ -59,7 +59,8 @@ class EngineConfig:
     """Sizes and policies of one engine. Every shape of every captured graph follows from this.
 
     device                 "cuda", "cuda:1" or "cpu"
-    dtype                  of weights and KV; None: the checkpoint's on a GPU, float32 on a CPU
+    dtype                  of weights and KV; None or "auto": the checkpoint's on a GPU, float32 on
+                           a CPU
     max_batch              slots, and the largest bucket; at most 64
     max_seq_len            prompt plus generated tokens of one request; None: the model's limit, at
                            most 4,096
@@ -152,8 +153,8 @@ class EngineConfig:
             raise ValueError(f"device={self.device!r}: must be 'cpu', 'cuda' or 'cuda:N'")
         if device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={self.device!r}, but torch finds no CUDA device")
-        if self.dtype is not None and self.torch_dtype not in DTYPES.values():
-            raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.dtype not in (None, "auto") and self.torch_dtype not in DTYPES.values():
+            raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}, auto")
         for name in _INTEGERS:
             value = getattr(self, name)
             if not is_int(value) and (value is not None or name not in _OPTIONAL):
@@ -302,6 +303,16 @@ class EngineConfig:
                 f"max_position_embeddings={max_positions}"
             )
         return self.max_seq_len
+
+    def check_eos_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The checkpoint's end-of-sequence ids. ValueError if a request cannot have so many."""
+        if len(eos_ids) > self.max_stop_ids:
+            raise ValueError(
+                f"the checkpoint has {len(eos_ids)} end-of-sequence ids, and at most "
+                f"max_stop_ids={self.max_stop_ids} of a request stop it: max_stop_ids="
+                f"{len(eos_ids)} holds them"
+            )
+        return eos_ids
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

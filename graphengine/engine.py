@@ -25,7 +25,7 @@ from graphengine.allocation import (
     swap_blocks,
 )
 from graphengine.buckets import capture_all
-from graphengine.checkpoint import Checkpoint, eos_token_ids, stored_dtype
+from graphengine.checkpoint import Checkpoint, stored_dtype
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.delivery import Delivery, StopCallback
 from graphengine.drafters import Drafter, make_drafter
@@ -36,7 +36,7 @@ from graphengine.intake import Intake, QueueOptions
 from graphengine.kernels import RowFamily
 from graphengine.memory import MemoryPlan, plan_memory
 from graphengine.models.dense import DenseModel, allocate_weights
-from graphengine.models.families import read_model_config
+from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.prompts import Prompt
 from graphengine.recorder import Recorder
 from graphengine.replay import Replay
@@ -155,7 +155,8 @@ class Engine:
         """
         config = EngineConfig(**options)
         checkpoint = Checkpoint.open(path)
-        model_config = read_model_config(checkpoint.config)
+        model_config = read_model(checkpoint)
+        eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
         drafter = make_drafter(config, checkpoint, model_config)
         memory = plan_memory(
             model_config, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter
@@ -163,14 +164,13 @@ class Engine:
         log.info("memory budget\n%s", memory.budget.table())
         with span("load"):
             weights = allocate_weights(model_config, device=config.device, dtype=memory.dtype)
-            destinations = weights.named(model_config)
+            wanted = destinations(checkpoint, model_config, weights)
             if drafter is not None:
-                destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
-            unused = checkpoint.load(destinations, progress)
+                wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
+            unused = checkpoint.load(wanted, progress)
         if unused:
             log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
         tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
-        eos_ids = eos_token_ids(checkpoint)
         model = DenseModel(
             model_config,
             weights,

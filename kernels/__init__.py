@@ -136,7 +136,13 @@ from graphengine.kernels.rewind import (
     rewind_kv_cache,
     rewind_kv_cache_reference,
 )
-from graphengine.kernels.rope import RopeConfig, rope_append, rope_append_reference, rope_tables
+from graphengine.kernels.rope import (
+    RopeConfig,
+    RopeKind,
+    rope_append,
+    rope_append_reference,
+    rope_tables,
+)
 from graphengine.kernels.sampling import (
     sample,
     sample_reference,
@@ -206,6 +212,7 @@ __all__ = [
     "RankedLogits",
     "Residual",
     "RopeConfig",
+    "RopeKind",
     "RowFamily",
     "SamplingTensors",
     "SlotState",

@@ -21,6 +21,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.models.dense import DenseConfig
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.stored import read_model
 
 DEMO = "demo"
 SEED = 0
@@ -113,7 +114,7 @@ class Subject:
         return cls(
             name=name or checkpoint.path.name,
             hf_config=dict(checkpoint.config),
-            model=read_model_config(checkpoint.config),
+            model=read_model(checkpoint),
             checkpoint=checkpoint.path,
         )
 

@@ -36,6 +36,7 @@ from graphengine.models.dense import (
     allocate_weights,
     arrival_counters,
 )
+from graphengine.models.stored import destinations
 from graphengine.tuning import choose_plans
 
 
@@ -59,7 +60,7 @@ class DraftModelDrafter(Drafter):
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_weights(self.config, device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self.config, dtype, family, device)
-        self._checkpoint.load(self.weights.named(self.config))
+        self._checkpoint.load(destinations(self._checkpoint, self.config, self.weights))
         return {}
 
     @staticmethod

@@ -13,7 +13,6 @@ Letters: P tokens of a prompt, T tokens of a prefill bucket, A chosen layers, H 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.paths import expand_user
 from graphengine.speculative import SaveHiddenStates
 from graphengine.tensor_files import save_whole
 
@@ -55,7 +55,7 @@ class HiddenStatesDrafter(Drafter):
     prompts_only = True
 
     def __init__(self, options: SaveHiddenStates, model: DenseConfig) -> None:
-        self.directory = Path(options.directory).expanduser()
+        self.directory = expand_user(options.directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory={self.directory} for hidden states is a file")
         self.layers = options.layers_of(model.num_layers)

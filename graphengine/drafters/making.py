@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 from torch import Tensor
 
-from graphengine.checkpoint import Checkpoint, eos_token_ids
+from graphengine.checkpoint import Checkpoint
 from graphengine.config import EngineConfig
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
@@ -20,8 +19,9 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.dense import DenseConfig
-from graphengine.models.families import read_model_config
 from graphengine.models.mtp import read_mtp_config
+from graphengine.models.stored import read_eos_ids, read_model
+from graphengine.paths import expand_user
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -91,7 +91,7 @@ def _draft_model(
     options: DraftModel, config: EngineConfig, target: Checkpoint, model: DenseConfig
 ) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
-    draft = read_model_config(checkpoint.config)
+    draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model {checkpoint.path} has {draft.vocab_size} tokens, the target "
@@ -139,9 +139,9 @@ def draft_vocabulary(
     if not checkpoint.has_tokenizer:
         raise ValueError(f"{checkpoint.path} has no tokenizer.json to split {options.text} with")
     try:
-        text = Path(options.text).read_text(encoding="utf-8")
+        text = expand_user(options.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"draft_vocab text {os.fspath(options.text)}: {error}") from error
     ids = Tokenizer.from_directory(checkpoint.path).encode(text)
-    always = eos_token_ids(checkpoint)
+    always = read_eos_ids(checkpoint, model)
     return frequent_tokens(ids, options.size, model.vocab_size, always=always)

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from graphengine.models import hf_config
+from graphengine.models.config_schema import HfConfig
 from graphengine.models.dense import DenseConfig
-from graphengine.models.hf_config import HfConfig
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=2048)
 
 
-def read_config(config: HfConfig) -> DenseConfig:
+def read_config(config: HfConfig, architecture: str) -> DenseConfig:
     """`DenseConfig` of a `LlamaForCausalLM` checkpoint."""
-    hidden_size = hf_config.positive_int(config, "hidden_size")
-    return read_dense_config(
-        config,
-        qk_norm=False,
-        mlp_bias=hf_config.flag(config, "mlp_bias"),
-        default_head_dim=hidden_size // hf_config.positive_int(config, "num_attention_heads"),
-    )
+    settings = hf_config.read_settings(config, DEFAULTS)
+    return dense_config(settings, architecture, mlp_bias=settings["mlp_bias"])
 
 
-def read_dense_config(
-    config: HfConfig, *, qk_norm: bool, mlp_bias: bool, default_head_dim: int
-) -> DenseConfig:
-    """The fields that every dense family of Llama's lineage spells alike."""
-    hf_config.require_value(config, "hidden_act", ("silu", "swish"))
-    num_heads = hf_config.positive_int(config, "num_attention_heads")
-    num_kv_heads = hf_config.positive_int(config, "num_key_value_heads", num_heads)
-    hf_config.check_heads(num_heads, num_kv_heads)
-    max_positions = hf_config.positive_int(config, "max_position_embeddings")
+def dense_config(settings: dict[str, Any], architecture: str, **switches: bool) -> DenseConfig:
+    """The fields that every dense family of Llama's lineage spells alike, and those given."""
+    switches = {"attention_bias": settings["attention_bias"], **switches}
     return DenseConfig(
-        architecture=config["architectures"][0],
-        vocab_size=hf_config.positive_int(config, "vocab_size"),
-        hidden_size=hf_config.positive_int(config, "hidden_size"),
-        ffn_size=hf_config.positive_int(config, "intermediate_size"),
-        num_layers=hf_config.positive_int(config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=hf_config.head_dim(config, default_head_dim),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_positions=max_positions,
-        rope=hf_config.rope(config, max_positions=max_positions),
-        tie_embeddings=hf_config.flag(config, "tie_word_embeddings"),
-        attention_bias=hf_config.flag(config, "attention_bias"),
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
+        architecture=architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
+        num_layers=settings["num_hidden_layers"],
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        norm_eps=settings["rms_norm_eps"],
+        max_positions=settings["max_position_embeddings"],
+        rope=hf_config.rope(settings),
+        tie_embeddings=settings["tie_word_embeddings"],
+        **switches,
     )

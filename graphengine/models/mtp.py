@@ -35,7 +35,7 @@ from graphengine.kernels import (
     linear_residual,
     rms_norm,
 )
-from graphengine.models import hf_config
+from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
 from graphengine.models.dense import (
     DecodeLaunch,
     DecodePlans,
@@ -186,13 +186,13 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     missing or incomplete, or where they hold more than a dense decoder layer is made of.
     """
     config, names = checkpoint.config, checkpoint.tensors
-    layers = hf_config.positive_int(config, "num_hidden_layers")
+    layers = read_key(config, "num_hidden_layers")
     found = {layout.name: layout.prefixes(names, layers) for layout in LAYOUTS}
     layout = next((layout for layout in LAYOUTS if found[layout.name]), None)
     if layout is None:
         raise ValueError(_no_module(checkpoint, layers))
     prefixes = found[layout.name]
-    _check_count(checkpoint, layout, len(prefixes))
+    _check_settings(checkpoint, layout, len(prefixes))
     _check_layers(checkpoint, layout, prefixes)
     target = read_model_config(config)
     mtp = MtpConfig(
@@ -217,13 +217,25 @@ def _no_module(checkpoint: Checkpoint, layers: int) -> str:
     )
 
 
-def _check_count(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> None:
-    told = checkpoint.config.get("num_nextn_predict_layers")
+def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> None:
+    """Refuse what `config.json` says of other modules than those that were found."""
+    settings = read_keys(checkpoint.config, MTP_KEYS)
+    told = settings["num_nextn_predict_layers"]
     if told is not None and told != found:
         raise ValueError(
             f"{checkpoint.path} has {found} draft modules of the layout {layout.name}, but "
             f"num_nextn_predict_layers={told!r}"
         )
+    for name, supported in (
+        ("mtp_hidden_states_first", layout.hidden_first),
+        ("mtp_use_dedicated_embeddings", False),
+        ("chain_hidden_post_norm", True),
+    ):
+        if settings[name] not in (None, supported):
+            raise unsupported(name, settings[name], f"{supported} in the layout {layout.name}")
+    for name, kind in (("mtp_layer_types", "full_attention"), ("mtp_mlp_layer_types", "dense")):
+        if any(given != kind for given in settings[name] or ()):
+            raise unsupported(name, settings[name], f"{kind!r} in every layer")
 
 
 def _check_layers(checkpoint: Checkpoint, layout: MtpLayout, prefixes: tuple[str, ...]) -> None:

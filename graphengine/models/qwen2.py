@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from graphengine.models import hf_config
+from graphengine.models.config_schema import HfConfig
 from graphengine.models.dense import DenseConfig
-from graphengine.models.hf_config import HfConfig
-from graphengine.models.llama import read_dense_config
+from graphengine.models.llama import dense_config
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, sliding_windows=True)
 
 
-def read_config(config: HfConfig) -> DenseConfig:
+def read_config(config: HfConfig, architecture: str) -> DenseConfig:
     """`DenseConfig` of a `Qwen2ForCausalLM` or `MiMoForCausalLM` checkpoint."""
-    hf_config.require_value(config, "use_sliding_window", (False, None))
-    # Qwen2's config does not name it. MiMo's does, and means Qwen2's biases.
-    hf_config.require_value(config, "attention_bias", (True, None))
-    hidden_size = hf_config.positive_int(config, "hidden_size")
-    dense = read_dense_config(
-        config,
-        qk_norm=False,
-        mlp_bias=False,
-        default_head_dim=hidden_size // hf_config.positive_int(config, "num_attention_heads"),
-    )
-    return replace(dense, attention_bias=False, qkv_bias=True)
+    settings = hf_config.read_settings(config, DEFAULTS)
+    # The architecture fixes its biases. transformers ignores a config that names `attention_bias`.
+    return dense_config(settings, architecture, attention_bias=False, qkv_bias=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from graphengine.models import hf_config
+from graphengine.models.config_schema import HfConfig
 from graphengine.models.dense import DenseConfig
-from graphengine.models.hf_config import HfConfig
-from graphengine.models.llama import read_dense_config
+from graphengine.models.llama import dense_config
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, head_dim=128, sliding_windows=True)
 
 
-def read_config(config: HfConfig) -> DenseConfig:
+def read_config(config: HfConfig, architecture: str) -> DenseConfig:
     """`DenseConfig` of a `Qwen3ForCausalLM` checkpoint."""
-    hf_config.require_value(config, "use_sliding_window", (False, None))
-    return read_dense_config(config, qk_norm=True, mlp_bias=False, default_head_dim=128)
+    settings = hf_config.read_settings(config, DEFAULTS)
+    return dense_config(settings, architecture, qk_norm=True)

@@ -306,8 +306,8 @@ def test_a_corrupt_header_is_named(single: Path, text: bytes) -> None:
 @pytest.mark.parametrize(
     ("edit", "pattern"),
     [
-        (lambda h: h["b.weight"].update(dtype="F8_E4M3"), r"tensor b.weight in F8_E4M3 with shape"),
-        (lambda h: h["b.weight"].update(dtype="I32"), r"must be one of F32, F16, BF16, I64"),
+        (lambda h: h["b.weight"].update(dtype="F4"), r"tensor b.weight in F4 with shape"),
+        (lambda h: h["b.weight"].update(dtype="C64"), r"must be one of F32, F16, BF16, I64"),
         (lambda h: h["b.weight"].update(shape=[9]), r"b.weight 16 bytes, .* \[9\] takes 18"),
         (lambda h: h["b.weight"].update(shape=[-8]), r"describes tensor b.weight as .*-8"),
         (lambda h: h["b.weight"].update(shape="8"), r"not a safetensors entry"),
@@ -443,6 +443,12 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(
         Checkpoint.open(name)
 
 
+@pytest.mark.parametrize("name", ["~no-such-user", "~no-such-user/x", "x" * 300, 5, None])
+def test_a_path_that_nobody_can_have_is_a_value_error(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"path '~no-such-user|no checkpoint 'xxx|must be a path"):
+        Checkpoint.open(name)
+
+
 # The hub.
 
 
@@ -517,6 +523,8 @@ def test_the_real_hub_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ({"eos_token_id": [5, 3, 5]}, {}, (5, 3)),
         ({}, {"eos_token_id": [9, 0]}, (9, 0)),
         ({"eos_token_id": None}, {"eos_token_id": 9}, (9,)),
+        ({"eos_token_id": -1}, {"eos_token_id": 9}, ()),
+        ({"eos_token_id": [4, -1, 2**31 - 1]}, {}, (4, 2**31 - 1)),
         ({}, {"eos_token_id": None, "text_config": {"eos_token_id": 4}}, (4,)),
         ({}, {"text_config": None}, ()),
         ({}, {}, ()),
@@ -530,7 +538,7 @@ def test_eos_token_ids(
     assert eos_token_ids(Checkpoint.open(single)) == expected
 
 
-@pytest.mark.parametrize("value", ["</s>", -1, True, [1, "2"], 1.5])
+@pytest.mark.parametrize("value", ["</s>", -2, 2**31, 10**400, True, [1, "2"], [[1]], {}, 1.5])
 def test_wrong_eos_token_ids_are_named(single: Path, value: object) -> None:
     write_json(single / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(ValueError, match=r"generation_config.json has eos_token_id=.*token ids"):
@@ -544,11 +552,55 @@ def test_wrong_eos_token_ids_are_named(single: Path, value: object) -> None:
         ({"torch_dtype": "float16"}, torch.float16),
         ({"text_config": {"dtype": "bfloat16"}}, torch.bfloat16),
         ({"dtype": "auto"}, torch.float32),
+        ({"dtype": "auto", "torch_dtype": "bfloat16"}, torch.float32),
+        ({"dtype": 5}, torch.float32),
         ({"dtype": {"": "bfloat16"}}, torch.float32),
         ({}, torch.float32),
     ],
 )
 def test_stored_dtype(tmp_path: Path, config: object, expected: torch.dtype) -> None:
     write_json(tmp_path / "config.json", config)
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    # What is no weight has no say.
+    masks = {"a": torch.ones(2, dtype=torch.bool), "b": torch.ones(2, dtype=torch.float64)}
+    save_file(masks | {"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert stored_dtype(Checkpoint.open(tmp_path)) is expected
+
+
+def test_a_checkpoint_without_weights_has_no_dtype(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {})
+    save_file({"w": torch.ones(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="has no weight in one of F32, F16, BF16"):
+        stored_dtype(Checkpoint.open(tmp_path))
+
+
+# Models saved alone.
+
+
+def test_tensors_of_a_base_model_have_the_names_of_the_whole_one(tmp_path: Path) -> None:
+    names = ["embed_tokens.weight", "layers.0.a", "norm.weight", "lm_head.weight", "normal"]
+    tensors = {name: torch.full((2,), float(index)) for index, name in enumerate(names)}
+    # Where both are there, each is its own.
+    both = {"layers.1.a": torch.ones(2), "model.layers.1.a": torch.zeros(2)}
+    write_json(tmp_path / "config.json", {})
+    save_file(tensors | both, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    whole = {f"model.{name}": tensors[name] for name in names[:3]}
+    whole |= {name: tensors[name] for name in names[3:]} | both
+    assert checkpoint.tensors.keys() == whole.keys()
+    loaded = {name: torch.empty(2) for name in whole}
+    assert checkpoint.load(loaded) == []
+    for name, tensor in whole.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_weights_are_compared_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphengine.checkpoint._COPY_BYTES", 40)
+    one = torch.randn(6, 4)
+    last = one.clone()
+    last[5, 3] += 1
+    write_json(tmp_path / "config.json", {})
+    tensors = {"one": one, "same": one.clone(), "last": last, "wide": one.reshape(4, 6).clone()}
+    save_file(tensors | {"half": one.half()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    equal = [name for name in checkpoint.tensors if checkpoint.have_equal_values("one", name)]
+    assert sorted(equal) == ["one", "same"]

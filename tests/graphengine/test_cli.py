@@ -424,6 +424,7 @@ def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
         (("--block-size", "12"), "block_size=12"),
         (("--lookahead", "2"), "lookahead=2"),
         (("--dtype", "int3"), "dtype=int3"),
+        (("--checkpoint", "~no-such-user/x"), "path '~no-such-user/x': .*home directory"),
         (("--memory-fraction", "1e-9"), "(?s)available.*KV cache.*total"),
         (("--speculative", "mtp:x"), r"speculative='mtp:x' must be off, auto, mtp\[:K"),
         (("--speculative", "mtp:0"), "k=0 drafts"),

@@ -54,7 +54,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64
     ("config", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Llama.*, Qwen3ForCausalLM"),
-        ({"architectures": None}, "none.*Llama.*, Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": "x"}, "model_type='x'.*Llama.*, Qwen3ForCausalLM"),
         ({"rope_parameters": ROPE | {"rope_type": "longrope"}}, "longrope.*linear.*yarn"),
         ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "dynamic.*linear.*yarn"),
         ({"use_sliding_window": True, "sliding_window": 32}, "use_sliding_window=True"),

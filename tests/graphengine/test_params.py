@@ -276,10 +276,10 @@ def test_engine_defaults() -> None:
     ("options", "message"),
     [
         ({"device": "mps"}, "device='mps': must be 'cpu', 'cuda' or 'cuda:N'"),
-        ({"dtype": "float8"}, "dtype=float8: must be one of float32, bfloat16, float16"),
+        ({"dtype": "float8"}, "dtype=float8: must be one of float32, bfloat16, float16, auto"),
         (
             {"dtype": torch.float64},
-            "dtype=torch.float64: must be one of float32, bfloat16, float16",
+            "dtype=torch.float64: must be one of float32, bfloat16, float16, auto",
         ),
         ({"max_batch": 0}, "max_batch=0 must be in [1, 64]"),
         ({"max_batch": 65}, "max_batch=65 must be in [1, 64]"),
@@ -358,6 +358,10 @@ def test_a_cuda_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyP
 def test_a_cuda_device_that_is_there_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert EngineConfig(device="cuda:1").device == "cuda:1"
+
+
+def test_auto_leaves_the_dtype_to_the_checkpoint() -> None:
+    assert EngineConfig(device="cpu", dtype="auto").torch_dtype is None
 
 
 @pytest.mark.parametrize("name", list(DTYPES))

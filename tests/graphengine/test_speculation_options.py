@@ -695,7 +695,7 @@ def test_offsets_of_a_checkpoint_trim_the_vocabulary(tmp_path: Path) -> None:
     write_checkpoint(broken, SIZES | LAYOUTS["mimo"].config, bad)
     refused(broken, mode, r"maps draft 97 to token 97, the vocabulary has 97")
     save_file(tensors | {"d2t": kept.int()}, broken / "model.safetensors")
-    refused(broken, mode, r"tensor d2t in I32 with shape \[33\]")
+    refused(broken, mode, r"d2t must be int64 \[N\], not torch\.int32 \(33,\)")
 
 
 def test_marks_outside_of_the_vocabulary_are_refused() -> None:

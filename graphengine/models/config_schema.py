@@ -1,0 +1,324 @@
+"""The keys of `config.json`: one table of what is read, and what every other key may say.
+
+A key is read, must be neutral, or is harmless. What is none of these is unknown, and is logged:
+nobody can tell whether it changes the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["integer", "number", "flag", "text", "texts", "object"]
+HfConfig = Mapping[str, Any]
+
+REQUIRED: Any = object()
+"""In place of a default: the key must be there."""
+
+INT32_MAX = 2**31 - 1
+_NAMES = {
+    "integer": "an integer",
+    "number": "a finite number",
+    "flag": "true or false",
+    "text": "a string",
+    "texts": "a list of strings",
+    "object": "a JSON object",
+}
+_SHOWN_CHARACTERS = 100
+
+
+class Key(NamedTuple):
+    """A key that is read.
+
+    bounds   least and most of a number
+    default  where the key is missing, which is transformers' but for what `models/` says
+    null     whether null is allowed, and stands for the default
+    """
+
+    name: str
+    kind: Kind
+    bounds: tuple[float, float] | None = None
+    default: Any = REQUIRED
+    null: bool = False
+
+
+# The bounds of sizes keep the bytes of every tensor within 63 bits, and tell damage from a model.
+KEYS = (
+    Key("architectures", "texts", default=(), null=True),
+    Key("model_type", "text", default=None, null=True),
+    Key("vocab_size", "integer", (1, INT32_MAX)),
+    Key("hidden_size", "integer", (1, 2**20)),
+    Key("intermediate_size", "integer", (1, 2**22)),
+    Key("num_hidden_layers", "integer", (1, 1024)),
+    Key("num_attention_heads", "integer", (1, 4096)),
+    # None: as many as query heads.
+    Key("num_key_value_heads", "integer", (1, 4096), default=None, null=True),
+    # None: the family's.
+    Key("head_dim", "integer", (1, 4096), default=None, null=True),
+    Key("max_position_embeddings", "integer", (1, INT32_MAX), default=None),
+    Key("hidden_act", "text", default="silu"),
+    Key("rms_norm_eps", "number", (0, 1), default=1e-6),
+    Key("tie_word_embeddings", "flag", default=False, null=True),
+    Key("attention_bias", "flag", default=False, null=True),
+    Key("mlp_bias", "flag", default=False, null=True),
+    Key("rope_theta", "number", (1.01, 1e30), default=10_000.0),
+    Key("rope_parameters", "object", default=None, null=True),
+    Key("rope_scaling", "object", default=None, null=True),
+    Key("original_max_position_embeddings", "integer", (1, INT32_MAX), default=None, null=True),
+    Key("partial_rotary_factor", "number", (0, 1), default=1.0, null=True),
+    # None: where the family alone knows whether a window is used.
+    Key("use_sliding_window", "flag", default=None, null=True),
+    Key("sliding_window", "integer", (-1, INT32_MAX), default=None, null=True),
+    Key("layer_types", "texts", default=None, null=True),
+    Key("mlp_layer_types", "texts", default=None, null=True),
+)
+"""The keys of `config.json` that are read, whatever the family."""
+
+ROPE_KEYS = (
+    Key("rope_type", "text", default=None),
+    Key("type", "text", default=None, null=True),
+    Key("rope_theta", "number", (1.01, 1e30), default=None),
+    Key("factor", "number", (1e-6, 1e6), default=None, null=True),
+    Key("low_freq_factor", "number", (1e-6, 1e6), default=None, null=True),
+    Key("high_freq_factor", "number", (1e-6, 1e6), default=None, null=True),
+    Key("original_max_position_embeddings", "integer", (1, INT32_MAX), default=None),
+    Key("beta_fast", "number", (0, 1e6), default=None, null=True),
+    Key("beta_slow", "number", (0, 1e6), default=None, null=True),
+    Key("attention_factor", "number", (1e-6, 1e6), default=None, null=True),
+    Key("mscale", "number", (0, 1e6), default=None, null=True),
+    Key("mscale_all_dim", "number", (0, 1e6), default=None, null=True),
+    Key("truncate", "flag", default=True),
+    Key("partial_rotary_factor", "number", (0, 1), default=None, null=True),
+)
+"""The keys of `rope_parameters` and `rope_scaling`; which of them count follows from the type."""
+
+MTP_KEYS = (
+    Key("num_nextn_predict_layers", "integer", (0, 1024), default=None, null=True),
+    Key("mtp_hidden_states_first", "flag", default=None, null=True),
+    Key("mtp_use_dedicated_embeddings", "flag", default=None, null=True),
+    Key("chain_hidden_post_norm", "flag", default=None, null=True),
+    Key("mtp_layer_types", "texts", default=None, null=True),
+    Key("mtp_mlp_layer_types", "texts", default=None, null=True),
+)
+"""The keys of `config.json` that are read where its draft modules draft."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # Weights in other formats.
+    "quantization_config": ({},),
+    "compression_config": ({},),
+    "quantization": ({},),
+    # Experts, and layers that differ from each other.
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "moe_num_experts": (0,),
+    "moe_num_shared_experts": (0,),
+    "moe_layers": ([],),
+    "enable_moe_block": (False,),
+    "per_layer_config": ({},),
+    "block_configs": ([],),
+    "layers_block_type": ([],),
+    "num_kv_shared_layers": (0,),
+    "hidden_size_per_layer_input": (0,),
+    "num_attention_heads_per_layer": ([],),
+    # Which tokens a query sees, and what a position does to it.
+    "attention_chunk_size": (0,),
+    "sliding_window_pattern": (0, 1),
+    "sliding_window_size": (0, -1),
+    "window_size": (0, -1),
+    "global_attn_every_n_layers": (0, 1),
+    "local_attention": (0, False),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "alibi": (False,),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "nope_layer_interval": (0,),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "rotary_pct": (1,),
+    "use_mrope": (False,),
+    "rope_local_base_freq": (),
+    "layer_rope_theta": ([],),
+    "attn_temperature_tuning": (False, 0),
+    "log_scaling_n_floor": (),
+    "kv_lora_rank": (0,),
+    "q_lora_rank": (0,),
+    "cla_share_factor": (0, 1),
+    # Norms and gates at other places.
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
+    "use_qk_norm": (False,),
+    "use_post_norm": (False,),
+    "use_sandwich_norm": (False,),
+    "use_attention_gate": (False,),
+    "attn_output_gate": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "add_full_attention_sink_bias": (False,),
+    "learnable_sink_init": (),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "norm_after": (False,),
+    "use_double_wide_mlp": (False,),
+    "lm_head_bias": (False,),
+    # Factors and caps.
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logits_soft_cap": (0,),
+    "output_logit_soft_cap": (0,),
+    "router_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "swiglu_limit": (0,),
+    "query_pre_attn_scalar": (),
+    "attn_scale": (),
+    "attention_multiplier": (),
+    "attention_value_scale": (1,),
+    "attention_in_multiplier": (1,),
+    "attention_out_multiplier": (1,),
+    "key_multiplier": (1,),
+    "mlp_multipliers": ([], [1, 1]),
+    "lm_head_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_embedding": (False,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "embedding_scale": (1,),
+    "mup_enabled": (False,),
+    "use_mup": (False,),
+    "mup_width_multiplier": (1,),
+    "logits_mup_width_multiplier": (1,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+}
+"""Keys that change the arithmetic of some decoder, and the values, beside null, that do not."""
+
+_HARMLESS = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
+    _flash_attn_2_enabled _name_or_path attn_implementation auto_map custom_pipelines dtype
+    language name_or_path pipeline_tag torch_dtype transformers_version unsloth_fixed
+    unsloth_version use_flash_attn use_flash_attention use_bfloat16 torchscript use_cache
+    cache_implementation cache_config max_window_layers pretraining_tp transformers.js_config
+
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
+    decoder_start_token_id vocab_file tokenizer_class
+
+    attention_dropout attention_probs_dropout_prob classifier_dropout dropout embd_pdrop
+    embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout
+    initializer_cutoff_factor initializer_factor initializer_range init_std
+    rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
+    output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
+    model_max_length seq_length seq_len
+
+    chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder
+    is_llama_config label2id num_labels output_attentions output_hidden_states output_scores
+    prefix problem_type pruned_heads return_dict return_dict_in_generate task_specific_params
+    tf_legacy_loss tie_encoder_decoder tie_last_hidden_states
+
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
+    suppress_tokens temperature top_k top_p typical_p
+
+    mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Keys that change nothing here: of other programs, tokens, training, other tasks, generation and
+the count of draft modules."""
+
+
+def shown(value: object) -> str:
+    """A value in an error message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def unsupported(name: str, value: object, supported: str) -> ValueError:
+    """What to raise for a value that changes the computation into one that is not implemented."""
+    return ValueError(f"config.json has {name}={shown(value)}: supported: {supported}")
+
+
+def read_key(config: HfConfig, name: str) -> Any:
+    """The value of one of `KEYS`. ValueError names a key that is missing or has a wrong value."""
+    return _read(config, next(key for key in KEYS if key.name == name), name)
+
+
+def read_keys(config: HfConfig, keys: Sequence[Key] = KEYS, *, inside: str = "") -> dict[str, Any]:
+    """The value or default of each key; `inside` is the key of `config.json` that `config` is of.
+
+    ValueError names the first key that is missing or has a wrong value.
+    """
+    return {key.name: _read(config, key, f"{inside}.{key.name}".lstrip(".")) for key in keys}
+
+
+def check_neutral(config: HfConfig) -> None:
+    """Raise ValueError for a key that says that the model computes something else."""
+    for name, neutral in NEUTRAL.items():
+        value = config.get(name)
+        if value is None or value in neutral:
+            continue
+        if name == "no_rope_layers" and _all_are(value, 1):
+            # The list says of each layer whether it has RoPE.
+            continue
+        raise unsupported(name, value, " or ".join(["null", *map(repr, neutral)]))
+
+
+def unknown_keys(config: HfConfig) -> list[str]:
+    """Sorted names of the keys that are neither read nor known to change nothing."""
+    known = {key.name for key in (*KEYS, *MTP_KEYS)} | NEUTRAL.keys() | HARMLESS
+    names = [name for name in config if name not in known]
+    rope_keys = {key.name for key in ROPE_KEYS} | {"full_attention", "finetuned"}
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = config.get(name)
+        if isinstance(settings, dict):
+            names += [f"{name}.{key}" for key in settings if key not in rope_keys]
+    return sorted(names)
+
+
+def _read(config: HfConfig, key: Key, name: str) -> Any:
+    if key.name not in config:
+        if key.default is REQUIRED:
+            raise ValueError(f"config.json lacks {name!r}")
+        return key.default
+    value = config[key.name]
+    if value is None and key.null:
+        return key.default
+    if not _fits(value, key):
+        wanted = _NAMES[key.kind]
+        if key.bounds is not None:
+            wanted += f" in [{key.bounds[0]:.15g}, {key.bounds[1]:.15g}]"
+        wanted += ", or null" if key.null else ""
+        raise ValueError(f"config.json has {name}={shown(value)}: must be {wanted}")
+    return float(value) if key.kind == "number" else value
+
+
+def _fits(value: object, key: Key) -> bool:
+    match key.kind:
+        case "flag":
+            return isinstance(value, bool)
+        case "text":
+            return isinstance(value, str)
+        case "texts":
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        case "object":
+            return isinstance(value, dict)
+        case "integer" | "number":
+            numbers = (int,) if key.kind == "integer" else (int, float)
+            if not isinstance(value, numbers) or isinstance(value, bool):
+                return False
+            # NaN is in no range.
+            least, most = key.bounds or (-math.inf, math.inf)
+            return least <= value <= most
+
+
+def _all_are(value: object, wanted: object) -> bool:
+    return isinstance(value, Iterable) and all(item == wanted for item in value)

@@ -1,0 +1,156 @@
+"""A checkpoint's model: its configuration and the tensors it is stored in, checked together.
+
+A config that the tensors contradict, and tensors that nobody here would read although the model
+computes with them, are errors before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphengine.checkpoint import Checkpoint, eos_token_ids
+from graphengine.models.config_schema import unknown_keys
+from graphengine.models.dense import DenseConfig, DenseWeights, Destinations, allocate_weights
+from graphengine.models.families import read_model_config
+
+log = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What quantised weights have beside them, in the formats of the field.
+_QUANTISED = re.compile(
+    r"(.*_)?scales?(_inv|_\d)?|weight_scale.*|.*_?zero_points?|weight_(packed|shape|g_idx)|qweight|"
+    r"qzeros|g_idx|SCB|weight_format|absmax|quant_map|quant_state.*|nested_(absmax|quant_map)"
+)
+# What old checkpoints keep beside their weights: functions of the config, or masks.
+_BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias")
+_BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
+_MODULES = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.|model\.(embed_tokens|norm)\.|lm_head\.")
+_DRAFT_MODULES = ("mtp.", "model.mtp_layers.")
+_NAMED_IN_ERRORS = 3
+
+
+def read_model(checkpoint: Checkpoint) -> DenseConfig:
+    """The model's configuration, checked against the names, shapes and dtypes of its tensors.
+
+    Keys of `config.json` that nobody knows are logged. ValueError says what is missing, what is
+    not supported and what contradicts.
+    """
+    config = read_model_config(checkpoint.config)
+    unknown = unknown_keys(checkpoint.config)
+    if unknown:
+        log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
+    stored = checkpoint.tensors
+    weights = allocate_weights(config, device="meta", dtype=torch.float32)
+    used = destinations(checkpoint, config, weights)
+    unused = sorted(stored.keys() - used.keys())
+    # A scale says more than the weights that are missing in its place.
+    _refuse_quantised(checkpoint, config, unused)
+    checkpoint.check(used)
+    _refuse_unknown(checkpoint, config, unused)
+    if config.tie_embeddings and _EMBEDDING in stored and _HEAD in stored:
+        config = _tied_or_not(checkpoint, config)
+    return config
+
+
+def destinations(
+    checkpoint: Checkpoint, config: DenseConfig, weights: DenseWeights
+) -> Destinations:
+    """Where the tensors of the checkpoint go: those of `weights`, by the names that are stored."""
+    names = weights.named(config)
+    if config.tie_embeddings and _EMBEDDING not in checkpoint.tensors:
+        # One of the two is enough, whichever it is.
+        embedding = names.pop(_EMBEDDING)
+        names[_HEAD if _HEAD in checkpoint.tensors else _EMBEDDING] = embedding
+    return names
+
+
+def read_eos_ids(checkpoint: Checkpoint, config: DenseConfig) -> tuple[int, ...]:
+    """The end-of-sequence ids that the model can say; others are left out, with a warning.
+
+    A tokenizer may have more tokens than the model: transformers loads both.
+    """
+    ids = eos_token_ids(checkpoint)
+    beyond = [token for token in ids if token >= config.vocab_size]
+    if beyond:
+        log.warning(
+            "%s: end-of-sequence ids %s are left out: the vocabulary has %d tokens",
+            checkpoint.path,
+            beyond,
+            config.vocab_size,
+        )
+    return tuple(token for token in ids if token < config.vocab_size)
+
+
+def _tied_or_not(checkpoint: Checkpoint, config: DenseConfig) -> DenseConfig:
+    """The config as transformers takes it where both are stored: tied if they are equal."""
+    if checkpoint.have_equal_values(_EMBEDDING, _HEAD):
+        return config
+    log.warning(
+        "%s: config.json has tie_word_embeddings=true, but %s differs from %s: both are used",
+        checkpoint.path,
+        _HEAD,
+        _EMBEDDING,
+    )
+    untied = replace(config, tie_embeddings=False)
+    weights = allocate_weights(untied, device="meta", dtype=torch.float32)
+    checkpoint.check(destinations(checkpoint, untied, weights))
+    return untied
+
+
+def _refuse_quantised(checkpoint: Checkpoint, config: DenseConfig, unused: Sequence[str]) -> None:
+    found = [
+        name
+        for name in unused
+        if _QUANTISED.fullmatch(name.rpartition(".")[2])
+        and not name.startswith(_DRAFT_MODULES)
+        and _layer(name) < config.num_layers
+    ]
+    if found:
+        raise ValueError(
+            f"{checkpoint.path} has {len(found)} tensors of quantised weights, which are not "
+            f"supported: {_some(found)}"
+        )
+
+
+def _refuse_unknown(checkpoint: Checkpoint, config: DenseConfig, unused: Sequence[str]) -> None:
+    """Raise ValueError for what the model's modules have and nobody reads; log unused layers."""
+    own = [name for name in unused if _MODULES.match(name)]
+    unknown = [
+        name
+        for name in own
+        if _layer(name) < config.num_layers
+        and not _BUFFERS.fullmatch(name)
+        and checkpoint.tensors[name].dtype not in _BUFFER_DTYPES
+        and not (name == _HEAD and config.tie_embeddings)
+    ]
+    if unknown:
+        raise ValueError(
+            f"{checkpoint.path} has {len(unknown)} tensors that a {config.architecture} of this "
+            f"config does not have: {_some(unknown)}"
+        )
+    beyond = {_layer(name) for name in own if _layer(name) >= config.num_layers}
+    draft_module = f"model.layers.{config.num_layers}.eh_proj.weight"
+    if beyond and draft_module not in checkpoint.tensors:
+        log.warning(
+            "%s: num_hidden_layers=%d, and there are weights up to layer %d: they are not used",
+            checkpoint.path,
+            config.num_layers,
+            max(beyond),
+        )
+
+
+def _layer(name: str) -> int:
+    """The layer that a tensor belongs to; -1 for none."""
+    found = _MODULES.match(name)
+    return int(found["layer"]) if found and found["layer"] else -1
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - _NAMED_IN_ERRORS
+    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,14 @@
+"""Paths as a user writes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """The path with `~` and `~user` expanded. ValueError for a user that there is not."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"path {os.fspath(path)!r}: {error}") from error
