@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
 
 import torch
@@ -54,11 +54,17 @@ _OPTIONAL = (
 _INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_LIMITS, *_OPTIONAL)
 
 
+def _usual_device() -> str:
+    """Asked for each config, never at import: a process that has asked the driver may not fork."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Sizes and policies of one engine. Every shape of every captured graph follows from this.
 
-    device                 "cuda", "cuda:1" or "cpu"
+    device                 "cuda", "cuda:1" or "cpu"; by default "cuda" where torch finds one as the
+                           config is made
     dtype                  of weights and KV; None or "auto": the checkpoint's on a GPU, float32 on
                            a CPU
     max_batch              slots, and the largest bucket; at most 64
@@ -112,7 +118,7 @@ class EngineConfig:
                            and the oldest replay is not done yet
     """
 
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = field(default_factory=_usual_device)
     dtype: torch.dtype | str | None = None
     max_batch: int = 8
     max_seq_len: int | None = None

@@ -50,7 +50,7 @@ from graphengine.speculative import describe
 
 SCHEMA = 1
 TTFT_TOKENS = (128, 1024)
-DEFAULT_SLOTS = EngineConfig().max_batch
+DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
 """What an engine takes that is not told, of a model that holds as many."""
 

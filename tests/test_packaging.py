@@ -79,6 +79,95 @@ def test_tests_are_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
+# What an import does.
+
+IMPORT_EVERYTHING = """
+    import ctypes, importlib, json, sys, types
+    import torch, triton
+
+    def refuse(name):
+        def refused(*arguments, **options):
+            raise AssertionError(f"an import calls {name}")
+        return refused
+
+    calls = {
+        torch.cuda: [
+            "is_available", "device_count", "init", "_lazy_init", "synchronize", "current_device",
+            "get_device_capability", "get_device_name", "get_device_properties", "mem_get_info",
+        ],
+        torch._C: [name for name in dir(torch._C) if name.startswith("_cuda_")],
+    }
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        pass
+    else:
+        calls[driver] = [
+            name for name, value in vars(driver).items()
+            if name.startswith("cu") and callable(value) and not isinstance(value, type)
+        ]
+    for module, names in calls.items():
+        for name in names:
+            # Classes that others inherit from stay what they are.
+            if not isinstance(getattr(module, name, None), type):
+                setattr(module, name, refuse(name))
+    sys.addaudithook(
+        lambda event, found: refuse("the driver")()
+        if event == "ctypes.dlopen" and "libcuda.so" in str(found[0]) else None
+    )
+    for name in json.loads(sys.argv[1]):
+        importlib.import_module(name)
+    from graphengine import EngineConfig
+    try:
+        EngineConfig()
+    except AssertionError as error:
+        print(error)
+    torch.cuda.is_available = lambda: True
+    print(EngineConfig().device)
+    torch.cuda.is_available = lambda: False
+    print(EngineConfig().device)
+"""
+
+
+def test_no_import_asks_the_driver() -> None:
+    """A process that has asked it cannot fork, nor choose its devices by CUDA_VISIBLE_DEVICES."""
+    modules = [
+        ".".join([name, *(() if file.stem == "__init__" else (file.stem,))])
+        for name, folder in package_folders().items()
+        for file in folder.glob("*.py")
+    ]
+    assert {"graphengine.config", "graphengine.kernels.swap", "graphengine.profiles"} < {*modules}
+    code = textwrap.dedent(IMPORT_EVERYTHING)
+    command = [sys.executable, "-P", "-c", code, json.dumps(sorted(modules))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The one who asks is the config, each time that one is made.
+    assert done.stdout.split("\n") == ["an import calls is_available", "cuda", "cpu", ""]
+
+
+FORK_BEHIND_THE_IMPORT = """
+    import os, sys
+    import graphengine, torch
+    from graphengine import profiles
+
+    child = os.fork()
+    if not child:
+        print(torch.zeros(1, device="cuda").item(), flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    print(graphengine.EngineConfig().device)
+    sys.exit(status)
+"""
+
+
+@pytest.mark.gpu
+def test_a_child_forked_behind_the_import_may_use_the_gpu() -> None:
+    command = [sys.executable, "-P", "-c", textwrap.dedent(FORK_BEHIND_THE_IMPORT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0.0\ncpu\n"), done.stderr
+
+
 # The wheel.
 
 
