@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
 
 import torch
 
 from graphengine.buckets import BucketLadder
+from graphengine.checks import INT32_MAX, check_number, is_finite, is_int, keep_plain_numbers
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, row_family
 from graphengine.logits_params import MAX_LOGPROBS
-from graphengine.sampling_params import is_int
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     Auto,
@@ -35,6 +34,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 # What one request may ask for at most, and the most that a kernel holds of it.
 _LIMITS = {
+    "max_stop_ids": (1, 1024),
     "max_logit_bias": (1, 4096),
     "max_bad_words": (1, 1024),
     "max_bad_word_tokens": (1, 64),
@@ -51,7 +51,10 @@ _OPTIONAL = (
     "session_blocks",
     "max_waiting",
 )
-_INTEGERS = ("max_batch", "block_size", "lookahead", "max_stop_ids", "seed", *_LIMITS, *_OPTIONAL)
+_INTEGERS = ("max_batch", "block_size", "lookahead", "seed", *_LIMITS, *_OPTIONAL)
+_NUMBERS = ("memory_fraction", "wait_limit_s")
+# Positions and blocks have 32-bit numbers on the device.
+_INDEXED = tuple(name for name in _OPTIONAL if name != "max_waiting")
 
 
 def _usual_device() -> str:
@@ -88,7 +91,7 @@ class EngineConfig:
     memory_fraction        share of the device's free memory that the engine may plan with
     max_waiting            requests that may wait for a slot, those submitted since the last step
                            among them; one more is refused with `QueueFull`. None: any number
-    max_stop_ids           EOS and stop token ids that one request may have
+    max_stop_ids           EOS and stop token ids that one request may have, up to 1,024
     max_logit_bias         ids that one request's logit_bias may name
     max_bad_words          sequences of tokens that its bad words may come to, and the tokens of one
     max_bad_word_tokens
@@ -165,6 +168,10 @@ class EngineConfig:
             value = getattr(self, name)
             if not is_int(value) and (value is not None or name not in _OPTIONAL):
                 raise ValueError(f"{name}={value!r} must be an integer")
+        for name in _INDEXED:
+            value = getattr(self, name)
+            if value is not None and value > INT32_MAX:
+                raise ValueError(f"{name}={value} must be at most {INT32_MAX}")
         for name in ("buckets", "prefill_buckets"):
             sizes = getattr(self, name)
             if sizes is None and name == "buckets":
@@ -173,9 +180,16 @@ class EngineConfig:
                 is_int(size) and size > 0 for size in sizes
             ):
                 raise ValueError(f"{name}={sizes} must be positive integers")
-        for name in ("memory_fraction", "wait_limit_s"):
-            if not isinstance(getattr(self, name), int | float):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
+            if max(sizes, default=0) > INT32_MAX:
+                raise ValueError(f"{name}={sizes} must be at most {INT32_MAX}")
+            object.__setattr__(self, name, tuple(map(int, sizes)))
+        for name in _NUMBERS:
+            check_number(name, getattr(self, name))
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction={self.memory_fraction} must be in (0, 1]")
+        if not (self.wait_limit_s > 0 and is_finite(self.wait_limit_s)):
+            raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
+        keep_plain_numbers(self)
         if not 1 <= self.max_batch <= MAX_LANES:
             raise ValueError(f"max_batch={self.max_batch} must be in [1, {MAX_LANES}]")
         if self.max_seq_len is not None and self.max_seq_len < 2:
@@ -190,12 +204,8 @@ class EngineConfig:
             )
         if self.lookahead not in (0, 1):
             raise ValueError(f"lookahead={self.lookahead} must be 0 or 1")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction={self.memory_fraction} must be in (0, 1]")
         if self.max_waiting is not None and self.max_waiting < 1:
             raise ValueError(f"max_waiting={self.max_waiting} must be at least 1, or None")
-        if self.max_stop_ids < 1:
-            raise ValueError(f"max_stop_ids={self.max_stop_ids} must be at least 1")
         for name, (least, most) in _LIMITS.items():
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [{least}, {most}]")
@@ -208,8 +218,6 @@ class EngineConfig:
             raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
         if self.wait not in ("spin", "yield", "block"):
             raise ValueError(f"wait={self.wait!r} must be 'spin', 'yield' or 'block'")
-        if not (self.wait_limit_s > 0 and math.isfinite(self.wait_limit_s)):
-            raise ValueError(f"wait_limit_s={self.wait_limit_s} must be positive and finite")
         for name in ("pdl", "prompt_logprobs", "prefix_caching", "collect_while_waiting"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")

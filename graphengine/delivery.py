@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from graphengine.acceptance import Acceptance
 from graphengine.buckets.mailbox import Payloads
+from graphengine.checks import is_int
 from graphengine.deadlines import Deadlines
 from graphengine.gate import Gate
 from graphengine.guided import Guide
@@ -17,7 +18,6 @@ from graphengine.recorder import Recorder
 from graphengine.replay import Replay
 from graphengine.request import Event, Phase, Request
 from graphengine.result import FinishReason, TokenLogprobs
-from graphengine.sampling_params import is_int
 from graphengine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)

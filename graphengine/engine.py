@@ -26,6 +26,8 @@ from graphengine.allocation import (
 )
 from graphengine.buckets import capture_all
 from graphengine.checkpoint import Checkpoint, stored_dtype
+from graphengine.checks import seconds
+from graphengine.closing import Closable
 from graphengine.config import EngineConfig, EngineOptions
 from graphengine.delivery import Delivery, StopCallback
 from graphengine.drafters import Drafter, make_drafter
@@ -44,6 +46,7 @@ from graphengine.report import (
     EngineReport,
     StepReport,
     describe_engine,
+    describe_numerics,
     describe_step,
     make_report,
     statistics,
@@ -61,7 +64,6 @@ from graphengine.step import (
 )
 from graphengine.text import Tokenizer
 from graphengine.tracing import ranged, span
-from graphengine.tuning import numerics_id
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ def _counts_of_oldest(engine: Engine, timeout: float | None) -> tuple[int, int]:
     return oldest.rows, len(oldest.requests)
 
 
-class Engine:
+class Engine(Closable):
     """Decodes up to `max_batch` requests, each step one replay of a captured graph.
 
     In process and single-threaded: call every method from one thread. Use `from_pretrained` to make
@@ -187,6 +189,7 @@ class Engine:
         self._masks = held.masks
         self._caches, self.program = held.caches, held.program
         self._cuda_stream = held.stream
+        self._numerics_id = describe_numerics(self.memory, model, held)
 
     def _capture(self) -> None:
         """Compile, warm up and capture every bucket, largest first, on padded rows alone."""
@@ -275,8 +278,7 @@ class Engine:
         go to its caller alone; those that come while one of these runs, and have a callback, to
         that alone.
         """
-        if timeout is not None and (not isinstance(timeout, int | float) or timeout != timeout):
-            raise ValueError(f"timeout={timeout!r} must be seconds, or None")
+        timeout = None if timeout is None else seconds("timeout", timeout)
         self._enter("step()")
         try:
             scheduler = self.scheduler
@@ -405,17 +407,7 @@ class Engine:
         """12 hexadecimal digits: engines of one model on one kind of GPU with equal ids give the
         same bits.
         """
-        prefill = self.memory.prefill_ladder.sizes
-        return numerics_id(
-            self.plans,
-            dtype=self.memory.dtype,
-            extra={
-                "attention_split": self.program.launch.split_tokens,
-                "block_size": self.memory.block_size,
-                "prefill_buckets": ",".join(map(str, prefill)),
-                "fused_swiglu": ",".join(str(size) for size in prefill if self.model.fuses(size)),
-            },
-        )
+        return self._numerics_id
 
     def report(self) -> EngineReport:
         """Budget, kernels, ladder, captures and counters; print it."""
@@ -435,11 +427,17 @@ class Engine:
         return statistics(self)
 
     def close(self) -> None:
-        """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled."""
+        """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled.
+
+        What describes the engine can still be read: `stats`, `report`, `numerics_id`, `last_step`,
+        the recorder. All else is a ValueError. Calling again is fine.
+        """
         if self._closed:
             return
         if self._cuda_stream is not None and self._broken is None:
             self._cuda_stream.synchronize()
+        if self.drafter is not None and self._broken is None:
+            self.counters.update(self.drafter.counters())  # the device holds them no longer
         for request in [*self.scheduler.active, *self.scheduler.waiting]:
             request.cancel()
             self.scheduler.retire(request)
@@ -452,7 +450,7 @@ class Engine:
         self._in_flight.clear()
         self._delivery.clear()
         self.buffers.close()
-        del self.program, self.model, self._caches, self._masks, self.mailbox, self.logprobs
+        self._free()
         drafter, self.drafter = self.drafter, None
         if drafter is not None:
             drafter.close()

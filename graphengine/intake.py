@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
+from graphengine.checks import is_finite, is_int, is_number
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.guided import Grammars
-from graphengine.logits_params import is_number
 from graphengine.memory import MemoryPlan
 from graphengine.processing import check_something_is_left, make_processing, single_stop_ids
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
 from graphengine.request import Event, Request
-from graphengine.sampling_params import SamplingParams, is_int
+from graphengine.sampling_params import SamplingParams
 from graphengine.text import TextStream, Tokenizer
 
 
@@ -208,7 +207,7 @@ def _check_params(params: object) -> None:
 
 
 def _check_deadline(seconds: float) -> None:
-    if not is_number(seconds) or not 0 < seconds <= sys.float_info.max:
+    if not is_number(seconds) or not (seconds > 0 and is_finite(seconds)):
         raise ValueError(
             f"deadline_s={seconds!r} must be positive, finite seconds from now on, or None"
         )

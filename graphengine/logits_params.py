@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from graphengine.checks import check_number, is_int
 
 if TYPE_CHECKING:
     from graphengine.sampling_params import SamplingParams
@@ -90,23 +91,7 @@ def frozen_bad_words(words: object) -> tuple[str | tuple[int, ...], ...] | None:
     return tuple(frozen)
 
 
-def is_int(value: object) -> bool:
-    """Whether `value` is an integer, numpy's included; True and 1.0 are not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Whether `value` is a real number, NumPy's and fractions included; True is not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _listed(name: str, value: object) -> Sequence[object]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ValueError(f"{name}={value!r} must be a list")
     return value
-
-
-def check_number(name: str, value: object) -> None:
-    """ValueError unless `value` is a real number, NumPy's and fractions included; True is not."""
-    if not is_number(value):
-        raise ValueError(f"{name}={value!r} must be a number")

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.buckets import CaptureReport, ReplayTimer
+from graphengine.checks import is_int
 from graphengine.environment import environment
 from graphengine.record_lines import SCHEMA, capture_object, replay_object, request_object
 from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, Ring, first_launches
@@ -137,7 +138,7 @@ class Recorder:
             ("capacity", capacity, LEAST_CAPACITY),
             ("requests", requests, 1),
         ):
-            if not isinstance(value, int) or value < least:
+            if not is_int(value) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
         if not isinstance(device_times, bool):
             raise ValueError(f"device_times={device_times!r} must be True or False")

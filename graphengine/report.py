@@ -11,9 +11,12 @@ from graphengine.kernels import KernelCompilation
 from graphengine.memory import MemoryPlan
 from graphengine.request import Phase
 from graphengine.speculative import describe
+from graphengine.tuning import numerics_id
 
 if TYPE_CHECKING:
+    from graphengine.allocation import Allocation
     from graphengine.engine import Engine
+    from graphengine.models.dense import DenseModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,17 +65,33 @@ def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineRepo
     """The engine's report, with those of its captures."""
     config = engine.config
     lanes = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
+    pdl = config.pdl and engine.memory.device.type == "cuda"
     why = "asked for" if config.row_family else f"for {lanes}"
     return EngineReport(
         memory=engine.memory,
         kernels=(
             f"row family {engine.row_family} ({why}), plans {engine.plan_sources}, "
-            f"PDL {'on' if engine.program.launch.pdl else 'off'}, numerics {engine.numerics_id}"
+            f"PDL {'on' if pdl else 'off'}, numerics {engine.numerics_id}"
         ),
         kv=_kv_blocks(engine),
         compilation=engine.compilation,
         captures=tuple(captures),
         counters=dict(engine.counters),
+    )
+
+
+def describe_numerics(memory: MemoryPlan, model: DenseModel, held: Allocation) -> str:
+    """What `Engine.numerics_id` says."""
+    prefill = memory.prefill_ladder.sizes
+    return numerics_id(
+        held.plans,
+        dtype=memory.dtype,
+        extra={
+            "attention_split": held.program.launch.split_tokens,
+            "block_size": memory.block_size,
+            "prefill_buckets": ",".join(map(str, prefill)),
+            "fused_swiglu": ",".join(str(size) for size in prefill if model.fuses(size)),
+        },
     )
 
 

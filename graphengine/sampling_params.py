@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from graphengine.checks import INT32_MAX, check_number, is_int
 from graphengine.logits_params import (
     BadWord,
     check_logits_params,
-    check_number,
     frozen_bad_words,
     frozen_ids,
     frozen_logit_bias,
     frozen_sequences,
-    is_int,
 )
 from graphengine.structured_outputs import StructuredOutputsParams
 
-__all__ = ["SamplingParams", "is_int"]
-
-INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
 # Below it the quotients leave float32's range, and tokens tie that do not.
 MIN_TEMPERATURE = 1e-6

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from graphengine import runs
 from graphengine.blocks import Context
+from graphengine.checks import is_int
 from graphengine.intake import QueueOptions
 from graphengine.prompts import Prompt, token_ids_of
 from graphengine.request import Event, Request
 from graphengine.result import Result
-from graphengine.sampling_params import SamplingParams, is_int
+from graphengine.sampling_params import SamplingParams
 from graphengine.snapshots import SessionSnapshot, copy_in, copy_out
 
 if TYPE_CHECKING:

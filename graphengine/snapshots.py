@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graphengine.checks import is_int
 from graphengine.drafters import Drafter, DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
-from graphengine.sampling_params import is_int
 from graphengine.speculative import DraftModel, Speculative, describe
 from graphengine.tensor_files import save_whole
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +22,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from graphengine.checks import INT32_MAX, is_finite, is_int, is_number, keep_plain_numbers
 from graphengine.kernels import MAX_LANES
-from graphengine.sampling_params import INT32_MAX, is_int
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +65,7 @@ class DraftVocabulary:
             return
         _check_path("text", self.text)
         _check_at_least("size", self.size, 1)
+        keep_plain_numbers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class MTP:
             raise ValueError(f"own_graph=True goes with style='eagle', not {self.style!r}")
         if not isinstance(self.draft_vocab, DraftVocabulary | None):
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
+        keep_plain_numbers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class NGram:
         check_drafts(self.k)
         if not is_int(self.max_n) or not 1 <= self.max_n <= MAX_NGRAM:
             raise ValueError(f"max_n={self.max_n!r} must be an integer in [1, {MAX_NGRAM}]")
+        keep_plain_numbers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class DraftModel:
     def __post_init__(self) -> None:
         _check_path("path", self.path)
         check_drafts(self.k)
+        keep_plain_numbers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class UserProvided:
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
+        keep_plain_numbers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,7 @@ class SaveHiddenStates:
         _check_at_least("write_interval", self.write_interval, 1)
         if self.layers is not None:
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
+        keep_plain_numbers(self)
 
     def layers_of(self, model_layers: int) -> tuple[int, ...]:
         """The auxiliary layers of a model of so many, ascending. ValueError if it lacks one."""
@@ -208,7 +213,7 @@ class RelaxedAcceptance:
 
     def __post_init__(self) -> None:
         _check_at_least("topk", self.topk, 1)
-        if not _is_number(self.delta) or not 0.0 <= self.delta <= 1.0:
+        if not is_number(self.delta) or not 0.0 <= self.delta <= 1.0:
             raise ValueError(f"delta={self.delta!r} must be a number in [0, 1]")
         for name in ("begin_token_ids", "end_token_ids"):
             ids = _ids(name, getattr(self, name), "token ids")
@@ -218,6 +223,7 @@ class RelaxedAcceptance:
         both = sorted({*self.begin_token_ids} & {*self.end_token_ids})
         if both:
             raise ValueError(f"tokens {both} are among both begin_token_ids and end_token_ids")
+        keep_plain_numbers(self)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError unless the vocabulary has all the tokens."""
@@ -249,12 +255,13 @@ class GateOptions:
         _check_at_least("probe_every", self.probe_every, 1)
         for name in ("off_below", "on_above"):
             value = getattr(self, name)
-            if not _is_number(value) or not (value >= 0 and math.isfinite(value)):
+            if not is_number(value) or not (value >= 0 and is_finite(value)):
                 raise ValueError(f"{name}={value!r} must be a finite number from 0 up")
         if self.off_below > self.on_above:
             raise ValueError(f"off_below={self.off_below} exceeds on_above={self.on_above}")
         if self.max_live is not None:
             _check_at_least("max_live", self.max_live, 1)
+        keep_plain_numbers(self)
 
 
 def check_drafts(k: int) -> None:
@@ -324,7 +331,8 @@ def forced_acceptance(
         origin,
         forced,
     )
-    return forced
+    # No row has more.
+    return min(int(forced), MAX_DRAFTS)
 
 
 def describe(speculative: Speculative | None) -> str:
@@ -446,12 +454,8 @@ def _check_path(name: str, value: object) -> None:
 
 
 def _check_at_least(name: str, value: object, least: int) -> None:
-    if not is_int(value) or not least <= value <= INT32_MAX:  # type: ignore[operator]
+    if not is_int(value) or not least <= value <= INT32_MAX:
         raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _ids(name: str, value: Any, meaning: str) -> tuple[int, ...]:
@@ -463,4 +467,4 @@ def _ids(name: str, value: Any, meaning: str) -> tuple[int, ...]:
             raise ValueError(f"{name} holds {item!r}, which is none of {meaning}")
     if len(set(value)) < len(value):
         raise ValueError(f"{name}={tuple(value)} repeats itself")
-    return tuple(value)
+    return tuple(map(int, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import AsyncGenerator, Coroutine, Generator
 
 
@@ -58,6 +59,8 @@ def number(
     """`value` as a float; ValueError for another type and NaN, and outside of the limits."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}={value!r} is no number")
+    if isinstance(value, int) and value > sys.float_info.max:
+        raise ValueError(f"{name}={value} must be at most {sys.float_info.max:g}")
     if not least <= value <= most or (value == 0 and not zero):
         wanted = f"at least {least:g}" if zero else "greater than 0"
         raise ValueError(f"{name}={value} must be {wanted} and at most {most:g}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from graphengine import Engine, Event
+from graphengine.speculative import NGram
 from stepping import (
     LONG,
     OTHER,
@@ -289,6 +292,59 @@ def test_nothing_works_after_close(device: str) -> None:
         assert request.result().finish_reason == "cancelled"
     assert len(running.token_ids) == 3
     stream.close()  # type: ignore[attr-defined]
+
+
+DESCRIBES = {
+    "acceptance", "busy", "compilation", "config", "counters", "drafter", "eos_ids", "gate",
+    "last_step", "memory", "numerics_id", "plan_sources", "plans", "recorder", "report",
+    "row_family", "scheduler", "stats", "stop_callback", "tokenizer",
+}  # fmt: skip
+"""Public names of an engine that still work once it is closed, close() and __exit__ aside."""
+
+
+def test_what_describes_an_engine_outlives_it(device: str) -> None:
+    with open_engine(device=device, speculative=NGram(k=2)) as engine:
+        engine.recorder.start()
+        engine.generate(PROMPT, greedy(6))
+        read = {name: getattr(engine, name) for name in DESCRIBES - {"drafter"}}
+        before = {name: value() if callable(value) else value for name, value in read.items()}
+        public = {name for name in dir(engine) if not name.startswith("_")}
+    assert engine.drafter is None
+    # With what the device counted, read as it closed.
+    report, counters = before.pop("report"), before["stats"]["counters"]
+    assert counters["ngram/unmatched"] > 0
+    assert engine.report() == dataclasses.replace(report, counters=counters)
+    assert str(engine.report()).startswith(str(report).partition("counters")[0])
+    for name, was in before.items():
+        now = getattr(engine, name)
+        assert (now() if callable(now) else now) == was, name
+    assert len(engine.recorder.replays()) > 0
+
+    calls: dict[str, Callable[[], object]] = {
+        "astream": lambda: engine.astream(PROMPT),
+        "draft": lambda: engine.draft(None, [1]),  # type: ignore[arg-type]
+        "generate": lambda: engine.generate(PROMPT),
+        "restore_session": lambda: engine.restore_session("nowhere"),
+        "session": engine.session,
+        "step": engine.step,
+        "stream": lambda: engine.stream(PROMPT),
+        "submit": lambda: engine.submit(PROMPT),
+        "buffers": lambda: engine.buffers.block_table,
+        **{
+            name: partial(getattr, engine, name)
+            for name in ("cache", "logprobs", "mailbox", "model", "program")
+        },
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    with pytest.raises(ValueError, match="the engine is closed, and its model freed"):
+        engine.model  # noqa: B018
+    with pytest.raises(ValueError, match="the engine is closed: nothing is left to record"):
+        engine.recorder.start()
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'modle'"):
+        engine.modle  # type: ignore[attr-defined]  # noqa: B018
+    assert public - DESCRIBES == {*calls, "close", "from_pretrained"}
 
 
 def test_a_with_block_closes(device: str) -> None:

@@ -294,7 +294,7 @@ def test_engine_defaults() -> None:
         ({"memory_fraction": 0.0}, "memory_fraction=0.0 must be in (0, 1]"),
         ({"memory_fraction": 1.1}, "memory_fraction=1.1 must be in (0, 1]"),
         ({"memory_fraction": math.nan}, "memory_fraction=nan must be in (0, 1]"),
-        ({"max_stop_ids": 0}, "max_stop_ids=0 must be at least 1"),
+        ({"max_stop_ids": 0}, "max_stop_ids=0 must be in [1, 1024]"),
         ({"seed": -1}, "seed=-1 must be in [0, 2**63)"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be in [0, 2**63)"),
         ({"wait": "sleep"}, "wait='sleep' must be 'spin', 'yield' or 'block'"),

@@ -385,6 +385,7 @@ def test_waits_that_time_out_leave_a_replay_unread(device: str) -> None:
         ({"capacity": None}, "capacity=None must be"),
         ({"requests": 0}, "requests=0 must be an integer, at least 1"),
         ({"requests": 1.5}, r"requests=1\.5 must be"),
+        ({"requests": True}, "requests=True must be"),
         ({"requests": 10**15}, "requests=1000000000000000: memory has no room"),
         ({"capacity": 2**70}, f"capacity={2**70}, requests=4096: memory has no room"),
         ({"device_times": "no"}, "device_times='no' must be True or False"),

@@ -1,4 +1,4 @@
-"""Every option of a request with every kind of value that it cannot have.
+"""Options of requests, and numbers of engines, with every kind of value that they cannot have.
 
 Each is a ValueError that names the option and the value; where there is a limit, the limit too.
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
-from graphengine import Engine, SamplingParams, StructuredOutputsParams
+from graphengine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from graphengine.speculative import GateOptions, NGram, RelaxedAcceptance
 from stepping import assert_idle
 
 NAN, INF = math.nan, math.inf
-NO_NUMBERS: list[Any] = ["1", "", b"1", None, True, [1], (), {}, {1}, 1j, object(), NAN]
+NO_NUMBERS: list[Any] = [
+    "1", "", b"1", None, True, [1], (), {}, {1}, 1j, object(), NAN, Decimal(1), np.True_,
+]  # fmt: skip
 NO_INTEGERS: list[Any] = [*NO_NUMBERS, 1.0, 1.5, INF]
 NO_FLAGS: list[Any] = [None, 0, 1, 1.0, "True", "", [], [True]]
 NO_IDS: list[Any] = [5, 1.5, "5", b"5", True, {5}, {5: 1}, object(), ["5"], [1.0], [True], [None]]
@@ -28,7 +34,7 @@ def but(values: list[Any], *allowed: Any) -> list[Any]:
 
 
 WRONG: dict[str, list[Any]] = {
-    "temperature": [*NO_NUMBERS, -0.1, 1e-7, INF, -INF, 1e39],
+    "temperature": [*NO_NUMBERS, -0.1, 1e-7, INF, -INF, 1e39, 10**400],
     "top_k": [*NO_INTEGERS, -2, 2**31],
     "top_p": [*NO_NUMBERS, 0, -0.1, 1.01, INF],
     "min_p": [*NO_NUMBERS, -0.1, 1.01, INF],
@@ -46,7 +52,7 @@ WRONG: dict[str, list[Any]] = {
     "bad_words": [*NO_WORDS, [[-1]]],
     "logit_bias": [
         5, "5", [5], [(5, 1.0)], {"5": 1.0}, {1.0: 1.0}, {True: 1.0}, {-1: 1.0}, {5: "1"},
-        {5: None}, {5: True}, {5: NAN}, {5: INF}, {5: 1e39},
+        {5: None}, {5: True}, {5: NAN}, {5: INF}, {5: 1e39}, {5: 10**400}, {5: Fraction(10**400)},
     ],
     "repetition_penalty": [*NO_NUMBERS, 0, -1.5, INF, 1e39, 1e-50, 10**400],
     "frequency_penalty": [*NO_NUMBERS, -2.01, 2.01, INF],
@@ -85,6 +91,23 @@ QUEUE: dict[str, list[Any]] = {
 """By option of `Engine.submit`."""
 
 
+ENGINE: dict[str, list[Any]] = {
+    "memory_fraction": [*NO_NUMBERS, 0, 1.01, INF, 10**400, Fraction(10**400)],
+    "wait_limit_s": [*NO_NUMBERS, 0, -1, INF, 10**400, Fraction(10**400), np.float32(INF)],
+    "max_stop_ids": [*NO_INTEGERS, 0, 1025, 30_000_000, 10**18],
+    "max_seq_len": [*but(NO_INTEGERS, None), 1, 2**31, 10**18],
+    "max_prefill_tokens_per_step": [*but(NO_INTEGERS, None), 0, 2**31, 10**18],
+    "kv_blocks": [*but(NO_INTEGERS, None), 0, 2**31, 10**18],
+    "swap_blocks": [*but(NO_INTEGERS, None), -1, 2**31, 10**18],
+    "session_blocks": [*but(NO_INTEGERS, None), -1, 2**31, 10**18],
+    "max_waiting": [*but(NO_INTEGERS, None), 0, -1],
+    "prefill_buckets": [None, 16, "16", (0,), (16, 1.0), (True,), (2**31,), (16, 10**18)],
+}
+"""By option of an engine: numbers that `EngineConfig` refuses. test_params.py has the others."""
+
+GATE: list[Any] = [*NO_NUMBERS, -1, INF, 10**400, Fraction(10**400)]
+
+
 def test_the_table_has_every_option() -> None:
     assert WRONG.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
 
@@ -117,6 +140,66 @@ def test_a_queue_refuses_the_wrong_kind(engine: Engine, name: str) -> None:
     for value in QUEUE[name]:
         with pytest.raises(ValueError, match=name):
             engine.submit("x", **{name: value})
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_an_engine_refuses_the_wrong_number(name: str) -> None:
+    for value in ENGINE[name]:
+        with pytest.raises(ValueError, match=rf"\b{name}\b") as caught:
+            EngineConfig(device="cpu", **{name: value})
+        said = str(caught.value)
+        assert any(text in said for text in (f"{name}={value!r} ", f"{name}={value} ")), said
+
+
+@pytest.mark.parametrize("name", ["off_below", "on_above"])
+def test_a_gate_refuses_the_wrong_number(name: str) -> None:
+    for value in GATE:
+        with pytest.raises(ValueError, match=name):
+            GateOptions(**{name: value})
+
+
+def test_relaxed_acceptance_refuses_the_wrong_number() -> None:
+    for value in [*NO_NUMBERS, -0.1, 1.1, INF, 10**400]:
+        with pytest.raises(ValueError, match="delta"):
+            RelaxedAcceptance(delta=value, begin_token_ids=[1], end_token_ids=[2])
+
+
+def test_numbers_of_all_kinds_are_kept_as_pythons_own() -> None:
+    """NumPy's wrap around: a step of 64 rows and 15 tokens feeds -64 in eight bits."""
+    config = EngineConfig(
+        device="cpu",
+        max_batch=np.int8(16),
+        buckets=[np.int8(16), np.int8(8)],
+        kv_blocks=np.int32(2**31 - 1),
+        memory_fraction=Fraction(1, 2),
+        wait_limit_s=np.float32(2),
+        speculative=NGram(k=np.int8(3), max_n=np.int8(4)),
+        gate=GateOptions(window=np.int16(8), off_below=np.float32(0.5), on_above=Fraction(1, 2)),
+        forced_acceptance=np.int64(10**18),
+    )
+    kept = [config.max_batch, *config.buckets, config.kv_blocks, config.forced_acceptance]
+    kept += [config.speculative.k, config.speculative.max_n, config.gate.window]
+    assert kept == [16, 16, 8, 2**31 - 1, 14, 3, 4, 8] and {*map(type, kept)} == {int}
+    numbers = [config.memory_fraction, config.wait_limit_s]
+    numbers += [config.gate.off_below, config.gate.on_above]
+    assert numbers == [0.5, 2.0, 0.5, 0.5] and {*map(type, numbers)} == {float}
+    assert config.lanes == 64
+
+
+def test_a_step_waits_for_seconds(engine: Engine) -> None:
+    for value in but(NO_NUMBERS, None):
+        with pytest.raises(ValueError, match=r"timeout=.* must be seconds, or None"):
+            engine.step(timeout=value)
+    for forever in (10**400, INF, Fraction(10**400), 1e308):
+        assert len(engine.generate("x", SamplingParams(max_tokens=1)).token_ids) == 1
+        engine.submit("x", SamplingParams(max_tokens=1))
+        while not engine.step(timeout=forever):
+            pass
+    for never in (-(10**400), -INF, np.float32(0), Fraction(-1, 2)):
+        engine.submit("x", SamplingParams(max_tokens=1))
+        while not engine.step(timeout=never):
+            pass
     assert_idle(engine)
 
 

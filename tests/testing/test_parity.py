@@ -268,6 +268,7 @@ LANES = [
         ({"rtol": math.nan}, "rtol=nan must be at least 0"),
         ({"atol": math.inf}, "atol=inf must be at least 0"),
         ({"atol": "1"}, "atol='1' is no number"),
+        ({"atol": 10**400}, "atol=10+ must be at most 1.79769e\\+308"),
     ],
     ids=str,
 )

@@ -1,0 +1,58 @@
+"""Which numbers an option takes: one set of rules for everything that has options.
+
+Integers are Python's and NumPy's, numbers also fractions; True is neither, and a Decimal is none.
+What has been checked is kept as Python's own numbers, as NumPy's wrap around.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import fields
+from typing import Any, TypeGuard
+
+INT32_MAX = 2**31 - 1
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether `value` is an integer, NumPy's included; True and 1.0 are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a real number, NumPy's and fractions included; True is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: object) -> None:
+    """ValueError unless `value` is a real number, as of `is_number`."""
+    if not is_number(value):
+        raise ValueError(f"{name}={value!r} must be a number")
+
+
+def is_finite(value: float) -> bool:
+    """Whether it is a finite number that a float can hold: an integer may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def seconds(name: str, value: object) -> float:
+    """A time as a float, infinite where no float is as large; ValueError for NaN and no number."""
+    if not is_number(value) or value != value:
+        raise ValueError(f"{name}={value!r} must be seconds, or None")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def keep_plain_numbers(options: Any) -> None:
+    """Put Python's own numbers into the fields of a frozen dataclass that has been checked."""
+    for name in (field.name for field in fields(options)):
+        value = getattr(options, name)
+        if is_int(value):
+            object.__setattr__(options, name, int(value))
+        elif is_number(value):
+            object.__setattr__(options, name, float(value))
