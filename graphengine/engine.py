@@ -308,6 +308,11 @@ class Engine(Closable):
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
         return self.scheduler.busy or bool(self._in_flight) or self._delivery.pending
 
+    @property
+    def requests(self) -> dict[int, Request]:
+        """By id, the requests that are not finished, of `generate` and sessions too; a copy."""
+        return {each.id: each for each in (*self.scheduler.active, *self.scheduler.waiting)}
+
     def last_step(self) -> StepReport:
         """Who the last `step()` left active, and who it paused, resumed and finished."""
         return describe_step(self)
@@ -317,9 +322,10 @@ class Engine(Closable):
         """Who else ends requests; None: nobody. ValueError for what cannot be called.
 
         Once in every `step()` that leaves a request active, in front of the events' callbacks, it
-        is called with the ids of all that are active (in a slot and not paused) and returns those
-        to finish: with reason "stop", stop reason None and the tokens they have. Any other id is a
-        ValueError, and then nobody is finished. It may submit and cancel.
+        is called with the ids of all that are active (in a slot and not paused); `requests` has
+        them by id. It returns those to finish: with reason "stop", stop reason None and the tokens
+        they have. Any other id is a ValueError, and then nobody is finished. It may submit and
+        cancel.
         """
         return self._delivery.stop_callback
 
@@ -438,11 +444,7 @@ class Engine(Closable):
             self._cuda_stream.synchronize()
         if self.drafter is not None and self._broken is None:
             self.counters.update(self.drafter.counters())  # the device holds them no longer
-        for request in [*self.scheduler.active, *self.scheduler.waiting]:
-            request.cancel()
-            self.scheduler.retire(request)
-        for context in list(self.scheduler.reuse.contexts):
-            self.scheduler.reuse.close(context)
+        self.scheduler.close()
         self._closed = True
         self.recorder.close()
         for graph in self._graphs.values():

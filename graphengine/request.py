@@ -94,6 +94,8 @@ class Request:
     and `text` so far, `logprobs` of them, `prompt_logprobs`, `cached_tokens`, `finish_reason`,
     `stop_reason`, `timings`, `pauses`, `acceptance`.
 
+    id           its number in its engine, from 1: in `StepReport`, in the recorder, in
+                 `Engine.requests` and what `Engine.stop_callback` is called with
     priority     the lowest of those that wait starts first, arrival decides among equals
     deadline     `time.perf_counter()` from which on it is late; None: never
     cached_tokens  of the prompt that were not prefilled, as their KV was there; 0 until it starts

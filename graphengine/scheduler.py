@@ -276,6 +276,14 @@ class Scheduler:
         request.block_keys = None
         self.moves.append(("finished", request.id))
 
+    def close(self) -> None:
+        """Cancel and retire all requests, and let go of the blocks of all sessions."""
+        for request in [*self.active, *self.waiting]:
+            request.cancel()
+            self.retire(request)
+        for context in list(self.reuse.contexts):
+            self.reuse.close(context)
+
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can be launched before something is collected.
 

@@ -297,7 +297,7 @@ def test_nothing_works_after_close(device: str) -> None:
 DESCRIBES = {
     "acceptance", "busy", "compilation", "config", "counters", "drafter", "eos_ids", "gate",
     "last_step", "memory", "numerics_id", "plan_sources", "plans", "recorder", "report",
-    "row_family", "scheduler", "stats", "stop_callback", "tokenizer",
+    "requests", "row_family", "scheduler", "stats", "stop_callback", "tokenizer",
 }  # fmt: skip
 """Public names of an engine that still work once it is closed, close() and __exit__ aside."""
 

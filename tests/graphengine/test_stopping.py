@@ -228,6 +228,28 @@ def test_a_stop_callback_ends_requests(engine: Engine, stopping: Any) -> None:
     assert_idle(engine)
 
 
+def test_a_stop_callback_finds_the_requests_of_others(engine: Engine, stopping: Any) -> None:
+    """A `generate` and a session's turn give nobody a handle while they run."""
+
+    def long_enough(active: tuple[int, ...]) -> list[int]:
+        handles = [engine.requests[number] for number in active]
+        return [request.id for request in handles if len(request.token_ids) >= 3]
+
+    stopping(long_enough)
+    waiting = [engine.submit(LONG, greedy(9)) for _ in range(engine.config.max_batch + 1)]
+    assert engine.requests == {request.id: request for request in waiting}
+    results = engine.generate([PROMPT, OTHER], greedy(30))
+    session = engine.session()
+    session.append(PROMPT)
+    results.append(session.generate(greedy(30)))
+    run(engine)
+    results += [request.result() for request in waiting]
+    assert [len(result.token_ids) for result in results] == [3] * len(results)
+    assert engine.requests == {}
+    session.close()
+    assert_idle(engine)
+
+
 def test_a_stop_callback_is_asked_once_a_step_of_active_requests(
     engine: Engine, stopping: Any
 ) -> None:
