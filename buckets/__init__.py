@@ -29,7 +29,7 @@ from graphengine.buckets.introspect import inspect_graph, programmatic_edges
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.nodes import count_nodes
-from graphengine.buckets.static import Field, Owner, Part, StaticBuffers
+from graphengine.buckets.static import Field, Owner, Part, StaticBuffers, buffer_bytes, field_groups
 from graphengine.buckets.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.timing import ReplayTimer
 
@@ -54,8 +54,10 @@ __all__ = [
     "Step",
     "WaitMode",
     "Where",
+    "buffer_bytes",
     "capture_all",
     "count_nodes",
+    "field_groups",
     "format_bytes",
     "inspect_graph",
     "programmatic_edges",

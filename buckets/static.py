@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import NoneType
@@ -118,10 +118,8 @@ class StaticBuffers:
         self._acknowledged = 0
         self._groups: list[_Group] = []
         self._lanes: dict[str, _Lanes] = {}
-        owned = [field for field in self.fields if field.owner == "host"]
         tensors: dict[str, torch.Tensor] = {}
-        for name in dict.fromkeys(field.group for field in owned):
-            fields_of_group = [field for field in owned if field.group == name]
+        for fields_of_group in field_groups(self.fields):
             offsets, size = _layout(fields_of_group)
             group = _Group(size, self.device, staging_blocks)
             self._groups.append(group)
@@ -559,6 +557,21 @@ def _check_table(fields: tuple[Field, ...]) -> None:
             raise ValueError(f"field {name!r}: shape {field.shape} has no lanes")
         if field.owner == "host" and field.dtype not in _NUMPY_DTYPES:
             raise ValueError(f"field {name!r}: the host cannot write {field.dtype}")
+
+
+def field_groups(fields: Sequence[Field]) -> list[list[Field]]:
+    """The host-owned fields, by group."""
+    owned = [field for field in fields if field.owner == "host"]
+    names = dict.fromkeys(field.group for field in owned)
+    return [[field for field in owned if field.group == name] for name in names]
+
+
+def buffer_bytes(fields: Sequence[Field]) -> tuple[int, int]:
+    """What `StaticBuffers` of these fields takes: bytes on the device, and those of them that the
+    host owns, which its image and each of the staging blocks take again.
+    """
+    owned = sum(_layout(group)[1] for group in field_groups(fields))
+    return owned + sum(field.nbytes for field in fields if field.owner == "device"), owned
 
 
 def _layout(fields: list[Field]) -> tuple[dict[str, int], int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
-from graphengine.fields import field_table
+from graphengine.fields import engine_fields
 from graphengine.kernels import (
     KernelCompilation,
     attention_split,
@@ -25,8 +25,7 @@ from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.masks import MaskTable
 from graphengine.memory import MemoryPlan
 from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel, arrival_counters
-from graphengine.processing import processing_fields
-from graphengine.relaxed import Relaxation, relaxed_field
+from graphengine.relaxed import Relaxation
 from graphengine.scheduler import Scheduler
 from graphengine.step import (
     Sampler,
@@ -70,7 +69,7 @@ def allocate(
     plans, plan_sources = choose_plans(model.config, memory.dtype, config.family, memory.device)
     buffers = _new_buffers(model, memory, config, drafter, plans)
     mailbox = Mailbox(
-        entries=2 * (config.lookahead + 2),
+        entries=config.mailbox_entries,
         lanes=config.max_batch,
         # The tokens of a step, and one of state.
         items_per_lane=memory.tokens_per_step + 1,
@@ -153,36 +152,22 @@ def _new_buffers(
     plans: DecodePlans,
 ) -> StaticBuffers:
     prefill_tokens = memory.prefill_ladder.sizes[-1]
-    fields = field_table(
-        slots=config.max_batch,
+    if config.relaxed_acceptance is not None:
+        config.relaxed_acceptance.check_vocabulary(model.config.vocab_size)
+    fields = engine_fields(
+        config,
+        drafter,
+        FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype),
+        vocab_size=model.config.vocab_size,
         table_blocks=memory.table_blocks,
-        prefill_tokens=prefill_tokens,
-        stop_ids=config.max_stop_ids,
         # Requests that share blocks copy each its own, so these may be more than the pool has.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
-        drafts=memory.tokens_per_step - 1,
-        host_drafts=drafter is not None and drafter.host_drafts,
-        prompt_logprobs=config.prompt_logprobs,
         arrivals=max(
             arrival_counters(model.config, plans, config.lanes),
             0 if drafter is None else drafter.arrivals(config.max_batch, config.lanes),
         ),
     )
-    fields += processing_fields(
-        config,
-        vocab_size=model.config.vocab_size,
-        max_seq_len=memory.max_seq_len,
-        width=memory.tokens_per_step,
-    )
-    if drafter is not None:
-        fields += drafter.fields(
-            FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype)
-        )
-    relaxed = config.relaxed_acceptance
-    if relaxed is not None:
-        relaxed.check_vocabulary(model.config.vocab_size)
-        fields.append(relaxed_field(config.max_batch))
-    buffers = StaticBuffers(fields, memory.device, staging_blocks=config.lookahead + 2)
+    buffers = StaticBuffers(fields, memory.device, staging_blocks=config.staging_blocks)
     log.debug("static buffers\n%s", buffers.describe())
     return buffers
 

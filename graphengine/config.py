@@ -81,7 +81,8 @@ class EngineConfig:
     block_size             tokens of one KV block, a power of two from 8 to 128
     kv_blocks              blocks of the pool, the dummy block 0 not counted; None: enough for every
                            slot at max_seq_len, or what memory_fraction leaves
-    swap_blocks            pinned host blocks for paused requests; None: what a short pool can need
+    swap_blocks            pinned host blocks for paused requests; None: what a short pool can need,
+                           within half of what the host, or a limit of the container, leaves
     prefix_caching         whether the blocks of a prompt's KV are kept, and found again by prompts
                            that begin with the same tokens
     session_blocks         blocks of the pool that idle sessions and cached prefixes hold at most,
@@ -304,6 +305,16 @@ class EngineConfig:
     def family(self) -> RowFamily:
         """The row family of the engine: the one asked for, or what the lanes of a step call for."""
         return self.row_family or row_family(self.lanes)
+
+    @property
+    def staging_blocks(self) -> int:
+        """Copies of what the host owns that may be on their way to the device at once."""
+        return self.lookahead + 2
+
+    @property
+    def mailbox_entries(self) -> int:
+        """Replays whose records a mailbox holds."""
+        return 2 * (self.lookahead + 2)
 
     def sequence_limit(self, max_positions: int) -> int:
         """Tokens of the longest request with a model of so many positions; ValueError if

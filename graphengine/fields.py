@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from graphengine.buckets import Field, Owner
-from graphengine.processing import processing_updates
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, FieldSizes
+from graphengine.processing import processing_fields, processing_updates
+from graphengine.relaxed import relaxed_field
 from graphengine.request import Request
 from graphengine.scheduler import Plan
 
@@ -87,6 +90,39 @@ def field_table(
         device("arrivals", arrivals, dtype=int32, meaning="programs done; 0 between kernels"),
         device("sequence", 1, dtype=int64, meaning="replays that have published"),
     ]
+
+
+def engine_fields(
+    config: EngineConfig,
+    drafter: Drafter | None,
+    sizes: FieldSizes,
+    *,
+    vocab_size: int,
+    table_blocks: int,
+    swap_pairs: int,
+    arrivals: int,
+) -> list[Field]:
+    """All static fields of an engine: what it allocates, and what its budget adds up."""
+    drafts = 0 if drafter is None else drafter.length
+    fields = field_table(
+        slots=sizes.slots,
+        table_blocks=table_blocks,
+        prefill_tokens=sizes.prefill_tokens,
+        stop_ids=config.max_stop_ids,
+        swap_pairs=swap_pairs,
+        arrivals=arrivals,
+        drafts=drafts,
+        host_drafts=drafter is not None and drafter.host_drafts,
+        prompt_logprobs=config.prompt_logprobs,
+    )
+    fields += processing_fields(
+        config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
+    )
+    if drafter is not None:
+        fields += drafter.fields(sizes)
+    if config.relaxed_acceptance is not None:
+        fields.append(relaxed_field(sizes.slots))
+    return fields
 
 
 def host_updates(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
 
-from graphengine.buckets import BucketLadder, MemoryBudget, Where
+from graphengine.buckets import BucketLadder, MemoryBudget, Where, buffer_bytes, field_groups
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.fields import field_table
+from graphengine.fields import engine_fields
+from graphengine.host_memory import available_host_bytes
 from graphengine.kernels import (
     MAX_LANES,
     decode_attention_workspace_bytes,
@@ -21,6 +23,7 @@ from graphengine.models.dense import (
     DenseConfig,
     allocate_weights,
     decode_shapes,
+    most_arrival_counters,
 )
 from graphengine.models.prefill import prefill_scratch_width
 from graphengine.processing import PrefillKind, processing_fields
@@ -74,13 +77,13 @@ class MemoryPlan:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that an allocation could get now: free device memory, or the host's MemAvailable."""
+    """Bytes that an allocation could get now: free device memory, or what the host and the
+    limits of containers leave.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return available_host_bytes()
 
 
 def plan_memory(
@@ -106,31 +109,15 @@ def plan_memory(
     block_bytes = model.num_layers * block_elements * dtype.itemsize
     draft_lengths = (0,) if drafter is None else tuple(sorted({0, drafter.length}))
 
-    where: Where = "device" if device.type == "cuda" else "host"
+    on_gpu = device.type == "cuda"
+    where: Where = "device" if on_gpu else "host"
+    pinned: Where = "pinned" if on_gpu else "host"
     budget = MemoryBudget()
     budget.add("weights", allocate_weights(model, device="meta", dtype=dtype).nbytes, where)
-    budget.add(
-        "state and tables", _state_bytes(model, config, table_blocks, max_seq_len, drafter), where
-    )
-    options = processing_fields(
-        config,
-        vocab_size=model.vocab_size,
-        max_seq_len=max_seq_len,
-        width=1 + draft_lengths[-1],
-    )
-    budget.add("request options", sum(field.nbytes for field in options), where)
-    reported = config.max_batch * (1 + draft_lengths[-1])
-    if config.prompt_logprobs:
-        reported += prefill_ladder.sizes[-1]
-    # Of the entries of each mailbox, 64-bit items.
-    logprob_bytes = 2 * (config.lookahead + 2) * reported * logprob_items(config.max_logprobs) * 8
-    pinned: Where = "pinned" if device.type == "cuda" else "host"
-    budget.add("log-probabilities", logprob_bytes, pinned)
+    sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
+    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu)
     if drafter is not None:
-        sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
-        fields = drafter.fields(sizes)
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
-        budget.add("drafter's state", sum(field.nbytes for field in fields), where)
         block_bytes += math.prod(drafter.kv_block_shape(config.block_size)) * dtype.itemsize
     lanes = config.max_batch
     if drafter is not None:
@@ -156,12 +143,16 @@ def plan_memory(
     kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
     budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
     budget.check(available, where)
+    areas = [model.num_layers * block_elements * dtype.itemsize]
+    areas.append(block_bytes - areas[0])
+    on_host = int(available_host_bytes() * config.memory_fraction)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
-        swap_blocks = _swap_blocks(config, kv_blocks, table_blocks, block_bytes)
-    budget.add(f"swap ({swap_blocks} blocks)", swap_blocks * block_bytes, pinned)
-    host_bytes = available_bytes(torch.device("cpu"))
-    budget.check(int(host_bytes * config.memory_fraction), pinned)
+        most = min(on_host // 2, on_host - budget.total(pinned))
+        swap_blocks = _swap_blocks(config, kv_blocks, table_blocks, areas, most, on_gpu)
+    swap_bytes = _swap_bytes(swap_blocks, areas, on_gpu)
+    budget.add(f"swap ({swap_blocks} blocks)", swap_bytes, pinned)
+    budget.check(on_host, pinned)
     return MemoryPlan(
         device=device,
         dtype=dtype,
@@ -191,32 +182,93 @@ def _decode_shapes(
     ]
 
 
-def _swap_blocks(config: EngineConfig, kv_blocks: int, table_blocks: int, block_bytes: int) -> int:
-    """What a short pool can need, every request but the oldest paused, within half the host."""
+def _swap_blocks(
+    config: EngineConfig,
+    kv_blocks: int,
+    table_blocks: int,
+    areas: list[int],
+    most: int,
+    on_gpu: bool,
+) -> int:
+    """What a short pool can need, every request but the oldest paused, within `most` bytes,
+    which is half of what may be planned there.
+    """
     if kv_blocks >= config.max_batch * table_blocks:
         return 0
-    host_bytes = int(available_bytes(torch.device("cpu")) * config.memory_fraction / 2)
-    return min((config.max_batch - 1) * table_blocks, host_bytes // block_bytes)
+    needed = range(1, (config.max_batch - 1) * table_blocks + 1)
+    return bisect_right(needed, most, key=lambda blocks: _swap_bytes(blocks, areas, on_gpu))
 
 
-def _state_bytes(
+def _swap_bytes(blocks: int, areas: list[int], on_gpu: bool) -> int:
+    """Of the areas, each an allocation with so many bytes a block."""
+    return sum(_host_bytes(blocks * area, on_gpu) for area in areas)
+
+
+def _host_bytes(size: int, pinned: bool) -> int:
+    """What an allocation on the host takes: torch rounds pinned ones up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
+
+
+def _add_state(
+    budget: MemoryBudget,
     model: DenseConfig,
     config: EngineConfig,
-    table_blocks: int,
-    max_seq_len: int,
     drafter: Drafter | None,
-) -> int:
-    """Static buffers of the longest possible swap, and the RoPE tables."""
-    fields = field_table(
-        slots=config.max_batch,
+    sizes: FieldSizes,
+    table_blocks: int,
+    on_gpu: bool,
+) -> None:
+    """What `allocate` makes beside weights and caches, up to the longest possible swap."""
+    where: Where = "device" if on_gpu else "host"
+    pinned: Where = "pinned" if on_gpu else "host"
+    length = 0 if drafter is None else drafter.length
+    swap_pairs = config.max_batch * table_blocks
+    if config.swap_blocks is not None:
+        swap_pairs = max(1, min(swap_pairs, config.swap_blocks))
+    lanes = max(config.lanes, 2 * config.max_batch)
+    arrivals = most_arrival_counters(model, lanes)
+    tables = model.rope_bytes(sizes.max_seq_len)
+    if drafter is not None:
+        widest = max(lanes, config.max_batch * drafter.lanes_of_row)
+        arrivals = max(arrivals, drafter.arrivals_at_most(widest))
+        tables += drafter.table_bytes(sizes.max_seq_len)
+    relaxed = config.relaxed_acceptance
+    if relaxed is not None:
+        tables += 4 * (len(relaxed.begin_token_ids) + len(relaxed.end_token_ids))
+    fields = engine_fields(
+        config,
+        drafter,
+        sizes,
+        vocab_size=model.vocab_size,
         table_blocks=table_blocks,
-        prefill_tokens=max(config.prefill_buckets),
-        stop_ids=config.max_stop_ids,
-        swap_pairs=config.max_batch * table_blocks,
-        arrivals=1,
-        drafts=0 if drafter is None else drafter.length,
+        swap_pairs=swap_pairs,
+        arrivals=arrivals,
     )
-    return sum(field.nbytes for field in fields) + max_seq_len * model.head_dim * 4
+    on_device, _ = buffer_bytes(fields)
+    options = processing_fields(
+        config, vocab_size=model.vocab_size, max_seq_len=sizes.max_seq_len, width=1 + length
+    )
+    apart = {"request options": sum(field.nbytes for field in options)}
+    if drafter is not None:
+        apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(sizes))
+    budget.add("state and tables", on_device - sum(apart.values()) + tables, where)
+    for name, size in apart.items():
+        budget.add(name, size, where)
+    # Each group is an allocation; its image lies in ordinary memory.
+    groups = [buffer_bytes(group)[1] for group in field_groups(fields)]
+    staged = sum(_host_bytes(size, on_gpu) for size in groups)
+    budget.add("staging", config.staging_blocks * staged, pinned)
+    masks = config.max_batch * (1 + length) * -(-model.vocab_size // 32) * 4
+    budget.add("images of what the host owns", sum(groups) + masks, "host")
+    tokens = config.max_batch * (1 + length)
+    mailbox = 8 * config.mailbox_entries * (tokens + config.max_batch)
+    drafts = 4 * config.max_batch * length
+    budget.add("mailbox", _host_bytes(mailbox, on_gpu) + _host_bytes(drafts, on_gpu), pinned)
+    reported = [tokens, sizes.prefill_tokens * config.prompt_logprobs]
+    # Of the entries of each mailbox, 64-bit items.
+    items = 8 * config.mailbox_entries * logprob_items(config.max_logprobs)
+    logprob_bytes = sum(_host_bytes(items * lanes, on_gpu) for lanes in reported)
+    budget.add("log-probabilities", logprob_bytes, pinned)
 
 
 def _workspace_bytes(

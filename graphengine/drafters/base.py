@@ -167,6 +167,14 @@ class Drafter(ABC):
         """Counters that its kernels need beside decode steps of so many rows, and so many lanes."""
         return 0
 
+    def arrivals_at_most(self, lanes: int) -> int:
+        """The same, before there are plans, of launches of so many lanes."""
+        return 0
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Bytes of tables that it makes as it is opened."""
+        return 0
+
     def counters(self) -> dict[str, int]:
         """What it counts on the device; reading it waits for the device."""
         return {}

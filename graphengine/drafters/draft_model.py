@@ -35,6 +35,7 @@ from graphengine.models.dense import (
     Destinations,
     allocate_weights,
     arrival_counters,
+    most_arrival_counters,
 )
 from graphengine.models.stored import destinations
 from graphengine.tuning import choose_plans
@@ -76,6 +77,12 @@ class DraftModelDrafter(Drafter):
 
     def arrivals(self, rows: int, lanes: int) -> int:
         return arrival_counters(self.config, self.plans, self.lanes_of(rows))
+
+    def arrivals_at_most(self, lanes: int) -> int:
+        return most_arrival_counters(self.config, lanes)
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        return self.config.rope_bytes(max_seq_len)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = DenseModel(self.config, self.weights, max_seq_len=setting.limit)

@@ -15,7 +15,12 @@ from graphengine.kernels import (
     arrivals_needed,
     new_residual,
 )
-from graphengine.models.dense import DecodeLaunch, Destinations, arrival_counters
+from graphengine.models.dense import (
+    DecodeLaunch,
+    Destinations,
+    arrival_counters,
+    most_arrival_counters,
+)
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, mtp_decode
 from graphengine.tuning import choose_mtp_plans
 
@@ -46,7 +51,8 @@ class ModuleDrafter(Drafter):
     def weight_bytes(self, dtype: torch.dtype) -> int:
         own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
         rows = 0 if self.vocabulary is None else self.vocabulary.numel()
-        return own + rows * self.config.dense.hidden_size * dtype.itemsize
+        # The rows of lm_head that it keeps, and their ids.
+        return own + rows * (self.config.dense.hidden_size * dtype.itemsize + 4)
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         return (self.config.modules, *self.config.dense.kv_block_shape(block_size))
@@ -56,6 +62,9 @@ class ModuleDrafter(Drafter):
         widest = max(lanes, lanes // (1 + self.length) * self.lanes_of_row)
         projection = arrivals_needed(plans.projection, dense.hidden_size)
         return max(projection, arrival_counters(dense, plans.layer, widest))
+
+    def arrivals_at_most(self, lanes: int) -> int:
+        return most_arrival_counters(self.config.dense, lanes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         target, dense = setting.model, self.config.dense

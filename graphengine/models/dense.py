@@ -91,6 +91,10 @@ class DenseConfig:
         """Shape of one layer's KV block: `[2, block_size, G, D]`."""
         return (2, block_size, self.num_kv_heads, self.head_dim)
 
+    def rope_bytes(self, max_seq_len: int) -> int:
+        """Of the float32 cosines and sines of so many positions."""
+        return max_seq_len * self.head_dim * 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
@@ -264,6 +268,19 @@ def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:
         lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
     )
     return max(PREFILL_ARRIVALS, attention, *linears)
+
+
+# The fewest rows a program of a plan that splits.
+_LEAST_SPLIT_ROWS = 16
+
+
+def most_arrival_counters(model: DenseConfig, lanes: int) -> int:
+    """What `arrival_counters` comes to at most, whatever the plans."""
+    widest = max(M for _, M, _ in decode_shapes(model).values())
+    attention = decode_attention_arrivals(
+        lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
+    )
+    return max(PREFILL_ARRIVALS, attention, 2 * -(-widest // _LEAST_SPLIT_ROWS))
 
 
 class DecodeLaunch(NamedTuple):

@@ -1,0 +1,118 @@
+"""How much memory this process may still take on its host, container limits included.
+
+In a container /proc/meminfo is the host's. The limit of a pod is that of a cgroup: of the process's
+own or of one around it. Both versions of cgroups are read, from the files that the kernel documents
+(Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst). A file that is missing, or that
+holds something else, limits nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+
+class _Files(NamedTuple):
+    """Names of a version's files: what limits a group, what it uses, and what of that is page cache
+    that the kernel gives up first, as `docker stats` has it.
+    """
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+_FILES = {
+    "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file",)),
+    "cgroup": _Files(
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "inactive_file"),
+    ),
+}
+
+
+def available_host_bytes(root: Path = ROOT) -> int:
+    """Bytes that this process could take now: the least of the host's MemAvailable and what each
+    cgroup around the process leaves. `root` holds `proc` and what is mounted.
+    """
+    with open(root / "proc/meminfo", encoding="ascii") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    left = (_left(group, _FILES[kind]) for kind, group in _groups(root))
+    return min([available, *(found for found in left if found is not None)])
+
+
+def _left(group: Path, files: _Files) -> int | None:
+    """Bytes that a group may still take; None where it has no limit."""
+    limits = [_number(_text(group / name)) for name in files.limits]
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    # "name value" a line.
+    stat = dict(re.findall(r"^(\w+) (\d+)$", _text(group / "memory.stat"), re.MULTILINE))
+    cache = next((int(stat[name]) for name in files.reclaimable if name in stat), 0)
+    used = max(0, (_number(_text(group / files.used)) or 0) - cache)
+    return max(0, min(known) - used)
+
+
+def _groups(root: Path) -> Iterator[tuple[str, Path]]:
+    """The folders of the process's groups that can be seen, with their version; those around a
+    group too.
+    """
+    paths = _paths(_text(root / "proc/self/cgroup"))
+    for kind, mounted_root, mount_point in _mounts(_text(root / "proc/self/mountinfo")):
+        if kind not in paths:
+            continue
+        path = PurePosixPath(paths[kind])
+        # Of a namespace or a bind mount, whose path lies elsewhere, the mount itself is the group.
+        below = path.relative_to(mounted_root) if path.is_relative_to(mounted_root) else path
+        if ".." in below.parts or below.is_absolute():
+            below = PurePosixPath()
+        folder = root / mount_point.lstrip("/")
+        yield from ((kind, folder / part) for part in (below, *below.parents))
+
+
+def _paths(cgroup: str) -> dict[str, str]:
+    """By version, the path of the group that counts memory; `cgroup` is /proc/self/cgroup."""
+    found = {}
+    for line in cgroup.splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if (number, controllers) == ("0", "") and path:
+            found["cgroup2"] = path
+        elif "memory" in controllers.split(",") and path:
+            found["cgroup"] = path
+    return found
+
+
+def _mounts(mountinfo: str) -> Iterator[tuple[str, str, str]]:
+    """Version, root and mount point of each mounted hierarchy that may count memory."""
+    for line in mountinfo.splitlines():
+        mount, _, source = (part.split() for part in line.partition(" - "))
+        if len(mount) < 5 or len(source) < 3 or source[0] not in _FILES:
+            continue
+        if source[0] == "cgroup" and "memory" not in source[2].split(","):
+            continue
+        yield source[0], _unescaped(mount[3]), _unescaped(mount[4])
+
+
+def _unescaped(path: str) -> str:
+    """A path of mountinfo, where spaces and backslashes are octal."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    """None for "max" too."""
+    stripped = text.strip()
+    return int(stripped) if stripped.isascii() and stripped.isdecimal() else None
