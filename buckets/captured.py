@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphengine.buckets.nodes import count_nodes, driver, driver_call
+from graphengine.buckets.driver import driver
+from graphengine.buckets.nodes import count_nodes
 from graphengine.buckets.runtime import runtime
 from graphengine.buckets.static import StaticBuffers
 
@@ -340,12 +341,13 @@ def _blas_workspaces_in_pool() -> Iterator[None]:
 
 def _require_valid_capture(stream: torch.cuda.Stream) -> None:
     """RuntimeError if the capture was invalidated by an error that the step has swallowed."""
-    if driver is None:
+    library = driver()
+    if library is None:
         return
-    (status,) = driver_call("cuStreamIsCapturing", stream.cuda_stream)
-    if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+    status = library.capture_status(stream.cuda_stream)
+    if status != "active":
         raise RuntimeError(
-            f"the step did what cannot be captured and hid the error ({status.name})"
+            f"the step did what cannot be captured and hid the error (its capture: {status})"
         )
 
 
@@ -361,12 +363,10 @@ def _abandon(
     that other captures can share it, until it is reset.
     """
     try:
-        if driver is not None:
-            status, unfinished = driver.cuStreamEndCapture(stream.cuda_stream)
-            if status == driver.CUresult.CUDA_SUCCESS:
-                driver_call("cuGraphDestroy", unfinished)
-            mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            driver_call("cuStreamBeginCapture", stream.cuda_stream, mode)
+        library = driver()
+        if library is not None:
+            library.drop_capture(stream.cuda_stream)
+            library.begin_capture(stream.cuda_stream)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             graph.capture_end()
@@ -402,8 +402,9 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     """Send the graph to the device now, so that the first replay is as fast as the others."""
-    if driver is not None:
-        driver_call("cuGraphUpload", graph.raw_cuda_graph_exec(), stream.cuda_stream)
+    library = driver()
+    if library is not None:
+        library.upload(int(graph.raw_cuda_graph_exec()), stream.cuda_stream)
         stream.synchronize()
 
 

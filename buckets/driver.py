@@ -1,0 +1,97 @@
+"""The few functions of the CUDA driver that a capture needs, called directly.
+
+cuda-bindings would do, but at its first call they ask the driver for every function that they know,
+and each one that is newer than the driver is an error that a sanitizer reports. The driver's and
+not the runtime's functions: a failing one leaves no "last error" behind for torch to trip over.
+Handles are integers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+_STATUSES = ("none", "active", "invalidated")
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+_HANDLE = ctypes.c_void_p
+_HANDLES = ctypes.POINTER(ctypes.c_void_p)
+_ENUM = ctypes.POINTER(ctypes.c_int)
+_SIZE = ctypes.POINTER(ctypes.c_size_t)
+# By the names that the library exports, which cuda.h maps its own to.
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuStreamIsCapturing": (_HANDLE, _ENUM),
+    "cuStreamBeginCapture_v2": (_HANDLE, ctypes.c_int),
+    "cuStreamEndCapture": (_HANDLE, _HANDLES),
+    "cuGraphDestroy": (_HANDLE,),
+    "cuGraphUpload": (_HANDLE, _HANDLE),
+    "cuGraphGetNodes": (_HANDLE, _HANDLES, _SIZE),
+    "cuGraphNodeGetType": (_HANDLE, _ENUM),
+    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+}
+
+
+class Driver:
+    """`library` is libcuda, or stands in for it; AttributeError if it lacks a function.
+
+    RuntimeError, with the name of the error, where a function fails.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._functions: dict[str, Any] = {}
+        for name, arguments in _PROTOTYPES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            self._functions[name] = function
+
+    def capture_status(self, stream: int) -> str:
+        """Whether the stream is captured: "none", "active" or "invalidated"."""
+        status = ctypes.c_int()
+        self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
+        return _STATUSES[status.value]
+
+    def begin_capture(self, stream: int) -> None:
+        """Of this thread alone: others may use CUDA meanwhile."""
+        self._call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
+
+    def drop_capture(self, stream: int) -> None:
+        """End the stream's capture, which may be invalid, and free what there is of its graph."""
+        graph = ctypes.c_void_p()
+        if not self._functions["cuStreamEndCapture"](stream, ctypes.byref(graph)) and graph.value:
+            self._call("cuGraphDestroy", graph)
+
+    def upload(self, executable: int, stream: int) -> None:
+        """Queue the transfer of an instantiated graph to the device."""
+        self._call("cuGraphUpload", executable, stream)
+
+    def node_types(self, graph: int) -> list[int]:
+        """CUgraphNodeType of each node of a graph that is not instantiated."""
+        count = ctypes.c_size_t()
+        self._call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+        if not count.value:
+            return []
+        nodes = (ctypes.c_void_p * count.value)()
+        self._call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+        found, kind = [], ctypes.c_int()
+        for node in nodes:
+            self._call("cuGraphNodeGetType", node, ctypes.byref(kind))
+            found.append(kind.value)
+        return found
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = self._functions[name](*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._functions["cuGetErrorName"](status, ctypes.byref(text))
+            said = text.value.decode() if text.value else f"CUresult {status}"
+            raise RuntimeError(f"{name.removesuffix('_v2')} failed: {said}")
+
+
+@functools.cache
+def driver() -> Driver | None:
+    """That of this process, once something is on a GPU; None without one."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except (OSError, AttributeError):
+        return None
