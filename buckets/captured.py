@@ -325,8 +325,9 @@ def _blas_workspaces_in_pool() -> Iterator[None]:
     torch keeps a workspace for each stream, for good: the one of the warm-up would stay behind when
     the graph is closed, and be pulled from under it where somebody clears them (pytorch #193402).
     There is no call for one stream alone: every stream allocates its workspace again when it next
-    needs one. What that can hurt, as torch.compile's graphs can too, is a graph that the host
-    program warmed up and captured on one and the same stream: its workspace is not in its pool.
+    needs one. What that can hurt, as torch.compile's graphs can too, is a graph of the host program
+    on whose stream products had run before its capture: its workspace is not in its pool. README.md
+    says so.
     """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:
