@@ -10,7 +10,7 @@ PACKAGE_FOLDERS := graphengine kernels buckets profiles
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo test lint types tests engine-tests speculation-tests session-tests other-tests \
-	interpreter gpu install
+	interpreter gpu sanitize install
 
 demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
@@ -66,3 +66,8 @@ gpu:
 	ls tests/*/test_*.py tests/test_*.py | xargs -P 8 -I{} sh -c \
 		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
 	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/profiles tests/testing
+
+# compute-sanitizer over all kernels and four short engines; SANITIZE takes the script's options.
+sanitize:
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PYTHON) tests/support/sanitizing.py $(SANITIZE)
