@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graphengine.checks import INT32_MAX
 from graphengine.config import DTYPES
 from graphengine.paths import expand_user
-from graphengine.sampling_params import INT32_MAX
 
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Sequence[Tensor]]

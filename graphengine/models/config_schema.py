@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from graphengine.checks import INT32_MAX
+
 Kind = Literal["integer", "number", "flag", "text", "texts", "object"]
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
 """In place of a default: the key must be there."""
 
-INT32_MAX = 2**31 - 1
 _NAMES = {
     "integer": "an integer",
     "number": "a finite number",
