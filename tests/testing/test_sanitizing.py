@@ -63,6 +63,34 @@ def test_verdicts(status: int | None, output: str, verdict: str) -> None:
     assert judge(status, output) == verdict
 
 
+RACE = """\
+..========= Error: Race reported between Read access at _attend_kernel+0x110 in {file}:{first}
+=========     and Write access at _attend_kernel+0x7850 in {file}:{second} [2 hazards]
+=========
+"""
+FILE = "prefill_attention_gluon.py"
+
+
+def test_hand_overs_to_warp_groups_are_no_races() -> None:
+    """Only where both ends are: not what a group does afterwards, nor another file."""
+    own = sanitizing.specialized_lines(FILE)
+    source = (sanitizing.KERNELS / FILE).read_text().splitlines()
+    assert "warp_specialize" in "".join(source[own[0] - 1 : own[-1]])
+    assert source[own[0] - 1].startswith("def _attend_kernel")
+    group = next(n for n, line in enumerate(source, 1) if line.startswith("def _attend_rows"))
+    handed = RACE.format(file=FILE, first=own[0], second=own[-1])
+    inside = RACE.format(file=FILE, first=own[0], second=group + 5)
+    elsewhere = RACE.format(file="norm.py", first=own[0], second=own[-1])
+    assert sanitizing.count_races(handed + inside + handed + elsewhere) == (2, 2)
+    ending = (
+        THROUGH + "\n========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)\n"
+    )
+    assert judge(9, handed + handed + ending.format(2, 2)) == "clean"
+    assert judge(9, handed + inside + ending.format(2, 2)) == "errors"
+    assert judge(0, handed + ending.format(2, 2)) == "errors"
+    assert sanitizing.count_races("========= Error: Race reported between nothing") == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("status", "name"), [(None, None), (0, None), (9, None), (-11, "SIGSEGV"), (139, "SIGSEGV")]
 )
