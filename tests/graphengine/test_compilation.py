@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from compiling import take_kernels
 from vanilla_checkpoints import write_agreeing
 
 from graphengine.allocation import compile_steps, graph_steps
@@ -61,13 +62,6 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(triton.JITFunction, "warmup", warmup)
     return names
-
-
-def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tensors of a CPU go to Triton's kernels."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("graphengine.kernels.") and hasattr(module, "use_triton"):
-            monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -5,6 +5,9 @@ Which kernels there are also depends on the GPU and on the versions of torch and
 those has its own files, in `__snapshots__/test_golden_graphs/<key>/`. To record a new one, on that
 GPU: `pytest -m gpu tests/graphengine/test_golden_graphs.py --graph-snapshot-update`; then commit
 the folder.
+
+Without a GPU the same steps run with their launches noted, so that kernels, grids and blocks are
+compared there too. Only a capture knows the edges, shared memory, and what torch launches.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import GraphKernel, graph_kernels, own_kernels
 
 from graphengine import Engine
 from graphengine.buckets import GraphStructure
@@ -61,12 +65,32 @@ def recorded_keys() -> list[str]:
     return sorted(path.name for path in SNAPSHOTS.glob("*") if path.is_dir())
 
 
-def test_there_are_files_of_an_h200() -> None:
-    assert any(key.startswith("nvidia-h200_") for key in recorded_keys())
+@pytest.mark.parametrize("case", ENGINES)
+def test_what_a_capture_would_launch_is_on_file(case: str) -> None:
+    """Of decode graphs all there is; of others all but the kernels that are torch's."""
+    with Engine.from_pretrained(
+        checkpoint_path(), device="cpu", dtype="bfloat16", **SIZES | ENGINES[case]
+    ) as engine:
+        assert sorted(engine._graphs) == sorted(GRAPHS[case])
+        found, own = graph_kernels(engine), own_kernels()
+    assert sorted(found) == sorted(GRAPHS[case])
+    keys = [key for key in recorded_keys() if key.startswith("nvidia-h200_")]
+    assert keys, f"no files of an H200, but of {recorded_keys()}"
+    for key in keys:
+        for name, kernels in found.items():
+            nodes = GraphStructure.from_json(file_of(key, case, name).read_text()).nodes
+            everything = name.startswith("decode/")
+            on_file = [
+                GraphKernel(node.name, node.grid, node.block[0])
+                for node in nodes
+                if everything or node.name in own
+            ]
+            assert kernels == on_file, f"{name} of {case}, on file for {key}"
 
 
 @pytest.mark.parametrize("key", recorded_keys())
 def test_what_is_on_file_is_complete(key: str) -> None:
+    """And nothing else is: a graph that has another name leaves no file behind."""
     expected = {file_of(key, case, name) for case, names in GRAPHS.items() for name in names}
     assert {*(SNAPSHOTS / key).iterdir()} == expected
 

@@ -1,8 +1,9 @@
-"""What a wrapper would launch, compiled for sm_90 without a GPU, and where its PTX loads from."""
+"""What wrappers and steps would launch, compiled for sm_90 without a GPU; where PTX loads from."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ import pytest
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from graphengine import Engine
+from graphengine.allocation import compile_steps, graph_steps
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -41,6 +45,51 @@ class Load(NamedTuple):
     past_l1: bool
     size: int
     """Bytes a thread."""
+
+
+class GraphKernel(NamedTuple):
+    """A kernel as a captured graph has it."""
+
+    name: str
+    grid: tuple[int, int, int]
+    threads: int
+    """A block."""
+
+
+def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tensors of a CPU go to Triton's kernels."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("graphengine.kernels.") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: True)
+
+
+def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
+    """What each graph of an engine would hold of this project's kernels on a GPU; a CPU does."""
+    found: list[GraphKernel] = []
+
+    def warmup(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> str:
+        x, y, z = (*grid, 1, 1, 1)[:3]
+        found.append(GraphKernel(kernel.__name__, (x, y, z), 32 * options.get("num_warps", 4)))
+        return "kernel"
+
+    graphs: dict[str, list[GraphKernel]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.JITFunction, "warmup", warmup)
+        steps = graph_steps(engine.program, engine.memory, engine._samplers)
+        take_kernels(patch)
+        engine.buffers.reset()
+        for name, step in steps.items():
+            found.clear()
+            assert compile_steps({name: step}, torch.device("cuda")) is not None
+            graphs[name] = found.copy()
+    return graphs
+
+
+def own_kernels() -> set[str]:
+    """Names of this project's kernels, of all modules that are imported."""
+    modules = [each for name, each in sys.modules.items() if name.startswith("graphengine.kernels")]
+    values = [value for module in modules for value in vars(module).values()]
+    return {value.__name__ for value in values if isinstance(value, triton.JITFunction)}
 
 
 class _Recorder:
