@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import assert_logprobs, each_option, generate, tables
+from asking import assert_greedy, assert_logprobs, each_option, expect
 from speculating import DOT, open_plain, open_speculating, run_with
 
 from graphengine import Engine, Request, Result, SamplingParams
@@ -95,10 +95,10 @@ def test_tokens_and_logprobs_are_those_of_transformers(
         plain = said_plainly(name, device, mode, prompt)
         params = ask(logprobs=4, **each_option(plain, engine.model.config.vocab_size)[option])
         result = engine.generate(prompt, params)
-        expected = generate(oracle.model, prompt, params)
-        assert result.token_ids == expected.token_ids
+        expected = expect(oracle.model, prompt, result.token_ids, params)
+        assert_greedy(result, expected, params)
         table = expected.raw if mode == "raw_logprobs" else expected.processed
-        assert_logprobs(result, table, 4, device)
+        assert_logprobs(result, table, 4)
         changed += result.token_ids != plain.token_ids
     assert changed
 
@@ -111,7 +111,9 @@ def test_logprobs_alone_change_nothing(
     for prompt in oracle.prompts(LENGTHS):
         result = engine.generate(prompt, ask(logprobs=top))
         assert result.token_ids == engine.generate(prompt, ask()).token_ids
-        assert_logprobs(result, generate(oracle.model, prompt, ask()).raw, top, device)
+        expected = expect(oracle.model, prompt, result.token_ids)
+        assert_greedy(result, expected, ask())
+        assert_logprobs(result, expected.raw, top)
         assert result.cumulative_logprob == pytest.approx(
             sum(
                 logprobs[token].logprob
@@ -490,7 +492,7 @@ def test_prompt_logprobs_are_those_of_transformers(
         behind = dataclasses.replace(
             result, token_ids=tuple(prompt[1:]), logprobs=result.prompt_logprobs[1:]
         )
-        assert_logprobs(behind, tables(oracle.model, prompt[:1], prompt[1:])[0], top, device)
+        assert_logprobs(behind, expect(oracle.model, prompt[:1], prompt[1:]).raw, top)
         assert result.token_ids == engine.generate(prompt, ask(6, repetition_penalty=1.2)).token_ids
     assert results[-1].prompt_logprobs is None
     run(engine)

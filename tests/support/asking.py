@@ -1,13 +1,11 @@
 """Requests that ask something of their logits, and what transformers and vLLM make of the same.
 
-transformers generates with its own processors (repetition penalty, sequence bias, bad words) and
-with vLLM's frequency and presence penalties and its allowed ids, written down here anew.
+transformers has processors of its own (repetition penalty, sequence bias, bad words), beside
+vLLM's frequency and presence penalties and its allowed ids, written down here anew.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib.util
 import math
 import random
@@ -16,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from roundings import assert_best, in_float64, room_of
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -27,15 +26,6 @@ from transformers import (
 )
 
 from graphengine import Result, SamplingParams, StructuredOutputsParams
-
-LOGPROB_TOLERANCE = 1e-5
-"""Absolute, from transformers' model in float64.
-
-A logit in float32 is known to some roundings of the largest one, at 25 of 2e-6 each. So where
-transformers' own model in float32 is off from that in float64, as much more is granted: at most
-some 2e-5, seen of the demo model, and of most ids less than 1e-6. A GPU sums in another order, so
-that other ids are off: there each is granted what the worst of its position is.
-"""
 
 
 class Counted(LogitsProcessor):
@@ -82,90 +72,67 @@ class Table(NamedTuple):
 
     exact: torch.Tensor
     """float64 [tokens, V], of its model in float64."""
-    slack: torch.Tensor
-    """float64 [tokens, V]: by so much its model in float32 is off."""
+    room: torch.Tensor
+    """float64 [tokens]: by so much they may be off in float32 (`roundings.py`)."""
 
 
 class Expected(NamedTuple):
-    """What transformers generates greedily."""
+    """What transformers has for each token behind a prompt."""
 
-    token_ids: tuple[int, ...]
     raw: Table
     """Of the model's logits."""
     processed: Table
     """Of the processed ones."""
-
-
-@functools.cache
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model).double()
+    choice: Table
+    """Of those that it generates from: no stop ids before `min_tokens`."""
 
 
 @torch.no_grad()
-def tables(
+def expect(
     model: PreTrainedModel,
     prompt: Sequence[int],
     token_ids: Sequence[int],
     params: SamplingParams | None = None,
-) -> tuple[Table, Table]:
-    """The raw and the processed table of these tokens behind the prompt."""
-    sequence = torch.tensor([[*prompt, *token_ids]])
-    process = processors(params or SamplingParams(), len(prompt))
-    raw, processed = [], []
-    for each in (model, in_float64(model)):
-        logits = each(sequence).logits[0, len(prompt) - 1 : -1]
-        raw.append(logits)
-        ends = range(len(prompt), sequence.shape[1])
-        rows = [
-            process(sequence[:, :end], row[None]) for end, row in zip(ends, logits, strict=True)
-        ]
-        processed.append(torch.cat([logits[:0], *rows]))
-    return _table(*raw), _table(*processed)
-
-
-def _table(narrow: torch.Tensor, wide: torch.Tensor) -> Table:
-    exact = wide.log_softmax(-1)
-    # What is -inf in both is off by nothing.
-    return Table(exact, (narrow.log_softmax(-1).double() - exact).abs().nan_to_num(nan=0.0))
-
-
-@torch.no_grad()
-def generate(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    params: SamplingParams,
     stop_ids: Sequence[int] = (),
 ) -> Expected:
-    """`stop_ids` end it, and are not said before `min_tokens`."""
+    """The tables of these tokens behind the prompt."""
+    params = params or SamplingParams()
     process = processors(params, len(prompt))
+    bar = LogitsProcessorList()
     if params.min_tokens:
         least = (len(prompt), params.min_tokens, list(stop_ids))
-        process.append(MinNewTokensLengthLogitsProcessor(*least, device="cpu"))
-    output: Any = model.generate(
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=params.max_tokens,
-        eos_token_id=list(stop_ids) or None,
-        pad_token_id=0,
-        logits_processor=process,
-    )
-    tokens = tuple(output[0, len(prompt) :].tolist())
-    return Expected(tokens, *tables(model, prompt, tokens, params))
+        bar.append(MinNewTokensLengthLogitsProcessor(*least, device="cpu"))
+    sequence = torch.tensor([[*prompt, *token_ids]])
+    raw = in_float64(model)(sequence).logits[0, len(prompt) - 1 : -1]
+    processed, choice = [raw[:0]], [raw[:0]]
+    for end, row in zip(range(len(prompt), sequence.shape[1]), raw, strict=True):
+        processed.append(process(sequence[:, :end], row[None]))
+        choice.append(bar(sequence[:, :end], processed[-1]))
+    found = (raw, torch.cat(processed), torch.cat(choice))
+    room = room_of(model, *found)
+    return Expected(*(Table(each.log_softmax(-1), room) for each in found))
 
 
-def assert_logprobs(result: Result, table: Table, top: int, device: str) -> None:
+def assert_greedy(
+    result: Result, expected: Expected, params: SamplingParams, stop_ids: Sequence[int] = ()
+) -> None:
+    """The result's tokens are what transformers generates greedily, to the same end."""
+    assert_best(result.token_ids, *expected.choice, params)
+    ended = bool(result.token_ids) and result.token_ids[-1] in stop_ids
+    assert ended or len(result.token_ids) == params.max_tokens, f"{result.token_ids=} {params}"
+    assert not set(result.token_ids[:-1]) & set(stop_ids), f"{result.token_ids=} {stop_ids=}"
+
+
+def assert_logprobs(result: Result, table: Table, top: int) -> None:
     """The result's log-probabilities are those of the table."""
     assert result.logprobs is not None and len(result.logprobs) == len(result.token_ids)
     rows = zip(result.token_ids, result.logprobs, *table, strict=True)
-    for index, (token, logprobs, exact_V, slack_V) in enumerate(rows):
+    for index, (token, logprobs, exact_V, near) in enumerate(rows):
         assert next(iter(logprobs)) == token
-        if device != "cpu":
-            slack_V = torch.full_like(slack_V, float(slack_V.max()))
-        room_V = LOGPROB_TOLERANCE + slack_V
+        room = float(near)
         # Ranks count ids of at least the token's logit; what is this close may lie on either side.
-        chosen, least, most = logprobs[token], exact_V - room_V, exact_V + room_V
-        above, below = int((least >= most[token]).sum()), int((most >= least[token]).sum())
+        chosen, exact = logprobs[token], exact_V[token]
+        above, below = (int((exact_V >= exact + step).sum()) for step in (2 * room, -2 * room))
         assert above <= chosen.rank <= below, f"token {index}: {chosen=}, {above=}, {below=}"
         others = list(logprobs)[1:]
         assert top - 1 <= len(others) <= top
@@ -173,15 +140,13 @@ def assert_logprobs(result: Result, table: Table, top: int, device: str) -> None
         assert values == sorted(values, reverse=True)
         listed = [*others, token] if len(others) < top else others
         found = sorted((logprobs[other].logprob for other in listed), reverse=True)
-        best, ids = exact_V.topk(top)
-        room = float(room_V[[*ids.tolist(), *listed]].max()) if top else 0.0
         torch.testing.assert_close(
-            torch.tensor(found, dtype=torch.float64), best, rtol=0, atol=room
+            torch.tensor(found, dtype=torch.float64), exact_V.topk(top).values, rtol=0, atol=room
         )
         for other, (value, _) in logprobs.items():
-            wanted, near = float(exact_V[other]), float(room_V[other])
-            assert value == wanted or abs(value - wanted) <= near, (
-                f"token {index}, id {other}: {value}, not {wanted} within {near}"
+            wanted = float(exact_V[other])
+            assert value == wanted or abs(value - wanted) <= room, (
+                f"token {index}, id {other}: {value}, not {wanted} within {room}"
             )
 
 
