@@ -141,6 +141,12 @@ class Delivery:
                     self.counters["discarded_tokens"] += count - taken
                     tokens = tokens[:taken]
             request.pieces.append(text)
+            if request.stream.failure is not None:
+                # The token that failed, and those behind it, are none of the caller's.
+                taken = len(request.stream.lengths) - len(request.token_ids)
+                self.counters["discarded_tokens"] += len(tokens) - taken
+                tokens, stopped, ended = tokens[:taken], None, "error"
+                self._log_undecoded(request, request.stream.failure)
         request.token_ids += tokens
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
@@ -187,6 +193,9 @@ class Delivery:
             where = f" where {' and '.join(bans)} allow a token"
         log.error("request %d: the logits hold no finite value%s", request.id, where)
 
+    def _log_undecoded(self, request: Request, failure: ValueError) -> None:
+        log.error("request %d: %s", request.id, failure)
+
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
     ) -> tuple[int, FinishReason | None]:
@@ -223,7 +232,13 @@ class Delivery:
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         """Retire the request; its last event brings the text that was held back."""
-        tail = request.stream.flush() if request.stream is not None else ""
+        tail = ""
+        if request.stream is not None and request.stream.failure is None:
+            tail = request.stream.flush()
+            if request.stream.failure is not None:
+                self._log_undecoded(request, request.stream.failure)
+                if reason in ("stop", "length"):
+                    reason, request.stop_reason = "error", None
         request.pieces.append(tail)
         request.finish_reason = reason
         request.timings.finished = now

@@ -8,12 +8,14 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from graphengine import Engine, Event
+from graphengine.demo import checkpoint_path
 from graphengine.speculative import NGram
 from stepping import (
     LONG,
@@ -405,3 +407,84 @@ def test_two_engines_in_turns(engine: Engine, checkpoints: dict[str, Any]) -> No
         assert alone[0] == alone[2] != alone[1]
         other.close()
         assert engine.generate(ids, sampled(20, seed=4)).token_ids == alone[0]
+
+
+# Tokens whose text cannot be made.
+
+
+@pytest.fixture
+def panicking(engine: Engine, edited: Callable[..., Path]) -> Path:
+    """The demo model with a decoder of `tokenizers` that panics: where a token is "b" alone."""
+    decoder = {"type": "Strip", "content": "b", "start": 0, "stop": 10**9}
+    assert engine.tokenizer is not None
+    token = engine.tokenizer.token_to_id("b")
+    assert token is not None and token in engine.generate(PROMPT, greedy(20)).token_ids
+    assert token not in engine.generate(OTHER, greedy(6)).token_ids
+    return edited(checkpoint_path(), tokenizer={"decoder": decoder})
+
+
+@pytest.mark.parametrize("speculative", [None, NGram(2)], ids=["plain", "ngram"])
+def test_a_token_that_cannot_be_decoded_ends_its_request_alone(
+    panicking: Path, device: str, speculative: Any, engine: Engine, caplog: Any
+) -> None:
+    expected = engine.generate([PROMPT, OTHER], [greedy(20), greedy(6)])
+    with open_engine(panicking, device=device, speculative=speculative) as own:
+        requests = [own.submit(PROMPT, greedy(20)), own.submit(OTHER, greedy(6))]
+        events = run(own)
+        results = [request.result() for request in requests]
+        assert [result.finish_reason for result in results] == ["error", "length"]
+        token = engine.tokenizer.token_to_id("b")
+        before = expected[0].token_ids.index(token)
+        assert results[0].token_ids == expected[0].token_ids[:before]
+        assert len(results[0].segments) == before and results[0].stop_reason is None
+        assert results[1].token_ids == expected[1].token_ids
+        for request, result in zip(requests, results, strict=True):
+            own_events = events_of(request, events)
+            assert "".join(event.text for event in own_events) == result.text
+            assert tokens_of(own_events) == result.token_ids
+        assert own.counters["finished/error"] == own.counters["finished/length"] == 1
+        assert f"request 1: token {token} ('b') cannot be decoded: tokenizers panicked" in (
+            caplog.text
+        )
+        assert_idle(own)
+        assert own.generate(OTHER, greedy(6)).token_ids == expected[1].token_ids
+        with pytest.raises(ValueError, match="1 tokens cannot be decoded: tokenizers panicked"):
+            own.tokenizer.decode([token])
+
+
+def test_an_end_that_cannot_be_decoded_is_an_error(
+    engine: Engine, edited: Callable[..., Path], device: str, caplog: Any
+) -> None:
+    """What was held back for the end of the text: there the library fails."""
+    expected = engine.generate(PROMPT, greedy(3))
+    decoder = [{"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": ".*"}, "content": ""}]
+    decoder.append({"type": "Strip", "content": "(", "start": 0, "stop": 1})
+    path = edited(
+        checkpoint_path(), tokenizer={"decoder": {"type": "Sequence", "decoders": decoder}}
+    )
+    with open_engine(path, device=device) as own:
+        result = own.generate(PROMPT, greedy(3))
+        assert (result.finish_reason, result.text) == ("error", "")
+        assert result.token_ids == expected.token_ids
+        assert "the end of the text cannot be decoded: tokenizers panicked" in caplog.text
+        stop = expected.token_ids[-1]
+        stopped = own.generate(PROMPT, greedy(9, stop_token_ids=[stop]))
+        assert (stopped.finish_reason, stopped.stop_reason) == ("error", None)
+        request = own.submit(PROMPT, greedy(9))
+        step_until(own, lambda: len(request.token_ids) > 0)
+        request.cancel()
+        run(own)
+        assert request.result().finish_reason == "cancelled"
+        assert_idle(own)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_refused(
+    edited: Callable[..., Path], device: str
+) -> None:
+    path = edited(
+        checkpoint_path(), tokenizer={"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    )
+    with open_engine(path, device=device) as own:
+        with pytest.raises(ValueError, match="a text of 11 characters cannot be encoded: tokeniz"):
+            own.submit(PROMPT, greedy(3))
+        assert len(own.generate([1, 2], greedy(3)).token_ids) == 3

@@ -269,12 +269,13 @@ def test_a_broken_byte_begins_the_text(kind: str) -> None:
     assert "".join(stream(tokenizer, ids)) == tokenizer._library.decode(ids) == "\ufffd the"
 
 
-def test_a_byte_vocabulary_without_ascii_needs_no_anchor() -> None:
+def test_a_broken_byte_begins_the_text_of_a_vocabulary_without_ascii() -> None:
     vocab = {"<unk>": 0, "<0xFF>": 1, "▁a": 2}
     library = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     ids = [1, *[2] * 6, 1]
-    assert "".join(stream(Tokenizer(library), ids)) == "\ufffda a a a a a\ufffd"
+    assert "".join(stream(Tokenizer(library), ids)) == library.decode(ids)
+    assert library.decode(ids) == "\ufffd a a a a a a\ufffd"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", *BYTE_FALLBACK])

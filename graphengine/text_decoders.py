@@ -1,0 +1,429 @@
+"""The decoders of `tokenizers`, one token at a time.
+
+The library decodes all tokens at once: each member of a decoder turns a list of texts into another
+one, and the last list is joined. Here each member is a stage that takes the texts in pieces and
+passes on what later tokens can no longer change. All that a stage passes on, `flush` included, is
+what the library makes of the same texts. What it keeps until then:
+
+    ByteFallback  an incomplete character: up to three bytes
+    BPEDecoder    of the last token what follows its first suffix, usually nothing
+    Strip, Fuse   after Fuse, or after ByteLevel: characters at the end that would be taken away
+    Replace       after those: what may begin the pattern; of a regular expression everything
+    others        after those: everything, as a member may do anything to a text that has no end;
+                  so does a decoder that is not known here, wherever it stands
+
+A stage hands whole texts to the library's own member where there is one: its text, its faults.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import tokenizers
+from tokenizers import decoders, models
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Piece(NamedTuple):
+    """A part of one text of a list; `begins` and `ends` say whether it is the first and the last.
+
+    A text that is whole is one piece that does both.
+    """
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+class Stage(Protocol):
+    """A member of a decoder."""
+
+    def push(self, piece: Piece) -> Iterable[Piece]:
+        """The pieces that have become certain with this one."""
+
+    def flush(self) -> Iterable[Piece]:
+        """Those that are certain as no more will come. To be called once."""
+
+
+class Pipeline:
+    """The stages of a library's decoder. ValueError and panics of the library pass."""
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._stages: list[Stage] = []
+        members = decoder_members(library)
+        for index, member in enumerate(members):
+            stage = _make_stage(member)
+            self._stages.append(_Held(members[index:]) if stage is None else stage)
+            if stage is None:
+                break
+        self._stages = self._stages or [_Spaced()]
+        self._began = False
+
+    def push(self, token: str) -> str:
+        """The text that became certain with this token."""
+        self._began = True
+        return self._through([Piece(token)], 0)
+
+    def flush(self) -> str:
+        """The text that is left."""
+        if not self._began:
+            return ""
+        return "".join(
+            self._through(stage.flush(), index) for index, stage in enumerate(self._stages, start=1)
+        )
+
+    def _through(self, pieces: Iterable[Piece], first: int) -> str:
+        for stage in self._stages[first:]:
+            pieces = [made for piece in pieces for made in stage.push(piece)]
+        return "".join(piece.text for piece in pieces)
+
+
+def decoder_members(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """Descriptions of the decoder's members in order, those of sequences in sequences too."""
+    if library.decoder is None:
+        return []
+    return list(_flatten(json.loads(library.decoder.__getstate__())))
+
+
+def _flatten(description: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    if description["type"] != "Sequence":
+        yield description
+        return
+    for member in description["decoders"]:
+        yield from _flatten(member)
+
+
+def _make_stage(member: dict[str, Any]) -> Stage | None:
+    """The stage of this member; None where its kind is not known."""
+    match member:
+        case {"type": "ByteLevel"}:
+            return _ByteLevel()
+        case {"type": "ByteFallback"}:
+            return _ByteFallback()
+        case {"type": "Fuse"}:
+            return _Fuse()
+        case {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme}:
+            return _Metaspace(replacement, drops_first=scheme != "never")
+        case {"type": "Strip", "content": content, "start": start, "stop": stop}:
+            return _Strip(content, start, stop)
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return _Replace(pattern, content) if pattern else _Whole(decoders.Replace("", content))
+        case {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}:
+            return _Whole(decoders.Replace(tokenizers.Regex(pattern), content))
+        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
+            return _WordPiece(decoders.WordPiece(prefix=prefix, cleanup=cleanup))
+        case {"type": "BPEDecoder", "suffix": suffix}:
+            return _Suffixed(suffix)
+        case {
+            "type": "CTC",
+            "pad_token": pad,
+            "word_delimiter_token": delimiter,
+            "cleanup": cleanup,
+        }:
+            return _CTC(decoders.CTC(pad, delimiter, cleanup))
+    return None
+
+
+class _Whole:
+    """A member that treats each text by itself, of which it needs the whole."""
+
+    def __init__(self, member: Any) -> None:
+        self._member = member
+        self._parts: list[str] = []
+
+    def push(self, piece: Piece) -> Iterable[Piece]:
+        if piece.begins and piece.ends:
+            return self.take(piece.text)
+        self._parts.append(piece.text)
+        if not piece.ends:
+            return ()
+        text = "".join(self._parts)
+        self._parts.clear()
+        return self.take(text)
+
+    def take(self, text: str) -> Iterable[Piece]:
+        """What becomes of the next text."""
+        return [Piece(self._member.decode([text]))]
+
+    def flush(self) -> Iterable[Piece]:
+        return ()
+
+
+class _WordPiece(_Whole):
+    """All but the first text have a space in front, or lose their prefix."""
+
+    _first = True
+
+    def take(self, text: str) -> Iterable[Piece]:
+        texts = [text] if self._first else ["", text]
+        self._first = False
+        return [Piece(self._member.decode(texts))]
+
+
+class _CTC(_Whole):
+    """A text that follows on itself is dropped, and one of which nothing is left."""
+
+    _last: str | None = None
+
+    def take(self, text: str) -> Iterable[Piece]:
+        if text == self._last:
+            return ()
+        self._last = text
+        made = self._member.decode([text])
+        return [Piece(made)] if made else ()
+
+
+class _Suffixed(_Whole):
+    """BPEDecoder: the suffix is a space, in the last text nothing."""
+
+    def __init__(self, suffix: str) -> None:
+        super().__init__(None)
+        self._suffix = suffix
+        self._rest: str | None = None
+
+    def take(self, text: str) -> Iterable[Piece]:
+        before = self._end(" ")
+        at = text.find(self._suffix)
+        cut = len(text) if at < 0 else at
+        self._rest = text[cut:]
+        return [*before, Piece(text[:cut], True, False)]
+
+    def flush(self) -> Iterable[Piece]:
+        return self._end("")
+
+    def _end(self, written: str) -> list[Piece]:
+        if self._rest is None:
+            return []
+        return [Piece(self._rest.replace(self._suffix, written), False, True)]
+
+
+class _Spaced(_Whole):
+    """No decoder: texts with spaces in between."""
+
+    _first = True
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def take(self, text: str) -> Iterable[Piece]:
+        text = text if self._first else f" {text}"
+        self._first = False
+        return [Piece(text)]
+
+
+class _Joined(_Whole):
+    """A member that makes one text of all; it begins with the first piece that has text."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._begun = False
+
+    def grow(self, text: str) -> list[Piece]:
+        """More of the one text."""
+        if not text:
+            return []
+        piece = Piece(text, not self._begun, False)
+        self._begun = True
+        return [piece]
+
+    def flush(self) -> Iterable[Piece]:
+        return [*self.grow(self.rest()), Piece("", not self._begun, True)]
+
+    def rest(self) -> str:
+        """Its text that only the end makes certain."""
+        return ""
+
+
+class _Fuse(_Joined):
+    def push(self, piece: Piece) -> Iterable[Piece]:
+        return self.grow(piece.text)
+
+
+class _ByteLevel(_Joined):
+    def __init__(self) -> None:
+        super().__init__()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, text: str) -> Iterable[Piece]:
+        return self.grow(self._utf8.decode(byte_level_bytes(text)))
+
+    def rest(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _ByteFallback(_Whole):
+    """Texts like `<0xE2>` are bytes. A run of them is one text, if it is UTF-8.
+
+    The library replaces every byte of a run that is not, complete characters included. Here those
+    are kept, as text that has been passed on cannot be called back: a byte that belongs to none
+    ends the text and is one of its own.
+    """
+
+    _byte = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        # Surrogates tell a byte that belongs to no character from U+FFFD in the text.
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._running = False
+
+    def take(self, text: str) -> Iterable[Piece]:
+        if found := self._byte.fullmatch(text):
+            return self._characters(self._utf8.decode(bytes([int(found[1], 16)])))
+        return [*self.flush(), Piece(text)]
+
+    def flush(self) -> list[Piece]:
+        return [*self._characters(self._utf8.decode(b"", final=True)), *self._end_run()]
+
+    def _characters(self, characters: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        for character in characters:
+            if "\udc80" <= character <= "\udcff":
+                pieces += [*self._end_run(), Piece(REPLACEMENT)]
+            else:
+                pieces.append(Piece(character, not self._running, False))
+                self._running = True
+        return pieces
+
+    def _end_run(self) -> list[Piece]:
+        running, self._running = self._running, False
+        return [Piece("", False, True)] * running
+
+
+class _Metaspace:
+    """The replacement is a space, in the first text nothing."""
+
+    def __init__(self, replacement: str, *, drops_first: bool) -> None:
+        self._replacement = replacement
+        self._written = "" if drops_first else " "
+
+    def push(self, piece: Piece) -> Iterable[Piece]:
+        text = piece.text.replace(self._replacement, self._written)
+        if piece.ends:
+            self._written = " "
+        return [Piece(text, piece.begins, piece.ends)]
+
+    def flush(self) -> Iterable[Piece]:
+        return ()
+
+
+class _Replace:
+    """A string that is not empty is replaced, from left to right."""
+
+    def __init__(self, pattern: str, content: str) -> None:
+        self._pattern = pattern
+        self._content = content
+        self._begins = True
+        self._rest = ""
+
+    def push(self, piece: Piece) -> Iterable[Piece]:
+        if piece.begins:
+            self._begins = True
+        *whole, rest = (self._rest + piece.text).split(self._pattern)
+        kept = 0 if piece.ends else self._beginning(rest)
+        text = "".join(part + self._content for part in whole) + rest[: len(rest) - kept]
+        self._rest = rest[len(rest) - kept :]
+        begins, self._begins = self._begins, False
+        return [Piece(text, begins, piece.ends)]
+
+    def _beginning(self, rest: str) -> int:
+        """Characters at the end of `rest` that the pattern begins with."""
+        longest = min(len(self._pattern) - 1, len(rest))
+        return next((n for n in range(longest, 0, -1) if self._pattern.startswith(rest[-n:])), 0)
+
+    def flush(self) -> Iterable[Piece]:
+        return ()
+
+
+class _Strip:
+    """Up to `start` times the content is taken from the beginning, `stop` times from the end."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content = content
+        self._start = start
+        self._stop = stop
+        self._member = decoders.Strip(content, start, stop)
+        # Of a text in pieces: whether it has begun to be anything else, how often the content has
+        # stood at its beginning, then at its end, and how many of those were passed on.
+        self._inside = False
+        self._count = 0
+        self._passed = 0
+
+    def push(self, piece: Piece) -> Iterable[Piece]:
+        if piece.begins and piece.ends:
+            return [Piece(self._member.decode([piece.text]))]
+        if piece.begins:
+            self._inside, self._count, self._passed = False, 0, 0
+        text = self._grow(piece.text)
+        if piece.ends and not self._inside:
+            # The member itself knows what becomes of a text of nothing else.
+            text += self._member.decode([self._content * self._count])[self._passed :]
+        return [Piece(text, piece.begins, piece.ends)]
+
+    def _grow(self, text: str) -> str:
+        body = text.rstrip(self._content)
+        tail = len(text) - len(body)
+        if not body:
+            self._count += tail
+            return self._pass_on()
+        if self._inside:
+            body = self._content * (self._count - self._passed) + body
+        else:
+            stripped = body.lstrip(self._content)
+            leading = self._count + len(body) - len(stripped)
+            body = self._content * (max(0, leading - self._start) - self._passed) + stripped
+        self._inside, self._count, self._passed = True, tail, 0
+        return body + self._pass_on()
+
+    def _pass_on(self) -> str:
+        """Of the content at the end what cannot be taken away."""
+        taken = self._stop + (0 if self._inside else self._start)
+        certain = max(0, self._count - taken) - self._passed
+        self._passed += certain
+        return self._content * certain
+
+    def flush(self) -> Iterable[Piece]:
+        return ()
+
+
+class _Held(_Whole):
+    """The members from one of unknown kind on: the library has them make one text of all."""
+
+    def __init__(self, members: list[dict[str, Any]]) -> None:
+        # The library reads a decoder from nothing smaller than the JSON of a tokenizer.
+        empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+        described = empty | {"decoder": {"type": "Sequence", "decoders": members}}
+        super().__init__(tokenizers.Tokenizer.from_str(json.dumps(described)).decoder)
+        self._texts: list[str] = []
+
+    def take(self, text: str) -> Iterable[Piece]:
+        self._texts.append(text)
+        return ()
+
+    def flush(self) -> Iterable[Piece]:
+        return [Piece(self._member.decode(self._texts))]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: graphic ones stand for themselves, others from U+0100 on."""
+    graphic = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(graphic))
+    return {chr(byte): byte for byte in graphic} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Added tokens may be written in any characters: those stand for themselves."""
+    try:
+        return bytes([_BYTE_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
