@@ -319,6 +319,7 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         ignore_eos=options.ignore_eos,
         include_stop_str_in_output=options.include_stop,
         skip_special_tokens=not options.special_tokens,
+        remove_eos=options.remove_eos,
         add_bos=options.add_bos,
         repetition_penalty=options.repetition_penalty,
         frequency_penalty=options.frequency_penalty,
@@ -464,6 +465,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", help="a string that ends the text; may be repeated")
     add("--include-stop", action="store_true", help="keep what ended the text in it")
     add("--special-tokens", action="store_true", help="show special tokens in the text")
+    add("--remove-eos", action="store_true", help="but no end-of-sequence token, wherever it is")
     add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
     add("--repetition-penalty", type=float, default=defaults.repetition_penalty, metavar="R",
         help="above 1 against repetition of prompt and text")  # fmt: skip

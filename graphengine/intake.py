@@ -184,10 +184,14 @@ class Intake:
             raise ValueError(f"{request!r} is no request of this engine")
         if request.finish_reason is not None:
             raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
-        ids = token_ids_of(token_ids, self._vocab_size, "drafts are token ids")
-        if len(ids) > drafter.length:
-            raise ValueError(f"{len(ids)} drafts for a request, k={drafter.length}")
-        return ids
+        length = drafter.length
+        return token_ids_of(
+            token_ids,
+            self._vocab_size,
+            "drafts are token ids",
+            limit=length,
+            too_many=lambda count: f"{count} drafts for a request, k={length}",
+        )
 
     def _stream(self, params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None:
@@ -197,6 +201,7 @@ class Intake:
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            hidden=self._eos_ids if params.remove_eos else (),
             min_tokens=params.min_tokens,
         )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 from graphengine.chat import Messages, Tools
@@ -84,23 +85,44 @@ def prompt_ids(
             prompt = tokenizer.encode(prompt, add_special_tokens=not known, add_bos=add_bos)
         else:
             prompt = prompt.token_ids(tokenizer)
-    ids = token_ids_of(prompt, vocab_size, "a prompt is text, token ids or chat messages")
+    behind = f" behind {known} of the session" if known else ""
+    ids = token_ids_of(
+        prompt,
+        vocab_size,
+        "a prompt is text, token ids or chat messages",
+        limit=max_seq_len - known - 1,
+        too_many=lambda count: (
+            f"prompt of {count} tokens{behind} leaves no room for a new one in "
+            f"max_seq_len={max_seq_len}"
+        ),
+    )
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
-    if known + len(ids) >= max_seq_len:
-        behind = f" behind {known} of the session" if known else ""
-        raise ValueError(
-            f"prompt of {len(ids)} tokens{behind} leaves no room for a new one in "
-            f"max_seq_len={max_seq_len}"
-        )
     return ids
 
 
-def token_ids_of(tokens: object, vocab_size: int, what: str) -> tuple[int, ...]:
-    """`tokens` as ids. ValueError where they are none, which says `what` they are to be."""
-    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | Mapping):
+def token_ids_of(
+    tokens: object,
+    vocab_size: int,
+    what: str,
+    *,
+    limit: int,
+    too_many: Callable[[str], str],
+) -> tuple[int, ...]:
+    """`tokens` as ids. ValueError where they are none, which says `what` they are to be.
+
+    Of an iterator `limit` ids are read, and one more: it may have no end. If there are more, the
+    ValueError is what `too_many` makes of their number.
+    """
+    no_tokens = isinstance(tokens, str | bytes | Mapping) or getattr(tokens, "ndim", 1) == 0
+    if no_tokens or not isinstance(tokens, Iterable):
         raise ValueError(f"{what}, not {tokens!r}")
-    ids = tuple(tokens)
+    limit = max(limit, 0)
+    if isinstance(tokens, Sized) and len(tokens) > limit:
+        raise ValueError(too_many(str(len(tokens))))
+    ids = tuple(islice(tokens, limit + 1))
+    if len(ids) > limit:
+        raise ValueError(too_many(f"more than {limit}"))
     # Of a long prompt one check by one would take a good part of the host's time for it.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids

@@ -228,12 +228,10 @@ class Request:
         return next(map(tuple, ended))
 
     def hides(self, stop_token: int) -> bool:
-        """Whether this token, if it ends the request, has no text. Stop sequences keep theirs."""
-        params = self.params
-        if stop_token not in self.eos_ids and stop_token not in params.stop_tokens:
+        """Whether this token, as it ends the request, has no text. Stop sequences keep theirs."""
+        if stop_token not in self.eos_ids and stop_token not in self.params.stop_tokens:
             return False
-        eos_is_removed = params.remove_eos and stop_token in self.eos_ids
-        return not params.include_stop_str_in_output or eos_is_removed
+        return not self.params.include_stop_str_in_output
 
     @property
     def placed(self) -> Placement:

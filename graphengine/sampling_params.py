@@ -54,9 +54,9 @@ class SamplingParams:
 
     include_stop_str_in_output  the text ends with the stop string, or the text of the stop token
     skip_special_tokens         special tokens have no text
-    remove_eos                  an end-of-sequence token that ended the request has no text even
-                                where `include_stop_str_in_output` (`remove_EOD` of Megatron's text
-                                generation controller)
+    remove_eos                  the checkpoint's end-of-sequence tokens have no text wherever they
+                                stand, even where special tokens and what ended the request do
+                                (`remove_EOD` of Megatron's text generation controller)
 
     And of its prompt, if that is text:
 

@@ -268,9 +268,13 @@ def restore_session(engine: Engine, source: SessionSnapshot | str | os.PathLike[
         raise ValueError(f"source={source!r} must be a SessionSnapshot, or the path of one")
     source.check(engine)
     vocab_size, limit = engine.model.config.vocab_size, engine.memory.max_seq_len
-    tokens = token_ids_of(source.token_ids, vocab_size, "a session is token ids")
-    if len(tokens) > limit:
-        raise ValueError(f"a session of {len(tokens)} tokens exceeds max_seq_len={limit}")
+    tokens = token_ids_of(
+        source.token_ids,
+        vocab_size,
+        "a session is token ids",
+        limit=limit,
+        too_many=lambda count: f"a session of {count} tokens exceeds max_seq_len={limit}",
+    )
     scheduler, context = engine.scheduler, Context()
     pool, most, count = scheduler.pool, engine.config.session_blocks, source.blocks
     if count > pool.free:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from graphengine import Chat, Engine
+from graphengine.speculative import UserProvided
 from graphengine.text import Tokenizer
 from stepping import PROMPT, greedy, open_engine
 
@@ -96,6 +99,69 @@ def test_an_engine_adds_bos(engine: Engine) -> None:
     finally:
         tokenizer.special_tokens.clear()
         tokenizer.special_tokens.update(was)
+
+
+@pytest.mark.parametrize("processor", [None, "<s> $A", "$A <s>", "<s> $A <s>", "$A"])
+@pytest.mark.parametrize("flags", [{"add_bos": True}, {"add_eos": True}, {"add_eos": False}])
+def test_one_token_may_begin_and_end(processor: str | None, flags: dict[str, bool]) -> None:
+    """The token stands where the flags say; where they say nothing, as the post-processor puts it.
+
+    transformers is given both flags, as it takes one that is missing for False.
+    """
+
+    def library() -> tokenizers.Tokenizer:
+        made = letters()
+        if processor is not None:
+            made.post_processor = processors.TemplateProcessing(
+                single=processor, pair=f"{processor} $B", special_tokens=[(BOS, 0)]
+            )
+        return made
+
+    special = {"bos_token": BOS, "eos_token": BOS}
+    automatic = {
+        "add_bos": str(processor).startswith(BOS),
+        "add_eos": str(processor).endswith(BOS),
+    }
+    both_flags = {f"{name}_token": value for name, value in (automatic | flags).items()}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=library(), **special, **both_flags)
+    ours = Tokenizer(library(), special_tokens=special, **flags)
+    for text in ("a b", "b"):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+# Prompts that have no end.
+
+
+@pytest.mark.parametrize(
+    ("endless", "said"),
+    [
+        (lambda: repeat(1), "more than 127"),
+        (lambda: chain([1, 2], count()), "more than 127"),
+        (lambda: islice(repeat(1), 128), "more than 127"),
+        (lambda: range(10**12), "1000000000000"),
+    ],
+)
+def test_a_prompt_without_an_end_is_refused(engine: Engine, endless: Any, said: str) -> None:
+    limit = f"leaves no room for a new one in max_seq_len={engine.memory.max_seq_len}"
+    for submit in (engine.submit, engine.generate):
+        with pytest.raises(ValueError, match=f"prompt of {said} tokens {limit}"):
+            submit(endless(), greedy(2))
+    with engine.session() as session:
+        session.append([1, 2, 3])
+        said = said.replace("127", "124")
+        with pytest.raises(ValueError, match=f"{said} tokens behind 3 of the session {limit}"):
+            session.append(endless())
+    shorter: Iterable[int] = iter([1, 2, 3])
+    assert engine.generate(shorter, greedy(2)).prompt_token_ids == (1, 2, 3)
+
+
+def test_drafts_without_an_end_are_refused(device: str) -> None:
+    with open_engine(device=device, speculative=UserProvided(2)) as engine:
+        request = engine.submit(PROMPT, greedy(4))
+        with pytest.raises(ValueError, match="more than 2 drafts for a request, k=2"):
+            engine.draft(request, repeat(1))
+        with pytest.raises(ValueError, match="1000 drafts for a request, k=2"):
+            engine.draft(request, range(1000))
 
 
 # Conversations.

@@ -6,6 +6,7 @@ Where a test says vLLM it means its v1 engine: `check_stop_strings` and `update`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from graphengine import Engine, Event, Request, Result
+from graphengine.cli import main
 from graphengine.request import Phase
 from graphengine.speculative import MTP
 from stepping import (
@@ -157,8 +159,39 @@ def test_an_end_of_sequence_is_no_stop_reason(
             assert result.text == bare.text + tail, options
             assert result.token_ids == bare.token_ids and result.stop_reason is None
         # Not the end of the sequence any more, but what the caller asked for.
-        asked = generate(ignore_eos=True, stop_token_ids=[eos], remove_eos=True, **kept)
+        asked = generate(ignore_eos=True, stop_token_ids=[eos], **kept)
         assert asked.stop_reason == eos and asked.text == bare.text + text
+        removed = generate(ignore_eos=True, stop_token_ids=[eos], remove_eos=True, **kept)
+        assert removed.stop_reason == eos and removed.text == bare.text
+
+
+def test_an_end_of_sequence_is_removed_wherever_it_stands(
+    eos_checkpoint: tuple[Path, int], device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`remove_EOD` of Megatron, with requests that go on past it."""
+    path, eos = eos_checkpoint
+    options = {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {eos: 8.0}}
+    with open_engine(path, device=device) as engine:
+        kept = engine.generate(PROMPT, greedy(24, **options))
+        assert 2 <= kept.token_ids.count(eos) < 24
+        events = list(engine.stream(PROMPT, greedy(24, remove_eos=True, **options)))
+        result = events[-1].request.result()
+        others = [token for token in kept.token_ids if token != eos]
+        assert result.token_ids == kept.token_ids
+        assert result.text == engine.tokenizer.decode(others, skip_special_tokens=False)
+        assert result.text == "".join(event.text for event in events) != kept.text
+        assert all(bool(s.text) != (s.token_id == eos) for s in result.segments)
+        decode = engine.tokenizer.decode
+        assert decode(kept.token_ids, False, remove_eos=True) == result.text
+        assert decode(kept.token_ids, False) == kept.text
+        # What one request hides, another one shows.
+        assert engine.generate(PROMPT, greedy(24, **options)).text == kept.text
+    arguments = ["--prompt", PROMPT, "--checkpoint", str(path), "--device", device, "--json"]
+    arguments += ["--max-tokens", "24", "--ignore-eos", "--special-tokens", "--max-batch", "1"]
+    arguments += ["--logit-bias", f"{eos}=8"]
+    for more, text in (([], kept.text), (["--remove-eos"], result.text)):
+        assert main(["generate", *arguments, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == text
 
 
 def test_other_reasons_have_no_stop_reason(engine: Engine) -> None:
