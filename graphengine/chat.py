@@ -1,37 +1,20 @@
 """Chat templates: the jinja program a checkpoint brings to turn messages into a prompt.
 
-A template comes with the weights from a stranger, so it runs in jinja2's immutable sandbox with the
-additions that transformers makes (`raise_exception`, `strftime_now`, `tojson`, loop controls, the
-`generation` tag) and, unlike there, within bounds: loop iterations, calls, filters and operators
-are counted, and the size of what each of them made is limited. The bounds end a template that runs
-away. One operation is checked after it is done: they are no shield against a host that is short of
-memory.
+A template comes with the weights from a stranger: `graphengine.sandbox` says what it may do, and
+how much of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, nodes
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
+from jinja2 import Template
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-MAX_STEPS = 1_000_000
-"""Loop iterations, calls, filters and operators of one rendering, plus one per `CHARGE` of size."""
-MAX_SIZE = 16_000_000
-"""Characters of a text, or items of a list, that a template may make."""
-CHARGE = 4096
-MAX_BITS = 4096
-"""Bits of an integer that a template may compute."""
+from graphengine.sandbox import Sandbox
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -42,7 +25,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._sandbox = _Sandbox()
+        self._sandbox = Sandbox()
 
     def render(
         self,
@@ -74,7 +57,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         template = self._template
-        self._sandbox.steps = 0
+        self._sandbox.reset()
         try:
             text = "".join(self._sandbox.limited(template.generate(variables)))
         except Exception as error:
@@ -85,174 +68,13 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> Template:
         try:
-            program = self._sandbox.parse(self.source)
-            return self._sandbox.from_string(_Counted(self._sandbox).visit(program))
+            return self._sandbox.compile_counted(self.source)
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template is not valid jinja: line {error.lineno}: {error.message}"
             ) from error
         except Exception as error:
             raise ValueError(f"the chat template does not compile: {_describe(error)}") from error
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox with transformers' vocabulary, counting `steps`."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[LoopControlExtension, _GenerationTag],
-        )
-        self.steps = 0
-        self.filters |= {"tojson": _tojson, "_spend": self.spend, "_counted": self.counted}
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "namespace": _PlainNamespace,
-        }
-        del self.globals["lipsum"]
-
-    def spend(self, made: Any) -> Any:
-        """Count one step, that made `made`."""
-        size = len(made) if isinstance(made, (str, list, tuple, dict)) else 0
-        if size > MAX_SIZE:
-            raise SecurityError(f"it made {size} characters or items, the limit is {MAX_SIZE}")
-        if isinstance(made, int) and made.bit_length() > MAX_BITS:
-            raise SecurityError(
-                f"it made an integer of {made.bit_length()} bits, the limit is {MAX_BITS}"
-            )
-        self.steps += 1 + size // CHARGE
-        if self.steps > MAX_STEPS:
-            raise SecurityError(f"it took more than {MAX_STEPS} steps")
-        return made
-
-    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self.spend(None)
-            yield item
-
-    def limited(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The rendered pieces, up to MAX_SIZE characters."""
-        size = 0
-        for piece in pieces:
-            size += len(piece)
-            if size > MAX_SIZE:
-                raise SecurityError(f"it wrote more than {MAX_SIZE} characters")
-            yield piece
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(function, LoopContext) and args:
-            args = (self.counted(args[0]), *args[1:])
-        return self.spend(super().call(context, function, *args, **kwargs))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator in ("*", "**"):
-            _check_product(operator, left, right)
-        return self.spend(super().call_binop(context, operator, left, right))
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return super().is_safe_attribute(obj, attr, value) and attr not in _PADDING_METHODS
-
-
-# A width is all these need to make a text of any size.
-_PADDING_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"})
-
-
-def _check_product(operator: str, left: Any, right: Any) -> None:
-    """Refuse before it is computed what `spend` would refuse only afterwards."""
-    if operator == "**" and isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right
-        if bits > MAX_BITS:
-            raise SecurityError(f"an integer of {bits} bits exceeds the limit of {MAX_BITS}")
-    for items, times in ((left, right), (right, left)):
-        if isinstance(items, (str, list, tuple)) and isinstance(times, int):
-            size = len(items) * times
-            if size > MAX_SIZE:
-                raise SecurityError(
-                    f"a product of {size} characters or items exceeds the limit of {MAX_SIZE}"
-                )
-
-
-class _Counted(NodeTransformer):
-    """Rewrites a template so that its loops, filters and `~` go through the sandbox's counters.
-
-    Calls and arithmetic need no rewriting: jinja2's sandbox has hooks for them.
-    """
-
-    def __init__(self, sandbox: _Sandbox) -> None:
-        self._sandbox = sandbox
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = self._through("_counted", node.iter)
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        self.generic_visit(node)
-        return self._through("_spend", node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return self._through("_spend", node)
-
-    def _through(self, name: str, node: nodes.Node) -> nodes.Filter:
-        return nodes.Filter(
-            node, name, [], [], None, None, lineno=node.lineno, environment=self._sandbox
-        )
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part, for training; here it only opens a scope."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-class _PlainNamespace(Namespace):
-    """A namespace that cannot pretend to be something else by way of `__class__` and the like."""
-
-    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
-        attributes = dict(*args, **kwargs)
-        for name in attributes:
-            _check_attribute_name(name)
-        super().__init__(attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_attribute_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}")
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: jinja2's own filter escapes HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:

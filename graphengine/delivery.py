@@ -146,7 +146,7 @@ class Delivery:
                 taken = len(request.stream.lengths) - len(request.token_ids)
                 self.counters["discarded_tokens"] += len(tokens) - taken
                 tokens, stopped, ended = tokens[:taken], None, "error"
-                self._log_undecoded(request, request.stream.failure)
+                self._log_undecoded(request)
         request.token_ids += tokens
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
@@ -193,8 +193,9 @@ class Delivery:
             where = f" where {' and '.join(bans)} allow a token"
         log.error("request %d: the logits hold no finite value%s", request.id, where)
 
-    def _log_undecoded(self, request: Request, failure: ValueError) -> None:
-        log.error("request %d: %s", request.id, failure)
+    def _log_undecoded(self, request: Request) -> None:
+        assert request.stream is not None
+        log.error("request %d: %s", request.id, request.stream.failure)
 
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
@@ -233,10 +234,11 @@ class Delivery:
     ) -> None:
         """Retire the request; its last event brings the text that was held back."""
         tail = ""
-        if request.stream is not None and request.stream.failure is None:
+        if request.stream is not None:
+            known = request.stream.failure
             tail = request.stream.flush()
-            if request.stream.failure is not None:
-                self._log_undecoded(request, request.stream.failure)
+            if request.stream.failure is not known:
+                self._log_undecoded(request)
                 if reason in ("stop", "length"):
                     reason, request.stop_reason = "error", None
         request.pieces.append(tail)

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from graphengine.chat import MAX_SIZE, ChatTemplate
+from graphengine.chat import ChatTemplate
+from graphengine.sandbox import MAX_SIZE
 from graphengine.stopping import StopStrings
 from graphengine.text import IncrementalDecoder, TextStream, Tokenizer
 
@@ -812,21 +813,21 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
         (
             "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
             "{% endfor %}",
-            rf"it made \d+ characters or items, the limit is {MAX_SIZE}",
+            rf"\d+ characters or items exceed the limit of {MAX_SIZE}",
         ),
         (
             "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
             "{% endfor %}",
-            rf"it made \d+ characters or items, the limit is {MAX_SIZE}",
+            rf"\d+ characters or items exceed the limit of {MAX_SIZE}",
         ),
         (
             "{% set x = 'ab' * 1000000 %}{{ x.replace('a', 'aaaaaaaaaaaaaaaaaaaa') }}",
-            rf"it made 21000000 characters or items, the limit is {MAX_SIZE}",
+            rf"21000000 characters or items exceed the limit of {MAX_SIZE}",
         ),
-        ("{{ 'a' | center(20000000) }}", "it made 20000000 characters or items"),
+        ("{{ 'a' | center(20000000) }}", "20000000 characters or items exceed the limit"),
         ("{{ 'a'.ljust(10**9) }}", "failed: access to attribute 'ljust'"),
         (
-            "{% set x = 'a' * 1000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+            "{% set x = 'a' * 100000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
             f"failed: it wrote more than {MAX_SIZE} characters",
         ),
     ],
@@ -834,7 +835,7 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
 def test_faults_and_attacks_of_templates_are_value_errors(
     source: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphengine.chat.MAX_STEPS", 20_000)
+    monkeypatch.setattr("graphengine.sandbox.MAX_STEPS", 20_000)
     with pytest.raises(ValueError, match=pattern):
         ChatTemplate(source).render(MESSAGES)
 
