@@ -88,7 +88,8 @@ class EngineConfig:
     session_blocks         blocks of the pool that idle sessions and cached prefixes hold at most,
                            of a longer session the first; None: as many as nobody else needs
     lookahead              replays launched before the oldest one is collected, 0 or 1; it is 0
-                           while a request with a grammar holds a slot
+                           while a request with a grammar holds a slot, and always with
+                           UserProvided and SaveHiddenStates, which set it to 0
     memory_fraction        share of the device's free memory that the engine may plan with
     max_waiting            requests that may wait for a slot, those submitted since the last step
                            among them; one more is refused with `QueueFull`. None: any number

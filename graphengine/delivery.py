@@ -244,6 +244,9 @@ class Delivery:
         request.pieces.append(tail)
         request.finish_reason = reason
         request.timings.finished = now
+        if request.drafts:
+            self.counters["drafts/stale"] += len(request.drafts)
+            request.drafts = ()
         self._scheduler.retire(request)
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:

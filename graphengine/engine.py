@@ -255,14 +255,13 @@ class Engine(Closable):
             self._delivery.deadlines.watch(request)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Propose what `request` says next, in an engine of `UserProvided` drafts.
+        """Propose what `request` says behind its `token_ids` so far; `UserProvided` says more.
 
-        The next step verifies them, up to k; then they are gone. ValueError for more than k, for
-        anything but token ids, for a request that is finished or of another engine, and in an
-        engine of other drafts.
+        Its next decode step verifies them. ValueError for more than k, for anything but token ids,
+        for a request that is finished or of another engine, and in an engine of other drafts.
         """
         self._check_open()
-        request.drafts = self._intake.drafts(request, token_ids, self.drafter)
+        self._intake.draft(request, token_ids, self.drafter)
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
@@ -491,7 +490,7 @@ class Engine(Closable):
             # Before drafts of the host are used up.
             updates |= self._masks.updates(plan, self.scheduler.slots)
         if drafter is not None and drafter.host_drafts and plan.rows:
-            updates |= draft_updates(self.scheduler.slots)
+            updates |= draft_updates(plan, self.scheduler.slots, self.counters)
         if updates:
             self.buffers.load(updates, sequence=self._launched + 1, stream=self._cuda_stream)
             self.counters["loads"] += 1

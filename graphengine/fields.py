@@ -6,6 +6,7 @@ a slot, P pairs of a swap.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,13 +162,23 @@ def host_updates(
     return updates
 
 
-def draft_updates(slots: Sequence[Request | None]) -> dict[str, Any]:
-    """The drafts that the host has of each request, which are then used up."""
-    drafts = [request and request.drafts for request in slots]
-    for request in slots:
-        if request is not None:
-            request.drafts = ()
-    return {"draft_tokens": drafts}
+def draft_updates(
+    plan: Plan, slots: Sequence[Request | None], counters: Counter[str]
+) -> dict[str, Any]:
+    """The drafts that the host has of the plan's rows, which are then used up.
+
+    Those of other requests wait for a step of theirs, and a step of one token a row feeds nobody's.
+    Drafts whose tokens came before a step could feed them are counted as `drafts/stale`.
+    """
+    fed: dict[Request, tuple[int, ...]] = {}
+    for request in plan.rows:
+        drafts = request.next_drafts
+        counters["drafts/stale"] += len(request.drafts) - len(drafts)
+        if plan.width > 1:
+            fed[request] = drafts
+            drafts = ()
+        request.drafts, request.drafts_from = drafts, len(request.token_ids)
+    return {"draft_tokens": [request and fed.get(request, ()) for request in slots]}
 
 
 def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:

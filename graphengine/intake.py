@@ -170,11 +170,10 @@ class Intake:
             guide=guide,
         )
 
-    def drafts(
-        self, request: Request, token_ids: Sequence[int], drafter: Drafter | None
-    ) -> tuple[int, ...]:
-        """Drafts for a request; ValueError where there are too many, or none can be, and for what
-        is no such thing.
+    def draft(self, request: Request, token_ids: Sequence[int], drafter: Drafter | None) -> None:
+        """Give drafts to a request, for the tokens behind those it has; they replace what it had.
+
+        ValueError where there are too many, or none can be, and for what is no such thing.
         """
         if drafter is None or not drafter.host_drafts:
             raise ValueError(
@@ -185,13 +184,14 @@ class Intake:
         if request.finish_reason is not None:
             raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
         length = drafter.length
-        return token_ids_of(
+        ids = token_ids_of(
             token_ids,
             self._vocab_size,
             "drafts are token ids",
             limit=length,
             too_many=lambda count: f"{count} drafts for a request, k={length}",
         )
+        request.drafts, request.drafts_from = ids, len(request.token_ids)
 
     def _stream(self, params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None:

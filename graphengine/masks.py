@@ -91,7 +91,7 @@ class MaskTable:
 
     def _drafts_of(self, request: Request) -> Sequence[int]:
         if self._drafts_SK is None:
-            return request.drafts
+            return request.next_drafts
         drafts: list[int] = self._drafts_host[request.placed.slot].tolist()
         return drafts
 

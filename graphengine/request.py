@@ -105,6 +105,9 @@ class Request:
     private      its events are for its callback alone: no step returns them
     pieces       the text in pieces, so that a step adds to it without a copy
     guide        how far its output has come in its grammar; None without one
+    drafts       what its caller proposed and no step has fed yet; `next_drafts` are those of its
+                 next step
+    drafts_from  the output token that the first of them stands for, counted from 0
     """
 
     __slots__ = (
@@ -116,6 +119,7 @@ class Request:
         "context",
         "deadline",
         "drafts",
+        "drafts_from",
         "eos_ids",
         "finish_reason",
         "full",
@@ -197,6 +201,7 @@ class Request:
         self.context: Context | None = None
         self.block_keys: list[bytes] | None = None
         self.drafts: tuple[int, ...] = ()
+        self.drafts_from = 0
         self._cancelled = cancelled
 
     def __repr__(self) -> str:
@@ -243,6 +248,19 @@ class Request:
     def min_len(self) -> int:
         """Tokens of the sequence, prompt included, before which no stop id may come."""
         return self.prompt_len + self.params.min_tokens
+
+    @property
+    def next_drafts(self) -> tuple[int, ...]:
+        """Drafts for the tokens that its next step samples.
+
+        Where tokens came since they were proposed, those behind the ones that came; none of them
+        where one that came is not as proposed.
+        """
+        came = len(self.token_ids) - self.drafts_from
+        if not came or not self.drafts:
+            return self.drafts
+        said = tuple(self.token_ids[self.drafts_from : self.drafts_from + len(self.drafts)])
+        return self.drafts[came:] if said == self.drafts[:came] else ()
 
     def belongs_to(self, cancelled: list[Request]) -> bool:
         """Whether this list, which each engine has one of, is where it goes when cancelled."""

@@ -135,9 +135,19 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class UserProvided:
-    """The caller writes up to k drafts a request before each step; nothing is launched ahead.
+    """The caller writes up to k drafts a request; nothing is launched ahead (`lookahead` is 0).
 
     k  drafts a step at most
+
+    `engine.draft(request, token_ids)` proposes the tokens behind `request.token_ids` as they are at
+    the call, and replaces what was proposed before. The first step that decodes the request
+    verifies them. Until then they wait: while the request waits, is prefilled or is paused, and
+    over steps for which a gate has switched drafts off. Tokens that come meanwhile (the first one,
+    which the prompt's last chunk samples, or those of a step that was launched before the call and
+    not read yet) take the place of the drafts for them; where one differs from its draft, the
+    others go, too. The counter `drafts/stale` in `engine.stats()` has all drafts that were lost so,
+    or because their request ended first. Of those that were fed, `Acceptance` leaves out what is
+    past the request's end.
     """
 
     k: int = 3

@@ -8,7 +8,7 @@ from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
 
 
 class UserDrafter(Drafter):
-    """`UserProvided(k)`: `Request.draft(token_ids)` names up to `length` of them a step."""
+    """`UserProvided(k)`: `Engine.draft(request, token_ids)` names up to `length` of them a step."""
 
     host_drafts = True
 
