@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,25 +51,27 @@ from graphengine.speculative import (
 )
 from stepping import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
 
-# Who drafts for the demo model, and tokens a step that it must reach at least.
-DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], float]] = {
-    "mtp-1": (lambda folder: MTP(k=1), 1.2),
-    "mtp-2": (lambda folder: MTP(k=2), 1.3),
-    "mtp-3": (lambda folder: MTP(k=3), 1.3),
-    "mtp-5": (lambda folder: MTP(k=5), 1.3),
+# Who drafts for the demo model, and the share of its drafts that must be accepted at least, by
+# position: of `demo_jobs` about a tenth less than on a CPU, and half that of few.
+DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] = {
+    "mtp-1": (lambda folder: MTP(k=1), (0.7,)),
+    "mtp-2": (lambda folder: MTP(k=2), (0.7, 0.53)),
+    "mtp-3": (lambda folder: MTP(k=3), (0.7, 0.55, 0.45)),
+    "mtp-5": (lambda folder: MTP(k=5), (0.67, 0.47, 0.4, 0.3, 0.24)),
     "mtp-vocabulary": (
         lambda folder: MTP(k=3, draft_vocab=DraftVocabulary(text=text_of(folder), size=512)),
-        1.2,
+        (0.5, 0.13, 0.05),
     ),
-    "mtp-own-graph": (lambda folder: MTP(k=3, own_graph=True), 1.3),
-    "mtp-vanilla": (lambda folder: MTP(k=1, style="vanilla"), 1.2),
-    "ngram-3": (lambda folder: NGram(k=3), 1.05),
-    "ngram-5": (lambda folder: NGram(k=5, max_n=2), 1.05),
-    "auto": (lambda folder: Auto(), 1.05),
-    "model-itself": (lambda folder: DraftModel(DEMO, k=3), 1.8),
-    "model-itself-1": (lambda folder: DraftModel(DEMO, k=1), 1.4),
-    "model-llama": (lambda folder: DraftModel(random_model(folder, "llama"), k=3), 1.0),
-    "model-qwen3": (lambda folder: DraftModel(random_model(folder, "qwen3"), k=2), 1.0),
+    "mtp-own-graph": (lambda folder: MTP(k=3, own_graph=True), (0.7, 0.55, 0.45)),
+    "mtp-vanilla": (lambda folder: MTP(k=1, style="vanilla"), (0.7,)),
+    "ngram-3": (lambda folder: NGram(k=3), (0.18, 0.16, 0.12)),
+    "ngram-5": (lambda folder: NGram(k=5, max_n=2), (0.13, 0.11, 0.08, 0.08, 0.08)),
+    "auto": (lambda folder: Auto(), (0.13, 0.11, 0.08, 0.08, 0.08)),
+    "model-itself": (lambda folder: DraftModel(DEMO, k=3), (0.97, 0.97, 0.97)),
+    "model-itself-1": (lambda folder: DraftModel(DEMO, k=1), (0.97,)),
+    # Random models: they are seldom right.
+    "model-llama": (lambda folder: DraftModel(random_model(folder, "llama"), k=3), ()),
+    "model-qwen3": (lambda folder: DraftModel(random_model(folder, "qwen3"), k=2), ()),
 }
 
 
@@ -111,12 +113,17 @@ def speculative_replays(engine: Engine) -> int:
     return sum(n for name, n in counters if name.startswith("replays/decode/") and "/k" in name)
 
 
-def assert_drafted(engine: Engine, least: float) -> None:
-    """Every decode replay verified drafts, and they came to as many tokens a step."""
+def assert_drafted(engine: Engine, least: float = 1.0, rates: Sequence[float] = ()) -> None:
+    """Every decode replay verified drafts; they came to as many tokens a step, and as large a share
+    of them was accepted at each position.
+    """
     decoded = sum(n for name, n in engine.counters.items() if name.startswith("replays/decode/"))
     assert decoded == speculative_replays(engine) > 0
     length = engine.acceptance.mean_length
     assert length is not None and length >= least, f"{engine.acceptance}"
+    if rates:
+        reached = zip(engine.acceptance.rates, rates, strict=True)
+        assert all(rate >= floor for rate, floor in reached), f"{engine.acceptance} of {rates}"
 
 
 # Every drafter.
@@ -136,12 +143,12 @@ LOOKAHEADS = {
 def test_the_demo_model_says_what_it_says_without_drafts(
     device: str, plain: Plain, tmp_path: Path, name: str, lookahead: int
 ) -> None:
-    make, least = DEMO_DRAFTERS[name]
+    make, rates = DEMO_DRAFTERS[name]
     jobs = demo_jobs()
     expected = plain(DEMO, jobs, device=device)
     with open_speculating(make(tmp_path), device=device, lookahead=lookahead) as engine:
         assert outcomes(engine, jobs) == expected
-        assert_drafted(engine, least)
+        assert_drafted(engine, rates=rates)
         assert lookahead or not engine.counters["discarded_tokens"]
 
 
@@ -151,14 +158,14 @@ def test_the_demo_model_says_what_it_says_without_drafts(
     "name", ["mtp-3", "mtp-own-graph", "mtp-vanilla", "mtp-vocabulary", "ngram-3", "model-itself"]
 )
 def test_the_demo_model_in_bfloat16(plain: Plain, tmp_path: Path, name: str, pdl: bool) -> None:
-    make, least = DEMO_DRAFTERS[name]
+    make, rates = DEMO_DRAFTERS[name]
     options: dict[str, Any] = {"device": "cuda", "max_batch": 8, "max_seq_len": 512}
     jobs = [*demo_jobs(), *random_jobs(4096, 1), *demo_jobs()]
     expected = plain(DEMO, jobs, **options)
     with open_speculating(make(tmp_path), **options, pdl=pdl) as engine:
         assert engine.memory.dtype == torch.bfloat16 and engine.program.launch.pdl is pdl
         assert outcomes(engine, jobs) == expected
-        assert_drafted(engine, least)
+        assert_drafted(engine, rates=rates)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -267,8 +274,10 @@ def test_blocks_are_crossed_and_rewound_at_every_offset(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3)], ids=["mtp", "ngram"])
-def test_the_held_out_text(device: str, plain: Plain, mode: Speculative) -> None:
+@pytest.mark.parametrize(
+    ("mode", "least"), [(MTP(k=3), 2.2), (NGram(k=3), 1.3)], ids=["mtp", "ngram"]
+)
+def test_the_held_out_text(device: str, plain: Plain, mode: Speculative, least: float) -> None:
     """Prompts out of the whole text; every one on a GPU, some of them here."""
     text = heldout_text()
     stride, tokens = (2_000, 60) if device == "cuda" else (9_000, 30)
@@ -277,7 +286,7 @@ def test_the_held_out_text(device: str, plain: Plain, mode: Speculative) -> None
     expected = plain(DEMO, jobs, **options)
     with open_speculating(mode, **options) as engine:
         assert outcomes(engine, jobs) == expected
-        assert_drafted(engine, 1.3)
+        assert_drafted(engine, least)
         print(f"\n{device}, {mode}: {engine.acceptance}")
 
 

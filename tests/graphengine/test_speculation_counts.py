@@ -244,7 +244,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(device: str, sampler: st
             for each in (0.0, 0.5, 1.0, 2.0)
         ]
         for params, result in zip(asked, engine.generate([PROMPT] * 4, asked), strict=True):
-            assert result.acceptance.rate > 0.97, f"{params.temperature=} {result.acceptance}"
+            # A sampled token may hang on a last bit, which the two models need not share.
+            least = 1.0 if params.temperature == 0.0 else 0.97
+            assert result.acceptance.rate >= least, f"{params.temperature=} {result.acceptance}"
+            assert min(result.acceptance.rates) > 0.9, f"{params.temperature=} {result.acceptance}"
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
