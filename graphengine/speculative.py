@@ -35,6 +35,7 @@ AUTO_MAX_LIVE = 32
 FORCE_ACCEPTED = "GRAPHENGINE_FORCE_ACCEPTED"
 
 Style = Literal["eagle", "vanilla"]
+Feed = Literal["chained", "target"]
 PathName = str | os.PathLike[str]
 
 
@@ -76,6 +77,10 @@ class MTP:
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
     own_graph    an eagle module in a graph of its own behind the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
+    feed         which hidden state a vanilla module behind the first reads beside a verified token:
+                 "chained", that of the module before, as DeepSeek-V3 trains modules and
+                 transformers runs them; "target", the target's, as TensorRT-LLM's vanilla MTP. The
+                 wrong one for a checkpoint costs acceptance, never a token
     """
 
     k: int = 3
@@ -83,6 +88,7 @@ class MTP:
     style: Style = "eagle"
     own_graph: bool = False
     draft_vocab: DraftVocabulary | None = None
+    feed: Feed = "chained"
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -92,6 +98,10 @@ class MTP:
             raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
         if self.own_graph and self.style != "eagle":
             raise ValueError(f"own_graph=True goes with style='eagle', not {self.style!r}")
+        if self.feed not in ("chained", "target"):
+            raise ValueError(f"feed={self.feed!r} must be 'chained' or 'target'")
+        if self.feed == "target" and self.style != "vanilla":
+            raise ValueError(f"feed='target' goes with style='vanilla', not {self.style!r}")
         if not isinstance(self.draft_vocab, DraftVocabulary | None):
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
         keep_plain_numbers(self)
@@ -350,8 +360,10 @@ def describe(speculative: Speculative | None) -> str:
     match speculative:
         case None:
             return "off"
-        case MTP(k=k, style=style, own_graph=own_graph, draft_vocab=vocabulary):
+        case MTP(k=k, style=style, own_graph=own_graph, draft_vocab=vocabulary, feed=feed):
             parts = [f"mtp {style}, k={k}"]
+            if feed == "target":
+                parts.append("the target's hidden states")
             if own_graph:
                 parts.append("own graph")
             if vocabulary is not None:

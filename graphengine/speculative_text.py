@@ -13,14 +13,15 @@ from graphengine.speculative import (
     Speculative,
 )
 
-GRAMMAR = "off, auto, mtp[:K[:eagle|vanilla|own]], ngram[:K[:MAX_N]] or model:PATH[:K]"
+GRAMMAR = "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]] or model:PATH[:K]"
 VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
 
 
 def parse_speculative(text: str) -> Speculative | None:
     """The options that a `GRAMMAR` text names, what it leaves out at its default; None for "off".
 
-    `mtp:K:own` is eagle in a graph of its own. The last part of `model:PATH:K` is K where it is a
+    `mtp:K:own` is eagle in a graph of its own, `mtp:K:target` vanilla whose modules all read the
+    target's hidden states. The last part of `model:PATH:K` is K where it is a
     number, so that a path may hold colons.
     ValueError shows the text and the grammar, or says which value cannot be.
     """
@@ -72,6 +73,8 @@ def _styled(options: MTP, value: str, text: str) -> MTP:
     match value:
         case "eagle" | "vanilla":
             return replace(options, style=value)
+        case "target":
+            return replace(options, style="vanilla", feed="target")
         case "own":
             return replace(options, own_graph=True)
     raise _wrong(text)

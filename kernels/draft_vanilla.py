@@ -4,15 +4,21 @@
               lm_head) -> ... -> commit_draft
     K = 0     begin_module_draft -> (module 1) -> begin_vanilla_draft -> (module 2) -> ...
 
-Module m's run at position p takes the hidden state at p + m - 1 and the token at p + m, so that
-its last run behind a step stands where those of all modules do (DeepSeek-V3, arXiv:2412.19437,
-section 2.2). Of a step that fed W lanes from position L on and emitted `count` tokens, it runs
+Module m's run at position p takes the token at p + m, so that its last run behind a step stands
+where those of all modules do. Of a step that fed W lanes from position L on and emitted `count`
+tokens, it runs
 
-- the emitted lanes, j < count, at L + j - (m - 1): the target's hidden states and tokens, all true;
-- m - 1 lanes behind them: what the modules before drafted, with their hidden states. The next
-  step's lanes overwrite these positions with what is true by then.
+- the emitted lanes, j < count, at L + j - (m - 1): tokens that are true;
+- m - 1 lanes behind them: what the modules before drafted. The next step's lanes overwrite these
+  positions with what is true by then.
 
 All stand at consecutive positions. A prompt shorter than m - 1 has some below 0: these are padded.
+
+Beside its token a run takes a hidden state. Chained (DeepSeek-V3, arXiv:2412.19437, equation 21)
+it is always what module m - 1 made of its run at p. That ran one lane less, from one position later
+on: lane j takes its lane j - 1, and the first lane takes what is kept of the step before, of the
+last run there whose token was true. With the target's hidden states (as in TensorRT-LLM's vanilla
+MTP) an emitted lane takes the target's at p + m - 1 instead, and nothing is kept.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before, H hidden,
 K drafts.
@@ -99,7 +105,20 @@ class DraftChain(NamedTuple):
     token: torch.Tensor
     """int32 [R, K - 1]"""
     hidden: torch.Tensor
-    """model dtype [R, K - 1, H], behind the norm of the module."""
+    """model dtype [R, K - 1, H], behind the norm of the module; neither read nor written where
+    modules are chained."""
+
+
+class Recycled(NamedTuple):
+    """What a chained module reads of the one before."""
+
+    hidden: Hidden
+    """Its output of this step, N lanes."""
+    kept: torch.Tensor
+    """model dtype [S, K - 1, H], updated in place: the output of each module's last run whose token
+    was true, behind its final norm."""
+    eps: float = 0.0
+    """As in `Emitted`."""
 
 
 class ModuleInput(NamedTuple):
@@ -123,12 +142,19 @@ def new_draft_chain(
 
 
 def begin_vanilla_draft(
-    emitted: Emitted, fusion: Fusion, *, module: int, residual: Residual, pdl: bool = False
+    emitted: Emitted,
+    fusion: Fusion,
+    *,
+    module: int,
+    residual: Residual,
+    recycled: Recycled | None = None,
+    pdl: bool = False,
 ) -> ModuleInput:
     """The emitted lanes of a module and its input, with nothing drafted behind them; one launch.
 
     Args:
         module: m, 2 or more; `begin_module_draft` is for the first.
+        recycled: of module m - 1, for a chained one; None: it reads the target's hidden states.
         residual: where the module's projection adds to, N lanes: `x` of the live ones is set to 0.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. All that it reads
             must then have been written two launches earlier or before.
@@ -137,34 +163,62 @@ def begin_vanilla_draft(
         New tensors. A lane that emitted nothing, or whose position m - 1 earlier is below 0, is
         padded. ValueError for a shape or dtype that does not fit.
     """
-    N, _ = _check_emitted(emitted, fusion, module)
+    N, rows = _check_emitted(emitted, fusion, module)
     check_stream(residual, N, fusion)
+    if recycled is not None:
+        check_hidden(recycled.hidden, fusion, N)
+        _check_kept(recycled.kept, recycled.hidden, fusion, module)
     if not use_triton(emitted.token_N):
-        return begin_vanilla_draft_reference(emitted, fusion, module=module, residual=residual)
+        return begin_vanilla_draft_reference(
+            emitted, fusion, module=module, residual=residual, recycled=recycled
+        )
     lanes = new_lanes(N, emitted.token_N)
     args, options = fusion_args(emitted.hidden, fusion, emitted.eps, N, residual)
-    nothing: Any = dict.fromkeys(_CHAIN_ARGUMENTS)
-    _launch(emitted, lanes, args, options | nothing, module, 0, pdl)
+    options |= dict.fromkeys(_CHAIN_ARGUMENTS)
+    if recycled is not None:
+        options |= _run_options(recycled.hidden, recycled.eps, recycled.kept, N // rows)
+    _launch(emitted, lanes, args, options, module, 0, pdl)
     return ModuleInput(lanes, args.combined)
 
 
 def begin_vanilla_draft_reference(
-    emitted: Emitted, fusion: Fusion, *, module: int, residual: Residual
+    emitted: Emitted,
+    fusion: Fusion,
+    *,
+    module: int,
+    residual: Residual,
+    recycled: Recycled | None = None,
 ) -> ModuleInput:
     """`begin_vanilla_draft` in plain PyTorch."""
     fed, shift = emitted.lanes, module - 1
     live = _emitted_RW(emitted).flatten() & (fed.position >= shift)
     lanes = DecodeLanes(emitted.token_N.clone(), fed.slot.where(live, -1), fed.position - shift)
+    hidden, eps = emitted.hidden, emitted.eps
+    if recycled is not None:
+        W = emitted.token_N.numel() // emitted.count_R.numel()
+        hidden, eps = _recycled_rows(emitted, recycled, W, W, module), 0.0
     combined = combine_hidden_reference(
-        lanes.token,
-        lanes.slot,
-        emitted.hidden,
-        None,
-        fusion,
-        hidden_eps=emitted.eps,
-        residual=residual,
+        lanes.token, lanes.slot, hidden, None, fusion, hidden_eps=eps, residual=residual
     )
     return ModuleInput(lanes, combined)
+
+
+def _recycled_rows(
+    emitted: Emitted, recycled: Recycled, ran: int, lanes: int, module: int
+) -> torch.Tensor:
+    """[R * lanes, H]: what each lane of a chained module reads; `kept` is brought up to date.
+
+    ran  lanes of a row that module m - 1 had, `lanes` or one less
+    """
+    kept, live_RW = recycled.kept[:, module - 2], _emitted_RW(emitted)
+    rows = len(live_RW)
+    every = torch.arange(rows * ran, device=kept.device)
+    made = hidden_rows(recycled.hidden, every, recycled.eps).view(rows, ran, -1)
+    slot = emitted.lanes.slot.view(rows, -1)[:, 0].clamp(min=0).long()
+    hidden = torch.cat([kept[slot, None], made[:, : lanes - 1]], dim=1)
+    live, count = live_RW[:, 0], live_RW.sum(dim=1)
+    kept[slot[live]] = made[live, count[live] - 1]
+    return hidden.flatten(0, 1)
 
 
 def advance_vanilla_draft(
@@ -176,6 +230,7 @@ def advance_vanilla_draft(
     *,
     module: int,
     residual: Residual,
+    kept: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> FirstDraft:
     """Commit draft m - 1 of each row, then make the lanes and the input of module m; one launch.
@@ -195,6 +250,8 @@ def advance_vanilla_draft(
         module: m, 2 .. K.
         residual: where the module's projection adds to, R * (W + m - 1) lanes: `x` of the live ones
             is set to 0.
+        kept: as of `Recycled`, for a chained module, which reads the output of `run`; None: it
+            reads the target's hidden states.
         pdl: as of `begin_vanilla_draft`, but the tiles may be as new as the launch before.
 
     Returns:
@@ -207,23 +264,23 @@ def advance_vanilla_draft(
     _check_chain(chain, run.hidden, fusion, rows, module)
     lanes_in_all = N + rows * (module - 1)
     check_stream(residual, lanes_in_all, fusion)
+    if kept is not None:
+        check_hidden(run.hidden, fusion, lanes_in_all - rows)
+        _check_kept(kept, run.hidden, fusion, module)
     if not use_triton(emitted.token_N):
         return advance_vanilla_draft_reference(
-            run, emitted, chain, fusion, draft_SK, module=module, residual=residual
+            run, emitted, chain, fusion, draft_SK, module=module, residual=residual, kept=kept
         )
     like = emitted.token_N
     lanes, last, source = new_lanes(lanes_in_all, like), new_lanes(rows, like), like.new_empty(rows)
     args, options = fusion_args(emitted.hidden, fusion, emitted.eps, lanes_in_all, residual)
-    stream, groups = _stream_args(run)
     options |= {
         "commit": commit_args(run.tiles, run.rows, draft_SK, run.source, last),
-        "run": stream,
         "source_ptr": source,
         "chain_token_ptr": chain.token,
         "chain_hidden_ptr": chain.hidden,
         "DEPTH": chain.token.shape[1],
-        "RUN_GROUPS": groups,
-        "BLOCK_RUN": triton.next_power_of_2(max(groups, 1)),
+        **_run_options(run.hidden, run.eps, kept, lanes_in_all // rows - 1),
         **commit_blocks(run.tiles, draft_SK, options["num_warps"]),
     }
     _launch(emitted, lanes, args, options, module, module - 1, pdl)
@@ -239,6 +296,7 @@ def advance_vanilla_draft_reference(
     *,
     module: int,
     residual: Residual,
+    kept: torch.Tensor | None = None,
 ) -> FirstDraft:
     """`advance_vanilla_draft` in plain PyTorch."""
     shift, rows = module - 1, emitted.count_R.numel()
@@ -252,7 +310,8 @@ def advance_vanilla_draft_reference(
     )
     live_R = last.slot >= 0
     chain.token[live_R, shift - 1] = last.token[live_R]
-    chain.hidden[live_R, shift - 1] = hidden_rows(run.hidden, source_R[live_R], run.eps)
+    if kept is None:
+        chain.hidden[live_R, shift - 1] = hidden_rows(run.hidden, source_R[live_R], run.eps)
 
     emitted_RW = _emitted_RW(emitted)
     W = emitted_RW.shape[1]
@@ -276,15 +335,15 @@ def advance_vanilla_draft_reference(
         slot=fed.slot.where(live, -1).flatten(),
         position=position_RX.flatten(),
     )
-    every = torch.arange(rows * W, device=j.device)
-    hidden = [hidden_rows(emitted.hidden, every, emitted.eps), chain.hidden.flatten(0, 1)]
+    if kept is None:
+        every = torch.arange(rows * W, device=j.device)
+        parts = [hidden_rows(emitted.hidden, every, emitted.eps), chain.hidden.flatten(0, 1)]
+        hidden = torch.cat(parts)[at_RX.flatten()]
+    else:
+        recycled = Recycled(run.hidden, kept, run.eps)
+        hidden = _recycled_rows(emitted, recycled, W + shift - 1, W + shift, module)
     combined = combine_hidden_reference(
-        lanes.token,
-        lanes.slot,
-        torch.cat(hidden),
-        at_RX.flatten().int(),
-        fusion,
-        residual=residual,
+        lanes.token, lanes.slot, hidden, None, fusion, residual=residual
     )
     source = (row_R1 * (W + shift) + count_R1 + shift - 1).flatten().int()
     return FirstDraft(lanes, last, source, combined)
@@ -333,14 +392,29 @@ def _check_chain(chain: DraftChain, hidden: Hidden, fusion: Fusion, rows: int, m
         raise ValueError("chain.token and chain.hidden must be dense")
 
 
-# What a launch without drafts leaves out.
+def _check_kept(kept: torch.Tensor, hidden: Hidden, fusion: Fusion, module: int) -> None:
+    """ValueError unless it is dense and has room for the output of module m - 1."""
+    shape, H = tuple(kept.shape), fusion.embedding.shape[1]
+    if len(shape) != 3 or shape[1] < module - 1 or shape[2] != H:
+        raise ValueError(f"kept must be [slots, {module - 1} or more, {H}], not {list(shape)}")
+    wanted = hidden.scaled.dtype if isinstance(hidden, Residual) else hidden.dtype
+    if kept.dtype != wanted:
+        raise ValueError(f"kept is {kept.dtype}, the hidden states {wanted}")
+    if not kept.is_contiguous():
+        raise ValueError("kept must be dense")
+
+
+# What a launch without drafts, and without a module before, leaves out.
 _CHAIN_ARGUMENTS = (
     "commit",
     "run",
     "source_ptr",
     "chain_token_ptr",
     "chain_hidden_ptr",
+    "kept_ptr",
     "DEPTH",
+    "RUN_LANES",
+    "KEPT",
     "RUN_GROUPS",
     "BLOCK_RUN",
     "BLOCK_C",
@@ -348,19 +422,28 @@ _CHAIN_ARGUMENTS = (
 )
 
 
-def _stream_args(run: ModuleRun) -> tuple[StreamArgs, int]:
-    """Operands, and the number of groups of their squares."""
-    hidden = run.hidden
+def _run_options(
+    hidden: Hidden, eps: float, kept: torch.Tensor | None, lanes: int
+) -> dict[str, Any]:
+    """The arguments that name the output of the module before, of `lanes` lanes a row."""
     stream = hidden if isinstance(hidden, Residual) else None
     value = hidden.scaled if isinstance(hidden, Residual) else hidden
-    args = StreamArgs(
+    groups = 0 if stream is None else stream.squares.shape[0]
+    run = StreamArgs(
         hidden=value,
         squares=None if stream is None else stream.squares,
         hidden_lanes=value.shape[0],
         hidden_stride=value.stride(0),
-        hidden_eps=run.eps,
+        hidden_eps=eps,
     )
-    return args, 0 if stream is None else stream.squares.shape[0]
+    return {
+        "run": run,
+        "kept_ptr": kept,
+        "KEPT": 0 if kept is None else kept.shape[1],
+        "RUN_LANES": lanes,
+        "RUN_GROUPS": groups,
+        "BLOCK_RUN": triton.next_power_of_2(max(groups, 1)),
+    }
 
 
 def _launch(
@@ -403,9 +486,12 @@ def _vanilla_kernel(
     source_ptr,
     chain_token_ptr,
     chain_hidden_ptr,
+    kept_ptr,
     W: tl.constexpr,
     DRAFTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    RUN_LANES: tl.constexpr,
+    KEPT: tl.constexpr,
     H: tl.constexpr,
     GROUPS: tl.constexpr,
     RUN_GROUPS: tl.constexpr,
@@ -420,7 +506,8 @@ def _vanilla_kernel(
     """One program a lane; that of a row's newest draft commits it and says where the row goes on.
 
     DRAFTS lanes of a row are behind those that may emit: 0, or `shift`. Of all that it reads only
-    the tiles are as new as the launch before.
+    the tiles are as new as the launch before. With `kept_ptr` modules are chained: the program of a
+    row's first lane reads what is kept of the module before, and then keeps what comes next.
     """
     lane = tl.program_id(0)
     row = lane // (W + DRAFTS)
@@ -433,29 +520,45 @@ def _vanilla_kernel(
     count = tl.load(count_ptr + row, mask=row_live, other=0, cache_modifier=".cg")
     live = (j < count) & (position >= 0)
     token = tl.load(target_ptr + fed + j, mask=live, other=0, cache_modifier=".cg")
-    value = load_hidden(fusion, fed + j, live, H, GROUPS, BLOCK_H, BLOCK_T)
     h = tl.arange(0, BLOCK_H)
+    if kept_ptr is None:
+        value = load_hidden(fusion, fed + j, live, H, GROUPS, BLOCK_H, BLOCK_T)
+    else:
+        ran = row * RUN_LANES
+        is_first = row_live & (j == 0)
+        keeps = is_first & (count > 0)
+        at_kept = kept_ptr + (slot.to(tl.int64) * KEPT + shift - 1) * H + h
+        value = load_hidden(run, ran + j - 1, row_live & (j > 0), H, RUN_GROUPS, BLOCK_H, BLOCK_RUN)
+        before = tl.load(at_kept, mask=is_first & (h < H), other=0.0, cache_modifier=".cg")
+        value = tl.where(is_first, before.to(tl.float32), value)
+        next_kept = load_hidden(run, ran + count - 1, keeps, H, RUN_GROUPS, BLOCK_H, BLOCK_RUN)
     if DRAFTS > 0:
         row_slot, row_position, source = load_row(commit, row)
         goes_on = row_slot >= 0
         step = j - count
         is_newest = step == DRAFTS - 1
-        newest = load_hidden(run, source, goes_on & is_newest, H, RUN_GROUPS, BLOCK_H, BLOCK_RUN)
-        value = tl.where(is_newest, newest, value)
+        if kept_ptr is None:
+            newest = load_hidden(
+                run, source, goes_on & is_newest, H, RUN_GROUPS, BLOCK_H, BLOCK_RUN
+            )
+            value = tl.where(is_newest, newest, value)
         if DRAFTS > 1:
             older = goes_on & (step >= 0) & (step < DRAFTS - 1) & (position >= 0)
             at = row * DEPTH + step
-            kept_token = tl.load(chain_token_ptr + at, mask=older, other=0, cache_modifier=".cg")
-            kept_ptr = chain_hidden_ptr + at.to(tl.int64) * H + h
-            kept = tl.load(kept_ptr, mask=older & (h < H), other=0.0, cache_modifier=".cg")
-            token = tl.where(older, kept_token, token)
-            value = tl.where(older, kept.to(tl.float32), value)
+            older_token = tl.load(chain_token_ptr + at, mask=older, other=0, cache_modifier=".cg")
+            token = tl.where(older, older_token, token)
+            if kept_ptr is None:
+                older_ptr = chain_hidden_ptr + at.to(tl.int64) * H + h
+                drafted = tl.load(older_ptr, mask=older & (h < H), other=0.0, cache_modifier=".cg")
+                value = tl.where(older, drafted.to(tl.float32), value)
             live = live | older
     hidden_weight = load_weight(fusion.hidden_norm, H, BLOCK_H)
     hidden = normed(value, hidden_weight, fusion.eps, H)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
+    if kept_ptr is not None:
+        tl.store(at_kept, next_kept.to(kept_ptr.dtype.element_ty), mask=keeps & (h < H))
     if DRAFTS > 0:  # noqa: SIM102  (the outer one is decided as the kernel compiles)
         if is_newest:
             # The last lane of every module's row is at the same position.
@@ -471,10 +574,11 @@ def _vanilla_kernel(
                 BLOCK_K,
             )
             tl.store(source_ptr + row, lane)
-            kept_at = row * DEPTH + DRAFTS - 1
-            tl.store(chain_token_ptr + kept_at, token, mask=live)
-            kept_ptr = chain_hidden_ptr + kept_at.to(tl.int64) * H + h
-            rounded = value.to(chain_hidden_ptr.dtype.element_ty)
-            tl.store(kept_ptr, rounded, mask=live & (h < H))
+            newest_at = row * DEPTH + DRAFTS - 1
+            tl.store(chain_token_ptr + newest_at, token, mask=live)
+            if kept_ptr is None:
+                newest_ptr = chain_hidden_ptr + newest_at.to(tl.int64) * H + h
+                rounded = value.to(chain_hidden_ptr.dtype.element_ty)
+                tl.store(newest_ptr, rounded, mask=live & (h < H))
     store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, live)
     store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)

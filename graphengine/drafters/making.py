@@ -64,9 +64,10 @@ def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: Dens
         _check_vanilla(options.k, mtp.modules, config.draft_rows)
     wanted = options.draft_vocab
     vocabulary = None if wanted is None else draft_vocabulary(wanted, checkpoint, model)
+    if options.style == "vanilla":
+        return VanillaDrafter(mtp, options.k, vocabulary, options.feed)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    drafter = VanillaDrafter if options.style == "vanilla" else eagle
-    return drafter(mtp, options.k, vocabulary)
+    return eagle(mtp, options.k, vocabulary)
 
 
 def _check_vanilla(k: int, modules: int, rows: int) -> None:

@@ -1,12 +1,21 @@
 """K MTP modules in a row, each with a KV of its own: module m drafts the m-th token.
 
-As DeepSeek-V3 trains them (arXiv:2412.19437, section 2.2). Module m's row at position p pairs the
-hidden state at p + m - 1 with the token at p + m. Of a verified step each module takes in what was
-emitted, with the target's hidden states; behind that stand m - 1 rows of what the modules before
-drafted, which the next step overwrites. So nothing is kept of a step but the KV.
+Module m's row at position p takes the token at p + m. Of a verified step each module takes in what
+was emitted; behind that stand m - 1 rows of what the modules before drafted, which the next step
+overwrites. The hidden state that stands beside the token is that of `MTP.feed`:
 
-Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidden, K drafts,
-D draft vocabulary.
+chained  what module m - 1 made of its row at p, all the way down to the target's hidden state at p.
+         So DeepSeek-V3 trains its modules (arXiv:2412.19437, equations 21 to 23), and so
+         transformers' `MtpModel` runs them. The first row that a step takes in needs what the
+         module before made of the row before the step, so that is kept by slot, beside the KV.
+target   the target's at p + m - 1 where that is verified, as TensorRT-LLM's vanilla MTP has it; the
+         drafted rows are chained all the same. Nothing is kept of a step but the KV.
+
+With one module both are the same, and one is all that DeepSeek-V3, GLM-4.5 and MiMo-7B were
+published with: no published checkpoint that is read here tells the rules apart.
+
+Letters: S slots, R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidden,
+K drafts, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +25,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from graphengine.drafters.base import Prefilled, Verified
+from graphengine.buckets import Field
+from graphengine.drafters.base import DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.modules import ModuleDrafter
 from graphengine.kernels import (
     DecodeLanes,
     Emitted,
     ModuleRun,
     PrefillLanes,
+    Recycled,
     Residual,
     advance_vanilla_draft,
     begin_module_draft,
@@ -33,6 +44,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.dense import DecodeLaunch
 from graphengine.models.mtp import MtpConfig, mtp_prefill
+from graphengine.speculative import Feed
 
 
 class VanillaDrafter(ModuleDrafter):
@@ -41,23 +53,67 @@ class VanillaDrafter(ModuleDrafter):
     config      of the checkpoint's modules
     length      K, at most as many as there are
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    feed        which hidden states the modules behind the first read
     """
 
-    def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        config: MtpConfig,
+        length: int,
+        vocabulary: Tensor | None = None,
+        feed: Feed = "chained",
+    ) -> None:
         assert 1 <= length <= config.modules, f"{length=} {config.modules=}"
         super().__init__(config.first(length), length, vocabulary)
-        # The last module's row at p pairs the hidden state at p + K - 1 with the token at p + K.
+        # The last module's row at p takes the token at p + K.
         self.look_behind = length
+        self._chained = feed == "chained" and length > 1
+        self._kept: Tensor | None = None
 
     @property
     def lanes_of_row(self) -> int:
         # The last module's are the widest.
         return vanilla_lanes(self.length)
 
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        if not self._chained:
+            return []
+        width = self.config.dense.hidden_size
+        return [
+            Field(
+                name="module_hidden",
+                shape=(sizes.slots, self.length - 1, width),
+                dtype=sizes.dtype,
+                owner="device",
+                meaning="output of each module's last row whose token is true",
+            ),
+            Field(
+                name="module_epoch",
+                shape=(sizes.slots,),
+                dtype=torch.int32,
+                owner="device",
+                meaning="stay that they belong to",
+            ),
+        ]
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        super().open(setting, cache)
+        if self._chained:
+            self._kept = setting.buffers["module_hidden"]
+            self._kept_epoch = setting.buffers["module_epoch"]
+            self._epoch = setting.buffers["epoch"]
+
     def prepare(self, prefilled: Prefilled) -> None:
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk, hidden, following = prefilled.chunk, prefilled.hidden, prefilled.following
-        runs = [self._prefill(index, prefilled, following, hidden) for index in range(self.length)]
+        if self._kept is None:
+            lowest = torch.zeros_like(chunk.position[:1])
+            runs = [
+                self._prefill(index, prefilled, following, hidden, lowest)
+                for index in range(self.length)
+            ]
+        else:
+            runs = self._prefill_chained(prefilled, following, self._kept)
         # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
         last = prefilled.last_lane(chunk.token)
         emitted = Emitted(
@@ -88,13 +144,40 @@ class VanillaDrafter(ModuleDrafter):
         if verified.drafts:
             self._draft(emitted, first.lanes, first.rows, first.source, hidden, launch)
         else:
-            self._take_in(emitted, launch)
+            self._take_in(emitted, hidden, launch)
+
+    def _prefill_chained(
+        self, prefilled: Prefilled, following: Tensor, kept_SDH: Tensor
+    ) -> list[Tensor]:
+        """All modules for a chunk, each with the output of the one before; their outputs.
+
+        What is kept goes on behind the chunk. The drafts behind the last chunk begin as behind a
+        step that fed the prompt's last token, so there it is what was kept before that token.
+        """
+        assert prefilled.hidden is not None, "a module reads hidden states"
+        chunk = prefilled.chunk
+        slot = chunk.slot[:1].clamp(min=0).long()
+        epoch, kept_DH = self._epoch[slot], kept_SDH[slot][0]
+        # Without a chunk before, rows in front of this one are those of a reused prefix, or none.
+        begun = self._kept_epoch[slot] == epoch
+        lowest = torch.where(begun, 0, chunk.position[:1])
+        hidden = prefilled.hidden
+        runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []
+        for index in range(1, self.length):
+            hidden = torch.cat([kept_DH[index - 1 : index], runs[-1][:-1]])
+            last = torch.where(prefilled.final != 0, hidden[chunk.last], runs[-1][chunk.last])
+            kept.append(last)
+            runs.append(self._prefill(index, prefilled, following, hidden, lowest))
+        live = chunk.slot[:1] >= 0
+        kept_SDH[slot] = torch.where(live, torch.cat(kept), kept_DH)[None]
+        self._kept_epoch[slot] = torch.where(live, epoch, self._kept_epoch[slot])
+        return runs
 
     def _prefill(
-        self, index: int, prefilled: Prefilled, following: Tensor, hidden: Tensor
+        self, index: int, prefilled: Prefilled, following: Tensor, hidden: Tensor, lowest: Tensor
     ) -> Tensor:
-        """Module `index` for a chunk: its output [T, H]."""
-        chunk, start = _shifted(prefilled.chunk, index)
+        """Module `index` for a chunk: its output [T, H]; none of a position below `lowest` [1]."""
+        chunk, start = _shifted(prefilled.chunk, index, lowest)
         attend = partial(
             prefilled.attention,
             scale=self.config.dense.attention_scale,
@@ -113,14 +196,23 @@ class VanillaDrafter(ModuleDrafter):
             pdl=self._launch.pdl,
         )
 
-    def _take_in(self, emitted: Emitted, launch: DecodeLaunch) -> None:
-        """What was emitted, into the KV of all modules but the first."""
+    def _take_in(self, emitted: Emitted, hidden: Residual, launch: DecodeLaunch) -> None:
+        """What was emitted, into the KV of all modules but the first, whose output is `hidden`."""
+        recycled = None
         for index in range(1, self.length):
             residual = self._new_stream(emitted.token_N.numel())
+            if self._kept is not None:
+                recycled = Recycled(hidden, self._kept, self.config.dense.norm_eps)
             taken = begin_vanilla_draft(
-                emitted, self._fusions[index], module=index + 1, residual=residual, pdl=launch.pdl
+                emitted,
+                self._fusions[index],
+                module=index + 1,
+                residual=residual,
+                recycled=recycled,
+                # What is recycled is as new as the launch before.
+                pdl=launch.pdl and recycled is None,
             )
-            self._run(index, taken.combined, residual, taken.lanes, launch)
+            hidden = self._run(index, taken.combined, residual, taken.lanes, launch)
 
     def _draft(
         self,
@@ -157,6 +249,7 @@ class VanillaDrafter(ModuleDrafter):
                 self._draft_tokens,
                 module=index + 1,
                 residual=residual,
+                kept=self._kept,
                 pdl=launch.pdl,
             )
             lanes, rows, source, combined = following
@@ -178,15 +271,15 @@ def vanilla_lanes(length: int) -> int:
     return 2 * length
 
 
-def _shifted(chunk: PrefillLanes, shift: int) -> tuple[PrefillLanes, Tensor]:
-    """The chunk `shift` positions earlier, its lanes below 0 padded, and int32 [1]: the position of
-    its first live lane.
+def _shifted(chunk: PrefillLanes, shift: int, lowest: Tensor) -> tuple[PrefillLanes, Tensor]:
+    """The chunk `shift` positions earlier, its lanes below `lowest` padded, and int32 [1]: the
+    position of its first live lane.
     """
     position, end = chunk.position - shift, chunk.query_start[1:]
-    below = (-position[:1]).clamp(min=0)
+    below = (lowest - position[:1]).clamp(min=0)
     shifted = chunk._replace(
-        slot=chunk.slot.where(position >= 0, -1),
+        slot=chunk.slot.where(position >= lowest, -1),
         position=position,
         query_start=torch.cat([torch.minimum(below, end), end]),
     )
-    return shifted, position[:1].clamp(min=0)
+    return shifted, torch.maximum(position[:1], lowest)

@@ -6,9 +6,10 @@ A module pairs the hidden state of the token at position p with the token at p +
     y = a decoder layer of x
     u = final_norm(y)                                      logits = lm_head(u)
 
-E and lm_head are the target's. `hidden` is the target's behind its final norm, or the `u` of the
-row before. Three layouts of checkpoints are read, each a row of `LAYOUTS`. The input [2H] of the
-projection is made by its caller, who knows where token and hidden state come from.
+E and lm_head are the target's. `hidden` is the target's behind its final norm, or the `u` of
+another run: of the row before, or of the module before. Three layouts of checkpoints are read, each
+a row of `LAYOUTS`. The input [2H] of the projection is made by its caller, who knows where token
+and hidden state come from.
 
 A wrong choice of what is fed or of the order of the halves is silent: only acceptance drops.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,10 +56,6 @@ from graphengine.models.prefill import (
     prefill_attention,
     prefill_behind_attention,
 )
-
-HiddenFeed = Literal["normed"]
-"""Which hidden state a module reads, and which of its own the next one does: `normed` is behind the
-final norm, as all families here have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,20 +148,16 @@ _NAMED_IN_ERRORS = 3
 class MtpConfig:
     """The draft modules of a checkpoint.
 
-    layout       one of `LAYOUTS`
-    prefixes     of each module's tensors, in order
-    dense        of the decoder layer that each module has: the target's, with one layer
-    norm_eps     of the norms in front of the projection
-    hidden_feed  which hidden state of the target a module reads
-    recycle      which one of a module the next run reads
+    layout    one of `LAYOUTS`
+    prefixes  of each module's tensors, in order
+    dense     of the decoder layer that each module has: the target's, with one layer
+    norm_eps  of the norms in front of the projection
     """
 
     layout: MtpLayout
     prefixes: tuple[str, ...]
     dense: DenseConfig
     norm_eps: float
-    hidden_feed: HiddenFeed = "normed"
-    recycle: HiddenFeed = "normed"
 
     @property
     def modules(self) -> int:
@@ -229,10 +222,16 @@ def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> No
     for name, supported in (
         ("mtp_hidden_states_first", layout.hidden_first),
         ("mtp_use_dedicated_embeddings", False),
-        ("chain_hidden_post_norm", True),
     ):
         if settings[name] not in (None, supported):
             raise unsupported(name, settings[name], f"{supported} in the layout {layout.name}")
+    if settings["chain_hidden_post_norm"] is not None:
+        # Whoever names it, with either value, has no norm of its own behind each module.
+        raise unsupported(
+            "chain_hidden_post_norm",
+            settings["chain_hidden_post_norm"],
+            f"null: the layout {layout.name} hands on what each module's own norm makes",
+        )
     for name, kind in (("mtp_layer_types", "full_attention"), ("mtp_mlp_layer_types", "dense")):
         if any(given != kind for given in settings[name] or ()):
             raise unsupported(name, settings[name], f"{kind!r} in every layer")

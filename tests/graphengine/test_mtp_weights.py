@@ -60,7 +60,6 @@ def test_each_layout_is_recognised(tmp_path: Path, name: str) -> None:
     assert config.layout.name == name
     assert config.prefixes == layout.prefixes and config.modules == len(layout.prefixes)
     assert config.hidden_first is layout.hidden_first
-    assert config.hidden_feed == config.recycle == "normed"
     assert config.norm_eps == dense.norm_eps == SIZES["rms_norm_eps"]
     # The module's layer is one of the target's.
     target = read_model_config(checkpoint.config)
@@ -309,3 +308,25 @@ def test_plans_of_a_module_are_found_as_the_targets_are(
         for projection in (own, own._replace(block_m=32), own._replace(stages=2))
     }
     assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("mimo", {"mtp_hidden_states_first": False}, "supported: True in the layout mimo"),
+        ("qwen3", {"mtp_hidden_states_first": True}, "supported: False in the layout qwen3"),
+        ("deepseek", {"chain_hidden_post_norm": False}, "the layout deepseek hands on"),
+    ],
+)  # fmt: skip
+def test_a_config_of_another_formula_is_refused(
+    tmp_path: Path, name: str, said: dict[str, bool], message: str
+) -> None:
+    """Such modules may have the same tensors."""
+    layout = LAYOUTS[name]
+    path = write_checkpoint(tmp_path, SIZES | layout.config | said, random_tensors(layout))
+    ((key, value),) = said.items()
+    with pytest.raises(ValueError, match=f"{key}={value}: .*{message}"):
+        read_mtp_config(Checkpoint.open(path))
+    agreeing = SIZES | layout.config | {"mtp_hidden_states_first": layout.hidden_first}
+    write_checkpoint(tmp_path, agreeing, random_tensors(layout))
+    assert read_mtp_config(Checkpoint.open(path)).layout.name == name

@@ -114,6 +114,8 @@ K_ERROR = "drafts a step must be an integer in [1, 14]"
         (UserProvided, {"k": None}, f"k=None {K_ERROR}"),
         (MTP, {"style": "medusa"}, "style='medusa' must be 'eagle' or 'vanilla'"),
         (MTP, {"style": ["eagle"]}, "style=['eagle'] must be 'eagle' or 'vanilla'"),
+        (MTP, {"style": "vanilla", "feed": "own"}, "feed='own' must be 'chained' or 'target'"),
+        (MTP, {"feed": "target"}, "feed='target' goes with style='vanilla', not 'eagle'"),
         (MTP, {"own_graph": 1}, "own_graph=1 must be True or False"),
         (
             MTP,
@@ -319,6 +321,10 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
         (None, "off"),
         (MTP(), "mtp eagle, k=3"),
         (MTP(1, style="vanilla"), "mtp vanilla, k=1"),
+        (
+            MTP(2, style="vanilla", feed="target"),
+            "mtp vanilla, k=2, the target's hidden states",
+        ),
         (
             MTP(k=5, own_graph=True, draft_vocab=WORDS),
             "mtp eagle, k=5, own graph, draft vocabulary of 32768 tokens from words.txt",

@@ -21,6 +21,7 @@ from graphengine.speculative_text import (
         ("mtp", MTP()),
         ("mtp:2", MTP(k=2)),
         ("mtp:3:vanilla", MTP(k=3, style="vanilla")),
+        ("mtp:3:target", MTP(k=3, style="vanilla", feed="target")),
         ("mtp:1:eagle", MTP(k=1)),
         ("mtp:2:own", MTP(k=2, own_graph=True)),
         ("ngram", NGram()),

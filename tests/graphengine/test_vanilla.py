@@ -14,7 +14,7 @@ from vanilla_checkpoints import MODULES, agreeing_tensors, layout, target_model,
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
-from graphengine.speculative import MTP
+from graphengine.speculative import MTP, Feed
 
 SMALL: dict[str, Any] = {
     "max_batch": 3, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (4, 16),
@@ -28,8 +28,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {modules: write_agreeing(folder / str(modules), modules) for modules in (2, MODULES)}
 
 
-def open_engine(path: Path, k: int, **options: Any) -> Engine:
-    speculative = MTP(k, style="vanilla") if k else None
+FEEDS: tuple[Feed, ...] = ("chained", "target")
+
+
+def open_engine(path: Path, k: int, feed: Feed = "chained", **options: Any) -> Engine:
+    speculative = MTP(k, style="vanilla", feed=feed) if k else None
     return Engine.from_pretrained(
         path, device="cpu", **SMALL | {"speculative": speculative} | options
     )
@@ -72,11 +75,15 @@ def test_sampled_tokens_are_those_without_it(
 @dataclass
 class Pools:
     """Section 3 of the specification for one request, by the modules' formulae: the last `size`
-    tokens and hidden states go through the modules, shifted by one in between.
+    tokens and hidden states go through the modules, the tokens shifted by one in between.
+
+    With `feed` "target" the hidden states are shifted, too; "chained" modules read those of the
+    module before.
     """
 
     modules: list[Module]
     size: int
+    feed: Feed
     tokens: list[int] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
 
@@ -90,10 +97,11 @@ class Pools:
         ids, hidden, drafts = [*self.tokens[1:], last], self.hidden, []
         start = end - len(hidden)
         for module in self.modules:
-            for index, (token, state) in enumerate(zip(ids, hidden, strict=True)):
-                u = module.run(token, state, start + index)
-            drafts.append(int(module.logits(u).argmax()))
-            ids, hidden = [*ids[1:], drafts[-1]], [*hidden[1:], u]
+            rows = enumerate(zip(ids, hidden, strict=True))
+            made = [module.run(token, state, start + index) for index, (token, state) in rows]
+            drafts.append(int(module.logits(made[-1]).argmax()))
+            ids = [*ids[1:], drafts[-1]]
+            hidden = made if self.feed == "chained" else [*hidden[1:], made[-1]]
         return drafts
 
 
@@ -113,17 +121,20 @@ def check_cache(engine: Engine, request: Request, index: int, module: Module, le
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 2, 6, 21])
-def test_drafts_are_those_of_a_plain_forward(checkpoints: dict[int, Path], length: int) -> None:
+@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize("length", [1, 2, 21])
+def test_drafts_are_those_of_a_plain_forward(
+    checkpoints: dict[int, Path], length: int, feed: Feed
+) -> None:
     """After every step, whatever was accepted."""
     path = checkpoints[MODULES]
     target, tensors = target_model(), agreeing_tensors(MODULES)
     modules = [Module(layout(MODULES), tensors, prefix) for prefix in layout(MODULES).prefixes]
     # The pools of the prefill are the whole prompt.
     (prompt,) = prompts((length,))
-    pools = Pools(modules, size=length)
+    pools = Pools(modules, length, feed)
     lengths_seen = set()
-    with open_engine(path, MODULES, lookahead=0) as engine:
+    with open_engine(path, MODULES, feed, lookahead=0) as engine:
         request = engine.submit(prompt, SamplingParams(max_tokens=34, temperature=0.0))
         committed = 0
         while not request.finished:
@@ -146,7 +157,10 @@ def test_drafts_are_those_of_a_plain_forward(checkpoints: dict[int, Path], lengt
     assert {1, MODULES + 1} <= lengths_seen
 
 
-def test_steps_without_drafts_keep_the_modules_warm(checkpoints: dict[int, Path]) -> None:
+@pytest.mark.parametrize("feed", FEEDS)
+def test_steps_without_drafts_keep_the_modules_warm(
+    checkpoints: dict[int, Path], feed: Feed
+) -> None:
     """Graphs of K = 0 between those of K: then the drafts are those of an engine that never had
     one, as nothing in the modules' caches differs.
     """
@@ -155,7 +169,7 @@ def test_steps_without_drafts_keep_the_modules_warm(checkpoints: dict[int, Path]
     by_length: list[dict[int, list[int]]] = []
     for pauses in (range(0), range(5, 9)):
         seen: dict[int, list[int]] = {}
-        with open_engine(checkpoints[MODULES], MODULES, lookahead=0) as engine:
+        with open_engine(checkpoints[MODULES], MODULES, feed, lookahead=0) as engine:
             request = engine.submit(prompt, params)
             steps = 0
             while not request.finished:
