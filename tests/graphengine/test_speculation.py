@@ -51,8 +51,8 @@ from graphengine.speculative import (
 )
 from stepping import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
 
-# Who drafts for the demo model, and the share of its drafts that must be accepted at least, by
-# position: of `demo_jobs` about a tenth less than on a CPU, and half that of few.
+# Who drafts for the demo model, and the share of its drafts of `demo_jobs` that must be accepted at
+# each position: 0.1 less than a CPU measures, of a share below 0.3 half to three quarters.
 DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] = {
     "mtp-1": (lambda folder: MTP(k=1), (0.7,)),
     "mtp-2": (lambda folder: MTP(k=2), (0.7, 0.53)),
@@ -60,7 +60,7 @@ DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] 
     "mtp-5": (lambda folder: MTP(k=5), (0.67, 0.47, 0.4, 0.3, 0.24)),
     "mtp-vocabulary": (
         lambda folder: MTP(k=3, draft_vocab=DraftVocabulary(text=text_of(folder), size=512)),
-        (0.5, 0.13, 0.05),
+        (0.5, 0.13, 0.06),
     ),
     "mtp-own-graph": (lambda folder: MTP(k=3, own_graph=True), (0.7, 0.55, 0.45)),
     "mtp-vanilla": (lambda folder: MTP(k=1, style="vanilla"), (0.7,)),
@@ -152,13 +152,24 @@ def test_the_demo_model_says_what_it_says_without_drafts(
         assert lookahead or not engine.counters["discarded_tokens"]
 
 
+# As above, of the jobs of the next test. In float32 a CPU measures 0.87, 0.80, 0.77 of mtp-3, 0.90
+# of mtp-vanilla, 0.64, 0.07, 0.03 of mtp-vocabulary, 0.54 thrice of ngram-3 and 0.99 of
+# model-itself; in bfloat16 texts part where logits are near each other.
+BFLOAT16_RATES: dict[str, Sequence[float]] = {
+    "mtp-3": (0.7, 0.6, 0.5),
+    "mtp-own-graph": (0.7, 0.6, 0.5),
+    "mtp-vanilla": (0.7,),
+    "mtp-vocabulary": (0.45, 0.03, 0.01),
+    "ngram-3": (0.25, 0.25, 0.25),
+    "model-itself": (0.9, 0.9, 0.9),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize(
-    "name", ["mtp-3", "mtp-own-graph", "mtp-vanilla", "mtp-vocabulary", "ngram-3", "model-itself"]
-)
+@pytest.mark.parametrize("name", BFLOAT16_RATES)
 def test_the_demo_model_in_bfloat16(plain: Plain, tmp_path: Path, name: str, pdl: bool) -> None:
-    make, rates = DEMO_DRAFTERS[name]
+    make, rates = DEMO_DRAFTERS[name][0], BFLOAT16_RATES[name]
     options: dict[str, Any] = {"device": "cuda", "max_batch": 8, "max_seq_len": 512}
     jobs = [*demo_jobs(), *random_jobs(4096, 1), *demo_jobs()]
     expected = plain(DEMO, jobs, **options)

@@ -63,7 +63,16 @@ def values(made: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (MTP(), {"k": 3, "style": "eagle", "own_graph": False, "draft_vocab": None}),
+        (
+            MTP(),
+            {
+                "k": 3,
+                "style": "eagle",
+                "own_graph": False,
+                "draft_vocab": None,
+                "feed": "chained",
+            },
+        ),
         (MTP(5, own_graph=True, draft_vocab=WORDS).k, 5),
         (NGram(), {"k": 3, "max_n": 5}),
         (NGram(14, max_n=16), {"k": 14, "max_n": 16}),
