@@ -65,7 +65,7 @@ gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	ls tests/*/test_*.py tests/test_*.py | xargs -P 8 -I{} sh -c \
 		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
-	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/profiles tests/testing
+	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/buckets tests/profiles tests/testing
 
 # compute-sanitizer over all kernels and four short engines; SANITIZE takes the script's options.
 sanitize:

@@ -1,6 +1,6 @@
 """Trains the demo model for a time and writes its checkpoint. See MODEL_CARD.md in the result.
 
-python -m graphengine.demo.train --out DIR [--seconds 480] [--corpus corpus.jsonl.xz]
+python -m graphengine.demo.train --out DIR [--seconds 480 | --steps N] [--corpus corpus.jsonl.xz]
 """
 
 import argparse
@@ -23,7 +23,7 @@ from graphengine.demo.tokenizer import encode, train_tokenizer
 START = time.monotonic()
 
 WARMUP = 0.02
-# Parts of the time after which the validation files are looked at; the best weights are kept.
+# Parts of the run after which the validation files are looked at; the best weights are kept.
 VALIDATE_AT = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97, 1.0)
 VALIDATION_TOKENS = 1 << 18
 # Seconds of --limit kept for the last validation, the held-out metrics and the export.
@@ -36,11 +36,13 @@ Losses = Callable[[DemoModel, torch.Tensor, torch.Tensor], tuple[torch.Tensor, t
 class Settings:
     """`seconds` of training, compilation included; `limit` for the whole command after imports.
 
-    `anchors` is the number of positions of a window at which the MTP module is trained.
+    With `steps`, training takes that many steps instead, however long they take. `anchors` is the
+    number of positions of a window at which the MTP module is trained.
     """
 
     seconds: float = 480.0
     limit: float = 550.0
+    steps: int | None = None
     batch: int = 64
     anchors: int = 256
     muon_rate: float = 0.007
@@ -77,7 +79,7 @@ def log(text: str) -> None:
 
 
 def rate_factor(part: float) -> float:
-    """Learning rate over its peak after this part of the time: warm-up, then linearly to 0."""
+    """Learning rate over its peak after this part of the run: warm-up, then linearly to 0."""
     return max(0.0, min(part / WARMUP, (1 - part) / (1 - WARMUP)))
 
 
@@ -168,18 +170,24 @@ class Trainer:
             self.export(self.progress.best)
 
     def fit(self, deadline: float) -> None:
-        """Trains until `deadline` (time.monotonic); the schedule spans the time after compiling."""
+        """Trains until `deadline` (time.monotonic); the schedule spans the time after compiling.
+
+        With `settings.steps` it trains and the schedule spans so many steps; there is no deadline.
+        """
         self.model.train()
         losses_of: Losses = training_losses
         if self.settings.compiled:
             losses_of = compiled_losses(self.model, *self.batch())
-        began = time.monotonic()
-        if deadline <= began:
+        began, steps = time.monotonic(), self.settings.steps
+        if steps is None and deadline <= began:
             raise ValueError(f"no time left to train: {deadline - began:.1f} s after compiling")
         checks = list(VALIDATE_AT)
         running, logged = torch.zeros(1 + DEPTH, device=self.device), began
         while checks:
-            part = min(1.0, (time.monotonic() - began) / (deadline - began))
+            if steps is None:
+                part = min(1.0, (time.monotonic() - began) / (deadline - began))
+            else:
+                part = self.progress.step / steps
             if part < 1.0:
                 losses = self.step(losses_of, part)
                 running.lerp_(losses, 1.0 if self.progress.step == 1 else 0.02)
@@ -223,6 +231,9 @@ def train(
     out: Path, config: DemoConfig, settings: Settings, paths: Sequence[Path], stdlib_only: bool
 ) -> dict[str, Any]:
     """The whole command; returns what metrics.json holds."""
+    if settings.steps is not None and settings.steps < 1:
+        raise ValueError(f"--steps {settings.steps}: at least one is needed")
+    started = time.monotonic()
     torch.manual_seed(settings.seed)
     corpus, parts = prepare(paths, stdlib_only)
     tokenizer = train_tokenizer(parts.train, vocab_size=config.vocab_size)
@@ -238,7 +249,7 @@ def train(
         model, data, settings, lambda weights: save_model(out, config, tokenizer, weights)
     )
     began = time.monotonic()
-    trainer.fit(min(began + settings.seconds, START + settings.limit - RESERVE))
+    trainer.fit(min(began + settings.seconds, started + settings.limit - RESERVE))
     seconds = time.monotonic() - began
     exported = load_model(out, device=settings.device)
     heldout = measure(
@@ -281,6 +292,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, nargs="+", default=[], help="archive, or text files")
     parser.add_argument("--stdlib-only", action="store_true", help="without --corpus")
     parser.add_argument("--seconds", type=float, default=defaults.seconds, help="of training")
+    parser.add_argument("--steps", type=int, help="of training, in place of --seconds")
     parser.add_argument("--limit", type=float, default=defaults.limit, help="for everything, s")
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--no-compile", action="store_true")
@@ -311,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = Settings(
         seconds=options.seconds,
         limit=options.limit,
+        steps=options.steps,
         batch=options.batch,
         anchors=options.anchors,
         muon_rate=options.muon_rate,

@@ -805,6 +805,7 @@ def test_bodies_of_a_conditional_natively() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_graph_of_300_nodes_is_read_in_milliseconds_natively() -> None:
     x = torch.zeros(LANES, device="cuda")
 

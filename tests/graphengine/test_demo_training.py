@@ -4,12 +4,15 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from timed import Clock
 
 from graphengine.demo import corpus as corpora
+from graphengine.demo import train as training
 from graphengine.demo.checkpoint import load_model
 from graphengine.demo.corpus import END_OF_TEXT, Corpus, Document, Source
 from graphengine.demo.evaluate import evaluate, windows
@@ -41,14 +44,49 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def run_command(folder: Path, clock: Clock, *options: str) -> dict[str, Any]:
+    """The metrics of a tiny training whose time is the clock's."""
+    source = Path(corpora.__file__).parent
+    files = [str(source / f"{name}.py") for name in ("corpus", "evaluate", "model", "train")]
+    tiny = "--layers 2 --hidden 32 --sequence 64 --batch 4 --anchors 16 --vocab 400"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "time", clock.module)
+        main(["--out", str(folder), *tiny.split(), *options, "--device", "cpu", "--corpus", *files])
+    metrics: dict[str, Any] = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    return metrics
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    source = Path(corpora.__file__).parent
-    files = [str(source / f"{name}.py") for name in ("corpus", "evaluate", "model", "train")]
-    tiny = "--seconds 1 --layers 2 --hidden 32 --sequence 64 --batch 4 --anchors 16 --vocab 400"
-    main(["--out", str(folder), *tiny.split(), "--device", "cpu", "--corpus", *files])
+    # A day a look: steps are counted, and how long they take is nothing to them.
+    metrics = run_command(folder, Clock(per_call=86400.0), "--steps", "20")
+    assert metrics["steps"] == 20 and metrics["curve"][-1]["step"] == 20
     return folder
+
+
+def test_training_for_a_time_ends_at_its_end(tmp_path: Path) -> None:
+    """Also in a process that has lived for long: the limit counts from the command's beginning."""
+    clock = Clock(per_call=0.125)
+    clock.now = 1e6
+    metrics = run_command(tmp_path, clock, "--seconds", "4")
+    # A step looks twice; each of up to 14 validations logs once.
+    assert 4 / 0.25 - 14 <= metrics["steps"] <= 4 / 0.25
+    assert metrics["curve"][-1]["step"] == metrics["steps"] and metrics["seconds"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--steps", "0"), "--steps 0: at least one is needed"),
+        (("--limit", "44"), r"no time left to train: -1\.0 s after compiling"),
+    ],
+)
+def test_a_training_without_a_step_is_refused(
+    tmp_path: Path, options: tuple[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_command(tmp_path, Clock(), *options)
 
 
 def test_checkpoint_files_and_keys(checkpoint: Path) -> None:

@@ -24,6 +24,8 @@ from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.launching import launch
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+# Seconds: only a test that has hung waits for so long.
+HUNG = 600
 
 
 class StandIn:
@@ -101,7 +103,7 @@ def test_a_kernel_is_compiled_once_and_kept_as_soon_as_it_is_there() -> None:
 
     def step() -> None:
         launch(kernel, (1,))(0)
-        compiled.wait(10)
+        assert compiled.wait(HUNG)
         while not kernel.kept:
             launch(kernel, (1,))(0)
 
@@ -110,7 +112,7 @@ def test_a_kernel_is_compiled_once_and_kept_as_soon_as_it_is_there() -> None:
 
 
 def test_kernels_compile_side_by_side() -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=HUNG)
     kernels = [StandIn(lambda: together.wait()) for _ in range(3)]
     steps = {str(index): launching_step(kernel) for index, kernel in enumerate(kernels)}
     assert compile_kernels(steps, workers=3).loaded == 3
@@ -183,12 +185,14 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_a_step_that_raises_begins_no_further_compilation(kind: type[BaseException]) -> None:
+def test_a_step_that_raises_begins_no_further_compilation(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
     begun, go = threading.Event(), threading.Event()
 
     def compile_slowly() -> str:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(HUNG)
         return "binary"
 
     slow, waiting = StandIn(compile_slowly), StandIn()
@@ -196,9 +200,16 @@ def test_a_step_that_raises_begins_no_further_compilation(kind: type[BaseExcepti
     def step() -> None:
         launch(slow, (1,))()
         launch(waiting, (1,))()
-        assert begun.wait(10)
-        threading.Timer(0.05, go.set).start()
+        assert begun.wait(HUNG)
         raise kind("out of memory")
+
+    cancel = launching._Found.cancel
+
+    def cancel_and_go_on(found: Any) -> None:
+        cancel(found)
+        go.set()
+
+    monkeypatch.setattr(launching._Found, "cancel", cancel_and_go_on)
 
     expected = RuntimeError if kind is ValueError else kind
     with pytest.raises(expected, match="out of memory") as caught:

@@ -191,7 +191,9 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
 
 @hopper
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(drawn=problems(), tail=st.integers(1, 9), apart=st.sampled_from([0, 1, 1024]))
 def test_is_the_triton_kernel_and_the_definition(

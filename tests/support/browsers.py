@@ -46,6 +46,6 @@ def run_chromium(chromium: str, page: Path, folder: Path, *options: str) -> str:
         "--disable-background-networking", "--no-first-run", "--hide-scrollbars",
         *options, page.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -107,13 +107,13 @@ def test_it(graph_snapshot):
 
 ISOLATED = """
 PROGRAM = '''
-import os, time
+import os
 print("begun")
 <here>
 '''
 
 def test_it(run_isolated):
-    assert run_isolated(PROGRAM, timeout=3).stdout == "begun\\n"
+    assert run_isolated(PROGRAM).stdout == "begun\\n"
 """
 
 CPU_CASES = [
@@ -324,13 +324,20 @@ CPU_CASES = [
         check="latency_budget",
         fault="a replay takes five times as long",
         program="""
-        def test_it(latency_budget):
-            wait = lambda seconds: lambda: time.sleep(seconds)
-            latency_budget(wait(<here>), wait(0.001), median=3, p99=100, repeats=20, warmup=1)
+        def test_it(latency_budget, monkeypatch):
+            now = [0.0]
+
+            def taking(seconds):
+                def call():
+                    now[0] += seconds
+                return call
+
+            monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+            latency_budget(taking(<here>), taking(0.001), median=3, repeats=20, warmup=1)
         """,
         sound="0.001",
         planted="0.005",
-        message="*median ratio * is over its budget of 3: median * us against * us of the*",
+        message="*median ratio 5.000 is over its budget of 3: median * us against * us of the*",
     ),
     Case(
         check="run_isolated",
@@ -351,10 +358,14 @@ CPU_CASES = [
     Case(
         check="run_isolated",
         fault="the child does not end",
-        program=ISOLATED,
-        sound="pass",
-        planted="time.sleep(60)",
-        message="*the program did not end within 3 s and was killed*",
+        program="""
+        def test_it(run_isolated):
+            seconds, timeout = <here>
+            run_isolated(f"import time; time.sleep({seconds})", timeout=timeout)
+        """,
+        sound="0, 600",
+        planted="600, 0.5",
+        message="*the program did not end within 0.5 s and was killed*",
     ),
     Case(
         check="graph_snapshot",

@@ -12,7 +12,9 @@ from graphengine.request import Timings
 
 
 class Clock:
-    """Called, it is `time.perf_counter`; each call may take a while of its own."""
+    """Called, it is `time.perf_counter`; each call may take a while, and a sleep takes what it asks
+    for.
+    """
 
     def __init__(self, per_call: float = 0.0) -> None:
         self.now = 0.0
@@ -22,10 +24,18 @@ class Clock:
         self.now += self.per_call
         return self.now
 
+    def nanoseconds(self) -> int:
+        return round(1e9 * self())
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     @property
     def module(self) -> Any:
         """Stands in for the module `time` of whoever is timed."""
-        return SimpleNamespace(perf_counter=self)
+        return SimpleNamespace(
+            perf_counter=self, perf_counter_ns=self.nanoseconds, monotonic=self, sleep=self.sleep
+        )
 
 
 def result(*moments: float, tokens: tuple[int, ...] | None = None) -> Result:

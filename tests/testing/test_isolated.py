@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -58,32 +59,49 @@ def test_only_the_end_of_long_output_is_shown() -> None:
     assert str(caught.value).endswith("ValueError: boom")
 
 
-def test_a_child_that_hangs_is_killed_and_its_output_shown() -> None:
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The limits of children, which are over once a child has said "begun", however late it is."""
+    communicate, limits = subprocess.Popen.communicate, list[float]()
+
+    def until_begun(child: subprocess.Popen[str], *, timeout: float) -> tuple[str, str]:
+        limits.append(timeout)
+        while True:
+            try:
+                return communicate(child, timeout=0.05)
+            except subprocess.TimeoutExpired as late:
+                if b"begun" in (late.stdout or b""):
+                    raise
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", until_begun)
+    return limits
+
+
+def test_a_child_that_hangs_is_killed_and_its_output_shown(limits: list[float]) -> None:
     with pytest.raises(GraphCheckError, match=r"within 1 s and was killed\nstdout:\nbegun"):
         run_isolated("import time\nprint('begun', flush=True)\ntime.sleep(60)", timeout=1)
+    assert limits == [1]
 
 
-def test_what_a_child_started_is_killed_with_it(tmp_path: Path) -> None:
-    """The grandchild holds the pipes, too."""
-    note = tmp_path / "grandchild"
+def test_what_a_child_started_is_killed_with_it(limits: list[float], tmp_path: Path) -> None:
+    """The grandchild holds the pipes, too: who waited for them would wait until it ends."""
+    note, ended = tmp_path / "grandchild", tmp_path / "ended"
     program = f"""
         import subprocess, time
-        grandchild = subprocess.Popen(["sleep", "60"])
+        grandchild = subprocess.Popen(["sh", "-c", "sleep 60; touch {ended}"])
         open({str(note)!r}, "w").write(str(grandchild.pid))
+        print("begun", flush=True)
         time.sleep(60)
     """
-    begun = time.monotonic()
     with pytest.raises(GraphCheckError, match="did not end within 2 s and was killed"):
         run_isolated(program, timeout=2)
-    assert time.monotonic() - begun < 20
+    assert limits == [2] and not ended.exists()
     # Until its new parent has noticed, a dead process is a zombie.
     status = Path("/proc", note.read_text(), "stat")
-    for _ in range(100):
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert not ended.exists(), f"process {note.read_text()} has gone on"
         time.sleep(0.05)
-    else:
-        pytest.fail(f"process {note.read_text()} goes on")
+    assert not ended.exists()
 
 
 def test_a_signal_without_a_name_has_a_number() -> None:

@@ -44,7 +44,7 @@ def run_here(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 def run_apart(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs pytest in a process: it forgets what it imports, and triton cannot be imported twice."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    return functools.partial(pytester.runpytest_subprocess, timeout=120)
+    return functools.partial(pytester.runpytest_subprocess, timeout=600)
 
 
 def judge(case: Case, pytester: pytest.Pytester, run: Run) -> str:

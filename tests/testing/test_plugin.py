@@ -33,25 +33,22 @@ HELPERS = {
 
 # Of the plugin, in a process in which pytest is loaded already: what a start of pytest pays for it.
 LOADING = """
-import json, sys, time
+import json, sys
 import pytest
-started = time.perf_counter()
+before = set(sys.modules)
 import graphengine.testing.plugin
-milliseconds = (time.perf_counter() - started) * 1e3
-print(json.dumps([milliseconds, sorted({"torch", "triton", "numpy"} & set(sys.modules))]))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
-def test_loading_is_quick_and_imports_no_torch() -> None:
-    times = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", LOADING], capture_output=True, check=True, text=True
-        )
-        milliseconds, imported = json.loads(done.stdout)
-        assert imported == []
-        times.append(milliseconds)
-    assert min(times) < 50, f"{times} ms"
+def test_loading_imports_next_to_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADING], capture_output=True, check=True, text=True
+    )
+    imported = json.loads(done.stdout)
+    ours = [name for name in imported if name.startswith("graphengine")]
+    assert ours == ["graphengine", "graphengine.testing", "graphengine.testing.plugin"]
+    assert len(imported) <= 10, imported
 
 
 def test_torch_is_imported_by_the_first_fixture_that_is_used(pytester: pytest.Pytester) -> None:
