@@ -6,8 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE_FOLDERS := graphengine kernels buckets profiles
 
-# The checkout must not stand in for installed packages: its folder `kernels` has a namesake.
-export PYTHONSAFEPATH := 1
 
 .PHONY: demo test lint types tests engine-tests speculation-tests session-tests other-tests \
 	interpreter gpu sanitize install

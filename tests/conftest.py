@@ -1,10 +1,37 @@
-"""Shared by every test: where a GPU is missing, tests that need one are skipped with the reason."""
+"""Shared by every test: what is tested is the installed package, on any machine.
+
+Where a GPU is missing, tests that need one are skipped with the reason.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def leave_the_checkout() -> None:
+    """`python -m pytest` puts the folder it runs in on the path: from the checkout's root, folders
+    there would stand in for installed packages. Its `graphengine` is one without `kernels`, and its
+    `kernels` is not Hugging Face's.
+    """
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+    # Of processes that tests start.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    plugin = sys.modules.get("graphengine")
+    if plugin is not None and Path(str(plugin.__file__)).parent == ROOT / "graphengine":
+        # Pytest has loaded the plugin from there, which imports the rest when a fixture is used.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "graphengine"]:
+            del sys.modules[name]
+
+
+leave_the_checkout()
 
 # Matrices are tiny here: a second thread only waits at barriers, for long on a busy machine.
 torch.set_num_threads(1)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+import graphengine
+
 ROOT = Path(__file__).resolve().parent.parent
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 # Import name -> folder, the most specific one last.
@@ -196,19 +198,23 @@ def installed(wheel: Path) -> Path:
     return folder
 
 
+def with_wheel(installed: Path) -> dict[str, str]:
+    """The environment of a process that finds the unpacked wheel and the dependencies."""
+    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    return environment | {"PYTHONPATH": os.pathsep.join([str(installed), *libraries])}
+
+
 def run_installed(installed: Path, code: str) -> dict[str, object]:
     """Run `code` with the unpacked wheel and the dependencies alone; it prints JSON.
 
     It runs in the checkout, which `-P` keeps off the path; `-S` leaves out the hooks of editable
     installs.
     """
-    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(installed), *libraries])
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-c", textwrap.dedent(code)],
         cwd=ROOT,
-        env=environment,
+        env=with_wheel(installed),
         capture_output=True,
         text=True,
     )
@@ -287,6 +293,51 @@ def test_the_wheel_imports_outside_of_the_checkout(installed: Path) -> None:
             "graphengine.profiles",
         )
     }
+
+
+# Run from the checkout's root, as `python -m pytest tests/...` is, where Python looks there first.
+
+WHERE = """
+from pathlib import Path
+
+import graphengine
+import graphengine.testing
+from graphengine import buckets, kernels
+
+
+def test_it(assert_pointers_stable):
+    assert assert_pointers_stable is graphengine.testing.assert_pointers_stable
+    print("found in", Path(graphengine.__file__).parents[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["as here", "wheel"])
+def test_tests_run_from_the_checkout_without_an_option(
+    request: pytest.FixtureRequest, tmp_path: Path, how: str
+) -> None:
+    # Beside a conftest like that of tests/, so that nothing is written into the checkout.
+    (tmp_path / "conftest.py").write_text(
+        f"import runpy\n\nrunpy.run_path({str(ROOT / 'tests' / 'conftest.py')!r})\n"
+    )
+    (tmp_path / "test_where.py").write_text(WHERE)
+    installed = Path(graphengine.__file__).parents[1]
+    environment = dict(os.environ)
+    if how == "wheel":
+        installed = request.getfixturevalue("installed")
+        environment = with_wheel(installed)
+    environment.pop("PYTHONSAFEPATH", None)
+    options = ["-p", "graphengine.testing.plugin", "-p", "no:cacheprovider", "-sq"]
+    options += [f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}", "-c", os.devnull]
+    done = subprocess.run(
+        [sys.executable, *["-S"][: how == "wheel"], "-m", "pytest", *options, str(tmp_path)],
+        cwd=ROOT,
+        env=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"found in {installed}\n" in done.stdout
 
 
 @pytest.mark.slow
