@@ -4,20 +4,21 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGE_FOLDERS := graphengine kernels buckets profiles
+# The checks of `make test`, the longest first, so that two cores end at about the same time.
+CHECKS := interpreter engine-tests request-tests speculation-tests other-tests session-tests types lint
 
-
-.PHONY: demo test lint types tests engine-tests speculation-tests session-tests other-tests \
-	interpreter gpu sanitize install
+.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize install
 
 demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
 		--prompt 'def read_lines(path):'
 
-# The last five on two cores, the longest first and the shortest last.
-test: install lint types
-	$(MAKE) -j2 --output-sync=target engine-tests interpreter speculation-tests \
-		other-tests session-tests
+test: install
+	$(MAKE) -j2 --output-sync=target $(CHECKS)
+
+# All of what `make test` tries a little of: examples, matrices, seeds.
+test-long:
+	GRAPHENGINE_LONG=5 $(MAKE) test
 
 lint:
 	$(BIN)/ruff check .
@@ -27,10 +28,11 @@ types:
 	$(BIN)/mypy -p graphengine -p graphengine.kernels -p graphengine.buckets \
 		-p graphengine.profiles
 
-tests: engine-tests speculation-tests session-tests other-tests
-
 engine-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine \
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_[a-g]*.py
+
+request-tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_[h-z]*.py \
 		--ignore-glob '*/test_speculati*' --ignore-glob '*/test_sessions*'
 
 speculation-tests:
@@ -45,12 +47,36 @@ other-tests:
 interpreter:
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
 
+# The least versions that pyproject.toml admits, in an environment of their own over .venv: what it
+# has not itself, torch for one, is found there.
+MINIMUM := $(VENV)/minimum
+
+minimum: install
+	$(BIN)/python -m venv --clear --without-pip $(MINIMUM)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$($(MINIMUM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
+	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --only-binary :all: \
+		--requirement constraints-minimum.txt
+	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --no-deps --no-build-isolation .
+	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/test_text.py \
+		tests/graphengine/test_prompts.py tests/graphengine/test_checkpoint.py \
+		tests/graphengine/test_guided.py tests/graphengine/test_tracing.py \
+		tests/profiles/test_report_html.py
+
+# Of a machine without this one's vector units, whose sums are added up in another order.
+other-capability: install
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
+		OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_request_options.py \
+		tests/graphengine/test_option_parity.py tests/graphengine/test_parity.py
+
 install: $(VENV)/stamp
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
 		--config-settings editable_mode=strict
 
 $(VENV)/stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	# The former name of this distribution: its files would stand in for the new ones.
+	$(BIN)/pip uninstall -qq --yes graphengine
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
 	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers \

@@ -326,7 +326,8 @@ def _download(hub_id: str) -> Path:
         from huggingface_hub import constants
     except ImportError as error:
         raise ValueError(
-            f"{tried}, and a hub id needs huggingface_hub: pip install 'graphengine[hub]'"
+            f"{tried}, and a hub id needs huggingface_hub: pip install '.[hub]' in the "
+            "checkout of graphengine, or pip install huggingface_hub"
         ) from error
     try:
         snapshot = huggingface_hub.snapshot_download(

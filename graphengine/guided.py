@@ -257,7 +257,8 @@ class Grammars:
             from llguidance import LLTokenizer
         except ImportError as error:
             raise ValueError(
-                "structured_outputs need llguidance: pip install 'graphengine[guided]'"
+                "structured_outputs need llguidance: pip install '.[guided]' in the checkout "
+                "of graphengine, or pip install 'llguidance>=1.7'"
             ) from error
         try:
             text, self._special = _hidden(tokenizer.to_json(), self._eos_ids)

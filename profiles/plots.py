@@ -36,7 +36,8 @@ def _figure(height: float = 2.6, columns: int = 1) -> tuple[Figure, list[Axes]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "plots need matplotlib: pip install 'graphengine[report]', or leave out --html"
+            "plots need matplotlib: pip install '.[report]' in the checkout of graphengine, or "
+            "pip install matplotlib, or leave out --html"
         ) from error
     figure = Figure(figsize=(9.6, height), layout="constrained")
     axes = [figure.add_subplot(1, columns, place + 1) for place in range(columns)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,44 @@ def test_a_child_forked_behind_the_import_may_use_the_gpu() -> None:
     command = [sys.executable, "-P", "-c", textwrap.dedent(FORK_BEHIND_THE_IMPORT)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0.0\ncpu\n"), done.stderr
+# The name.
+
+WORD = r"[ \t]+['\"]?[\w./\-\[\],=<>~!:]+['\"]?"
+INSTALLER = rf"\b(?:pip3?|pipx|uv|poetry|conda)(?:{WORD})*?[ \t]+(?:install|add)"
+# By itself or with extras; on an index that name is somebody else's.
+STRANGER = re.compile(rf"{INSTALLER}(?:{WORD})*?[ \t]+['\"]?graphengine(?![\w,-])|graphengine\[")
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("pip install graphengine", True),
+        ("uv pip install -U pytest 'graphengine==0.1'", True),
+        ("with the extra `graphengine[report]`", True),
+        ("pip install graphengine-decode", False),
+        (
+            "pip install '.[guided]' in the checkout of graphengine, or pip install llguidance",
+            False,
+        ),
+        ("pip install ./graphengine_decode-0.1.0-py3-none-any.whl", False),
+    ],
+)
+def test_what_installs_somebody_elses_package(line: str, wrong: bool) -> None:
+    assert bool(STRANGER.search(line)) is wrong
+
+
+def test_no_text_tells_to_install_somebody_elses_package() -> None:
+    """The distribution is called graphengine-decode, and no index has it yet."""
+    found = []
+    for name in checkout_files():
+        if name != "tests/test_packaging.py" and b"\0" not in (data := (ROOT / name).read_bytes()):
+            lines = data.decode("utf-8", errors="replace").splitlines()
+            found += [
+                f"{name}:{number}: {line.strip()[:200]}"
+                for number, line in enumerate(lines, start=1)
+                if STRANGER.search(line)
+            ]
+    assert not found
 
 
 # The wheel.
@@ -245,6 +284,7 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
     assert "graphengine/py.typed" in names
     assert "graphengine/tuned/nvidia-h200.json" in names
     assert licence == (ROOT / "LICENSE").read_bytes()
+    assert "\nName: graphengine-decode\n" in description
     assert "License-Expression: Apache-2.0" in description
     assert "[console_scripts]\ngraphengine = graphengine.cli:main" in entry_points
     assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points

@@ -501,7 +501,9 @@ def test_a_hub_id_without_huggingface_hub_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"'org/name'.*needs huggingface_hub: pip install"):
+    with pytest.raises(
+        ValueError, match=r"'org/name'.*needs huggingface_hub: pip install '\.\[hub\]' in"
+    ):
         Checkpoint.open("org/name")
 
 

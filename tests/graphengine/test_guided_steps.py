@@ -626,7 +626,9 @@ def test_what_an_engine_lacks_for_a_grammar(
             engine.submit("x", params)
     with open_engine(device="cpu") as engine:
         monkeypatch.setitem(sys.modules, "llguidance", None)
-        with pytest.raises(ValueError, match=r"pip install 'graphengine\[guided\]'"):
+        with pytest.raises(
+            ValueError, match=r"need llguidance: pip install '\.\[guided\]' in the checkout"
+        ):
             engine.submit("x", params)
         monkeypatch.undo()
         engine._intake._grammars._vocab_size = 100

@@ -4,13 +4,12 @@ The pool is short, so that requests pause and sessions are evicted. What a reque
 against an engine that keeps nothing, with the whole of its prompt. `test_blocks.py` does the same
 with hypothesis, on a simulated device.
 
-GRAPHENGINE_LONG_FUZZ=5 runs each case with five seeds, until all has happened 50 times.
+GRAPHENGINE_LONG=5 runs each case with five seeds, until all has happened 50 times.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import SEEDS
 from mtp_checkpoints import write_random
 
 from graphengine import Engine, Event, Request, Result, SamplingParams, Session, SessionSnapshot
@@ -40,9 +40,8 @@ HAPPENED = (
     "sessions/reused_tokens", "finished/cancelled", "finished/deadline", "rewinds", "forks",
     "snapshots", "restores", "stopped", "callbacks", "logprobs",
 )  # fmt: skip
-LONG = int(os.environ.get("GRAPHENGINE_LONG_FUZZ", "0"))
 # How often each of these happens at least, and at how many tokens that is given up.
-TIMES, TOKENS = (50, 400_000) if LONG else (1, 20_000)
+TIMES, TOKENS = (50, 400_000) if SEEDS else (1, 20_000)
 
 
 class World:
@@ -248,7 +247,7 @@ def compare(request: Request, expected: Result) -> None:
             assert abs(ours[token].logprob - theirs[token].logprob) < 1e-3, f"{request}"
 
 
-@pytest.mark.parametrize("seed", range(LONG or 1))
+@pytest.mark.parametrize("seed", range(SEEDS or 1))
 @pytest.mark.parametrize("name", CASES)
 def test_any_order_of_calls_gives_the_tokens_of_requests_alone(
     tmp_path: Path, name: str, seed: int

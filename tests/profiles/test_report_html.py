@@ -196,6 +196,6 @@ def test_without_matplotlib_the_option_is_refused(
     path = write_recording(tmp_path / "run.jsonl", simulate(30))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["report", str(path), "--html", str(tmp_path / "x.html")]) == 2
-    assert "pip install 'graphengine[report]'" in capsys.readouterr().err
+    assert "need matplotlib: pip install '.[report]' in the checkout" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
     assert cli.main(["report", str(path)]) == 0
