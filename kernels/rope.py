@@ -360,24 +360,31 @@ def rope_append_reference(
     live = live_lanes(slot_N)
     position = position_N[live].long()
     inside = (position >= 0) & (position < min(cos.shape[0], token_capacity(kv, block_table_SB)))
-    position = torch.where(inside, position, 0)
+    # The usual case, which a CPU engine meets for each layer of each lane, has nothing to mask.
+    all_inside = bool(inside.all())
+    if not all_inside:
+        position = torch.where(inside, position, 0)
 
     heads = qkv_NX[live].view(len(live), num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
     if q_norm_weight is not None and k_norm_weight is not None:
         q = _norm_heads_reference(q, q_norm_weight, eps)
         k = _norm_heads_reference(k, k_norm_weight, eps)
-    unknown = ~inside[:, None, None]
-    cos_live = cos[position][:, None].masked_fill(unknown, math.nan)
-    sin_live = sin[position][:, None].masked_fill(unknown, math.nan)
+    cos_live, sin_live = cos[position][:, None], sin[position][:, None]
+    if not all_inside:
+        unknown = ~inside[:, None, None]
+        cos_live = cos_live.masked_fill(unknown, math.nan)
+        sin_live = sin_live.masked_fill(unknown, math.nan)
     out[live] = _rotate_reference(q, cos_live, sin_live).to(out.dtype)
     k = _rotate_reference(k, cos_live, sin_live).to(kv.dtype)
 
     block_size = kv.shape[2]
     block = block_table_SB[slot_N[live].long(), position // block_size].long()
     entry = position % block_size
-    kv[block[inside], 0, entry[inside]] = k[inside]
-    kv[block[inside], 1, entry[inside]] = v[inside]
+    if not all_inside:
+        block, entry, k, v = (each[inside] for each in (block, entry, k, v))
+    kv[block, 0, entry] = k
+    kv[block, 1, entry] = v
     return out
 
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from extent import extent
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -581,7 +582,7 @@ class SharingMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls_shares_only_right_blocks() -> None:
-    machine = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    machine = settings(max_examples=extent(30, 60), stateful_step_count=30, deadline=None)
     run_state_machine_as_test(SharingMachine, settings=machine)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from extent import extent
 from speculating import DOT, Job, open_plain, open_speculating, outcome, run_with
 from tokenizers import decoders, models
 
@@ -367,7 +368,8 @@ def random_job(dice: random.Random) -> Job:
     return Job(prompt, SamplingParams(**options))
 
 
-@pytest.mark.parametrize("speculative", [None, NGram(k=3), MTP(k=2)], ids=["plain", "ngram", "mtp"])
+# Grammars without drafts are among the options of test_churn.py as well.
+@pytest.mark.parametrize("speculative", extent([NGram(k=3)], [None, NGram(k=3), MTP(k=2)]), ids=str)
 def test_each_request_says_what_it_says_alone(device: str, speculative: Speculative | None) -> None:
     tokens, times = SIZES[device]
     dice = random.Random(11)

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -1310,7 +1311,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_any_order_of_calls_keeps_the_invariants() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
+        SchedulerMachine,
+        settings=settings(max_examples=extent(80, 200), stateful_step_count=40, deadline=None),
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import pairwise_here
+from devices import alternately, pairwise_here
+from extent import extent
 from mtp_checkpoints import LAYOUTS, VOCAB, write_random
 from speculating import (
     DEMO,
@@ -138,7 +139,9 @@ LOOKAHEADS = {
 
 @pytest.mark.parametrize(
     ("device", "name", "lookahead"),
-    pairwise_here({name: LOOKAHEADS.get(name, (0, 1)) for name in DEMO_DRAFTERS}, (0, 1)),
+    pairwise_here(
+        alternately({name: LOOKAHEADS.get(name, (0, 1)) for name in DEMO_DRAFTERS}), (0, 1)
+    ),
 )
 def test_the_demo_model_says_what_it_says_without_drafts(
     device: str, plain: Plain, tmp_path: Path, name: str, lookahead: int
@@ -180,7 +183,7 @@ def test_the_demo_model_in_bfloat16(plain: Plain, tmp_path: Path, name: str, pdl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("k", extent([3], [1, 3, 4]))
 def test_random_checkpoints_with_modules(
     device: str, plain: Plain, tmp_path_factory: pytest.TempPathFactory, layout: str, k: int
 ) -> None:
@@ -546,7 +549,7 @@ def test_max_seq_len_ends_a_request_at_every_offset_of_a_step(
         assert_same_end(engines, [job], known)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lookahead", extent([1], [0, 1]))
 @pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3), DraftModel(DEMO, k=3)], ids=str)
 def test_a_drafter_at_the_end_of_the_table(
     device: str, plain: Plain, mode: Speculative, lookahead: int

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from asking import random_options
 from churning import Owners, write_tokenizer
-from devices import pairwise_here
+from devices import alternately, pairwise_here
 from mtp_checkpoints import VOCAB, write_random
 from speculating import DEMO, Script, outcome, step_with, write_draft_model
 
@@ -84,7 +84,9 @@ CHURNS = {
 }
 CASES = [
     case
-    for case in pairwise_here({name: churn.lookahead for name, churn in CHURNS.items()}, (0, 1))
+    for case in pairwise_here(
+        alternately({name: churn.lookahead for name, churn in CHURNS.items()}), (0, 1)
+    )
     # A caller's drafts leave no lookahead.
     if case.values[1:] != ("user", 1)
 ]

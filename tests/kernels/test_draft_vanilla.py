@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from finishing import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -394,7 +395,7 @@ def replay(
     return kernels, pools
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=extent(4, 10))
 @given(problem=histories())
 def test_caches_are_those_of_pools(twin: Twin, problem):
     """Of 2K tokens, so that a module's rows reach back to all that it was fed of drafts."""
@@ -408,7 +409,7 @@ def test_caches_are_those_of_pools(twin: Twin, problem):
                 assert token == request.tokens[position + number]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=extent(4, 10))
 @given(problem=histories())
 def test_pools_of_one_more_than_drafts_leave_only_hidden_states_behind(twin: Twin, problem):
     """The specification's K + 1: no row is missing and no token differs, but where most drafts were
@@ -426,7 +427,7 @@ def test_pools_of_one_more_than_drafts_leave_only_hidden_states_behind(twin: Twi
                 assert cache[at][0] == true_hidden(sum(at) - 1)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=extent(4, 8))
 @given(problem=histories(), data=st.data())
 def test_without_drafts_the_caches_stay_true(twin: Twin, problem, data):
     """Steps that verify and draft nothing between others: what is true is there, up to the end."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -352,7 +353,7 @@ def test_a_lane_keeps_its_bits_in_any_company(twin: Twin):
         )
         return found[row * (k + 1)]
 
-    for lane in range(12):
+    for lane in range(0, 12, extent(4, 1)):
         alone = judged(lane, k=1, row=0, rows=1)
         assert judged(lane, k=3, row=2, rows=5) == alone
         assert judged(lane, k=7, row=6, rows=8) == alone

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,7 +142,7 @@ def test_one_row(twin: Twin, case: str):
     twin.check([None, row, None], 5)
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(deadline=None, max_examples=extent(30, 80), derandomize=True)
 @given(data=st.data())
 def test_matches_a_plain_loop(twin: Twin, data: st.DataObject):
     width, length = data.draw(st.sampled_from([1, 1, 2, 4, 5])), data.draw(st.integers(1, 5))

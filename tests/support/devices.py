@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from extent import LONG
 
 
 def pairwise_here(names: Mapping[Any, tuple[Any, ...]], every: Iterable[Any]) -> list[Any]:
@@ -22,3 +23,12 @@ def pairwise_here(names: Mapping[Any, tuple[Any, ...]], every: Iterable[Any]) ->
             for case in product(names, every)
         ),
     ]
+
+
+def alternately(names: Mapping[Any, tuple[Any, ...]]) -> dict[Any, tuple[Any, ...]]:
+    """Of each name that has several values one, in turns; all of them where all is tried."""
+    turns = {name: index for index, name in enumerate(n for n in names if len(names[n]) > 1)}
+    return {
+        name: values if LONG or name not in turns else (values[turns[name] % len(values)],)
+        for name, values in names.items()
+    }
