@@ -250,9 +250,11 @@ def test_states_match_a_plain_loop(twin: Ops, data: st.DataObject):
     target = target.to(twin.device, dtype)[:, ::2]
 
     chosen = data.draw(st.permutations(range(slots)))[: data.draw(st.integers(0, slots))]
-    rows = [(0, slot, data.draw(st.integers(0, drafts))) for slot in chosen]
-    rows += [(1, data.draw(st.sampled_from([-9, 0, HUGE])), HUGE), (0, -1, LOWEST)]
-    rows = [*data.draw(st.permutations(rows)), (2, -1, HUGE)]
+    # Whatever is not 1 means decode.
+    decode = st.sampled_from([0, 2, -1])
+    rows = [(data.draw(decode), slot, data.draw(st.integers(0, drafts))) for slot in chosen]
+    rows += [(1, data.draw(st.sampled_from([-9, 0, HUGE])), HUGE), (data.draw(decode), -1, LOWEST)]
+    rows = [*data.draw(st.permutations(rows)), (data.draw(decode), -1, HUGE)]
     index_dtypes = [data.draw(st.sampled_from(INDEX_DTYPES)) for _ in range(3)]
     columns = [
         twin.ints(list(values) + [0] * extra, index_dtype)
@@ -299,6 +301,31 @@ def test_states_out_of_range_are_skipped_and_counted(skipping: Ops, dtype: torch
     assert errors.tolist() == [5]
     assert target.amax(dim=2).tolist() == [[0, 0, 1, 0]] * 2
     assert target.amin(dim=2).tolist() == [[0, 0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_states_of_whole_chunks_are_copied_to_the_last_element(twin: Ops, dtype: torch.dtype):
+    """Every status but 1 means decode."""
+    source = torch.randn(2, 4, 2, 4, 4096, generator=torch.Generator().manual_seed(7))
+    source = source.to(twin.device)
+    target = torch.zeros(2, 4, 4, 4096, device=twin.device, dtype=dtype)
+    expected = target.clone()
+    for slot, accepted in ((3, 1), (0, 0), (2, 1)):
+        expected[:, slot] = source[:, slot, accepted].to(dtype)
+    status, slots, accepted = [0, 1, 2, -1], [3, 1, 0, 2], [1, 1, 0, 1]
+    twin.copy(source, target, *map(twin.ints, (status, slots, accepted)), 2, None)
+    assert torch.equal(target, expected)
+
+
+def test_a_row_without_a_slot_is_no_error(twin: Ops):
+    """Whatever its status and its count; the row beside it is copied."""
+    source = torch.ones(1, 2, 3, 5, device=twin.device)
+    target = torch.zeros(1, 2, 5, device=twin.device)
+    errors = twin.ints([4])
+    status, slots, accepted = [0, 2, -1, 1, 2], [-1, -1, -1, -1, 1], [0, HUGE, LOWEST, 9, 2]
+    twin.copy(source, target, *map(twin.ints, (status, slots, accepted)), 1, errors)
+    assert errors.tolist() == [4]
+    assert target.amin(dim=2).tolist() == target.amax(dim=2).tolist() == [[0, 1]]
 
 
 @pytest.mark.skipif(not NATIVE, reason="needs 5 GB on a GPU")
