@@ -228,6 +228,34 @@ def test_a_sequence_that_goes_back() -> None:
     assert buffers["count"].tolist() == [3]
 
 
+def test_an_older_acknowledgement_takes_nothing_back() -> None:
+    buffers = make(staging_blocks=1)
+    buffers.load({"count": 1}, sequence=4)
+    buffers.acknowledge(4)
+    buffers.acknowledge(2)
+    with pytest.raises(ValueError, match=r"sequence=4: the next replay to be launched is 5 or"):
+        buffers.load({"count": 2}, sequence=4)
+    buffers.load({"count": 2}, sequence=5)
+    assert buffers.count.tolist() == [2]
+
+
+@pytest.mark.parametrize("acknowledged", [0, 7])
+def test_replays_count_from_one_after_a_reset(acknowledged: int) -> None:
+    """With every staging block free, whether or not the replays behind them had published."""
+    buffers = make(staging_blocks=2)
+    for sequence in (6, 7):
+        buffers.load({"count": sequence}, sequence=sequence)
+    buffers.acknowledge(acknowledged)
+    buffers.reset()
+    for sequence in (1, 2):
+        buffers.load({"count": sequence}, sequence=sequence)
+    with pytest.raises(RuntimeError, match="oldest waits for replay 1, acknowledged are .* to 0$"):
+        buffers.load({"count": 3}, sequence=3)
+    buffers.acknowledge(1)
+    buffers.load({"count": 3}, sequence=3)
+    assert buffers.count.tolist() == [3]
+
+
 def test_addresses() -> None:
     buffers = make()
     with pytest.raises(RuntimeError, match="not recorded yet"):
