@@ -387,8 +387,8 @@ class Engine(Closable):
     def restore_session(self, source: SessionSnapshot | str | PathLike[str]) -> Session:
         """The session that `Session.snapshot` copied, or the one in the file that it wrote.
 
-        ValueError, with both values, for another model, dtype, `numerics_id`, device or layout, and
-        where it does not fit `max_seq_len`, the pool's free blocks or `session_blocks`.
+        ValueError, with both values, for another model, dtype, `numerics_id`, device or layout, for
+        damage, and where it exceeds `max_seq_len`, the pool's free blocks or `session_blocks`.
         """
         return restore_session(self, source)
 

@@ -2,7 +2,8 @@
 
 A file is safetensors: `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size, G, D] of
 the target, and `cache_1` of the drafter where it has one; and in the metadata, as JSON under
-`session`, what must be equal in the engine that goes on with it.
+`session`, what must be equal in the engine that goes on with it, and SHA-256 digests of all this.
+The digests find damage and mix-ups. Somebody who changes a file on purpose can compute them anew.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -28,7 +29,8 @@ from graphengine.tensor_files import save_whole
 if TYPE_CHECKING:
     from graphengine.engine import Engine
 
-_SCHEMA = 2
+# The first with digests is 3.
+_SCHEMA = 3
 _SAMPLES = 1024
 # A home that nobody has is a RuntimeError, and so is JSON that is nested too deep.
 _UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
@@ -63,11 +65,19 @@ class SessionSnapshot:
     token_ids  of the conversation
     caches     of each cache [layers, blocks, ...]: the first blocks of the conversation, on the
                host; no blocks of a session that was evicted
+    digests    SHA-256 of "origin", "token_ids", "cache_0", ... as they were when it was made
     """
 
     origin: Origin
     token_ids: tuple[int, ...]
     caches: tuple[Tensor, ...]
+    digests: Mapping[str, str]
+
+    @classmethod
+    def make(cls, origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]) -> Self:
+        """One with the digests of what it is made of."""
+        digests = dict(_digests(origin, token_ids, caches))
+        return cls(origin=origin, token_ids=tuple(token_ids), caches=tuple(caches), digests=digests)
 
     @property
     def blocks(self) -> int:
@@ -87,7 +97,9 @@ class SessionSnapshot:
             raise ValueError(f"path={path!r} must be that of a file")
         tensors = {f"cache_{index}": cache for index, cache in enumerate(self.caches)}
         tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
-        about = json.dumps({"schema": _SCHEMA, **asdict(self.origin)})
+        about = json.dumps(
+            {"schema": _SCHEMA, **asdict(self.origin), "digests": dict(self.digests)}
+        )
         try:
             save_whole(tensors, Path(path).expanduser(), {"session": about})
         # A path without a name, or with a null byte, is a ValueError.
@@ -98,7 +110,7 @@ class SessionSnapshot:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote; ValueError, with the path, for anything else.
 
-        Nothing refers to the file afterwards.
+        Nothing refers to the file afterwards. The digests are read, and `check` compares them.
         """
         path = Path(path)
         try:
@@ -106,7 +118,7 @@ class SessionSnapshot:
                 about = json.loads((file.metadata() or {})["session"])
                 # What is read is a view of the mapped file, which others may change or cut short.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            origin = _origin_in(about)
+            origin, digests = _origin_in(about)
             caches = tuple(tensors[f"cache_{index}"] for index in range(len(origin.caches)))
             for index, (cache, shape) in enumerate(zip(caches, origin.caches, strict=True)):
                 if cache.dim() < 2 or (cache.shape[0], *cache.shape[2:]) != shape:
@@ -116,10 +128,14 @@ class SessionSnapshot:
             token_ids = tuple(tensors["token_ids"].tolist())
         except _UNREADABLE as error:
             raise ValueError(f"{path} is no snapshot of a session: {error!r}") from error
-        return cls(origin=origin, token_ids=token_ids, caches=caches)
+        return cls(origin=origin, token_ids=token_ids, caches=caches, digests=digests)
 
     def check(self, engine: Engine) -> None:
-        """ValueError, with both values, unless the KV is what `engine` would have computed."""
+        """ValueError, with both values, unless the KV is what `engine` would have computed.
+
+        That is known by where the session is from, and by the digests: token ids, KV and origin are
+        those that it was made with. They are read once, about a second a GB.
+        """
         ours, ids = origin_of(engine), self.token_ids
         for name in (field.name for field in fields(Origin)):
             wanted, found = getattr(ours, name), getattr(self.origin, name)
@@ -143,16 +159,49 @@ class SessionSnapshot:
                     f"cache {index} of the session is {cache.dtype} {tuple(cache.shape)}: it must "
                     f"be {engine.memory.dtype} {expected}, of {most} blocks at most"
                 )
+        self._check_digests()
+
+    def _check_digests(self) -> None:
+        """ValueError, naming the part, for one that is not as it was when the session was kept."""
+        for name, found in _digests(self.origin, self.token_ids, self.caches):
+            made = self.digests.get(name)
+            if made != found:
+                raise ValueError(
+                    f"{name} of the session is not what was kept: its SHA-256 is {found}, "
+                    f"that of what was kept {made}"
+                )
 
 
-def _origin_in(about: object) -> Origin:
-    """The origin that a file's metadata name; ValueError, with the value, for anything else."""
+def _digests(
+    origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]
+) -> Iterator[tuple[str, str]]:
+    """The SHA-256 of each part of a snapshot; of a cache dtype and shape are a part."""
+    about = json.dumps(asdict(origin), sort_keys=True)
+    yield "origin", hashlib.sha256(about.encode()).hexdigest()
+    yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+    for index, cache in enumerate(caches):
+        digest = hashlib.sha256(f"{cache.dtype} {tuple(cache.shape)} ".encode())
+        digest.update(cache.contiguous().flatten().view(torch.uint8).numpy())
+        yield f"cache_{index}", digest.hexdigest()
+
+
+def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
+    """Origin and digests that a file's metadata name; ValueError, with the value, for anything
+    else."""
     if not isinstance(about, dict):
         raise ValueError(f"session={about!r:.99} in its metadata must be an object")
     about = dict(about)
     schema, shapes = about.pop("schema", None), about.pop("caches", None)
     if not is_int(schema) or schema != _SCHEMA:
-        raise ValueError(f"it has schema {schema!r:.99}, not {_SCHEMA}")
+        raise ValueError(
+            f"it has schema {schema!r:.99}, not {_SCHEMA}: this version reads no other, and those "
+            f"before 3 have no digests of what they hold"
+        )
+    digests = about.pop("digests", None)
+    if not isinstance(digests, dict) or not all(
+        isinstance(value, str) for value in digests.values()
+    ):
+        raise ValueError(f"digests={digests!r:.99} in its metadata must be an object of strings")
     if not isinstance(shapes, list) or not shapes:
         raise ValueError(f"caches={shapes!r:.99} in its metadata must be a list of shapes")
     for shape in shapes:
@@ -163,7 +212,7 @@ def _origin_in(about: object) -> Origin:
         right = {"block_size": is_int(value), "caches": True}.get(name, isinstance(value, str))
         if not right:
             raise ValueError(f"{name}={value!r:.99} in its metadata has the wrong type")
-    return origin
+    return origin, digests
 
 
 def origin_of(engine: Engine) -> Origin:
@@ -191,7 +240,7 @@ def copy_out(engine: Engine, token_ids: Sequence[int], blocks: Sequence[int]) ->
             torch.stack([layer.index_select(0, index).cpu() for layer in cache])
             for cache, _ in engine._caches
         )
-    return SessionSnapshot(origin=origin_of(engine), token_ids=tuple(token_ids), caches=caches)
+    return SessionSnapshot.make(origin_of(engine), token_ids, caches)
 
 
 def copy_in(engine: Engine, snapshot: SessionSnapshot, blocks: Sequence[int]) -> None:

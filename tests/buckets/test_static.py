@@ -249,7 +249,7 @@ def test_replays_count_from_one_after_a_reset(acknowledged: int) -> None:
     buffers.reset()
     for sequence in (1, 2):
         buffers.load({"count": sequence}, sequence=sequence)
-    with pytest.raises(RuntimeError, match="oldest waits for replay 1, acknowledged are .* to 0$"):
+    with pytest.raises(RuntimeError, match=r"oldest waits for replay 1, .* to 0$"):
         buffers.load({"count": 3}, sequence=3)
     buffers.acknowledge(1)
     buffers.load({"count": 3}, sequence=3)

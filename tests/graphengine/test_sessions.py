@@ -517,6 +517,40 @@ def test_a_loaded_snapshot_is_no_longer_of_its_file(kept: SessionSnapshot, tmp_p
     assert all(map(torch.equal, read.caches, kept.caches)) and read.token_ids == kept.token_ids
 
 
+def damaged(kept: SessionSnapshot) -> Iterator[tuple[str, SessionSnapshot]]:
+    """Snapshots that fit the engine in all else, and the part that is not what was kept."""
+    first, *others = kept.token_ids
+    yield "token_ids", replace(kept, token_ids=(first + 1, *others))
+    yield "token_ids", replace(kept, token_ids=(*others, first))
+    yield "token_ids", replace(kept, token_ids=(*kept.token_ids, first))
+    flipped = kept.caches[0].clone()
+    flipped.view(torch.int32).view(-1)[-1] ^= 1
+    yield "cache_0", replace(kept, caches=(flipped,))
+    yield "cache_0", replace(kept, caches=(kept.caches[0][:, 1:].contiguous(),))
+    elsewhere = replace(kept.origin, numerics_id="0" * 16)
+    made = SessionSnapshot.make(elsewhere, kept.token_ids, kept.caches)
+    yield "origin", replace(made, origin=kept.origin)
+    yield "origin", replace(kept, digests={})
+
+
+def test_a_snapshot_that_was_changed_is_refused(kept: SessionSnapshot, tmp_path: Path) -> None:
+    """A token, their order, one bit of the KV, a block, what it is from; in memory and in files."""
+    file = tmp_path / "session.safetensors"
+    with open_engine(**SIZES) as engine:
+        for part, changed in damaged(kept):
+            changed.save(file)
+            for source in (changed, file):
+                message = (
+                    rf"^{part} of the session is not what was kept: its SHA-256 is [0-9a-f]{{64}}"
+                )
+                with pytest.raises(ValueError, match=message):
+                    engine.restore_session(source)
+        pool = engine.scheduler.pool
+        assert pool.free == pool.count
+        same = replace(kept, token_ids=list(kept.token_ids))  # type: ignore[arg-type]
+        engine.restore_session(same).close()
+
+
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"session": "null"}, "session=None in its metadata must be an object"),
     "number": ({"session": "5"}, "session=5 in its metadata must be an object"),
@@ -525,7 +559,9 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "nested": ({"session": "[" * 100_000}, "RecursionError"),
     "no-json": ({"session": "{"}, "JSONDecodeError"),
     "schema": ({"schema": True}, "it has schema True, not"),
-    "old": ({"schema": 1}, "it has schema 1, not"),
+    "old": ({"schema": 2}, "it has schema 2, not 3: .* before 3 have no digests"),
+    "no-digests": ({"digests": None}, "digests=None in its metadata must be an object of strings"),
+    "digests": ({"digests": {"token_ids": 5}}, r"digests={'token_ids': 5} in its metadata must be"),
     "no-caches": ({"caches": []}, r"caches=\[\] in its metadata must be a list"),
     "shape": ({"caches": [5]}, r"caches=\[5\] in its metadata must be lists of integers"),
     "half": ({"caches": [[1.5]]}, r"caches=\[\[1.5\]\] in its metadata must be lists of int"),
@@ -615,7 +651,8 @@ def test_a_snapshot_of_too_many_blocks_or_strange_tokens_is_refused(
         short = replace(kept, token_ids=kept.token_ids[:9])
         with pytest.raises(ValueError, match="of 1 blocks at most"):
             engine.restore_session(short)
-        strange = replace(kept, token_ids=(99999, *kept.token_ids[1:]))
+        ids = (99999, *kept.token_ids[1:])
+        strange = SessionSnapshot.make(kept.origin, ids, kept.caches)
         with pytest.raises(ValueError, match="token id 99999"):
             engine.restore_session(strange)
         with pytest.raises(ValueError, match="source=7 must be a SessionSnapshot"):
