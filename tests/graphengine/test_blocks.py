@@ -325,6 +325,23 @@ def test_what_is_skipped_is_noted_in_chunks_for_those_who_need_it() -> None:
     world.finish()
 
 
+@pytest.mark.parametrize("processing", [False, True])
+def test_what_is_found_late_is_noted_in_chunks_for_those_who_need_it(processing: bool) -> None:
+    """Of two prompts that are admitted together the second finds what the first has fed since."""
+    world = Sharing(kv_blocks=40, max_seq_len=60)
+    prompt = LONG * 3
+    first, second = (
+        world.submit(prompt, 1, processing=processing and not number) for number in (1, 0)
+    )
+    world.step(collect=False)
+    assert second.phase is Phase.PREFILL and second.cached_tokens == 0
+    world.run()
+    assert (first.cached_tokens, second.cached_tokens) == (0, 40)
+    # Six chunks of 8 fed, and one; and five noted.
+    assert world.plans == 7 + 5 * processing
+    world.finish()
+
+
 # Sessions.
 
 
@@ -464,6 +481,24 @@ def test_a_cancelled_turn_leaves_the_session_as_it_was() -> None:
     world.run()
     assert (session.token_ids, session.cached_tokens, session._context.blocks) == before
     session.submit(params(4))
+    world.finish()
+
+
+def test_a_session_is_used_when_its_turn_is_admitted() -> None:
+    """Even where the turn is cancelled and leaves nothing: then the other session is evicted."""
+    world = Sharing(kv_blocks=8, slots=1, prefix_caching=False, lookahead=0)
+    old, new = world.session([1] * 9), world.session([2] * 9)
+    for session in (old, new):
+        session.submit(params(1))
+        world.run()
+    turn = old.submit(params(3))
+    world.step()
+    assert turn.placed.blocks[:2] == old._context.blocks
+    turn.cancel()
+    world.run()
+    world.submit([3] * 20, 1)
+    world.run()
+    assert (old.evicted, new.evicted) == (False, True)
     world.finish()
 
 

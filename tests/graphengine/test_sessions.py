@@ -488,6 +488,23 @@ def test_a_session_of_another_engine_is_refused(
         engine.restore_session(kept)
 
 
+def test_a_session_that_fills_max_seq_len_is_restored(kept: SessionSnapshot) -> None:
+    """As a turn leaves it that ends by length; of one token more it cannot be."""
+    with open_engine(**SIZES) as engine:
+        limit = engine.memory.max_seq_len
+        ids = [*kept.token_ids, *[1] * limit][:limit]
+        whole = SessionSnapshot.make(kept.origin, ids, kept.caches)
+        with engine.restore_session(whole) as session:
+            assert len(session) == limit
+            with pytest.raises(ValueError, match=f"{limit} tokens leaves no room for a new one"):
+                session.generate(greedy(1))
+            session.rewind(1)
+            assert session.generate(greedy()).finish_reason == "length" and len(session) == limit
+        longer = SessionSnapshot.make(kept.origin, [*ids, 1], kept.caches)
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens exceeds max_seq_len={limit}$"):
+            engine.restore_session(longer)
+
+
 def test_a_session_of_another_model_is_refused(kept: SessionSnapshot, small: Path) -> None:
     with (
         open_engine(small, **SIZES) as engine,
