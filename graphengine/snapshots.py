@@ -181,7 +181,7 @@ def _digests(
     yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
     for index, cache in enumerate(caches):
         digest = hashlib.sha256(f"{cache.dtype} {tuple(cache.shape)} ".encode())
-        digest.update(cache.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(cache.contiguous().flatten().view(torch.uint8).numpy().data)
         yield f"cache_{index}", digest.hexdigest()
 
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 PlanSource = Literal["user", "shipped", "heuristic"]
 
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 """Raise it with every change to a kernel, of prefill too, that may change the bits of a result
 while all plans stay the same: another order of summation, another rounding, another formula or
 constant, such as those of `kernels/prefill_attention.py`."""

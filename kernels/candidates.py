@@ -26,6 +26,9 @@ LAST_ID = tl.constexpr(2**31 - 1)
 NO_KEY = tl.constexpr(-2139095041)
 # Mass 1 of the fixed point.
 MASS_SCALE = tl.constexpr(2.0**40)
+# From here on float32 is too coarse for noise: it rounds by up to 2^-13, and what that leaves out
+# decides between equal sums.
+COARSE = tl.constexpr(2.0**11)
 
 
 class SamplingTensors(NamedTuple):
@@ -62,6 +65,22 @@ def sortable_key(value):
     """int32 in the order of the float32 `value`, which is no NaN; -0 and +0 share a key."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of_key(key):
+    """The float32 of a `sortable_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_coarse(value):
+    """Whether float32 is so coarse at `value` that what was rounded off counts.
+
+    Not at the largest floats, which stand for all that lies beyond, nor at NaN.
+    """
+    size = tl.abs(value)
+    return (size >= COARSE) & (size < LARGEST)
 
 
 @triton.jit

@@ -18,9 +18,11 @@ from graphengine.kernels.candidates import (
     MASS_SCALE,
     NO_KEY,
     SamplingTensors,
+    is_coarse,
     mask_stop_ids,
     scaled_tile,
     sortable_key,
+    value_of_key,
 )
 from graphengine.kernels.launching import launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
@@ -79,15 +81,9 @@ def find_cutoffs(
 
 
 @triton.jit
-def _value(key):
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _mass_tile(key, largest):
     """Fixed-point mass of candidates; equal keys have equal masses, `NO_KEY` has 0."""
-    return (tl.exp(_value(key) - largest) * MASS_SCALE).to(tl.int64)
+    return (tl.exp(value_of_key(key) - largest) * MASS_SCALE).to(tl.int64)
 
 
 @triton.jit
@@ -297,7 +293,7 @@ def _cutoff_kernel(
         largest_key = tl.max(column_key, 0)
 
         if largest_key > NO_KEY:
-            largest = _value(largest_key)
+            largest = value_of_key(largest_key)
             ties = tl.full((), 0, tl.int64)
             if by_count | by_mass:
                 # Where so many columns of the row hold a key >= floor, so many keys are. The few
@@ -359,7 +355,12 @@ def _cutoff_kernel(
                     ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
             floor = tl.full((), NO_KEY, tl.int32)
             if min_p > 0:
-                floor = sortable_key(largest + tl.log(tl.minimum(min_p, 1.0)))
+                share = tl.log(tl.minimum(min_p, 1.0))
+                least = largest + share
+                floor = sortable_key(least)
+                # Rounded down, it would let candidates in that lie below it.
+                if is_coarse(least) & (share - (least - largest) > 0):
+                    floor += 1
             if floor > cut:
                 cut = floor
             elif cut > NO_KEY:

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.candidates import LAST_ID
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
 from graphengine.kernels.launching import launch
@@ -22,7 +21,7 @@ from graphengine.kernels.records import (
     publish_tokens_reference,
     state_payload,
 )
-from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference
+from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference, tokens_of_tiles
 from graphengine.kernels.state import (
     EMITTED,
     INVALID,
@@ -50,9 +49,6 @@ from graphengine.kernels.stop_sequences import (
 _EMITTED = tl.constexpr(EMITTED)
 _INVALID = tl.constexpr(INVALID)
 _STOP = tl.constexpr(STOP)
-
-# The health of a row that has valid logits, as `sample_tiles` has it.
-_FINITE = tl.constexpr(1)
 
 # Entries of the tiles that a program holds at once: of one lane, and of several, of all together.
 _MAX_BLOCK_C = 16384
@@ -375,7 +371,7 @@ def _finish_decode_kernel(
     sequence = tl.load(sequence_ptr, cache_modifier=".cg") + 1
     wait_for_inputs(PDL)
 
-    token_W = _tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live_W, BLOCK_W, BLOCK_C)
+    token_W = tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live_W, BLOCK_W, BLOCK_C)
     if FORCED is not None:
         accepted = tl.minimum(tl.min(tl.where(fed_W, BLOCK_W, j), 0), FORCED)
     elif relaxed_ptr is None:
@@ -442,20 +438,3 @@ def _finish_decode_kernel(
     if arrived == tl.num_programs(0) - 1:
         tl.store(sequence_ptr, sequence)
         tl.store(arrivals_ptr, 0)
-
-
-@triton.jit
-def _tokens_of_tiles(
-    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """As `token_of_tiles`, of all lanes of a row at once: their loads overlap."""
-    best = tl.full([BLOCK_W, BLOCK_C], -(2**63), tl.int64)
-    health = tl.full([BLOCK_W, BLOCK_C], 0, tl.int32)
-    for start in range(0, tiles, BLOCK_C):
-        tile = (start + tl.arange(0, BLOCK_C))[None, :]
-        inside = live_W[:, None] & (tile < tiles)
-        at = lane_W[:, None] * tiles + tile
-        best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=-(2**63)))
-        health = tl.maximum(health, tl.load(health_ptr + at, mask=inside, other=0))
-    token_W = (tl.max(best, 1) & LAST_ID).to(tl.int32) ^ LAST_ID
-    return tl.where(tl.max(health, 1) == _FINITE, token_W, -1)

@@ -24,6 +24,13 @@ What is sampled, for a live row whose query sits at position p and whose token w
 Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
 2^22 ids cannot overflow it.
 
+Where l is huge, by a bias of 1e8 or a temperature of 1e-6, float32 rounds the noise of 4 away. A
+row's largest l is not known where lm_head samples, so it is not subtracted. Instead, sums that are
+equal in float32 and of at least 2^11 are told apart by their rounding errors, which are exact
+(Fast2Sum: T. J. Dekker, 1971). Rounding keeps the order, so the pair (sum, error) has the order of
+the exact sums, in every tiling. Of an error the lowest 2 bits are dropped; then the lower id wins.
+Below 2^11 float32 is fine enough for noise, and equal sums tie. So do sums at the largest float.
+
 Letters: R rows, S slots, V vocabulary, E stop ids a slot, C tiles of the vocabulary.
 """
 
@@ -31,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,14 +47,17 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from graphengine.kernels.candidates import (
+    COARSE,
     LARGEST,
     LAST_ID,
     MASS_SCALE,
     SamplingTensors,
     check_parameters,
+    is_coarse,
     mask_stop_ids,
     scaled_tile,
     sortable_key,
+    value_of_key,
 )
 from graphengine.kernels.cutoff import find_cutoffs
 from graphengine.kernels.dispatch import use_triton
@@ -60,10 +70,12 @@ MAX_VOCABULARY = 1 << 22
 
 _NOTHING = tl.constexpr(-(2**63))
 
-# What a tile knows of its logits; the row's health is the largest.
+# What a tile knows of its logits, in the lowest bits of its health; the row's is the largest. The
+# other bits are the sortable key of the rounding error of its best, 0 where that does not count.
 _NOTHING_FINITE = tl.constexpr(0)
 _FINITE = tl.constexpr(1)
 _NAN = tl.constexpr(2)
+HEALTH = tl.constexpr(3)
 
 _TILE_BLOCK = 1024
 _MAX_REDUCE_BLOCK = 4096
@@ -123,7 +135,7 @@ def sample_tiles(
             `position_R` must be older than the launch before.
 
     Returns:
-        best_RC: new int64 [R, C]; the row's largest says which token it is.
+        best_RC: new int64 [R, C], value and id of each tile's best.
         health_RC: new int32 [R, C]. `token_of_tiles` reads both; padded rows are not written.
     """
     stop_ids = _check(logits_RV, slot_R, position_R, params)
@@ -168,9 +180,12 @@ def sample_reference(
     token_R = torch.empty_like(slot_R) if out is None else out
     id_V = np.arange(logits_RV.shape[1])
     for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R + 1, params, id_V):
-        valid = health_V.max() == _FINITE.value
+        if health_V.max() != _FINITE.value:
+            token_R[row] = -1
+            continue
         # Of equals argmax takes the first, which is the lowest id.
-        token_R[row] = int(ids[np.argmax(value)]) if valid else -1
+        largest = np.flatnonzero(value.sum == value.sum.max())
+        token_R[row] = int(ids[largest[np.argmax(value.error[largest])]])
     return token_R
 
 
@@ -194,20 +209,39 @@ def sample_tiles_reference(
     best_RC = torch.empty(shape, dtype=torch.int64, device=device)
     health_RC = torch.empty(shape, dtype=torch.int32, device=device)
     for row, health_V, kept, value in _rows(logits_RV, slot_R, position_R + ahead, params, id_V):
-        packed_V = np.full(vocabulary, _NOTHING.value, np.int64)
-        packed_V[kept] = _packed(value, id_V[kept])
-        best_RC[row] = torch.from_numpy(np.maximum.reduceat(packed_V, starts))
-        health_RC[row] = torch.from_numpy(np.maximum.reduceat(health_V, starts))
+        key_V, second_V = np.full((2, vocabulary), _NOTHING.value, np.int64)
+        key_V[kept], second_V[kept] = _key(value.sum), _second(value.error, id_V[kept])
+        best_C, health_C = (np.maximum.reduceat(each, starts) for each in (key_V, health_V))
+        widths = np.diff(starts, append=vocabulary)
+        second_V[key_V < best_C.repeat(widths)] = _NOTHING.value
+        second_C = np.maximum.reduceat(second_V, starts)
+        there = best_C > _NOTHING.value
+        best_C[there] = best_C[there] << 32 | second_C[there] & LAST_ID.value
+        health_C[there] |= (second_C[there] >> 32).astype(np.int32)
+        best_RC[row], health_RC[row] = torch.from_numpy(best_C), torch.from_numpy(health_C)
     return best_RC, health_RC
 
 
 def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> torch.Tensor:
     """Plain twin of `token_of_tiles`, for all rows: new int32 [R]."""
-    token_R: torch.Tensor = (best_RC.amax(dim=1) & LAST_ID.value) ^ LAST_ID.value
-    return token_R.where(health_RC.amax(dim=1) == _FINITE.value, -1).to(torch.int32)
+    key_RC, error_RC = best_RC >> 32, (health_RC & ~HEALTH.value).long()
+    second_RC = error_RC << 32 | best_RC & LAST_ID.value
+    last_R = second_RC.where(key_RC == key_RC.amax(dim=1, keepdim=True), _NOTHING.value).amax(dim=1)
+    token_R: torch.Tensor = (last_R & LAST_ID.value) ^ LAST_ID.value
+    valid_R = (health_RC & HEALTH.value).amax(dim=1) == _FINITE.value
+    return token_R.where(valid_R, -1).to(torch.int32)
 
 
-Candidates = tuple[int, NDArray[np.int32], NDArray[np.intp], NDArray[np.float32]]
+class _Value(NamedTuple):
+    """What of the candidates the largest is sampled: scaled logit and noise, or the logit alone."""
+
+    sum: NDArray[np.float32]
+    error: NDArray[np.int32]
+    """Sortable key of what rounding left out of `sum`, without the bits of HEALTH; 0 where it does
+    not count."""
+
+
+Candidates = tuple[int, NDArray[np.int32], NDArray[np.intp], _Value]
 
 
 def _rows(
@@ -218,7 +252,7 @@ def _rows(
     id_V: NDArray[np.integer[Any]],
 ) -> Iterator[Candidates]:
     """Of each live row, whose token of ids `id_V` will sit at its position: its number, the health
-    of its logits, and the columns that are kept with the values of which the largest is sampled."""
+    of its logits, and the columns that are kept with their values."""
     logits, positions = logits_RV.numpy(force=True), position_R.tolist()
     by_slot: list[NDArray[Any]] = [tensor.numpy(force=True) for tensor in params]
     for row, slot in enumerate(slot_R.tolist()):
@@ -238,7 +272,7 @@ def _candidates(
     seed: np.int64,
     stop_ids_E: NDArray[np.int32],
     min_len: np.int32,
-) -> tuple[NDArray[np.int32], NDArray[np.intp], NDArray[np.float32]]:
+) -> tuple[NDArray[np.int32], NDArray[np.intp], _Value]:
     """Health, kept columns and values of a row whose token will sit at `position`."""
     if position < min_len:
         logits_V = np.where(np.isin(id_V, stop_ids_E), np.float32(-np.inf), logits_V)
@@ -247,22 +281,33 @@ def _candidates(
 
     columns = np.flatnonzero(logits_V > -np.inf)
     value: NDArray[np.float32] = logits_V[columns]
+    error = np.zeros(value.size, np.int32)
     if temperature > 0 and columns.size:
         with np.errstate(over="ignore"):
             value = np.clip(value / temperature, -LARGEST.value, LARGEST.value)
         if 0 < top_k < columns.size or top_p < 1 or min_p > 0:
             kept = _kept(value, int(top_k), float(top_p), min_p)
             columns, value = columns[kept], value[kept]
-        value = value + gumbel(philox_uint32(seed, position, id_V[columns]))
-    return health_V, columns, value
+        noise = gumbel(philox_uint32(seed, position, id_V[columns]))
+        scaled, value = value, value + noise
+        left_out = _key(noise - (value - scaled)) & ~HEALTH.value
+        size = np.abs(value)
+        coarse = (size >= COARSE.value) & (size < LARGEST.value)
+        error = np.where(coarse, left_out, 0).astype(np.int32)
+    return health_V, columns, _Value(value, error)
 
 
-def _packed(value: NDArray[np.float32], ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """The order of `_pack_tile`."""
+def _key(value: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The order of `sortable_key`."""
     bits = (value + np.float32(0)).view(np.int32).astype(np.int64)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    packed: NDArray[np.int64] = key << 32 | (ids ^ LAST_ID.value)
-    return packed
+    key: NDArray[np.int64] = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return key
+
+
+def _second(error: NDArray[np.int32], ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """int64 in the order of candidates of one sum: the largest error, then the lowest id."""
+    second: NDArray[np.int64] = error.astype(np.int64) << 32 | (ids ^ LAST_ID.value)
+    return second
 
 
 def _kept(
@@ -281,7 +326,11 @@ def _kept(
         target = max(math.ceil(top_p * float(reached[-1])), 1)
         count = int(np.searchsorted(reached, target)) + 1
     if min_p > 0:
-        floor = largest + np.log(np.minimum(min_p, np.float32(1)))
+        share = np.log(np.minimum(min_p, np.float32(1)))
+        floor = largest + share
+        if COARSE.value <= abs(floor) < LARGEST.value and share - (floor - largest) > 0:
+            # Rounded down, it would let candidates in that lie below it.
+            floor = np.nextafter(floor, np.float32(np.inf))
         count = min(count, int(np.count_nonzero(descending >= floor)))
     cut = descending[count - 1]
     kept: NDArray[np.bool_] = scaled > cut
@@ -337,10 +386,15 @@ def _any(flags):
 
 
 @triton.jit
-def _pack_tile(value, ids):
-    """int64 whose largest is the largest value, then the lowest id:
-    key(value) << 32 | (2^31 - 1 - id)."""
-    return (sortable_key(value).to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
+def _pack_tile(key, ids):
+    """int64 whose largest is the largest key, then the lowest id: key << 32 | (2^31 - 1 - id)."""
+    return (key.to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def is_best_coarse(best):
+    """Whether rounding errors decide between tiles, or candidates, of this best one's value."""
+    return is_coarse(value_of_key((best >> 32).to(tl.int32)))
 
 
 @triton.jit
@@ -383,7 +437,7 @@ def best_of_tile(
     finite = tl.abs(logits) < float("inf")
     health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
 
-    value = logits
+    health = tl.max(health, 1)
     kept = logits > float("-inf")
     temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
     draws = temperature > 0
@@ -396,23 +450,59 @@ def best_of_tile(
         seed = tl.load(seed_ptr + slot, mask=live, other=0)
         noise = gumbel_tile(philox_uint32_tile(seed, position, ids))
         value = tl.where(draws, scaled + noise, logits)
-    best = tl.max(tl.where(kept, _pack_tile(value, ids), _NOTHING), 1)
-    return best, tl.max(health, 1)
+        best = tl.max(tl.where(kept, _pack_tile(sortable_key(value), ids), _NOTHING), 1)
+        coarse = draws & is_best_coarse(best)[:, None]
+        if _any(coarse):
+            tied = kept & coarse & (sortable_key(value) == (best >> 32).to(tl.int32)[:, None])
+            error = noise - (value - tl.where(tied, scaled, 0.0))
+            second = _pack_tile(sortable_key(error) & ~HEALTH, ids)
+            second = tl.max(tl.where(tied, second, _NOTHING), 1)
+            found = second > _NOTHING
+            best = tl.where(found, (best & ~LAST_ID) | (second & LAST_ID), best)
+            health = tl.where(found, health | (second >> 32).to(tl.int32), health)
+    else:
+        best = tl.max(tl.where(kept, _pack_tile(sortable_key(logits), ids), _NOTHING), 1)
+    return best, health
 
 
 @triton.jit
 def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
     """The token of a row, -1 without valid logits; means nothing if it is not live."""
-    best = tl.full([BLOCK], _NOTHING, tl.int64)
-    health = tl.full([BLOCK], _NOTHING_FINITE, tl.int32)
-    for start in range(0, tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        inside = live & (tile < tiles)
-        at = row * tiles + tile
+    lane = row + tl.zeros([1], tl.int32)
+    live = live & (tl.zeros([1], tl.int32) == 0)
+    return tl.max(tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live, 1, BLOCK), 0)
+
+
+@triton.jit
+def tokens_of_tiles(
+    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """As `token_of_tiles`, of several rows at once: their loads overlap."""
+    best = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
+    health = tl.full([BLOCK_W, BLOCK_C], _NOTHING_FINITE, tl.int32)
+    for start in range(0, tiles, BLOCK_C):
+        tile = (start + tl.arange(0, BLOCK_C))[None, :]
+        inside = live_W[:, None] & (tile < tiles)
+        at = lane_W[:, None] * tiles + tile
         best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=_NOTHING))
-        health = tl.maximum(health, tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE))
-    token = (tl.max(best, 0) & LAST_ID).to(tl.int32) ^ LAST_ID
-    return tl.where(tl.max(health, 0) == _FINITE, token, -1)
+        status = tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE) & HEALTH
+        health = tl.maximum(health, status)
+    best_W = tl.max(best, 1)
+    if tl.max(is_best_coarse(best_W).to(tl.int32), 0) != 0:
+        # Tiles may tie in the sum. The passes over ordinary rows need not carry the errors.
+        last = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
+        for start in range(0, tiles, BLOCK_C):
+            tile = (start + tl.arange(0, BLOCK_C))[None, :]
+            inside = live_W[:, None] & (tile < tiles)
+            at = lane_W[:, None] * tiles + tile
+            packed = tl.load(best_ptr + at, mask=inside, other=_NOTHING)
+            error_key = tl.load(health_ptr + at, mask=inside, other=0) & ~HEALTH
+            second = (error_key.to(tl.int64) << 32) | (packed & LAST_ID)
+            tied = inside & ((packed >> 32) == (best_W >> 32)[:, None])
+            last = tl.maximum(last, tl.where(tied, second, _NOTHING))
+        best_W = tl.max(last, 1)
+    token_W = (best_W & LAST_ID).to(tl.int32) ^ LAST_ID
+    return tl.where(tl.max(health, 1) == _FINITE, token_W, -1)
 
 
 @triton.jit

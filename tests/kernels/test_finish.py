@@ -121,6 +121,28 @@ def test_any_number_of_tiles(twin: Twin, tiles: int):
     assert state.next_token.tolist() == [LAST_ID - 5, 9, 2, 9, 70_000]
 
 
+@pytest.mark.parametrize("tiles", [4, 4097, 8200])
+def test_rounding_errors_decide_between_tiles_of_one_huge_value(twin: Twin, tiles: int):
+    """Then the lower id; a larger error of a smaller value counts for nothing."""
+    keys = {"2048": 0x45000000, "-2048": ~0x45000000, "below": 0x44FFFFFF, "largest": 0x7F7FFFFF}
+    best = torch.full((5, tiles), -(2**63), dtype=torch.int64)
+    health = torch.zeros(5, tiles, dtype=torch.int32)
+    for lane, key in enumerate([*keys.values(), keys["2048"]]):
+        # Below 2048, and at the largest float, no tile has an error.
+        ids, errors = (7, 9, 8, 6), (0, 0, 0, 128) if lane in (2, 3) else (-64, 64, 64, 128)
+        for tile, (i, error) in enumerate(zip(ids, errors, strict=True)):
+            at = (tile * (tiles - 1)) // 3
+            best[lane, at] = key - (tile == 3) << 32 | (LAST_ID - i)
+            health[lane, at] = error | 1
+    health[4, 0] |= 2
+    state = twin.state(5)
+    tensors = [best.to(twin.device), health.to(twin.device)]
+    token, *_ = twin.finish(
+        *tensors, twin.lanes([*range(5)]), state, twin.limits(5), twin.mailbox(2, 5)
+    )
+    assert token == [8, 8, 7, 7, -1]
+
+
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_the_sequence_moves_once_and_tags_wrap(twin: Twin, rows: int):
     """The entry follows the whole sequence number, the tag its low 32 bits."""
