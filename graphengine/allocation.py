@@ -24,7 +24,8 @@ from graphengine.logits_step import LogitsStep
 from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.masks import MaskTable
 from graphengine.memory import MemoryPlan
-from graphengine.models.dense import DecodeLaunch, DecodePlans, DenseModel, arrival_counters
+from graphengine.models.contract import LinearPlans
+from graphengine.models.dense import DecodeLaunch, DenseModel, arrival_counters
 from graphengine.relaxed import Relaxation
 from graphengine.scheduler import Scheduler
 from graphengine.step import (
@@ -50,7 +51,7 @@ class Allocation:
     stream  of all replays and copies; None on a CPU
     """
 
-    plans: DecodePlans
+    plans: LinearPlans
     plan_sources: PlanSources
     buffers: StaticBuffers
     mailbox: Mailbox
@@ -66,7 +67,9 @@ def allocate(
 ) -> Allocation:
     """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
     on_gpu = memory.device.type == "cuda"
-    plans, plan_sources = choose_plans(model.config, memory.dtype, config.family, memory.device)
+    plans, plan_sources = choose_plans(
+        model.config.linears, memory.dtype, config.family, memory.device
+    )
     buffers = _new_buffers(model, memory, config, drafter, plans)
     mailbox = Mailbox(
         entries=config.mailbox_entries,
@@ -149,7 +152,7 @@ def _new_buffers(
     memory: MemoryPlan,
     config: EngineConfig,
     drafter: Drafter | None,
-    plans: DecodePlans,
+    plans: LinearPlans,
 ) -> StaticBuffers:
     prefill_tokens = memory.prefill_ladder.sizes[-1]
     if config.relaxed_acceptance is not None:
@@ -163,7 +166,7 @@ def _new_buffers(
         # Requests that share blocks copy each its own, so these may be more than the pool has.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         arrivals=max(
-            arrival_counters(model.config, plans, config.lanes),
+            arrival_counters(model.config, model.config.linears, plans, config.lanes),
             0 if drafter is None else drafter.arrivals(config.max_batch, config.lanes),
         ),
     )

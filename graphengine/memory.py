@@ -19,12 +19,7 @@ from graphengine.kernels import (
     logprob_items,
     prefill_attention_workspace_bytes,
 )
-from graphengine.models.dense import (
-    DenseConfig,
-    allocate_weights,
-    decode_shapes,
-    most_arrival_counters,
-)
+from graphengine.models.dense import DenseConfig, allocate_weights, most_arrival_counters
 from graphengine.models.prefill import prefill_scratch_width
 from graphengine.processing import PrefillKind, processing_fields
 from graphengine.tuning import MAX_SPLITS
@@ -292,7 +287,7 @@ def _workspace_bytes(
     )
     partials = max(partials, prefill_attention_workspace_bytes(model.head_dim))
     # lm_head is never split.
-    widest = max(M for kind, M, _ in decode_shapes(model).values() if kind != "sample")
+    widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest
     # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
     sampling = 3 * 4 * rows * model.vocab_size

@@ -84,6 +84,7 @@ def describe_numerics(memory: MemoryPlan, model: DenseModel, held: Allocation) -
     """What `Engine.numerics_id` says."""
     prefill = memory.prefill_ladder.sizes
     return numerics_id(
+        model.config.linears,
         held.plans,
         dtype=memory.dtype,
         extra={
@@ -183,7 +184,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,
         "row_family": engine.row_family,
-        "plan_sources": engine.plan_sources._asdict(),
+        "plan_sources": dict(engine.plan_sources),
         "numerics_id": engine.numerics_id,
         "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
         "speculative": describe(config.mode),

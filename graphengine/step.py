@@ -145,7 +145,7 @@ class StepProgram:
         residual = new_residual(
             rows * (1 + drafts),
             config.hidden_size,
-            residual_groups(plans.down, config.hidden_size),
+            residual_groups(plans["down"], config.hidden_size),
             dtype=model.dtype,
             device=buffers.device,
         )
@@ -204,7 +204,7 @@ class StepProgram:
         shared: Any = {
             "squares_TN": residual.squares,
             "eps": self.model.config.norm_eps,
-            "plan": launch.plans.lm_head,
+            "plan": launch.plans["lm_head"],
             "arrivals": launch.arrivals,
             "pdl": launch.pdl,
         }

@@ -30,8 +30,7 @@ import triton
 
 from graphengine.config import DTYPES
 from graphengine.kernels import LinearKind, LinearPlan, RowFamily, heuristic_plan
-from graphengine.models.dense import DecodePlans, DenseConfig, decode_shapes
-from graphengine.models.mtp import MtpConfig, MtpPlans, mtp_shapes
+from graphengine.models.contract import ByLinear, LinearPlans, Linears
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +71,6 @@ _FILE_FIELDS = ("version", "device", "entries")
 # Kernels count rows and columns in int32.
 _MAX_INTEGER = 2**31 - 1
 
-# Linears whose programs leave sums of squares of their own output (`kernels/residual.py`).
-_RESIDUAL_LINEARS = ("projection", "output", "down")
-
 
 class TuningKey(NamedTuple):
     """What a plan was measured for: a weight [M, K] of one dtype, its epilogue, and a family."""
@@ -110,30 +106,27 @@ class TunedPlan(NamedTuple):
 Table = dict[TuningKey, TunedPlan]
 
 
-class PlanSources(NamedTuple):
-    """Where each plan of a `DecodePlans` came from."""
+class PlanSources(ByLinear[PlanSource]):
+    """Where each plan of a `LinearPlans` came from."""
 
-    qkv: PlanSource
-    output: PlanSource
-    gate_up: PlanSource
-    down: PlanSource
-    lm_head: PlanSource
+    __slots__ = ()
 
     @property
     def untuned(self) -> tuple[str, ...]:
         """Linears that got the heuristic."""
-        return tuple(name for name, source in self._asdict().items() if source == "heuristic")
+        return tuple(name for name, source in self.items() if source == "heuristic")
 
     def __str__(self) -> str:
-        if len(set(self)) == 1:
-            return self.qkv
-        return ", ".join(f"{name} {source}" for name, source in self._asdict().items())
+        different = set(self.values())
+        if len(different) == 1:
+            return different.pop()
+        return ", ".join(f"{name} {source}" for name, source in self.items())
 
 
 def choose_plans(
-    config: DenseConfig, dtype: torch.dtype, family: RowFamily, device: torch.device | str
-) -> tuple[DecodePlans, PlanSources]:
-    """A plan for each linear of the decode step: the user's, else the shipped, else the heuristic.
+    linears: Linears, dtype: torch.dtype, family: RowFamily, device: torch.device | str
+) -> tuple[LinearPlans, PlanSources]:
+    """A plan for each linear of a decode step: the user's, else the shipped, else the heuristic.
 
     On a GPU what no table knows is logged at INFO. (On a CPU plans are carried along unused.)
 
@@ -142,28 +135,31 @@ def choose_plans(
             path in the message. It is not passed over: other plans may give other tokens. (Where
             the user has no cache directory, or none that may be entered, there is no table.)
     """
-    plans, sources = _choose_each(decode_shapes(config), dtype, family, device)
-    return DecodePlans(**plans), PlanSources(**sources)
-
-
-def choose_mtp_plans(
-    config: MtpConfig,
-    dtype: torch.dtype,
-    family: RowFamily,
-    device: torch.device | str,
-    *,
-    draft_vocab_size: int | None = None,
-) -> tuple[MtpPlans, dict[str, PlanSource]]:
-    """A plan for each linear of a draft module, its logits included, and where it came from.
-
-    draft_vocab_size  rows of a trimmed lm_head; None: the target's
-
-    Raises:
-        ValueError: as of `choose_plans`.
-    """
-    shapes = mtp_shapes(config, draft_vocab_size=draft_vocab_size)
-    plans, sources = _choose_each(shapes, dtype, family, device)
-    return MtpPlans(**plans), sources
+    gpu = device_name(device)
+    tables: dict[PlanSource, Table] = {
+        "user": read_user_table(gpu),
+        "shipped": shipped_table(gpu),
+    }
+    plans: dict[str, LinearPlan] = {}
+    sources: dict[str, PlanSource] = {}
+    for name, linear in linears.items():
+        key = TuningKey(family, *linear, dtype)
+        plans[name], sources[name] = choose_plan(key, tables)
+    chosen = PlanSources(sources)
+    if chosen.untuned and torch.device(device).type != "cpu":
+        missing = (
+            f"{name} {linears[name].rows} x {linears[name].columns}" for name in chosen.untuned
+        )
+        log.info(
+            "no tuned plan on %s for %s %s: %s; `graphengine tune --family %s` with "
+            "`--checkpoint` or `--shape` measures them",
+            gpu,
+            family,
+            dtype_name(dtype),
+            ", ".join(missing),
+            family,
+        )
+    return LinearPlans(plans), chosen
 
 
 def choose_plan(
@@ -176,40 +172,9 @@ def choose_plan(
     return heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family), "heuristic"
 
 
-def _choose_each(
-    shapes: Mapping[str, tuple[LinearKind, int, int]],
-    dtype: torch.dtype,
-    family: RowFamily,
-    device: torch.device | str,
-) -> tuple[dict[str, LinearPlan], dict[str, PlanSource]]:
-    """`choose_plan` for linears of these kinds and shapes, by name; on a GPU misses are logged."""
-    gpu = device_name(device)
-    tables: dict[PlanSource, Table] = {
-        "user": read_user_table(gpu),
-        "shipped": shipped_table(gpu),
-    }
-    plans: dict[str, LinearPlan] = {}
-    sources: dict[str, PlanSource] = {}
-    for linear, (kind, M, K) in shapes.items():
-        key = TuningKey(family, kind, M, K, dtype)
-        plans[linear], sources[linear] = choose_plan(key, tables)
-    untuned = [linear for linear, source in sources.items() if source == "heuristic"]
-    if untuned and torch.device(device).type != "cpu":
-        missing = (f"{name} {shapes[name][1]} x {shapes[name][2]}" for name in untuned)
-        log.info(
-            "no tuned plan on %s for %s %s: %s; `graphengine tune --family %s` with "
-            "`--checkpoint` or `--shape` measures them",
-            gpu,
-            family,
-            dtype_name(dtype),
-            ", ".join(missing),
-            family,
-        )
-    return plans, sources
-
-
 def numerics_id(
-    plans: DecodePlans | MtpPlans,
+    linears: Linears,
+    plans: LinearPlans,
     *,
     dtype: torch.dtype,
     extra: Mapping[str, str | int | float | bool | None],
@@ -224,8 +189,8 @@ def numerics_id(
         "version": NUMERICS_VERSION,
         "dtype": dtype_name(dtype),
         "linears": {
-            name: _numerics(plan, leaves_squares=name in _RESIDUAL_LINEARS)
-            for name, plan in plans._asdict().items()
+            name: _numerics(plan, leaves_squares=linears[name].kind == "residual")
+            for name, plan in plans.items()
         },
         "extra": dict(extra),
     }
@@ -235,6 +200,9 @@ def numerics_id(
 
 def _numerics(plan: LinearPlan, *, leaves_squares: bool) -> dict[str, str | int]:
     """What of a plan places the elements of a sum.
+
+    leaves_squares  whether the programs leave sums of squares of their output, as those with a
+                    residual epilogue do (`kernels/residual.py`)
 
     Warps count in `dot` too: sums of squares are reduced over a tile that is spread over them.
     `block_m` says in `fma` how a tile is spread over threads, and in both families how many columns

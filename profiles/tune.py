@@ -68,13 +68,8 @@ from graphengine.kernels import (
     residual_groups,
 )
 from graphengine.kernels.sampling import token_of_tiles_reference
-from graphengine.models.dense import (
-    DecodePlans,
-    DenseConfig,
-    DenseModel,
-    allocate_weights,
-    decode_shapes,
-)
+from graphengine.models.contract import LinearPlans
+from graphengine.models.dense import DenseConfig, DenseModel, allocate_weights
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.shapes import DEMO, NAMES, Subject, fill_random, linear_bytes
 from graphengine.tuning import TunedPlan, TuningKey
@@ -120,24 +115,22 @@ class Target:
     names: tuple[str, ...]
     key: TuningKey
 
-    def plan(self, plans: DecodePlans) -> LinearPlan:
-        found: LinearPlan = getattr(plans, self.names[0])
-        return found
+    def plan(self, plans: LinearPlans) -> LinearPlan:
+        return plans[self.names[0]]
 
-    def variants(self, plans: DecodePlans) -> dict[LinearPlan, DecodePlans]:
+    def variants(self, plans: LinearPlans) -> dict[LinearPlan, LinearPlans]:
         """`plans` with each candidate in this place; the first is the one that is there."""
         candidates = dict.fromkeys([self.plan(plans), *candidate_plans(self.key)])
-        return {plan: plans._replace(**dict.fromkeys(self.names, plan)) for plan in candidates}
+        return {plan: plans.replace(dict.fromkeys(self.names, plan)) for plan in candidates}
 
 
 def targets_of(
     config: DenseConfig, dtype: torch.dtype, family: RowFamily, only: Sequence[str] = ORDER
 ) -> list[Target]:
     """A model's linears in the order of the search, as far as `only` names them."""
-    shapes = decode_shapes(config)
     names_of: dict[TuningKey, list[str]] = {}
     for name in ORDER:
-        names_of.setdefault(TuningKey(family, *shapes[name], dtype), []).append(name)
+        names_of.setdefault(TuningKey(family, *config.linears[name], dtype), []).append(name)
     return [Target(tuple(n), key) for key, n in names_of.items() if not set(only).isdisjoint(n)]
 
 
@@ -225,7 +218,7 @@ class Step:
     """
 
     target: Target
-    plans: DecodePlans
+    plans: LinearPlans
     before: LinearPlan
     times: Mapping[LinearPlan, Times]
     scores: Mapping[LinearPlan, float]
@@ -261,13 +254,13 @@ class Step:
 
 def search(
     targets: Sequence[Target],
-    plans: DecodePlans,
+    plans: LinearPlans,
     bench: ChainBench,
     *,
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[Step], object] = lambda step: None,
-) -> DecodePlans:
+) -> LinearPlans:
     """Coordinate descent over `targets` from `plans`; `report` gets each step as it is taken.
 
     After `seconds` no further plans are measured; a batch that has begun is finished.
@@ -282,7 +275,7 @@ def search(
     # of squares are new, behind a linear whose block_m has changed.
     everything = [variant for target in targets for variant in target.variants(plans).values()]
     bench.prepare(everything, seconds=_COMPILE_SHARE * (deadline - clock()))
-    searched: dict[TuningKey, DecodePlans] = {}
+    searched: dict[TuningKey, LinearPlans] = {}
     for _ in range(MAX_ROUNDS):
         gains = [0.0]
         for target in targets:
@@ -299,7 +292,7 @@ def search(
 
 def _step(
     target: Target,
-    plans: DecodePlans,
+    plans: LinearPlans,
     bench: ChainBench,
     deadline: float,
     clock: Callable[[], float],
@@ -358,9 +351,9 @@ class ChainBench:
             min_len=zero,
         )
         # Two for each tile, of which none has fewer than 16 rows.
-        most = max(M for _, M, _ in decode_shapes(model.config).values())
+        most = max(linear.rows for linear in model.config.linears.values())
         self._arrivals = zero.new_zeros(2 * triton.cdiv(most, 16))
-        self._failures: dict[DecodePlans, str | None] = {}
+        self._failures: dict[LinearPlans, str | None] = {}
         # A forked process could not use CUDA.
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(processes, mp_context=spawn) if processes else None
@@ -369,7 +362,7 @@ class ChainBench:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def prepare(self, variants: Sequence[DecodePlans], *, seconds: float) -> dict[DecodePlans, str]:
+    def prepare(self, variants: Sequence[LinearPlans], *, seconds: float) -> dict[LinearPlans, str]:
         """Compile plans and check what they compute; a reason for each that must not be used.
 
         No compilation begins after `seconds`.
@@ -380,25 +373,25 @@ class ChainBench:
         reasons = {plans: self._failures.get(plans, "not compiled in time") for plans in variants}
         return {plans: reason for plans, reason in reasons.items() if reason is not None}
 
-    def times(self, variants: Sequence[DecodePlans], *, head: bool) -> list[Times]:
+    def times(self, variants: Sequence[LinearPlans], *, head: bool) -> list[Times]:
         """Time chains, with lm_head behind them or not, that `prepare` let pass."""
         with _on(self.device):
             columns = [self._times_at(rows, variants, head) for rows in self.rows]
         return list(zip(*columns, strict=True))
 
-    def run(self, plans: DecodePlans, rows: int, *, layers: int, head: bool) -> None:
+    def run(self, plans: LinearPlans, rows: int, *, layers: int, head: bool) -> None:
         for _ in self.launches(plans, rows, layers=layers, head=head):
             pass
 
     def launches(
-        self, plans: DecodePlans | None, rows: int, *, layers: int, head: bool
+        self, plans: LinearPlans | None, rows: int, *, layers: int, head: bool
     ) -> Iterator[tuple[str, Any]]:
         """Launch one linear after the other, as `DenseModel.decode` does, and yield what it gives.
 
         That is valid until the next one is launched. None for plans: references, and logits.
         """
         x, config = self._x[:rows], self.model.config
-        groups = residual_groups(plans.down, config.hidden_size) if plans else 1
+        groups = residual_groups(plans["down"], config.hidden_size) if plans else 1
         squares = (x.square().sum(dim=1) / groups).repeat(groups, 1)
         residual = Residual(x.clone(), x.to(self.model.dtype, copy=True), squares)
         for layer in range(layers):
@@ -415,15 +408,15 @@ class ChainBench:
             yield "lm_head", self._launch(plans, 0, "lm_head", residual.scaled, residual)
 
     def _launch(
-        self, plans: DecodePlans | None, layer: int, name: str, x: Tensor, residual: Residual
+        self, plans: LinearPlans | None, layer: int, name: str, x: Tensor, residual: Residual
     ) -> Any:
         config, weights, slot = self.model.config, self.model.weights, self._slot[: len(x)]
-        kind, of_layer = decode_shapes(config)[name][0], weights.layers[layer]
+        kind, of_layer = config.linears[name].kind, weights.layers[layer]
         weight = weights.lm_head if name == "lm_head" else getattr(of_layer, name)
         bias = getattr(of_layer, f"{name}_bias", None)
         options: dict[str, Any] = {}
         if plans is not None:
-            options = {"plan": getattr(plans, name), "arrivals": self._arrivals, "pdl": True}
+            options = {"plan": plans[name], "arrivals": self._arrivals, "pdl": True}
         if kind == "residual":
             norm = of_layer.ffn_norm if name == "output" else self.model.norm_behind(layer)
             add = linear_residual if plans else linear_residual_reference
@@ -436,7 +429,7 @@ class ChainBench:
         multiply = linear if plans else linear_reference
         return multiply(x, weight, slot, bias=bias, swiglu=kind == "swiglu", **options)
 
-    def _compile(self, variants: Sequence[DecodePlans], seconds: float) -> list[DecodePlans]:
+    def _compile(self, variants: Sequence[LinearPlans], seconds: float) -> list[LinearPlans]:
         """Those that were compiled in time, or failed to be: that shows again here."""
         if self._pool is None:
             return list(variants)
@@ -449,7 +442,7 @@ class ChainBench:
         wait(late)
         return [plans for plans, future in futures.items() if not future.cancelled()]
 
-    def _failure(self, plans: DecodePlans) -> str | None:
+    def _failure(self, plans: LinearPlans) -> str | None:
         """Why a layer and lm_head do not run, or how far they are from the reference."""
         allowed = _TOLERANCE[self.model.dtype]
         try:
@@ -470,7 +463,7 @@ class ChainBench:
         launched = self.launches(None, max(self.rows), layers=1, head=True)
         return [[part.clone() for part in _parts(result)] for _, result in launched]
 
-    def _times_at(self, rows: int, variants: Sequence[DecodePlans], head: bool) -> list[float]:
+    def _times_at(self, rows: int, variants: Sequence[LinearPlans], head: bool) -> list[float]:
         """Median microseconds of graphs that take turns, behind a turn to warm up."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -524,7 +517,7 @@ def _error(result: Any, expected: Sequence[Tensor]) -> float:
 Setting = tuple[DenseConfig, torch.dtype, torch.device, tuple[int, ...]]
 
 
-def _first_launch(setting: Setting, plans: DecodePlans) -> None:
+def _first_launch(setting: Setting, plans: LinearPlans) -> None:
     """In a process of its own: compile, which leaves kernels in Triton's cache on disk.
 
     What fails does so again where it can be reported; some of Triton's errors cannot be pickled.
@@ -606,7 +599,7 @@ def tune(options: argparse.Namespace) -> None:
     print(f"{config.architecture} on {name}, chains of {layers} layers -> {path}", flush=True)
     model = chain_model(config, dtype, device, layers=layers)
     for family, rows in rows_of.items():
-        plans, _ = tuning.choose_plans(config, dtype, family, device)
+        plans, _ = tuning.choose_plans(config.linears, dtype, family, device)
         targets = targets_of(config, dtype, family, options.only)
         bench = ChainBench(model, rows, processes=compile_processes(model))
         with contextlib.closing(bench):
@@ -624,7 +617,7 @@ def _print_step(rows: Sequence[int]) -> Callable[[Step], None]:
 
 
 def entries(
-    targets: Sequence[Target], plans: DecodePlans, layer_us: float, head_us: float
+    targets: Sequence[Target], plans: LinearPlans, layer_us: float, head_us: float
 ) -> tuning.Table:
     """What of `plans` was searched, for a table."""
     date = datetime.now(UTC).date().isoformat()

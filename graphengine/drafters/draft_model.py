@@ -60,7 +60,7 @@ class DraftModelDrafter(Drafter):
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_weights(self.config, device=str(device), dtype=dtype)
-        self.plans, self.plan_sources = choose_plans(self.config, dtype, family, device)
+        self.plans, self.plan_sources = choose_plans(self.config.linears, dtype, family, device)
         self._checkpoint.load(destinations(self._checkpoint, self.config, self.weights))
         return {}
 
@@ -76,7 +76,7 @@ class DraftModelDrafter(Drafter):
         return (self.config.num_layers, *self.config.kv_block_shape(block_size))
 
     def arrivals(self, rows: int, lanes: int) -> int:
-        return arrival_counters(self.config, self.plans, self.lanes_of(rows))
+        return arrival_counters(self.config, self.config.linears, self.plans, self.lanes_of(rows))
 
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.config, lanes)
@@ -91,7 +91,7 @@ class DraftModelDrafter(Drafter):
             self.weights.lm_head,
             None,
             setting.sampling,
-            plan=self.plans.lm_head,
+            plan=self.plans["lm_head"],
             eps=self.config.norm_eps,
         )
         self._launch = setting.launch._replace(
@@ -156,7 +156,7 @@ class DraftModelDrafter(Drafter):
         return new_residual(
             lanes,
             config.hidden_size,
-            residual_groups(self.plans.down, config.hidden_size),
+            residual_groups(self.plans["down"], config.hidden_size),
             dtype=self._model.dtype,
             device=self._block_table.device,
         )

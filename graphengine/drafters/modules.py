@@ -12,9 +12,9 @@ from graphengine.kernels import (
     Fusion,
     Residual,
     RowFamily,
-    arrivals_needed,
     new_residual,
 )
+from graphengine.models.contract import Linears
 from graphengine.models.dense import (
     DecodeLaunch,
     Destinations,
@@ -22,7 +22,7 @@ from graphengine.models.dense import (
     most_arrival_counters,
 )
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, mtp_decode
-from graphengine.tuning import choose_mtp_plans
+from graphengine.tuning import choose_plans
 
 
 class ModuleDrafter(Drafter):
@@ -42,11 +42,12 @@ class ModuleDrafter(Drafter):
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
-        drafted = None if self.vocabulary is None else self.vocabulary.numel()
-        self.plans, self.plan_sources = choose_mtp_plans(
-            self.config, dtype, family, device, draft_vocab_size=drafted
-        )
+        self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
         return self.weights.named(self.config)
+
+    @property
+    def _linears(self) -> Linears:
+        return self.config.linears(None if self.vocabulary is None else self.vocabulary.numel())
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
@@ -58,10 +59,8 @@ class ModuleDrafter(Drafter):
         return (self.config.modules, *self.config.dense.kv_block_shape(block_size))
 
     def arrivals(self, rows: int, lanes: int) -> int:
-        dense, plans = self.config.dense, self.plans
         widest = max(lanes, lanes // (1 + self.length) * self.lanes_of_row)
-        projection = arrivals_needed(plans.projection, dense.hidden_size)
-        return max(projection, arrival_counters(dense, plans.layer, widest))
+        return arrival_counters(self.config.dense, self._linears, self.plans, widest)
 
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.config.dense, lanes)
@@ -84,11 +83,11 @@ class ModuleDrafter(Drafter):
             target.weights.lm_head,
             self.vocabulary,
             setting.sampling,
-            plan=self.plans.lm_head,
+            plan=self.plans["lm_head"],
             eps=dense.norm_eps,
         )
         self._context = target.context._replace(config=dense)
-        self._launch = setting.launch._replace(plans=self.plans.layer)
+        self._launch = setting.launch._replace(plans=self.plans)
         self._target_eps = target.config.norm_eps
         self._limit = setting.limit
         self._block_table = setting.buffers["block_table"]
@@ -105,7 +104,6 @@ class ModuleDrafter(Drafter):
         """Module `index` for decode lanes: its output, scaled for its final norm."""
         return mtp_decode(
             self._modules[index],
-            self.plans.projection,
             combined,
             residual,
             lanes,

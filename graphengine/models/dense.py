@@ -21,22 +21,18 @@ from torch import Tensor
 from graphengine.kernels import (
     PREFILL_ARRIVALS,
     DecodeLanes,
-    LinearKind,
-    LinearPlan,
     PrefillLanes,
     Residual,
     RopeConfig,
-    RowFamily,
-    arrivals_needed,
     decode_attention,
     decode_attention_arrivals,
     embed,
-    heuristic_plan,
     linear,
     linear_residual,
     rms_norm,
     rope_tables,
 )
+from graphengine.models.contract import Linear, LinearPlans, Linears, linear_arrivals
 from graphengine.models.prefill import (
     Attend,
     PrefillScratch,
@@ -86,6 +82,18 @@ class DenseConfig:
     @property
     def attention_scale(self) -> float:
         return float(self.head_dim**-0.5)
+
+    @property
+    def linears(self) -> Linears:
+        """Of a decode step: those of each layer, and lm_head."""
+        hidden, ffn = self.hidden_size, self.ffn_size
+        return {
+            "qkv": Linear("store", self.qkv_size, hidden),
+            "output": Linear("residual", hidden, self.q_size),
+            "gate_up": Linear("swiglu", 2 * ffn, hidden),
+            "down": Linear("residual", hidden, ffn),
+            "lm_head": Linear("sample", self.vocab_size, hidden),
+        }
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
         """Shape of one layer's KV block: `[2, block_size, G, D]`."""
@@ -224,50 +232,15 @@ def allocate_layer(config: DenseConfig, *, device: str, dtype: torch.dtype) -> L
     )
 
 
-class DecodePlans(NamedTuple):
-    """How each linear of the decode step is cut; one set serves every bucket."""
+def arrival_counters(config: DenseConfig, linears: Linears, plans: LinearPlans, lanes: int) -> int:
+    """Counters that the kernels of a step share: what the neediest of them uses.
 
-    qkv: LinearPlan
-    output: LinearPlan
-    gate_up: LinearPlan
-    down: LinearPlan
-    lm_head: LinearPlan
-
-    @property
-    def family(self) -> RowFamily:
-        return self.qkv.family
-
-
-def decode_shapes(config: DenseConfig) -> dict[str, tuple[LinearKind, int, int]]:
-    """Kind, rows and columns of the weight behind each field of `DecodePlans`."""
-    hidden, ffn = config.hidden_size, config.ffn_size
-    return {
-        "qkv": ("store", config.qkv_size, hidden),
-        "output": ("residual", hidden, config.q_size),
-        "gate_up": ("swiglu", 2 * ffn, hidden),
-        "down": ("residual", hidden, ffn),
-        "lm_head": ("sample", config.vocab_size, hidden),
-    }
-
-
-def heuristic_plans(config: DenseConfig, dtype: torch.dtype, family: RowFamily) -> DecodePlans:
-    """Plans for a model that no tuning table knows."""
-    plans = {
-        name: heuristic_plan(kind, M, K, dtype, family)
-        for name, (kind, M, K) in decode_shapes(config).items()
-    }
-    return DecodePlans(**plans)
-
-
-def arrival_counters(model: DenseConfig, plans: DecodePlans, lanes: int) -> int:
-    """Counters that the kernels of a step share: what the neediest of them uses."""
-    linears = [
-        arrivals_needed(getattr(plans, name), M) for name, (_, M, _) in decode_shapes(model).items()
-    ]
+    linears  those of the step, a draft module's own among them
+    """
     attention = decode_attention_arrivals(
-        lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
+        lanes, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
     )
-    return max(PREFILL_ARRIVALS, attention, *linears)
+    return max(PREFILL_ARRIVALS, attention, linear_arrivals(linears, plans))
 
 
 # The fewest rows a program of a plan that splits.
@@ -276,7 +249,7 @@ _LEAST_SPLIT_ROWS = 16
 
 def most_arrival_counters(model: DenseConfig, lanes: int) -> int:
     """What `arrival_counters` comes to at most, whatever the plans."""
-    widest = max(M for _, M, _ in decode_shapes(model).values())
+    widest = max(linear.rows for linear in model.linears.values())
     attention = decode_attention_arrivals(
         lanes, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
     )
@@ -290,7 +263,7 @@ class DecodeLaunch(NamedTuple):
     are launched. Each `tokens_per_row` lanes are tokens of one slot, at consecutive positions.
     """
 
-    plans: DecodePlans
+    plans: LinearPlans
     split_tokens: int
     arrivals: Tensor
     pdl: bool
@@ -331,7 +304,7 @@ def decode_layer(
         squares_TN=residual.squares,
         eps=config.norm_eps,
         bias=layer.qkv_bias,
-        plan=plans.qkv,
+        plan=plans["qkv"],
         **shared,
     )
     attended = decode_attention(
@@ -360,7 +333,7 @@ def decode_layer(
         residual,
         layer.ffn_norm,
         bias=layer.output_bias,
-        plan=plans.output,
+        plan=plans["output"],
         **shared,
     )
     gated = linear(
@@ -371,7 +344,7 @@ def decode_layer(
         eps=config.norm_eps,
         bias=layer.gate_up_bias,
         swiglu=True,
-        plan=plans.gate_up,
+        plan=plans["gate_up"],
         **shared,
     )
     return linear_residual(
@@ -381,7 +354,7 @@ def decode_layer(
         residual,
         next_norm,
         bias=layer.down_bias,
-        plan=plans.down,
+        plan=plans["down"],
         **shared,
     )
 

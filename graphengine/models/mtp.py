@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,17 +28,15 @@ from torch.nn import functional
 from graphengine.checkpoint import Checkpoint
 from graphengine.kernels import (
     DecodeLanes,
-    LinearKind,
-    LinearPlan,
     PrefillLanes,
     Residual,
     linear_residual,
     rms_norm,
 )
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
+from graphengine.models.contract import Linear, Linears
 from graphengine.models.dense import (
     DecodeLaunch,
-    DecodePlans,
     DenseConfig,
     Destinations,
     LayerContext,
@@ -47,7 +44,6 @@ from graphengine.models.dense import (
     allocate_layer,
     allocate_weights,
     decode_layer,
-    decode_shapes,
 )
 from graphengine.models.families import read_model_config
 from graphengine.models.prefill import (
@@ -166,6 +162,16 @@ class MtpConfig:
     @property
     def hidden_first(self) -> bool:
         return self.layout.hidden_first
+
+    def linears(self, draft_vocab_size: int | None = None) -> Linears:
+        """Of one run of a module: its projection, those of its layer, and lm_head.
+
+        draft_vocab_size  rows of a trimmed lm_head; None: the target's
+        """
+        hidden, layer = self.dense.hidden_size, self.dense
+        if draft_vocab_size is not None:
+            layer = replace(layer, vocab_size=draft_vocab_size)
+        return {"projection": Linear("residual", hidden, 2 * hidden), **layer.linears}
 
     def first(self, modules: int) -> MtpConfig:
         """The same with the first `modules` of them alone."""
@@ -351,39 +357,8 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
     return MtpWeights(modules=modules)
 
 
-class MtpPlans(NamedTuple):
-    """How each linear of a draft module is cut; one set serves every bucket."""
-
-    projection: LinearPlan
-    qkv: LinearPlan
-    output: LinearPlan
-    gate_up: LinearPlan
-    down: LinearPlan
-    lm_head: LinearPlan
-    """Of the draft's logits, whose vocabulary may be trimmed."""
-
-    @property
-    def layer(self) -> DecodePlans:
-        """What a `DecodeLaunch` of the module has as its plans."""
-        return DecodePlans(*self[1:])
-
-
-def mtp_shapes(
-    config: MtpConfig, *, draft_vocab_size: int | None = None
-) -> dict[str, tuple[LinearKind, int, int]]:
-    """Kind, rows and columns of the weight behind each field of `MtpPlans`.
-
-    All but the projection, and the logits of a trimmed vocabulary, are as in the target.
-    """
-    hidden = config.dense.hidden_size
-    vocab_size = config.dense.vocab_size if draft_vocab_size is None else draft_vocab_size
-    projection: tuple[LinearKind, int, int] = ("residual", hidden, 2 * hidden)
-    return {"projection": projection} | decode_shapes(replace(config.dense, vocab_size=vocab_size))
-
-
 def mtp_decode(
     module: MtpModuleWeights,
-    projection: LinearPlan,
     combined_N2H: Tensor,
     residual: Residual,
     row: DecodeLanes,
@@ -399,7 +374,7 @@ def mtp_decode(
     kv            the module's layer of the cache: each live lane's keys and values are written at
                   `row.position`
     context       the target's, or with the module's own `dense`
-    launch        with `MtpPlans.layer` as its plans
+    launch        with plans of `MtpConfig.linears`
 
     Logits are `lm_head` of the result's `scaled` by its `squares`, as of the target's; so is the
     hidden state that the next run reads.
@@ -410,7 +385,7 @@ def mtp_decode(
         row.slot,
         residual,
         module.layer.input_norm,
-        plan=projection,
+        plan=launch.plans["projection"],
         arrivals=launch.arrivals,
         pdl=launch.pdl,
     )

@@ -28,7 +28,8 @@ from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.models import dense
-from graphengine.models.dense import DecodePlans, DenseConfig, decode_shapes, heuristic_plans
+from graphengine.models.contract import LinearPlans, heuristic_plans
+from graphengine.models.dense import DenseConfig
 from graphengine.models.families import read_model_config
 from graphengine.speculative import NGram
 from graphengine.step import Sampler, StepOutputs, StepProgram, decode_bucket
@@ -201,17 +202,17 @@ def test_who_decodes_gets_a_token_with_every_chunk_of_a_newcomer(
 # Which kernels: families, plans and what they are called.
 
 
-def plans_of(engine: Engine) -> DecodePlans:
+def plans_of(engine: Engine) -> LinearPlans:
     config, memory = engine.model.config, engine.memory
-    return heuristic_plans(config, memory.dtype, engine.row_family)
+    return heuristic_plans(config.linears, memory.dtype, engine.row_family)
 
 
 def write_user_table(
     config: DenseConfig, dtype: torch.dtype, device: str, plans: dict[str, Any]
 ) -> Path:
-    """A table of the user's that has these of the fields of `DecodePlans`."""
+    """A table of the user's that has these of the fields of `LinearPlans`."""
     name = device_name(device)
-    shapes = decode_shapes(config)
+    shapes = config.linears
     measured: dict[str, Any] = {"us": 1.0, "torch": "2", "triton": "3", "date": "2026-11-20"}
     table = {
         TuningKey(plan.family, *shapes[linear], dtype): TunedPlan(plan, **measured)
@@ -290,28 +291,28 @@ def test_a_users_table_decides_the_plans_and_the_id(
         expected = engine.generate("def f(", params(temperature=0.0)).token_ids
 
     monkeypatch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path))
-    changed = before.down._replace(warps=before.down.warps * 2)
+    changed = before["down"]._replace(warps=before["down"].warps * 2)
     path = write_user_table(config, dtype, "cpu", {"down": changed})
     assert path.parent == tmp_path
     with open_engine(CPU, checkpoints, max_batch=max_batch) as engine:
-        assert engine.plans == before._replace(down=changed)
-        assert engine.plan_sources._asdict() == dict.fromkeys(before._fields, "heuristic") | {
-            "down": "user"
-        }
+        assert engine.plans == before.replace({"down": changed})
+        assert engine.plan_sources == dict.fromkeys(before, "heuristic") | {"down": "user"}
         assert "down user" in str(engine.report())
         assert engine.numerics_id != id_before
         # A CPU has no use for plans.
         assert engine.generate("def f(", params(temperature=0.0)).token_ids == expected
 
     # The plans are part of the numerics, where they come from is not.
-    write_user_table(config, dtype, "cpu", before._asdict())
+    write_user_table(config, dtype, "cpu", dict(before))
     with open_engine(CPU, checkpoints, max_batch=max_batch) as engine:
-        assert set(engine.plan_sources) == {"user"} and "plans user," in str(engine.report())
+        assert set(engine.plan_sources.values()) == {"user"} and "plans user," in str(
+            engine.report()
+        )
         assert engine.numerics_id == id_before
         # A table of the other family is none for this one.
         other = {"max_batch": 2, "row_family": "dot" if max_batch == 1 else "fma"}
     with open_engine(CPU, checkpoints, **other) as engine:
-        assert set(engine.plan_sources) == {"heuristic"}
+        assert set(engine.plan_sources.values()) == {"heuristic"}
 
     path.write_text("{")
     with pytest.raises(ValueError, match=path.name):
@@ -551,7 +552,7 @@ def use_kernels(
             monkeypatch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path))
             config = read_model_config(Checkpoint.open(checkpoint_of(case, checkpoints)).config)
             dtype = DTYPES[case[2]]
-            plans = heuristic_plans(config, dtype, "dot")._asdict()
+            plans = heuristic_plans(config.linears, dtype, "dot")
             split = {
                 name: plan._replace(splits=2) for name, plan in plans.items() if name != "lm_head"
             }
@@ -567,7 +568,7 @@ UseKernels = Callable[[Case, Kernels], dict[str, Any]]
 
 def assert_kernels(engine: Engine, kernels: Kernels) -> None:
     assert engine.row_family == ("fma" if kernels.max_batch == 2 else "dot")
-    splits = [plan.splits for plan in engine.plans]
+    splits = [plan.splits for plan in engine.plans.values()]
     assert splits == [2, 2, 2, 2, 1] or not kernels.split, f"{engine.plans}"
 
 

@@ -55,7 +55,7 @@ from graphengine.models.mtp import (
     read_mtp_config,
 )
 from graphengine.text import Tokenizer
-from graphengine.tuning import choose_mtp_plans
+from graphengine.tuning import choose_plans
 
 TOLERANCE = 1e-4
 """Of float32 hidden states and logits, relative to the largest of them."""
@@ -106,10 +106,9 @@ class Drafter:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def launch(self, family: RowFamily) -> DecodeLaunch:
-        plans, _ = choose_mtp_plans(self.config, torch.float32, family, self.device)
-        self.projection = plans.projection
+        plans, _ = choose_plans(self.config.linears(), torch.float32, family, self.device)
         arrivals = torch.zeros(4096, dtype=torch.int32, device=self.device)
-        return DecodeLaunch(plans.layer, split_tokens=64, arrivals=arrivals, pdl=False)
+        return DecodeLaunch(plans, split_tokens=64, arrivals=arrivals, pdl=False)
 
     def combine(self, module: int, token_N: Tensor, hidden_NH: Tensor) -> Tensor:
         weights, embedding = self.weights.modules[module], self.model.weights.embedding
@@ -143,7 +142,6 @@ class Drafter:
         launch = self.launch(family)
         end = mtp_decode(
             self.weights.modules[module],
-            self.projection,
             combined,
             residual,
             row,
@@ -165,7 +163,7 @@ class Drafter:
             slot_N,
             squares_TN=end.squares,
             eps=self.config.norm_eps,
-            plan=launch.plans.lm_head,
+            plan=launch.plans["lm_head"],
         )
 
     def chunk(self, slot: int, start: int, tokens: list[int], size: int) -> PrefillLanes:

@@ -25,13 +25,12 @@ from graphengine import tuning
 from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
-from graphengine.models.dense import allocate_weights, decode_shapes, heuristic_plans
+from graphengine.models.contract import heuristic_plans
+from graphengine.models.dense import allocate_weights
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import (
     MtpConfig,
-    MtpPlans,
     allocate_mtp_weights,
-    mtp_shapes,
     read_mtp_config,
 )
 
@@ -271,12 +270,11 @@ def test_windows_of_qwen2_are_refused() -> None:
 
 def test_shapes_are_the_targets_and_the_projection(tmp_path: Path) -> None:
     _, config = random_config(tmp_path, "mimo")
-    shapes = mtp_shapes(config)
-    assert tuple(shapes) == MtpPlans._fields
+    shapes = dict(config.linears())
     assert shapes.pop("projection") == ("residual", HIDDEN, 2 * HIDDEN)
-    assert shapes == decode_shapes(config.dense)
+    assert shapes == config.dense.linears
     assert shapes["lm_head"] == ("sample", VOCAB, HIDDEN)
-    trimmed = mtp_shapes(config, draft_vocab_size=32)
+    trimmed = config.linears(draft_vocab_size=32)
     assert trimmed["lm_head"] == ("sample", 32, HIDDEN)
     assert trimmed["gate_up"] == shapes["gate_up"] == ("swiglu", 2 * FFN, HIDDEN)
 
@@ -287,24 +285,24 @@ def test_plans_of_a_module_are_found_as_the_targets_are(
     monkeypatch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path / "cache"))
     _, config = random_config(tmp_path, "mimo")
     dtype, family = torch.bfloat16, "dot"
-    plans, sources = tuning.choose_mtp_plans(config, dtype, family, "cpu")
-    assert plans.layer == heuristic_plans(config.dense, dtype, family)
+    plans, sources = tuning.choose_plans(config.linears(), dtype, family, "cpu")
+    assert plans == heuristic_plans(config.linears(), dtype, family)
     assert set(sources.values()) == {"heuristic"}
 
     own = LinearPlan("dot", block_m=16, block_k=16)
     tuned = tuning.TunedPlan(own, us=1.0, torch="2", triton="3", date="2026-01-01")
-    shapes = mtp_shapes(config, draft_vocab_size=32)
+    shapes = config.linears(draft_vocab_size=32)
     keys = [tuning.TuningKey(family, *shapes[name], dtype) for name in ("projection", "lm_head")]
     tuning.write_table(tuning.user_table_path("cpu"), "cpu", dict.fromkeys(keys, tuned))
-    trimmed, sources = tuning.choose_mtp_plans(config, dtype, family, "cpu", draft_vocab_size=32)
-    assert trimmed == plans._replace(projection=own, lm_head=own)
+    trimmed, sources = tuning.choose_plans(shapes, dtype, family, "cpu")
+    assert trimmed == plans.replace({"projection": own, "lm_head": own})
     assert {name for name, source in sources.items() if source == "user"} == {
         "projection",
         "lm_head",
     }
     # They are part of the numerics, by the rows that a sum of squares covers too.
     ids = {
-        tuning.numerics_id(plans._replace(projection=projection), dtype=dtype, extra={})
+        tuning.numerics_id(shapes, plans.replace({"projection": projection}), dtype=dtype, extra={})
         for projection in (own, own._replace(block_m=32), own._replace(stages=2))
     }
     assert len(ids) == 2

@@ -32,13 +32,8 @@ from graphengine.kernels import (
 )
 from graphengine.memory import _workspace_bytes
 from graphengine.models import dense
-from graphengine.models.dense import (
-    DecodeLaunch,
-    DecodePlans,
-    DenseConfig,
-    decode_shapes,
-    heuristic_plans,
-)
+from graphengine.models.contract import LinearPlans, heuristic_plans
+from graphengine.models.dense import DecodeLaunch, DenseConfig
 from graphengine.profiles import tune
 from graphengine.profiles.shapes import model_shape
 from graphengine.profiles.tune import ChainBench, Step, Times
@@ -164,7 +159,7 @@ def test_a_user_without_a_home_has_no_table(
 
     monkeypatch.setattr(Path, "home", no_home)
     caplog.set_level(logging.INFO)
-    _, sources = tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+    _, sources = tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
     assert str(sources) == "heuristic"
     (message,) = caplog.messages
     assert "no home directory, and neither GRAPHENGINE_CACHE_DIR nor XDG_CACHE_HOME" in message
@@ -191,7 +186,7 @@ def test_a_folder_that_may_not_be_entered_holds_no_table(
     path = tuning.user_table_path("cpu")
     fail_at(path, monkeypatch, "stat", errno.EACCES)
     caplog.set_level(logging.INFO)
-    _, sources = tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+    _, sources = tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
     assert str(sources) == "heuristic"
     (message,) = caplog.messages
     assert str(path) in message and "Permission denied" in message
@@ -229,14 +224,14 @@ def test_a_table_that_cannot_be_read_is_an_error(
     tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
     fail_at(path, monkeypatch, method, number)
     with pytest.raises(ValueError, match=f"{path} cannot be read: .*{os.strerror(number)}"):
-        tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+        tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
 
 
 def test_a_folder_in_the_tables_place_is_an_error() -> None:
     path = tuning.user_table_path("cpu")
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"{path} cannot be read: .*Is a directory"):
-        tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+        tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
     with pytest.raises(ValueError, match=f"{path} cannot be read"):
         tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
 
@@ -457,7 +452,7 @@ def test_a_missing_field_and_a_second_plan_are_named(tmp_path: Path) -> None:
 
 
 def key_of(linear: str, family: RowFamily = "fma") -> TuningKey:
-    return TuningKey(family, *decode_shapes(MODEL)[linear], BF16)
+    return TuningKey(family, *MODEL.linears[linear], BF16)
 
 
 def test_the_users_plans_win_over_shipped_ones_over_the_heuristic(
@@ -468,18 +463,18 @@ def test_the_users_plans_win_over_shipped_ones_over_the_heuristic(
     own = FMA._replace(block_m=8)
     path = tuning.user_table_path("cpu")
     tuning.write_table(path, "cpu", {key_of(name): tuned(own) for name in ("qkv", "lm_head")})
-    plans, sources = tuning.choose_plans(MODEL, BF16, "fma", "cpu")
-    heuristic = heuristic_plans(MODEL, BF16, "fma")
-    assert plans == heuristic._replace(qkv=own, down=FMA, lm_head=own)
-    assert sources == ("user", "heuristic", "heuristic", "shipped", "user")
+    plans, sources = tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
+    heuristic = heuristic_plans(MODEL.linears, BF16, "fma")
+    assert plans == heuristic.replace({"qkv": own, "down": FMA, "lm_head": own})
+    assert list(sources.values()) == ["user", "heuristic", "heuristic", "shipped", "user"]
     assert sources.untuned == ("output", "gate_up")
     assert str(sources) == (
         "qkv user, output heuristic, gate_up heuristic, down shipped, lm_head user"
     )
     # Another dtype and another family are other keys.
     for dtype, family in ((torch.float16, "fma"), (BF16, "dot")):
-        plans, sources = tuning.choose_plans(MODEL, dtype, family, "cpu")  # type: ignore[arg-type]
-        assert plans == heuristic_plans(MODEL, dtype, family)  # type: ignore[arg-type]
+        plans, sources = tuning.choose_plans(MODEL.linears, dtype, family, "cpu")  # type: ignore[arg-type]
+        assert plans == heuristic_plans(MODEL.linears, dtype, family)  # type: ignore[arg-type]
         assert str(sources) == "heuristic"
 
 
@@ -488,7 +483,7 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    tuning.choose_plans(MODEL, BF16, "dot", "cpu")
+    tuning.choose_plans(MODEL.linears, BF16, "dot", "cpu")
     assert not caplog.messages
     whole = DOT._replace(splits=1)
     table = {
@@ -496,7 +491,7 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
     }
     path = tuning.user_table_path("NVIDIA Test")
     tuning.write_table(path, "NVIDIA Test", table)
-    tuning.choose_plans(MODEL, BF16, "dot", "cuda")
+    tuning.choose_plans(MODEL.linears, BF16, "dot", "cuda")
     (message,) = caplog.messages
     assert message.startswith(
         "no tuned plan on NVIDIA Test for dot bfloat16: qkv 800 x 72, down 72 x 100; "
@@ -505,7 +500,7 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
     caplog.clear()
     more = {key_of(name, "dot"): tuned(whole) for name in ("qkv", "down")}
     tuning.write_table(path, "NVIDIA Test", more)
-    _, sources = tuning.choose_plans(MODEL, BF16, "dot", "cuda")
+    _, sources = tuning.choose_plans(MODEL.linears, BF16, "dot", "cuda")
     assert not caplog.messages
     assert str(sources) == "user"
 
@@ -515,18 +510,18 @@ def test_a_damaged_table_of_the_user_is_an_error() -> None:
     path.parent.mkdir()
     path.write_text("[]")
     with pytest.raises(ValueError, match=str(path)):
-        tuning.choose_plans(MODEL, BF16, "fma", "cpu")
+        tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
 
 
 # Numerics.
 
-MODEL_LINEARS = DecodePlans._fields
-RESIDUAL = {name for name, (kind, _, _) in decode_shapes(MODEL).items() if kind == "residual"}
+MODEL_LINEARS = tuple(MODEL.linears)
+RESIDUAL = {name for name, (kind, _, _) in MODEL.linears.items() if kind == "residual"}
 
 
 def ident(plan: LinearPlan, extra: Mapping[str, Any] | None = None, **others: LinearPlan) -> str:
-    plans = DecodePlans(**(dict.fromkeys(MODEL_LINEARS, plan) | others))
-    return numerics_id(plans, dtype=BF16, extra=extra or {})
+    plans = LinearPlans(dict.fromkeys(MODEL_LINEARS, plan) | others)
+    return numerics_id(MODEL.linears, plans, dtype=BF16, extra=extra or {})
 
 
 def test_a_numerics_id_is_short_and_stable() -> None:
@@ -562,7 +557,7 @@ def test_rows_of_a_dot_tile_matter_where_squares_are_summed(linear: str) -> None
 
 
 def test_other_parts_of_a_numerics_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = DecodePlans(**dict.fromkeys(MODEL_LINEARS, DOT))
+    plans = LinearPlans(dict.fromkeys(MODEL_LINEARS, DOT))
     ids = {
         ident(DOT),
         ident(DOT._replace(family="fma")),
@@ -570,7 +565,7 @@ def test_other_parts_of_a_numerics_id(monkeypatch: pytest.MonkeyPatch) -> None:
         ident(DOT, {"attention_split": 512}),
         ident(DOT, qkv=DOT._replace(splits=1)),
         ident(DOT, gate_up=DOT._replace(splits=1)),
-        numerics_id(plans, dtype=torch.float16, extra={}),
+        numerics_id(MODEL.linears, plans, dtype=torch.float16, extra={}),
     }
     assert len(ids) == 7
     assert ident(DOT, {"a": 1, "b": 2}) == ident(DOT, {"b": 2, "a": 1})
@@ -602,7 +597,7 @@ def test_the_parts_of_a_split_product_are_in_the_workspace(rows: int) -> None:
     """Beside the logits: the parts of the widest plan that a table can hold."""
     model = model_shape("llama-8b")
     workspace = _workspace_bytes(model, rows, BucketLadder(16, (16,)), BF16, 4096)
-    for kind, M, K in decode_shapes(model).values():
+    for kind, M, K in model.linears.values():
         plan = LinearPlan("dot", block_m=64, block_k=64, splits=tuning.MAX_SPLITS)
         if kind == "sample":
             with pytest.raises(ValueError, match="splits=16 must be 1 for sample"):
@@ -672,11 +667,11 @@ def test_targets_of_a_model() -> None:
     square = replace(MODEL, ffn_size=MODEL.q_size)
     shared = tune.targets_of(square, BF16, "dot", ["output"])[0]
     assert shared.names == ("down", "output")
-    plans = heuristic_plans(square, BF16, "dot")
+    plans = heuristic_plans(square.linears, BF16, "dot")
     variants = shared.variants(plans)
-    assert next(iter(variants.items())) == (plans.down, plans)
+    assert next(iter(variants.items())) == (plans["down"], plans)
     for plan, variant in variants.items():
-        assert variant == plans._replace(down=plan, output=plan)
+        assert variant == plans.replace({"down": plan, "output": plan})
 
 
 # The search.
@@ -685,17 +680,17 @@ def test_targets_of_a_model() -> None:
 class FakeBench(ChainBench):
     """Times from a function; plans that it gives a string are refused with that."""
 
-    def __init__(self, time_of: Callable[[DecodePlans], Times | str]) -> None:
+    def __init__(self, time_of: Callable[[LinearPlans], Times | str]) -> None:
         self.time_of = time_of
-        self.prepared: list[DecodePlans] = []
-        self.timed: list[tuple[DecodePlans, bool]] = []
+        self.prepared: list[LinearPlans] = []
+        self.timed: list[tuple[LinearPlans, bool]] = []
 
-    def prepare(self, variants: Sequence[DecodePlans], *, seconds: float) -> dict[DecodePlans, str]:
+    def prepare(self, variants: Sequence[LinearPlans], *, seconds: float) -> dict[LinearPlans, str]:
         self.prepared += variants
         answers = {plans: self.time_of(plans) for plans in variants}
         return {plans: answer for plans, answer in answers.items() if isinstance(answer, str)}
 
-    def times(self, variants: Sequence[DecodePlans], *, head: bool) -> list[Times]:
+    def times(self, variants: Sequence[LinearPlans], *, head: bool) -> list[Times]:
         assert set(variants) <= set(self.prepared)
         self.timed += [(plans, head) for plans in variants]
         answers = []
@@ -710,15 +705,15 @@ LLAMA = model_shape("llama-1b")
 
 
 def run_search(
-    time_of: Callable[[DecodePlans], Times | str],
+    time_of: Callable[[LinearPlans], Times | str],
     family: RowFamily = "dot",
     only: Sequence[str] = tune.ORDER,
     **options: Any,
-) -> tuple[DecodePlans, list[Step], FakeBench]:
+) -> tuple[LinearPlans, list[Step], FakeBench]:
     bench, steps = FakeBench(time_of), list[Step]()
     plans = tune.search(
         tune.targets_of(LLAMA, BF16, family, only),
-        heuristic_plans(LLAMA, BF16, family),
+        heuristic_plans(LLAMA.linears, BF16, family),
         bench,
         report=steps.append,
         **{"seconds": math.inf} | options,
@@ -735,16 +730,16 @@ def distance(plan: LinearPlan, other: LinearPlan) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_best_of_each_linear_is_found(family: RowFamily) -> None:
-    best = DecodePlans(
-        **{
+    best = LinearPlans(
+        {
             name: SHIPPED[TuningKey(family, *shape, BF16)].plan
-            for name, shape in decode_shapes(LLAMA).items()
+            for name, shape in LLAMA.linears.items()
         }
     )
     rows = tune.DEFAULT_ROWS[family]
 
-    def time_of(plans: DecodePlans) -> Times:
-        return (10 + sum(map(distance, plans, best)),) * len(rows)
+    def time_of(plans: LinearPlans) -> Times:
+        return (10 + sum(map(distance, plans.values(), best.values())),) * len(rows)
 
     plans, steps, bench = run_search(time_of, family)
     assert plans == best
@@ -753,32 +748,32 @@ def test_the_best_of_each_linear_is_found(family: RowFamily) -> None:
     assert 6 <= len(steps) < 10
     assert {step.gain for step in steps[5:]} == {0.0}
     assert {head for _, head in bench.timed} == {False, True}
-    assert bench.prepared[0] == heuristic_plans(LLAMA, BF16, family)
+    assert bench.prepared[0] == heuristic_plans(LLAMA.linears, BF16, family)
 
 
 def test_neighbours_are_in_place() -> None:
     """A plan of qkv that is good with one of down only: the second round finds the pair."""
-    start = heuristic_plans(LLAMA, BF16, "dot")
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
     qkv, output = (
-        next(p for p in tune.candidate_plans(key) if p != getattr(start, name))
+        next(p for p in tune.candidate_plans(key) if p != start[name])
         for name in ("qkv", "output")
-        for key in [TuningKey("dot", *decode_shapes(LLAMA)[name], BF16)]
+        for key in [TuningKey("dot", *LLAMA.linears[name], BF16)]
     )
 
-    def time_of(plans: DecodePlans) -> Times:
-        if plans.output == output:
-            return (80.0, 80.0) if plans.qkv == qkv else (90.0, 90.0)
-        return (120.0, 120.0) if plans.qkv == qkv else (100.0, 100.0)
+    def time_of(plans: LinearPlans) -> Times:
+        if plans["output"] == output:
+            return (80.0, 80.0) if plans["qkv"] == qkv else (90.0, 90.0)
+        return (120.0, 120.0) if plans["qkv"] == qkv else (100.0, 100.0)
 
     plans, steps, bench = run_search(time_of)
-    assert plans == start._replace(qkv=qkv, output=output)
+    assert plans == start.replace({"qkv": qkv, "output": output})
     gains = [(step.target.names[0], round(step.gain, 3)) for step in steps if step.gain]
     assert gains == [("output", 0.1), ("qkv", 0.111)]
     # One linear differs from those in use, in everything that is measured.
     for timed, _ in bench.timed:
         assert any(
             sum(a != b for a, b in zip(timed, used, strict=True)) <= 1
-            for used in (start, start._replace(output=output), plans)
+            for used in (start, start.replace({"output": output}), plans)
         )
 
 
@@ -791,14 +786,14 @@ def test_rounds_are_limited() -> None:
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.05, False), (0.15, False), (0.3, True), (5, True)])
 def test_a_plan_stays_unless_it_is_clearly_beaten(gain: float, kept: bool) -> None:
-    start = heuristic_plans(LLAMA, BF16, "dot")
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
     better = tune.candidate_plans(key_of_llama("down"))[3]
 
-    def time_of(plans: DecodePlans) -> Times:
-        return (100.0 - gain,) * 2 if plans.down == better else (100.0,) * 2
+    def time_of(plans: LinearPlans) -> Times:
+        return (100.0 - gain,) * 2 if plans["down"] == better else (100.0,) * 2
 
     plans, steps, _ = run_search(time_of, only=["down"])
-    assert plans.down == (better if kept else start.down)
+    assert plans["down"] == (better if kept else start["down"])
     assert len(steps) == 1, "with the same neighbours a second round finds nothing new"
     table = steps[0].table((8, 32))
     starred = [line for line in table.splitlines() if line.startswith("* ")]
@@ -809,39 +804,39 @@ def test_a_plan_stays_unless_it_is_clearly_beaten(gain: float, kept: bool) -> No
 
 
 def key_of_llama(linear: str) -> TuningKey:
-    return TuningKey("dot", *decode_shapes(LLAMA)[linear], BF16)
+    return TuningKey("dot", *LLAMA.linears[linear], BF16)
 
 
 def test_every_number_of_rows_counts_the_same() -> None:
     first, second = tune.candidate_plans(key_of_llama("down"))[3:5]
     times = {first: (9.0, 111.0), second: (11.0, 80.0)}
-    plans, _, _ = run_search(lambda p: times.get(p.down, (10.0, 100.0)), only=["down"])
-    assert plans.down == second
+    plans, _, _ = run_search(lambda p: times.get(p["down"], (10.0, 100.0)), only=["down"])
+    assert plans["down"] == second
 
 
 def test_plans_that_are_refused_do_not_win() -> None:
     fast = tune.candidate_plans(key_of_llama("gate_up"))[2:6]
 
-    def time_of(plans: DecodePlans) -> Times | str:
-        return "gate_up is off by 7\nand so on" if plans.gate_up in fast else (5.0, 5.0)
+    def time_of(plans: LinearPlans) -> Times | str:
+        return "gate_up is off by 7\nand so on" if plans["gate_up"] in fast else (5.0, 5.0)
 
     plans, steps, bench = run_search(time_of, only=["gate_up"])
-    assert plans == heuristic_plans(LLAMA, BF16, "dot")
-    assert not {timed.gate_up for timed, _ in bench.timed} & set(fast)
+    assert plans == heuristic_plans(LLAMA.linears, BF16, "dot")
+    assert not {timed["gate_up"] for timed, _ in bench.timed} & set(fast)
     assert set(steps[0].refused) == set(fast)
     assert "4 refused, 0 not tried" in steps[0].table((8, 32))
     assert steps[0].table((8, 32)).endswith("  refused: gate_up is off by 7")
 
 
 def test_plans_to_start_from_must_work() -> None:
-    with pytest.raises(RuntimeError, match=r"DecodePlans\(.* cannot be measured: down: broken"):
+    with pytest.raises(RuntimeError, match=r"LinearPlans\(.* cannot be measured: down: broken"):
         run_search(lambda plans: "down: broken")
 
 
 def test_the_time_is_bounded() -> None:
     clock: Iterator[int] = iter(range(1000))
     _, steps, bench = run_search(
-        lambda plans: (float(plans.down.block_m),) * 2, seconds=5, clock=lambda: next(clock)
+        lambda plans: (float(plans["down"].block_m),) * 2, seconds=5, clock=lambda: next(clock)
     )
     # Until 5: what begins a search, what begins a step, one batch, and no more.
     (step,) = steps
@@ -852,14 +847,14 @@ def test_the_time_is_bounded() -> None:
 
 
 def test_without_time_nothing_changes() -> None:
-    start = heuristic_plans(LLAMA, BF16, "dot")
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
     plans, steps, _ = run_search(lambda plans: (1.0, 1.0), seconds=0.0)
     assert (plans, steps) == (start, [])
 
 
 def test_a_step_without_time_has_a_table() -> None:
     clock = iter([0, 0, 0, 0, 9, 9, 9, 9, 9, 9])
-    start = heuristic_plans(LLAMA, BF16, "dot")
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
     plans, (step,), bench = run_search(lambda p: (1.0, 1.0), seconds=5, clock=lambda: next(clock))
     assert plans == start
     assert not bench.timed
@@ -875,7 +870,7 @@ def bench_of(rows: tuple[int, ...] = (1, 20), processes: int = 0, **changes: Any
     return ChainBench(model, rows, processes=processes)
 
 
-PLANS = DecodePlans(**dict.fromkeys(DecodePlans._fields, DOT))
+PLANS = LinearPlans(dict.fromkeys(LLAMA.linears, DOT))
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -907,7 +902,7 @@ def test_a_chain_is_a_decode_step_without_attention(
 
 def test_right_results_pass() -> None:
     bench = bench_of()
-    other = PLANS._replace(down=DOT._replace(block_m=16))
+    other = PLANS.replace({"down": DOT._replace(block_m=16)})
     assert bench.prepare([PLANS, other], seconds=1) == {}
 
 
@@ -945,7 +940,7 @@ def test_wrong_results_are_refused(
         return result
 
     monkeypatch.setattr(tune, function, wrong)
-    variant = PLANS._replace(**{named: changed})
+    variant = PLANS.replace({named: changed})
     refused = bench.prepare([PLANS, variant], seconds=1)
     assert list(refused) == [variant]
     assert refused[variant].startswith(f"{named} of 20 rows is off by ")
@@ -965,7 +960,7 @@ def test_plans_are_compiled_in_other_processes(monkeypatch: pytest.MonkeyPatch) 
     try:
         assert bench.prepare([PLANS], seconds=math.inf) == {}
         # What is not begun in time is not used, and not held against the plan later on.
-        many = [PLANS._replace(down=DOT._replace(stages=n)) for n in range(1, 9)]
+        many = [PLANS.replace({"down": DOT._replace(stages=n)}) for n in range(1, 9)]
         late = bench.prepare(many, seconds=0)
         assert set(late.values()) == {"not compiled in time"}
         assert many[-1] in late
@@ -1024,9 +1019,9 @@ def test_a_command_writes_what_it_found(
     class Timer(FakeBench):
         def __init__(self, model: Any, rows: tuple[int, ...], *, processes: int) -> None:
             assert processes == 3
-            super().__init__(lambda plans: tuple(float(r + plans.down.block_m) for r in rows))
+            super().__init__(lambda plans: tuple(float(r + plans["down"].block_m) for r in rows))
 
-        def times(self, variants: Sequence[DecodePlans], *, head: bool) -> list[Times]:
+        def times(self, variants: Sequence[LinearPlans], *, head: bool) -> list[Times]:
             found = super().times(variants, head=head)
             return [tuple(us + 7 * head for us in times) for times in found]
 
@@ -1041,10 +1036,10 @@ def test_a_command_writes_what_it_found(
     assert table.keys() == {
         TuningKey(family, *shape, torch.float16)
         for family in FAMILIES
-        for shape in decode_shapes(LLAMA).values()
+        for shape in LLAMA.linears.values()
     }
     assert len(closed) == 2
-    down, lm_head = (decode_shapes(LLAMA)[name] for name in ("down", "lm_head"))
+    down, lm_head = (LLAMA.linears[name] for name in ("down", "lm_head"))
     entry = table[TuningKey("dot", *down, torch.float16)]
     assert entry.plan.block_m == 32
     # At 8 rows, and shared among 9 layers.
@@ -1089,7 +1084,7 @@ def test_heuristic_plans_agree_with_the_reference(family: RowFamily, dtype: torc
     config = replace(MODEL, hidden_size=584, ffn_size=1026)
     model = tune.chain_model(config, dtype, torch.device("cuda"), layers=2)
     bench = ChainBench(model, tune.DEFAULT_ROWS[family])
-    plans = heuristic_plans(config, dtype, family)
+    plans = heuristic_plans(config.linears, dtype, family)
     assert bench.prepare([plans], seconds=math.inf) == {}
     (chain,), (whole,) = (bench.times([plans], head=head) for head in (False, True))
     assert all(0 < a < b < 10_000 for a, b in zip(chain, whole, strict=True))
