@@ -9,15 +9,15 @@ What is promised:
   going to do: each turn of a loop, call, filter, test, comparison, operator, slice, output. A step
   is about what one turn of a loop takes, and pays for 4 to 4096 characters or items, by what is
   done with them (`graphengine.template_costs`). So a rendering ends after a few seconds at most.
-- No text, list or integer is made that exceeds MAX_SIZE or MAX_BITS, nor much more than that held
-  on the way there: where the size of a result is not known before, it is at most a few times that
-  of the operands.
+- No text, list or integer is kept that exceeds MAX_SIZE or MAX_BITS. Where the size of a result
+  follows from the operands it is refused before it is made; elsewhere it is at most some times as
+  large as they are, and refused after.
 - Values nest at most MAX_DEPTH deep where all of one is gone through.
 - Names that a template may not touch, by jinja2's rules, and methods that pad to a width are
   refused.
 
-No promise is made for the time that it takes to compile a source of any length, and none for memory
-beyond this: a rendering may hold a few hundred megabytes.
+No promise is made for the time that it takes to compile a source of any length, and none for
+memory: a template that sets out to can hold a few gigabytes, in texts each within MAX_SIZE.
 """
 
 from __future__ import annotations
@@ -150,6 +150,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     weight += 1 + len(item)
                     continue
                 weight += 1 + _own_size(item)
+                if isinstance(item, range):
+                    # It holds nothing, but whoever goes through it makes all of it.
+                    self.charge(len(item) // 2)
                 if (inner := _inside(item)) is not None:
                     held.append(inner)
                     break

@@ -67,6 +67,7 @@ ATTACKS: dict[str, list[str]] = {
         f"{LONG}{{{{ l.index(-1) }}}}{{{{ l.count(-1) }}}}",
         f"{LONG}{{% for i in l %}}{{% set x = l[1:] %}}{{% endfor %}}",
         f"{LONG}{{{{ dict(l|batch(2)) }}}}",
+        "{{ {}.fromkeys(range(99999)) }}",
         f"{LONG}{{% macro f() %}}{{% endmacro %}}{{{{ f(*l) }}}}",
         f"{LONG}{{% for i in [1] %}}{{{{ loop.changed(l) }}}}{{% endfor %}}",
         f"{LONG}{{{{ l|unique|list }}}}",
