@@ -157,20 +157,20 @@ class VanillaDrafter(ModuleDrafter):
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk = prefilled.chunk
         slot = chunk.slot[:1].clamp(min=0).long()
-        epoch, kept_DH = self._epoch[slot], kept_SDH[slot][0]
+        epoch, fed = self._epoch.index_select(0, slot), self._kept_epoch.index_select(0, slot)
+        kept_DH = kept_SDH.index_select(0, slot)[0]
         # Without a chunk before, rows in front of this one are those of a reused prefix, or none.
-        begun = self._kept_epoch[slot] == epoch
-        lowest = torch.where(begun, 0, chunk.position[:1])
+        lowest = torch.where(fed == epoch, 0, chunk.position[:1])
         hidden = prefilled.hidden
         runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []
         for index in range(1, self.length):
             hidden = torch.cat([kept_DH[index - 1 : index], runs[-1][:-1]])
-            last = torch.where(prefilled.final != 0, hidden[chunk.last], runs[-1][chunk.last])
-            kept.append(last)
+            behind = torch.where(prefilled.final != 0, hidden, runs[-1])
+            kept.append(behind.index_select(0, chunk.last))
             runs.append(self._prefill(index, prefilled, following, hidden, lowest))
         live = chunk.slot[:1] >= 0
-        kept_SDH[slot] = torch.where(live, torch.cat(kept), kept_DH)[None]
-        self._kept_epoch[slot] = torch.where(live, epoch, self._kept_epoch[slot])
+        kept_SDH.index_copy_(0, slot, torch.where(live, torch.cat(kept), kept_DH)[None])
+        self._kept_epoch.index_copy_(0, slot, torch.where(live, epoch, fed))
         return runs
 
     def _prefill(
