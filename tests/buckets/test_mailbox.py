@@ -159,6 +159,8 @@ def test_timeout_returns_none(clock: Clock, mailbox: Mailbox, mode: WaitMode) ->
     assert mailbox.wait(1, 3, timeout=0.25, mode=mode) is None
     # The last pause may begin a moment before the end.
     assert 0.25 <= clock.now - started <= 0.25 + 2 * clock.per_call + BLOCK_SECONDS
+    # It looks once, and then no limit is reached.
+    assert mailbox.wait(1, 3, timeout=0, limit=0) is None
     publish(mailbox, 1, PAYLOADS)
     assert mailbox.wait(1, 3, timeout=0) is not None
 
@@ -178,6 +180,8 @@ def test_a_long_list_of_missing_lanes_is_cut(mailbox: Mailbox) -> None:
     wide = Mailbox(2, 100, device="cpu")
     with pytest.raises(TimeoutError, match=r"100 of 100 lanes miss it; .*, 7: \[0, 0\], \.\.\.$"):
         wide.wait(1, 100, limit=0)
+    with pytest.raises(TimeoutError, match=r"8 of 8 lanes miss it; .*, 7: \[0, 0\]$"):
+        wide.wait(1, 8, limit=0)
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0])

@@ -486,6 +486,14 @@ def test_a_part_changes_its_lanes_and_copies_no_others(device: str) -> None:
     assert buffers["table"].cpu().tolist() == [[1] * WIDTH, [7, 8, 9], [4, 0, 0], table[3]]
 
 
+@pytest.mark.parametrize("names", [("rows", "top_p"), ("top_p", "rows")])
+def test_parts_of_several_fields_arrive_in_one_copy(names: tuple[str, str]) -> None:
+    buffers = make()
+    buffers.load({name: Part(1, [3, 4]) for name in names}, sequence=1)
+    assert buffers["rows"].tolist() == [-1, 3, 4, -1]
+    assert buffers["top_p"].tolist() == [1, 3, 4, 1]
+
+
 def test_a_part_past_the_lanes_is_refused() -> None:
     buffers = make()
     before = contents(buffers)
