@@ -29,7 +29,6 @@ from graphengine.models.dense import DecodeLaunch, DenseModel, arrival_counters
 from graphengine.relaxed import Relaxation
 from graphengine.scheduler import Scheduler
 from graphengine.step import (
-    Sampler,
     StepProgram,
     decode_bucket,
     draft_bucket,
@@ -210,9 +209,7 @@ def swap_blocks(
             copy_blocks(area, cache, buffers["swap_pairs"], back)
 
 
-def graph_steps(
-    program: StepProgram, memory: MemoryPlan, samplers: Sequence[Sampler]
-) -> dict[str, Callable[[], object]]:
+def graph_steps(program: StepProgram, memory: MemoryPlan) -> dict[str, Callable[[], object]]:
     """The step of every bucket by its graph's name, largest first, as they are to be captured."""
     steps: dict[str, Callable[[], object]] = {
         prefill_bucket(tokens, kind): partial(program.prefill, tokens, kind)
@@ -224,7 +221,7 @@ def graph_steps(
     shapes = memory.decode_shapes[::-1]
     for rows, drafts in shapes:
         # The full one holds logits: the fast one then finds its memory taken already.
-        for sampler in reversed(samplers):
+        for sampler in reversed(program.samplers):
             steps[decode_bucket(rows, drafts, sampler)] = partial(
                 program.decode, rows, sampler, drafts
             )

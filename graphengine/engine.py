@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, Unpack, get_args
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -57,7 +57,6 @@ from graphengine.scheduler import Plan, PrefillChunk
 from graphengine.sessions import Session, open_session, restore_session
 from graphengine.snapshots import SessionSnapshot
 from graphengine.step import (
-    Sampler,
     chunk_bucket,
     decode_bucket,
     draft_bucket,
@@ -116,9 +115,6 @@ class Engine(Closable):
         self._busy_in: str | None = None
         self._closed = False
         self._broken: str | None = None
-        # The samplers that are captured; relaxed acceptance reads logits, so has no fast one.
-        relaxed = config.relaxed_acceptance is not None
-        self._samplers: tuple[Sampler, ...] = ("full",) if relaxed else get_args(Sampler)
         self._allocate(model)
         self._capture()
         self.recorder = Recorder(
@@ -194,7 +190,7 @@ class Engine(Closable):
     def _capture(self) -> None:
         """Compile, warm up and capture every bucket, largest first, on padded rows alone."""
         memory = self.memory
-        steps = graph_steps(self.program, memory, self._samplers)
+        steps = graph_steps(self.program, memory)
         # The pairs are padded, so nothing moves.
         pairs = min(1, memory.swap_blocks)
         swap = partial(swap_blocks, self._caches, self.buffers, pairs, pairs)
@@ -512,7 +508,7 @@ class Engine(Closable):
                 replays.append(self._launch(bucket, requests, epochs, 1, 0, chunk, full))
         if plan.rows:
             rows, drafts = plan.bucket, plan.width - 1
-            bucket = decode_bucket(rows, drafts, self._samplers[-1 if plan.full else 0])
+            bucket = decode_bucket(rows, drafts, self.program.samplers[-1 if plan.full else 0])
             full, live = plan.full, plan.rows
             replays.append(self._launch(bucket, live, plan.epochs, plan.width, rows, None, full))
             if self.drafter is not None and self.drafter.own_graph:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -124,6 +124,8 @@ class StepProgram:
     ) -> None:
         self.drafter = drafter
         self.relaxation = relaxation
+        # Those that are captured; relaxed acceptance reads logits, so has no fast one.
+        self.samplers: tuple[Sampler, ...] = get_args(Sampler) if relaxation is None else ("full",)
         self.forced_acceptance = forced_acceptance
         self.model = model
         self.buffers = buffers

@@ -70,7 +70,7 @@ def test_no_step_needs_what_its_kernels_write(
 ) -> None:
     """An index that torch finds out of its range would stop a GPU for good."""
     with open_engine(device="cpu", **ENGINES[kind](tmp_path)) as engine:
-        steps = graph_steps(engine.program, engine.memory, engine._samplers)
+        steps = graph_steps(engine.program, engine.memory)
         take_kernels(monkeypatch)
         engine.buffers.reset()
         drawn = torch.random.get_rng_state()

@@ -75,7 +75,7 @@ def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
     graphs: dict[str, list[GraphKernel]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.JITFunction, "warmup", warmup)
-        steps = graph_steps(engine.program, engine.memory, engine._samplers)
+        steps = graph_steps(engine.program, engine.memory)
         take_kernels(patch)
         engine.buffers.reset()
         for name, step in steps.items():
