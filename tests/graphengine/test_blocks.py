@@ -64,6 +64,19 @@ def test_a_block_is_free_when_its_last_user_and_keeper_are_gone() -> None:
     assert pool.free == pool.vacant == 3
 
 
+def test_a_block_of_the_index_is_unwanted_while_nobody_else_keeps_it() -> None:
+    pool, _, _ = keeping(2)
+    (block,) = blocks = pool.take(1)
+    pool.indexed[block] = b"key"
+    pool.keep([block])
+    pool.give_back(blocks)
+    assert list(pool.unwanted) == list(pool.idle) == [block]
+    pool.keep([block])
+    assert not pool.unwanted and list(pool.idle) == [block]
+    pool.let_go([block])
+    assert list(pool.unwanted) == [block]
+
+
 def test_nothing_is_given_back_twice() -> None:
     pool, _, _ = keeping(2)
     blocks = pool.take(1)
@@ -481,6 +494,36 @@ def test_a_cancelled_turn_leaves_the_session_as_it_was() -> None:
     world.run()
     assert (session.token_ids, session.cached_tokens, session._context.blocks) == before
     session.submit(params(4))
+    world.finish()
+
+
+@pytest.mark.parametrize(("behind", "kept"), [(0, 12), (1, 12), (2, 8)])
+def test_a_turn_leaves_all_whole_blocks_and_the_next_takes_them_from_the_session(
+    behind: int, kept: int
+) -> None:
+    """Also where the index has as many of them."""
+    world = Sharing(kv_blocks=40, behind=behind)
+    session = world.session([1, 2] * 6)
+    session.submit(params(1))
+    world.run()
+    assert session.cached_tokens == kept
+    session.submit(params(1))
+    world.run()
+    assert world.scheduler.counters["sessions/reused_tokens"] == kept
+    world.finish()
+
+
+def test_an_evicted_session_is_none_once_it_has_blocks_again() -> None:
+    world = Sharing(kv_blocks=5, slots=1, prefix_caching=False)
+    session = world.session([1] * 9)
+    session.submit(params(1))
+    world.run()
+    world.submit([2] * 18, 1)
+    world.run()
+    assert session.evicted and session.cached_tokens == 0
+    session.submit(params(1))
+    world.run()
+    assert not session.evicted and session.cached_tokens == 8
     world.finish()
 
 
