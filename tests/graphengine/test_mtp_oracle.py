@@ -18,6 +18,11 @@ from graphengine import Engine, Request
 from graphengine.speculative import MTP
 from stepping import greedy
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(MtpModel, "forward_layer"),
+    reason="this version of transformers cannot run one module by itself",
+)
+
 VOCAB, HIDDEN, LAYERS = 97, 72, 2
 BLOCK = 8
 TOLERANCE = 1e-4
