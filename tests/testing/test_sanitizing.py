@@ -203,5 +203,5 @@ def test_the_cases_of_a_file_are_runs_of_their_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_engine_runs_its_requests_to_the_end() -> None:
-    sanitizing.run_engine("full", tokens=3, pdl=False, device="cpu")
+    sanitizing.run_engine("full", tokens=1, pdl=False, device="cpu")
     assert set(sanitizing.ENGINES) == {"plain", "full", "mtp", "ngram"}
