@@ -258,7 +258,7 @@ class Grammars:
         except ImportError as error:
             raise ValueError(
                 "structured_outputs need llguidance: pip install '.[guided]' in the checkout "
-                "of graphengine, or pip install 'llguidance>=1.7'"
+                "of graphengine, or pip install 'llguidance>=1.8'"
             ) from error
         try:
             text, self._special = _hidden(tokenizer.to_json(), self._eos_ids)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.nn import functional
 
 from graphengine.kernels import linear_gluon
 from graphengine.kernels.activation import silu_reference
@@ -477,9 +478,9 @@ def linear_residual_reference(
     residual.scaled[live] = (x * next_norm_M.float()).to(residual.scaled.dtype)
     groups = residual.squares.shape[0]
     columns = triton.cdiv(x.shape[1], groups)
-    residual.squares[:, live] = 0
-    for group, part in enumerate(x.square().split(columns, dim=1)):
-        residual.squares[group, live] = sum_rows(part)
+    padded = functional.pad(x.square(), (0, groups * columns - x.shape[1]))
+    sums = sum_rows(padded.view(len(live) * groups, columns))
+    residual.squares[:, live] = sums.view(len(live), groups).t()
     return residual
 
 

@@ -27,7 +27,9 @@ from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 CPU = {"device": "cpu", "max_batch": 1, "max_seq_len": 64}
 WORK = Work(live=1, prompt_tokens=9, new_tokens=16, runs=1)
 SMALL = ("--prompt-tokens", "9", "--new-tokens", "16", "--runs", "1", "--device", "cpu")
-TINY = ("--shape", "tiny", "--ttft-tokens", "5")
+# So short that no prefill bucket of many tokens is captured.
+SHORT = ("--ttft-tokens", "5", "--max-seq-len", "64")
+TINY = ("--shape", "tiny", *SHORT)
 
 
 def sweep(**changes: Any) -> Sweep:
@@ -242,7 +244,7 @@ def test_the_sweep_is_part_of_its_row(run_bench: Bench) -> None:
 def test_a_checkpoint_brings_its_own_modules(run_bench: Bench) -> None:
     options = ("--speculative", "mtp:1", "--draft-vocab", f"{__file__}:256")
     forced = ("--force-accepted", "1")
-    status, out, _ = run_bench("--batch", "1", "--ttft-tokens", "5", *options, *forced)
+    status, out, _ = run_bench("--batch", "1", *SHORT, *options, *forced)
     assert status == 0
     assert "mtp eagle, k=1, draft vocabulary of 256 tokens" in out
     assert "strict" in out and "force 1" in out

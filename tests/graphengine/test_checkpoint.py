@@ -253,7 +253,9 @@ def test_a_file_truncated_after_open_is_found_before_anything_is_read(sharded: P
 def test_what_only_safetensors_finds_wrong_names_the_file(single: Path) -> None:
     edit_header(single / "model.safetensors", lambda header: header.update(__metadata__={"a": 1}))
     checkpoint = Checkpoint.open(single)
-    with pytest.raises(ValueError, match=r"model.safetensors cannot be read: .*expected a string"):
+    with pytest.raises(
+        ValueError, match=r"model.safetensors cannot be read: .*deserializing header"
+    ):
         checkpoint.load({"b.weight": torch.zeros(8)})
 
 

@@ -378,7 +378,10 @@ def leave_out_layers(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "filtered"), [("mtp", True), ("ngram", False), ("user", True)])
+@pytest.mark.parametrize(
+    ("drafter", "filtered"),
+    extent([("mtp", True), ("ngram", False)], [("mtp", True), ("ngram", False), ("user", True)]),
+)
 def test_the_sampled_distribution_is_that_of_the_model(
     device: str, tmp_path: Path, drafter: str, filtered: bool
 ) -> None:

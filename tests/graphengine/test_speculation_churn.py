@@ -17,6 +17,7 @@ import pytest
 from asking import random_options
 from churning import Owners, write_tokenizer
 from devices import alternately, pairwise_here
+from extent import extent
 from mtp_checkpoints import VOCAB, write_random
 from speculating import DEMO, Script, outcome, step_with, write_draft_model
 
@@ -82,11 +83,11 @@ CHURNS = {
     "mtp-gate": Churn(lambda folder: MTP(k=3), RESTLESS, (1,)),
     "model-gate": Churn(lambda folder: DraftModel(folder / "modules", k=3), STRICT, (0,)),
 }
+# Those whose drafts or gate come otherwise than another's.
+KINDS = extent(("mtp", "ngram", "model", "user", "model-gate"), tuple(CHURNS))
 CASES = [
     case
-    for case in pairwise_here(
-        alternately({name: churn.lookahead for name, churn in CHURNS.items()}), (0, 1)
-    )
+    for case in pairwise_here(alternately({name: CHURNS[name].lookahead for name in KINDS}), (0, 1))
     # A caller's drafts leave no lookahead.
     if case.values[1:] != ("user", 1)
 ]
