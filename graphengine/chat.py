@@ -16,6 +16,9 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from graphengine.sandbox import Sandbox
 
+MAX_MESSAGE = 1000
+"""Characters of what a template says when it fails."""
+
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -158,6 +161,6 @@ def _plain_json(what: str, value: Any) -> Any:
 
 def _describe(error: Exception) -> str:
     """The message; with the exception's name where neither jinja2 nor the template speaks."""
-    if isinstance(error, TemplateError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    spoken = isinstance(error, TemplateError)
+    message = str(error) if spoken else f"{type(error).__name__}: {error}"
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."

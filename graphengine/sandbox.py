@@ -358,9 +358,12 @@ def _inside(value: Any) -> Iterator[Any] | None:
 def _check_product(operator: str, left: Any, right: Any) -> int:
     """Refuse before it is computed what `made` would refuse only afterwards; the steps it takes."""
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right
+        # At least so many: what passes has at most about twice the limit, and `made` counts them.
+        bits = (left.bit_length() - 1) * right + 1
         if bits > MAX_BITS:
-            raise SecurityError(f"an integer of {bits} bits exceeds the limit of {MAX_BITS}")
+            raise SecurityError(
+                f"an integer of {bits} bits or more exceeds the limit of {MAX_BITS}"
+            )
     steps = 0
     for items, times in ((left, right), (right, left)):
         if isinstance(items, (str, bytes, list, tuple)) and isinstance(times, int):

@@ -137,6 +137,11 @@ class SessionSnapshot:
         those that it was made with. They are read once, about a second a GB.
         """
         ours, ids = origin_of(engine), self.token_ids
+        for name, kind in (("origin", Origin), ("digests", Mapping)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"the session's {name}={getattr(self, name)!r} must be a {kind.__name__}"
+                )
         for name in (field.name for field in fields(Origin)):
             wanted, found = getattr(ours, name), getattr(self.origin, name)
             if wanted != found:

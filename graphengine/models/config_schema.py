@@ -127,6 +127,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_attention_heads_per_layer": ([],),
     # Which tokens a query sees, and what a position does to it.
     "attention_chunk_size": (0,),
+    "dual_chunk_attention_config": ({},),
     "sliding_window_pattern": (0, 1),
     "sliding_window_size": (0, -1),
     "window_size": (0, -1),
@@ -151,6 +152,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (0,),
     "q_lora_rank": (0,),
     "cla_share_factor": (0, 1),
+    # Other names of `hidden_act`.
+    "hidden_activation": ("silu",),
+    "activation_function": ("silu",),
     # Norms and gates at other places.
     "qk_layernorm": (False,),
     "qk_norm": (False,),
@@ -201,6 +205,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
 }
 """Keys that change the arithmetic of some decoder, and the values, beside null, that do not."""
+
+NEUTRAL_ROPE = ("mrope_section", "mrope_interleaved")
+"""Keys of RoPE's settings by which dimensions turn by positions of several axes."""
 
 _HARMLESS = """
     _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
@@ -271,13 +278,20 @@ def check_neutral(config: HfConfig) -> None:
             # The list says of each layer whether it has RoPE.
             continue
         raise unsupported(name, value, " or ".join(["null", *map(repr, neutral)]))
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = config.get(name)
+        if not isinstance(settings, dict):
+            continue
+        for key in NEUTRAL_ROPE:
+            if settings.get(key) not in (None, False):
+                raise unsupported(f"{name}.{key}", settings[key], "null or False")
 
 
 def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
     known = {key.name for key in (*KEYS, *MTP_KEYS)} | NEUTRAL.keys() | HARMLESS
     names = [name for name in config if name not in known]
-    rope_keys = {key.name for key in ROPE_KEYS} | {"full_attention", "finetuned"}
+    rope_keys = {key.name for key in ROPE_KEYS} | {"full_attention", "finetuned", *NEUTRAL_ROPE}
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
         if isinstance(settings, dict):

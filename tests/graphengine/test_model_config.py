@@ -171,6 +171,12 @@ def test_a_long_value_is_cut_in_the_message() -> None:
         ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0: supported: null or 1"),
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: supported: 1.0"),
+        ({"hidden_activation": "gelu"}, "hidden_activation='gelu': supported: null or 'silu'"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config="),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}},
+            r"rope_scaling.mrope_section=\[1, 2\]: supported: null or False",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': supported: 'silu'"),
         ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config="),

@@ -145,6 +145,13 @@ ATTACKS: dict[str, list[str]] = {
 }
 
 
+def test_a_power_of_as_many_bits_as_there_may_be() -> None:
+    assert ChatTemplate("{{ (2**4095) // 2**4094 }}").render(MESSAGES) == "2"
+    for power, bits in (("2**4096", 4097), ("3**4097", 4098)):
+        with pytest.raises(ValueError, match=f"an integer of {bits} bits or more exceeds .* 4096"):
+            ChatTemplate(f"{{{{ {power} }}}}").render(MESSAGES)
+
+
 @pytest.mark.parametrize("expected", ATTACKS, ids=lambda text: text.split(" ", 4)[3])
 def test_what_would_take_long_is_refused_before(
     expected: str, monkeypatch: pytest.MonkeyPatch

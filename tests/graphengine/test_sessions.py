@@ -562,6 +562,10 @@ def test_a_snapshot_that_was_changed_is_refused(kept: SessionSnapshot, tmp_path:
                 )
                 with pytest.raises(ValueError, match=message):
                     engine.restore_session(source)
+        for wrong in ({"origin": None}, {"origin": {}}, {"digests": None}, {"digests": ()}):
+            (name,) = wrong
+            with pytest.raises(ValueError, match=rf"^the session's {name}=.* must be a [OM]"):
+                engine.restore_session(replace(kept, **wrong))  # type: ignore[arg-type]
         pool = engine.scheduler.pool
         assert pool.free == pool.count
         same = replace(kept, token_ids=list(kept.token_ids))  # type: ignore[arg-type]

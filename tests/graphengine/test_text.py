@@ -767,6 +767,7 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
     ("source", "pattern"),
     [
         ("{{ raise_exception('roles must alternate') }}", "failed: roles must alternate"),
+        ("{{ raise_exception('x' * 100000) }}", r"failed: x{1000}\.\.\.$"),
         ("{% if %}", "not valid jinja: line 1: Expected an expression"),
         ("\n{{ x | nosuchfilter }}", "not valid jinja: line 2: No filter named"),
         ("{{ messages[0].content.foo.bar }}", "failed: 'str object' has no attribute 'foo'"),
@@ -804,7 +805,7 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError"),
         ("{{ 'ab' * 10**9 }}", f"product of 2000000000 characters or items .* of {MAX_SIZE}"),
         ("{{ 10**9 * [1] }}", "product of 1000000000 characters or items"),
-        ("{{ 10**(10**9) }}", "an integer of 4000000000 bits exceeds the limit of 4096"),
+        ("{{ 10**(10**9) }}", "an integer of 3000000001 bits or more exceeds the limit of 4096"),
         (
             "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}"
             "{% endfor %}",
