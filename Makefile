@@ -61,7 +61,7 @@ minimum: install
 	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/test_text.py \
 		tests/graphengine/test_prompts.py tests/graphengine/test_checkpoint.py \
 		tests/graphengine/test_guided.py tests/graphengine/test_tracing.py \
-		tests/profiles/test_report_html.py
+		tests/profiles/test_report_html.py -k 'not drafts and not checkpoints'
 
 # Of a machine without this one's vector units, whose sums are added up in another order.
 other-capability: install
