@@ -61,10 +61,12 @@ def test_one_kernel_for_gate_and_up_says_what_two_say(
 def test_engines_of_other_prefill_kernels_have_other_numerics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with open_engine(device="cpu") as engine:
-        before = engine.numerics_id
-        fuse(monkeypatch, True)
-        assert engine.numerics_id != before
+    names = {}
+    for fused in (False, True):
+        fuse(monkeypatch, fused)
+        with open_engine(device="cpu") as engine:
+            names[fused] = engine.numerics_id
+    assert names[True] != names[False]
 
 
 def test_a_kept_h_does_not_keep_the_scratch() -> None:
