@@ -135,13 +135,20 @@ class CapturedGraph:
         """The captured graph, kept so that it can be inspected; None on a CPU device."""
         return self._graph
 
+    @property
+    def step(self) -> Step:
+        """The step program, which a tool may run eagerly; ValueError after `close()`."""
+        if self._step is None:
+            raise ValueError(f"bucket {self.name!r} is closed")
+        return self._step
+
     def warm_up(self) -> None:
         """Run the step `warmups` times, for real, and wait for the stream.
 
         Kernels are compiled and workspaces allocated here, so that the capture needs neither. What
         the step did to the static buffers is for the caller to reset.
         """
-        step = self._open_step()
+        step = self.step
         started = time.perf_counter()
         try:
             with self._on_stream():
@@ -163,7 +170,7 @@ class CapturedGraph:
         process, the stream and the pool remain usable; close this object and make another. (One
         exception: after a stream that the step forked and did not join, take a new pool.)
         """
-        step = self._open_step()
+        step = self.step
         if self._report is not None or self._graph is not None:
             raise RuntimeError(f"capture of bucket {self.name!r} was already tried")
         if self._warm_up_ms is None:

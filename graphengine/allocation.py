@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.fields import engine_fields
+from graphengine.graph_key import GraphKey, decode_key, draft_key, note_key, prefill_key
 from graphengine.kernels import (
     KernelCompilation,
     attention_split,
@@ -27,14 +29,7 @@ from graphengine.memory import MemoryPlan
 from graphengine.models.contract import LinearPlans
 from graphengine.models.dense import DecodeLaunch, DenseModel, arrival_counters
 from graphengine.relaxed import Relaxation
-from graphengine.scheduler import Scheduler
-from graphengine.step import (
-    StepProgram,
-    decode_bucket,
-    draft_bucket,
-    note_bucket,
-    prefill_bucket,
-)
+from graphengine.step import StepProgram
 from graphengine.tracing import span
 from graphengine.tuning import PlanSources, choose_plans
 
@@ -125,27 +120,6 @@ def allocate(
     )
 
 
-def new_scheduler(memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None) -> Scheduler:
-    """The scheduler of an engine with these sizes."""
-    return Scheduler(
-        slots=config.max_batch,
-        kv_blocks=memory.kv_blocks,
-        swap_blocks=memory.swap_blocks,
-        block_size=memory.block_size,
-        max_chunk=memory.prefill_ladder.sizes[-1],
-        tokens_per_step=memory.tokens_per_step,
-        reserve_extra=0 if drafter is None else drafter.reserve,
-        max_seq_len=memory.max_seq_len,
-        ladder=memory.ladder,
-        max_waiting=config.max_waiting,
-        lookahead=config.lookahead,
-        prefix_caching=config.prefix_caching,
-        kept_blocks=config.session_blocks,
-        look_behind=0 if drafter is None else drafter.look_behind,
-        note_all=config.relaxed_acceptance is not None or (drafter is not None and drafter.notes),
-    )
-
-
 def _new_buffers(
     model: DenseModel,
     memory: MemoryPlan,
@@ -209,40 +183,43 @@ def swap_blocks(
             copy_blocks(area, cache, buffers["swap_pairs"], back)
 
 
-def graph_steps(program: StepProgram, memory: MemoryPlan) -> dict[str, Callable[[], object]]:
-    """The step of every bucket by its graph's name, largest first, as they are to be captured."""
-    steps: dict[str, Callable[[], object]] = {
-        prefill_bucket(tokens, kind): partial(program.prefill, tokens, kind)
+def graph_steps(program: StepProgram, memory: MemoryPlan) -> dict[GraphKey, Callable[[], object]]:
+    """The step of every graph, largest first, as they are to be captured."""
+    steps: dict[GraphKey, Callable[[], object]] = {
+        prefill_key(tokens, kind): partial(program.prefill, tokens, kind)
         for tokens in reversed(memory.prefill_ladder.sizes)
         for kind in memory.prefill_kinds
     }
     longest = memory.prefill_ladder.sizes[-1]
-    steps[note_bucket(longest)] = partial(program.note, longest)
+    steps[note_key(longest)] = partial(program.note, longest)
     shapes = memory.decode_shapes[::-1]
     for rows, drafts in shapes:
         # The full one holds logits: the fast one then finds its memory taken already.
         for sampler in reversed(program.samplers):
-            steps[decode_bucket(rows, drafts, sampler)] = partial(
+            steps[decode_key(rows, drafts, sampler)] = partial(
                 program.decode, rows, sampler, drafts
             )
     drafter = program.drafter
     if drafter is not None and drafter.own_graph:
         for rows, drafts in shapes:
-            steps[draft_bucket(rows, drafts)] = partial(drafter.draft, rows, drafts)
+            steps[draft_key(rows, drafts)] = partial(drafter.draft, rows, drafts)
     return steps
 
 
 def compile_steps(
-    steps: Mapping[str, Callable[[], object]], device: torch.device
+    steps: Mapping[GraphKey, Callable[[], object]],
+    device: torch.device,
+    others: Mapping[str, Callable[[], object]] = MappingProxyType({}),
 ) -> KernelCompilation | None:
-    """Compile what the steps launch, in parallel, before they are captured; None on a CPU.
+    """Compile what the steps and `others` launch, in parallel, before any is captured; None on a
+    CPU.
 
     The static buffers are to be reset afterwards, and nothing is to be in flight.
     """
     if device.type != "cuda":
         return None
-    # Decode first. It has the most kernels and none of torch's operations: each of those gives the
-    # interpreter's lock away, and has to wait for it while others compile.
-    ordered = sorted(steps.items(), key=lambda step: step[0].startswith("prefill/"))
+    # Prefill last. Other steps have the most kernels and none of torch's operations: each of those
+    # gives the interpreter's lock away, and has to wait for it while others compile.
+    ordered = sorted(steps.items(), key=lambda step: step[0].kind == "prefill")
     with span("compile"):
-        return compile_kernels(dict(ordered))
+        return compile_kernels({**others, **{key.name: step for key, step in ordered}})

@@ -118,7 +118,10 @@ def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
     device = engine.memory.device
     config = {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)}
     return Dump(
-        graphs={name: read_structure(graph) for name, graph in engine._graphs.items()},
+        graphs={
+            key.name: read_structure(graph)
+            for key, graph in zip(engine.runtime.graphs, engine.runtime.captured, strict=True)
+        },
         facts={
             "checkpoint": checkpoint,
             "numerics_id": engine.numerics_id,

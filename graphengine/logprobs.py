@@ -90,13 +90,13 @@ class Logprobs:
             mailbox.clear()
 
     def wait(
-        self, sequence: int, published: tuple[Replay, Payloads], **how: Any
+        self, replay: Replay, record: Payloads, **how: Any
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
         """For each lane of a replay with this record the log-probabilities of its tokens, None
-        where its request wants none. Those of a prompt go to the request. None if something is not
-        there in time.
+        where its request wants none. Those of a prompt go to the request. Waits as `Mailbox.wait`:
+        None if something is not there in time.
         """
-        replay, record = published
+        sequence = replay.sequence
         lanes = [_wanted(*lane) for lane in zip(replay.requests, record, strict=True)]
         found = self.tokens.wait(sequence, lanes, **how)
         chunk = replay.chunk

@@ -107,16 +107,13 @@ class MaskTable:
     def wait(
         self,
         sequence: int,
-        lanes: None,
         *,
         timeout: float | None,
         limit: float,
         mode: WaitMode,
-        stream: object,
     ) -> bool | None:
         """True once the drafts behind replay `sequence`, the last one, are there; None if they are
-        not within `timeout` seconds (None: however long it takes, up to `limit`). It is called as
-        mailboxes are; there are no `lanes`.
+        not within `timeout` seconds (None: however long it takes, up to `limit`).
 
         TimeoutError after `limit` seconds; what the device reports is raised.
         """

@@ -12,6 +12,7 @@ from graphengine.buckets import BucketLadder, MemoryBudget, Where, buffer_bytes,
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.fields import engine_fields
+from graphengine.graph_key import PrefillKind
 from graphengine.host_memory import available_host_bytes
 from graphengine.kernels import (
     MAX_LANES,
@@ -21,7 +22,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.dense import DenseConfig, allocate_weights, most_arrival_counters
 from graphengine.models.prefill import prefill_scratch_width
-from graphengine.processing import PrefillKind, processing_fields
+from graphengine.processing import processing_fields
 from graphengine.tuning import MAX_SPLITS
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +31,6 @@ from graphengine.kernels import (
 from graphengine.prompts import token_id
 from graphengine.sampling_params import SamplingParams
 from graphengine.text import Tokenizer
-
-PrefillKind = Literal["fast", "full", "prompt"]
-"""Prefill graphs: for requests that ask nothing of their logits, for others, and for those that ask
-for log-probabilities of their prompts."""
 
 GROUP = "options"
 MASKS = "masks"

@@ -10,15 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.buckets import CaptureReport
+from graphengine.graph_key import GraphKey
 from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAMPS
 
 SCHEMA = 1
 """Of the file; keys may be added within it."""
 
 
-def capture_object(capture: CaptureReport) -> dict[str, Any]:
+def capture_object(key: GraphKey, capture: CaptureReport) -> dict[str, Any]:
     return {
         "bucket": capture.name,
+        "type": key.kind,
+        "rows": key.size,
         "seconds": round(capture.capture_ms / 1e3, 6),
         "warm_up_seconds": round(capture.warm_up_ms / 1e3, 6),
         "bytes": capture.bytes,

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from graphengine.buckets import CaptureReport, ReplayTimer
 from graphengine.checks import is_int
 from graphengine.environment import environment
+from graphengine.graph_key import GraphKey
 from graphengine.record_lines import SCHEMA, capture_object, replay_object, request_object
 from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, Ring, first_launches
 
@@ -63,7 +64,7 @@ class Recorder:
 
     buckets      names of the engine's graphs, as the records count them
     description  what is told of the engine: at least its `device`
-    captures     what the graphs took to capture
+    graphs       of the engine, and in `captures` what each took to capture
     lanes        requests of a replay at most
     in_flight    replays launched and not collected at most
     stream       of the replays; None on a CPU
@@ -76,6 +77,7 @@ class Recorder:
         self,
         *,
         description: Mapping[str, Any],
+        graphs: Sequence[GraphKey],
         captures: Sequence[CaptureReport],
         lanes: int,
         in_flight: int,
@@ -85,7 +87,9 @@ class Recorder:
         self.buckets = tuple(capture.name for capture in captures)
         self._description = dict(description)
         self._captures = tuple(captures)
-        self._shapes = {name: (index, *_shape(name)) for index, name in enumerate(self.buckets)}
+        self._shapes = {
+            key: (index, KINDS.index(key.kind), key.size) for index, key in enumerate(graphs)
+        }
         self._lanes = lanes
         self._stream = stream
         self._closed = False
@@ -232,7 +236,7 @@ class Recorder:
             "kind": "header",
             "environment": environment(str(self._description["device"])),
             "engine": self._description,
-            "captures": [capture_object(capture) for capture in self._captures],
+            "captures": list(map(capture_object, self._shapes, self._captures)),
             "recorder": {
                 "capacity": self._replays.capacity,
                 "records": len(self),
@@ -275,14 +279,14 @@ class Recorder:
 
     def launch(
         self,
-        replay: Callable[[], None],
-        bucket: str,
+        replay: Callable[[GraphKey], None],
+        key: GraphKey,
         sequence: int,
         live: int,
         width: int,
         fed: int,
     ) -> None:
-        """Launch the graph `bucket` with `replay()` and record that; a launch that raises is not.
+        """Launch a graph with `replay(key)` and record that; a launch that raises is not.
 
         live, width  requests, and tokens fed to each by a decode
         fed          prompt tokens, by a prefill
@@ -293,11 +297,11 @@ class Recorder:
         if timer is not None:
             timer.begin(number % timer.pairs)
         began = time.perf_counter_ns()
-        replay()
+        replay(key)
         launched = time.perf_counter_ns()
         if timer is not None:
             timer.end(number % timer.pairs)
-        index, kind, rows = self._shapes[bucket]
+        index, kind, rows = self._shapes[key]
         _REPLAY.pack_into(
             ring.memory, number % ring.capacity * ring.stride,
             self._starts, self._step, sequence, self._plan, self._load, began, launched,
@@ -388,9 +392,3 @@ class Recorder:
 def nanoseconds(seconds: float) -> int:
     """Of `time.perf_counter()`, as `time.perf_counter_ns()` counts them, to a fraction of one."""
     return int(seconds * 1e9)
-
-
-def _shape(bucket: str) -> tuple[int, int]:
-    """(index into `KINDS`, rows or prompt tokens) of the graph `bucket`."""
-    kind, size = bucket.split("/")[:2]
-    return KINDS.index(kind), int(size)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphengine.acceptance import Acceptance
 from graphengine.buckets import CaptureReport
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter
+from graphengine.gate import Gate
 from graphengine.kernels import KernelCompilation
 from graphengine.memory import MemoryPlan
 from graphengine.request import Phase
+from graphengine.runtime import Runtime
+from graphengine.scheduler import Scheduler
 from graphengine.speculative import describe
-from graphengine.tuning import numerics_id
-
-if TYPE_CHECKING:
-    from graphengine.allocation import Allocation
-    from graphengine.engine import Engine
-    from graphengine.models.dense import DenseModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,60 +61,50 @@ class EngineReport:
         return "\n".join(lines)
 
 
-def make_report(engine: Engine, captures: Sequence[CaptureReport]) -> EngineReport:
-    """The engine's report, with those of its captures."""
-    config = engine.config
+def make_report(
+    config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduler
+) -> EngineReport:
+    """The report of the engine with these parts, also once it is closed."""
     lanes = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
-    pdl = config.pdl and engine.memory.device.type == "cuda"
+    pdl = config.pdl and memory.device.type == "cuda"
     why = "asked for" if config.row_family else f"for {lanes}"
     return EngineReport(
-        memory=engine.memory,
+        memory=memory,
         kernels=(
-            f"row family {engine.row_family} ({why}), plans {engine.plan_sources}, "
-            f"PDL {'on' if pdl else 'off'}, numerics {engine.numerics_id}"
+            f"row family {runtime.plans.family} ({why}), plans {runtime.plan_sources}, "
+            f"PDL {'on' if pdl else 'off'}, numerics {runtime.numerics_id}"
         ),
-        kv=_kv_blocks(engine),
-        compilation=engine.compilation,
-        captures=tuple(captures),
-        counters=dict(engine.counters),
+        kv=_kv_blocks(config, scheduler),
+        compilation=runtime.compilation,
+        captures=runtime.captures,
+        counters=dict(scheduler.counters),
     )
 
 
-def describe_numerics(memory: MemoryPlan, model: DenseModel, held: Allocation) -> str:
-    """What `Engine.numerics_id` says."""
-    prefill = memory.prefill_ladder.sizes
-    return numerics_id(
-        model.config.linears,
-        held.plans,
-        dtype=memory.dtype,
-        extra={
-            "attention_split": held.program.launch.split_tokens,
-            "block_size": memory.block_size,
-            "prefill_buckets": ",".join(map(str, prefill)),
-            "fused_swiglu": ",".join(str(size) for size in prefill if model.fuses(size)),
-        },
-    )
-
-
-def statistics(engine: Engine) -> dict[str, Any]:
+def statistics(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    acceptance: Acceptance,
+    gate: Gate | None,
+    drafter: Drafter | None,
+) -> dict[str, Any]:
     """What `Engine.stats` says."""
-    drafter, gate = engine.drafter, engine.gate
     own = {} if drafter is None else drafter.counters()
     return {
-        "acceptance": engine.acceptance.as_dict(),
+        "acceptance": acceptance.as_dict(),
         "gate": None if gate is None else {"drafts": gate.drafts},
-        "kv": _kv_blocks(engine),
-        "counters": dict(engine.counters) | own,
+        "kv": _kv_blocks(config, scheduler),
+        "counters": dict(scheduler.counters) | own,
     }
 
 
-def _kv_blocks(engine: Engine) -> dict[str, int | None]:
-    pool = engine.scheduler.pool
+def _kv_blocks(config: EngineConfig, scheduler: Scheduler) -> dict[str, int | None]:
+    pool = scheduler.pool
     return {
         "blocks": pool.count,
         "vacant": pool.vacant,
         "idle": len(pool.idle),
-        "session_blocks": engine.config.session_blocks,
+        "session_blocks": config.session_blocks,
     }
 
 
@@ -151,9 +141,8 @@ class StepReport:
     finished: tuple[int, ...]
 
 
-def describe_step(engine: Engine) -> StepReport:
-    """The report of the engine's last step."""
-    scheduler = engine.scheduler
+def describe_step(scheduler: Scheduler) -> StepReport:
+    """The report of the last step that `scheduler` planned."""
     moved = {
         kind: tuple(number for move, number in scheduler.moves if move == kind)
         for kind in ("paused", "resumed", "finished")
@@ -162,15 +151,14 @@ def describe_step(engine: Engine) -> StepReport:
     return StepReport(active=tuple(active), **moved)
 
 
-def describe_engine(engine: Engine) -> dict[str, Any]:
+def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> dict[str, Any]:
     """What latency and numerics depend on.
 
     `plan_sources` says of each linear of a decode step where its plan came from: "user", "shipped"
     or "heuristic". On a CPU no kernel runs by it.
     """
-    memory, config = engine.memory, engine.config
     return {
-        "architecture": engine.model.config.architecture,
+        "architecture": runtime.model.config.architecture,
         "device": str(memory.device),
         "dtype": str(memory.dtype).removeprefix("torch."),
         "max_batch": config.max_batch,
@@ -183,9 +171,9 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "wait": config.wait,
         "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,
-        "row_family": engine.row_family,
-        "plan_sources": dict(engine.plan_sources),
-        "numerics_id": engine.numerics_id,
+        "row_family": runtime.plans.family,
+        "plan_sources": dict(runtime.plan_sources),
+        "numerics_id": runtime.numerics_id,
         "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
         "speculative": describe(config.mode),
     }

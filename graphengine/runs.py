@@ -12,16 +12,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, Unpack, cast
+from typing import Any, Protocol, Unpack, cast
 
+from graphengine.core import EngineCore
 from graphengine.intake import QueueOptions
 from graphengine.prompts import Prompt, is_batch
 from graphengine.request import Event, Request
 from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from graphengine.engine import Engine
 
 Progress = Callable[[int, int], None]
 
@@ -33,7 +31,7 @@ class Submit(Protocol):
 
 
 def generate(
-    engine: Engine,
+    core: EngineCore,
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     progress: Progress | None,
@@ -42,7 +40,7 @@ def generate(
     """What `Engine.generate` says."""
     if progress is not None and not callable(progress):
         raise ValueError(f"progress={progress!r} cannot be called")
-    intake, submitted = engine._intake, time.perf_counter()
+    intake, submitted = core.intake, time.perf_counter()
     batch = is_batch(prompts)
     prompt_list: Sequence[Any] = prompts if batch else [prompts]  # type: ignore[assignment]
     if not isinstance(params, Sequence):
@@ -60,16 +58,16 @@ def generate(
         intake.request(*pair, heard, submitted=submitted, **options)
         for pair in zip(ids, params, strict=True)
     ]
-    engine.scheduler.check_queue(len(made))
+    core.scheduler.check_queue(len(made))
     queued: list[Request] = []
     try:
         for request in made:
             request.private = True
-            engine._queue(request)
+            core.queue(request)
             queued.append(request)
         told = 0
         while done < len(made):
-            _step(engine)
+            _step(core)
             if progress is not None and done > told:
                 told = done
                 progress(done, len(made))
@@ -81,32 +79,32 @@ def generate(
     return results if batch else results[0]
 
 
-def finish(engine: Engine, submit: Submit) -> Result:
+def finish(core: EngineCore, submit: Submit) -> Result:
     """Submit a request and run it to its end."""
     request = submit(on_event=_ignore)
     request.private = True
     try:
         while not request.finished:
-            _step(engine)
+            _step(core)
     except BaseException:
         request.cancel()
         raise
     return request.result()
 
 
-def stream(engine: Engine, submit: Submit) -> Iterator[Event]:
+def stream(core: EngineCore, submit: Submit) -> Iterator[Event]:
     """What `Engine.stream` says, of the request that `submit` makes."""
     request, events = _submit(submit)
-    generator = _events(engine, request, events)
+    generator = _events(core, request, events)
     # To its first yield, so that closing an untouched iterator cancels the request too.
     next(generator)
     return cast(Iterator[Event], generator)
 
 
-def astream(engine: Engine, submit: Submit) -> AsyncIterator[Event]:
+def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
     """What `Engine.astream` says, of the request that `submit` makes."""
     request, events = _submit(submit)
-    generator = _events_async(engine, request, events)
+    generator = _events_async(core, request, events)
     # To its first yield, in front of which it awaits nothing.
     with suppress(StopIteration):
         generator.__anext__().__await__().__next__()
@@ -125,33 +123,33 @@ def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
     return request, events
 
 
-def _step(engine: Engine, timeout: float | None = None) -> None:
+def _step(core: EngineCore, timeout: float | None = None) -> None:
     """A step for those who hear by callbacks.
 
     The next plain one returns the events of those who have none; others have heard of theirs, and
     there may never be a plain one.
     """
-    events = engine.step(timeout)
-    engine._delivery.keep([event for event in events if event.request.callback is None])
+    events = core.step(timeout)
+    core.delivery.keep([event for event in events if event.request.callback is None])
 
 
-def _events(engine: Engine, request: Request, events: deque[Event]) -> Iterator[Event | None]:
+def _events(core: EngineCore, request: Request, events: deque[Event]) -> Iterator[Event | None]:
     last: Event | None = None
     try:
         yield None
         while events or not request.finished:
             if not events:
-                _step(engine)
+                _step(core)
             while events:
                 last = events.popleft()
                 yield last
-        _check_ended(engine, last)
+        _check_ended(core, last)
     finally:
         request.cancel()
 
 
 async def _events_async(
-    engine: Engine, request: Request, events: deque[Event]
+    core: EngineCore, request: Request, events: deque[Event]
 ) -> AsyncIterator[Event | None]:
     last: Event | None = None
     try:
@@ -160,16 +158,16 @@ async def _events_async(
             if not events:
                 await asyncio.sleep(0)
             if not events and not request.finished:
-                _step(engine, timeout=0)
+                _step(core, timeout=0)
             while events:
                 last = events.popleft()
                 yield last
-        _check_ended(engine, last)
+        _check_ended(core, last)
     finally:
         request.cancel()
 
 
-def _check_ended(engine: Engine, last: Event | None) -> None:
+def _check_ended(core: EngineCore, last: Event | None) -> None:
     """ValueError where the engine was closed before the request's last event."""
     if last is None or last.finish_reason is None:
-        engine._check_open()
+        core.check_open()

@@ -20,20 +20,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import Self, Unpack
 
 from graphengine import runs
 from graphengine.blocks import Context
 from graphengine.checks import is_int
+from graphengine.core import EngineCore
 from graphengine.intake import QueueOptions
 from graphengine.prompts import Prompt, token_ids_of
 from graphengine.request import Event, Request
 from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
-from graphengine.snapshots import SessionSnapshot, copy_in, copy_out
-
-if TYPE_CHECKING:
-    from graphengine.engine import Engine
+from graphengine.snapshots import SessionSnapshot, copy_out
 
 
 class Session:
@@ -48,8 +46,8 @@ class Session:
     and `len` stay what they were when the turn began.
     """
 
-    def __init__(self, engine: Engine, tokens: list[int], context: Context) -> None:
-        self._engine = engine
+    def __init__(self, core: EngineCore, tokens: list[int], context: Context) -> None:
+        self._core = core
         self._tokens = tokens
         self._context = context
         self._turn: Request | None = None
@@ -88,7 +86,7 @@ class Session:
 
         With `prefix_caching` the turn may find more, if others have prefilled the same tokens.
         """
-        size = self._engine.memory.block_size
+        size = self._core.memory.block_size
         whole = min(len(self._context.blocks), max(0, len(self) - 1) // size)
         return whole * size
 
@@ -110,7 +108,7 @@ class Session:
         no prompt, and where the conversation would leave no room in `max_seq_len`.
         """
         self._check_idle()
-        intake = self._engine._intake
+        intake = self._core.intake
         self._tokens += intake.session_ids(prompt, len(self._tokens), add_bos)
 
     def update(self, prompt: Prompt) -> None:
@@ -120,7 +118,7 @@ class Session:
         the messages so far, and whatever the template leaves as it was is not prefilled again.
         """
         self._check_idle()
-        ids = self._engine._intake.session_ids(prompt, 0)
+        ids = self._core.intake.session_ids(prompt, 0)
         same = 0
         for known, wanted in zip(self._tokens, ids, strict=False):
             if known != wanted:
@@ -140,15 +138,15 @@ class Session:
             raise ValueError(f"n_tokens={n_tokens!r} must be in [0, {len(self._tokens)}]")
         if n_tokens:
             del self._tokens[-n_tokens:]
-            self._engine.scheduler.reuse.cut(self._context, len(self._tokens))
+            self._core.scheduler.reuse.cut(self._context, len(self._tokens))
 
     def fork(self) -> Session:
         """Another session with the same tokens and the same blocks, of which nothing is copied."""
         self._check_idle()
         context = Context(evicted=self._context.evicted)
         if self._context.blocks:
-            self._engine.scheduler.reuse.give(context, self._context.blocks)
-        return Session(self._engine, list(self._tokens), context)
+            self._core.scheduler.reuse.give(context, self._context.blocks)
+        return Session(self._core, list(self._tokens), context)
 
     # Turns.
 
@@ -169,18 +167,16 @@ class Session:
         self._check_idle()
         if not self._tokens:
             raise ValueError("the session is empty: append a prompt")
-        engine, limit = self._engine, self._engine.memory.max_seq_len
+        core, limit = self._core, self._core.memory.max_seq_len
         if len(self._tokens) >= limit:
             raise ValueError(
                 f"a session of {len(self._tokens)} tokens leaves no room for a new one in "
                 f"max_seq_len={limit}"
             )
-        engine.scheduler.check_queue()
-        request = engine._intake.turn(
-            self._tokens, params, on_event, submitted=submitted, **options
-        )
+        core.scheduler.check_queue()
+        request = core.intake.turn(self._tokens, params, on_event, submitted=submitted, **options)
         request.context = self._context
-        engine._queue(request)
+        core.queue(request)
         self._turn = request
         return request
 
@@ -188,19 +184,19 @@ class Session:
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> Result:
         """Run a turn to its end; other requests go on meanwhile, as with `Engine.generate`."""
-        return runs.finish(self._engine, partial(self.submit, params, **options))
+        return runs.finish(self._core, partial(self.submit, params, **options))
 
     def stream(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> Iterator[Event]:
         """Submit a turn now and yield its events; closing the iterator early cancels it."""
-        return runs.stream(self._engine, partial(self.submit, params, **options))
+        return runs.stream(self._core, partial(self.submit, params, **options))
 
     def astream(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> AsyncIterator[Event]:
         """The same for `async for`, as `Engine.astream`."""
-        return runs.astream(self._engine, partial(self.submit, params, **options))
+        return runs.astream(self._core, partial(self.submit, params, **options))
 
     # Life.
 
@@ -211,7 +207,7 @@ class Session:
         another. OSError where the file cannot be written; it appears whole or not at all.
         """
         self._check_idle()
-        made = copy_out(self._engine, self._tokens, self._context.blocks)
+        made = copy_out(self._core, self._tokens, self._context.blocks)
         if path is not None:
             made.save(path)
         return made
@@ -221,7 +217,7 @@ class Session:
         self._settle()
         if self._turn is not None:
             self._turn.cancel()
-        self._engine.scheduler.reuse.close(self._context)
+        self._core.scheduler.reuse.close(self._context)
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +239,7 @@ class Session:
                 self._tokens += turn.token_ids
 
     def _check_idle(self) -> None:
-        self._engine._check_open()
+        self._core.check_open()
         if self._context.closed:
             raise ValueError("the session is closed")
         self._settle()
@@ -253,21 +249,21 @@ class Session:
             )
 
 
-def open_session(engine: Engine) -> Session:
+def open_session(core: EngineCore) -> Session:
     """What `Engine.session` says."""
-    _check_sessions(engine)
-    return Session(engine, [], Context())
+    _check_sessions(core)
+    return Session(core, [], Context())
 
 
-def restore_session(engine: Engine, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
+def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
     """What `Engine.restore_session` says."""
-    _check_sessions(engine)
+    _check_sessions(core)
     if isinstance(source, str | os.PathLike):
         source = SessionSnapshot.load(source)
     if not isinstance(source, SessionSnapshot):
         raise ValueError(f"source={source!r} must be a SessionSnapshot, or the path of one")
-    source.check(engine)
-    vocab_size, limit = engine.model.config.vocab_size, engine.memory.max_seq_len
+    source.check(core)
+    vocab_size, limit = core.runtime.model.config.vocab_size, core.memory.max_seq_len
     tokens = token_ids_of(
         source.token_ids,
         vocab_size,
@@ -275,8 +271,8 @@ def restore_session(engine: Engine, source: SessionSnapshot | str | os.PathLike[
         limit=limit,
         too_many=lambda count: f"a session of {count} tokens exceeds max_seq_len={limit}",
     )
-    scheduler, context = engine.scheduler, Context()
-    pool, most, count = scheduler.pool, engine.config.session_blocks, source.blocks
+    scheduler, context = core.scheduler, Context()
+    pool, most, count = scheduler.pool, core.config.session_blocks, source.blocks
     if count > pool.free:
         raise ValueError(
             f"a session of {count} KV blocks, but {pool.free} of the pool's {pool.count} are free"
@@ -286,16 +282,16 @@ def restore_session(engine: Engine, source: SessionSnapshot | str | os.PathLike[
     if count:
         blocks = pool.take(count)
         try:
-            copy_in(engine, source, blocks)
+            core.runtime.write_blocks(blocks, source.caches)
             scheduler.reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
-    return Session(engine, list(tokens), context)
+    return Session(core, list(tokens), context)
 
 
-def _check_sessions(engine: Engine) -> None:
-    engine._check_open()
-    if engine.drafter is not None and engine.drafter.prompts_only:
+def _check_sessions(core: EngineCore) -> None:
+    core.check_open()
+    if core.drafter is not None and core.drafter.prompts_only:
         raise ValueError(
-            f"speculative={engine.config.speculative!r} needs whole prompts: it has no sessions"
+            f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
         )

@@ -14,20 +14,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.checks import is_int
+from graphengine.core import EngineCore
 from graphengine.drafters import Drafter, DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
 from graphengine.speculative import DraftModel, Speculative, describe
 from graphengine.tensor_files import save_whole
-
-if TYPE_CHECKING:
-    from graphengine.engine import Engine
 
 # The first with digests is 3.
 _SCHEMA = 3
@@ -130,13 +128,13 @@ class SessionSnapshot:
             raise ValueError(f"{path} is no snapshot of a session: {error!r}") from error
         return cls(origin=origin, token_ids=token_ids, caches=caches, digests=digests)
 
-    def check(self, engine: Engine) -> None:
+    def check(self, core: EngineCore) -> None:
         """ValueError, with both values, unless the KV is what `engine` would have computed.
 
         That is known by where the session is from, and by the digests: token ids, KV and origin are
         those that it was made with. They are read once, about a second a GB.
         """
-        ours, ids = origin_of(engine), self.token_ids
+        ours, ids = origin_of(core), self.token_ids
         for name, kind in (("origin", Origin), ("digests", Mapping)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(
@@ -151,18 +149,18 @@ class SessionSnapshot:
         if not isinstance(self.caches, tuple | list) or len(self.caches) != len(ours.caches):
             found = len(self.caches) if isinstance(self.caches, tuple | list) else self.caches
             raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
-        most, blocks = engine.scheduler.reuse.whole_blocks(len(ids)), None
+        most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
         for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
             if not isinstance(cache, Tensor):
                 raise ValueError(f"cache {index} of the session must be a tensor, not {cache!r}")
             if blocks is None and cache.dim() > 1:
                 blocks = cache.shape[1]
             expected = (shape[0], blocks, *shape[1:])
-            fits = tuple(cache.shape) == expected and cache.dtype == engine.memory.dtype
+            fits = tuple(cache.shape) == expected and cache.dtype == core.memory.dtype
             if not fits or blocks is None or blocks > most:
                 raise ValueError(
                     f"cache {index} of the session is {cache.dtype} {tuple(cache.shape)}: it must "
-                    f"be {engine.memory.dtype} {expected}, of {most} blocks at most"
+                    f"be {core.memory.dtype} {expected}, of {most} blocks at most"
                 )
         self._check_digests()
 
@@ -220,42 +218,25 @@ def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
     return origin, digests
 
 
-def origin_of(engine: Engine) -> Origin:
+def origin_of(core: EngineCore) -> Origin:
     """Of a session of this engine. It reads samples of all weights: milliseconds on a GPU."""
-    device = engine.memory.device
+    device = core.memory.device
     on_gpu = device.type == "cuda"
     return Origin(
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        dtype=str(engine.memory.dtype).removeprefix("torch."),
-        block_size=engine.memory.block_size,
-        model=_fingerprint(engine.model.config, engine.model.weights),
-        caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in engine._caches),
-        speculative=_without_path(engine.config.mode),
-        drafter=_fingerprint_of(engine.drafter),
-        numerics_id=engine.numerics_id,
+        dtype=str(core.memory.dtype).removeprefix("torch."),
+        block_size=core.memory.block_size,
+        model=_fingerprint(core.runtime.model.config, core.runtime.model.weights),
+        caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
+        speculative=_without_path(core.config.mode),
+        drafter=_fingerprint_of(core.drafter),
+        numerics_id=core.runtime.numerics_id,
     )
 
 
-def copy_out(engine: Engine, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:
-    """A session's tokens and blocks, copied to the host behind all that was launched."""
-    with engine._on_stream():
-        index = torch.tensor(blocks, dtype=torch.int64, device=engine.memory.device)
-        # A layer at a time, as what is gathered lies on the device beside the budget.
-        caches = tuple(
-            torch.stack([layer.index_select(0, index).cpu() for layer in cache])
-            for cache, _ in engine._caches
-        )
-    return SessionSnapshot.make(origin_of(engine), token_ids, caches)
-
-
-def copy_in(engine: Engine, snapshot: SessionSnapshot, blocks: Sequence[int]) -> None:
-    """A snapshot's KV into these blocks, behind all that was launched."""
-    device = engine.memory.device
-    with engine._on_stream():
-        index = torch.tensor(blocks, dtype=torch.int64, device=device)
-        for (cache, _), kept in zip(engine._caches, snapshot.caches, strict=True):
-            for layer, part in zip(cache, kept, strict=True):
-                layer.index_copy_(0, index, part.to(device))
+def copy_out(core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:
+    """A session's tokens and blocks, copied to the host after all that was launched."""
+    return SessionSnapshot.make(origin_of(core), token_ids, core.runtime.read_blocks(blocks))
 
 
 def _without_path(mode: Speculative | None) -> str:

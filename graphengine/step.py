@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from graphengine.buckets import BucketLadder, Mailbox, StaticBuffers
+from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.drafters import Drafter, Prefilled, Verified
+from graphengine.graph_key import PrefillKind, Sampler
 from graphengine.kernels import (
     EMITTED,
     DecodeLanes,
@@ -50,49 +51,7 @@ from graphengine.kernels import (
 )
 from graphengine.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.models.dense import DecodeLaunch, DenseModel
-from graphengine.processing import PrefillKind
 from graphengine.relaxed import Relaxation
-from graphengine.request import Request
-from graphengine.scheduler import PrefillChunk
-
-Sampler = Literal["fast", "full"]
-"""`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well,
-and all else that a request asks of its logits."""
-
-
-def decode_bucket(rows: int, drafts: int, sampler: Sampler) -> str:
-    """Name of the decode graph of `rows` rows that verifies `drafts` drafts of each."""
-    return f"decode/{rows}/k{drafts}/{sampler}" if drafts else f"decode/{rows}/{sampler}"
-
-
-def prefill_bucket(tokens: int, kind: PrefillKind) -> str:
-    """Name of the prefill graph of `tokens` tokens; that of each kind has all filters."""
-    return f"prefill/{tokens}" if kind == "fast" else f"prefill/{tokens}/{kind}"
-
-
-def note_bucket(tokens: int) -> str:
-    """Name of the graph that notes up to so many tokens of a prompt."""
-    return f"prefill/{tokens}/note"
-
-
-def prefill_kind(request: Request) -> PrefillKind:
-    """The prefill graphs that the request needs."""
-    if request.processing is None:
-        return "fast"
-    return "full" if request.prompt_logprobs is None else "prompt"
-
-
-def chunk_bucket(chunk: PrefillChunk, ladder: BucketLadder) -> tuple[int, str]:
-    """Tokens and name of the graph for a chunk, of the token buckets that there are."""
-    if chunk.noted:
-        return ladder.sizes[-1], note_bucket(ladder.sizes[-1])
-    tokens = ladder.pick(chunk.count)
-    return tokens, prefill_bucket(tokens, prefill_kind(chunk.request))
-
-
-def draft_bucket(rows: int, drafts: int) -> str:
-    """Name of the drafter's own graph behind that of `decode_bucket`, where it has one."""
-    return f"draft/{rows}/k{drafts}"
 
 
 class StepOutputs(NamedTuple):

@@ -45,7 +45,6 @@ from graphengine.profiles.recording import record
 from graphengine.profiles.shapes import NAMES, Subject, step_bytes
 from graphengine.profiles.speculation import Sweep, check_sweep, measure_sweep, read_sweep
 from graphengine.profiles.text import SWEEP_COLUMNS, describe_document, row_columns, text_table
-from graphengine.report import describe_engine
 from graphengine.speculative import describe
 
 SCHEMA = 1
@@ -395,7 +394,7 @@ def _measure_row(
             tokens = bench.long_tokens or work.live * work.new_tokens * work.runs
             row["record"] = record(engine, work, bench.record, tokens)
         row["start"] = asdict(start)
-        row["engine"] = describe_engine(engine)
+        row["engine"] = engine.core.description
         row["speculation"] = None
     return row
 
@@ -449,7 +448,7 @@ def _measure_admission(bench: Bench) -> dict[str, Any]:
         found = measure.admission(
             engine, work, decoding=DEFAULT_SLOTS - 1, admitted_tokens=bench.admission
         )
-        return found | {"engine": describe_engine(engine)}
+        return found | {"engine": engine.core.description}
 
 
 def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:

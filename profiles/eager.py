@@ -10,15 +10,16 @@ that the scheduler is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
 from graphengine import Engine, Result, SamplingParams
 from graphengine.buckets import CapturedGraph
+from graphengine.graph_key import GraphKey
 
 Answer = TypeVar("Answer")
 
@@ -27,7 +28,7 @@ class EagerStep:
     """Stands in for a captured graph: a replay calls, on its stream, the step that was captured."""
 
     def __init__(self, graph: CapturedGraph) -> None:
-        self._step = graph._open_step()
+        self._step = graph.step
         self._stream = graph.stream
         self.replays = 0
 
@@ -35,21 +36,6 @@ class EagerStep:
         self.replays += 1
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._step()
-
-
-@contextmanager
-def eager_steps(engine: Engine) -> Iterator[dict[str, EagerStep]]:
-    """Inside, every step of the engine runs eagerly; yields the stand-ins by bucket name.
-
-    Enter and leave with no replay in flight.
-    """
-    captured = engine._graphs
-    stand_ins = {name: EagerStep(graph) for name, graph in captured.items()}
-    engine._graphs = cast(dict[str, Any], stand_ins)
-    try:
-        yield stand_ins
-    finally:
-        engine._graphs = captured
 
 
 def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer]:
@@ -61,25 +47,28 @@ def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer
     drain(engine)
     replayed = run()
     drain(engine)
-    with eager_steps(engine) as stand_ins:
+    with engine.runtime.replaced(lambda key, graph: EagerStep(graph)) as stand_ins:
         eager, launched = with_launches(engine, run)
-    ran = {name: stand_in.replays for name, stand_in in stand_ins.items() if stand_in.replays}
+    ran = {key: stand_in.replays for key, stand_in in stand_ins.items() if stand_in.replays}
     if ran != launched or not ran:
-        raise RuntimeError(f"the engine launched {launched}, and eagerly ran only {ran}")
+        shown = [{key.name: count for key, count in each.items()} for each in (launched, ran)]
+        raise RuntimeError(f"the engine launched {shown[0]}, and eagerly ran only {shown[1]}")
     return replayed, eager
 
 
-def with_launches(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, dict[str, int]]:
+def with_launches(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, dict[GraphKey, int]]:
     """What `run` returns, and how often each graph was launched for it."""
     drain(engine)
     before = Counter(engine.counters)
     answer = run()
     drain(engine)
-    return answer, {
-        name.removeprefix("replays/"): count
-        for name, count in (engine.counters - before).items()
-        if name.startswith("replays/")
-    }
+    return answer, launches(engine, engine.counters - before)
+
+
+def launches(engine: Engine, counters: Mapping[str, int]) -> dict[GraphKey, int]:
+    """How often each graph was launched, of those that were, as `counters` say."""
+    found = {key: counters.get(f"replays/{key.name}", 0) for key in engine.runtime.graphs}
+    return {key: count for key, count in found.items() if count}
 
 
 def drain(engine: Engine) -> None:

@@ -1,7 +1,6 @@
 """Engines to be measured: built, timed while they are built, and described.
 
-Options are `EngineConfig`'s. The private parts of an engine that measuring needs are used here, in
-`eager.py` and in `kernel_times.py` only.
+Options are `EngineConfig`'s.
 """
 
 from __future__ import annotations

@@ -286,9 +286,9 @@ def captured_rows(run: Run) -> list[int]:
     """Sizes of the decode buckets that the engine has, as far as the file tells; ascending."""
     found = {int(rows) for rows in np.unique(run.replays.rows[run.replays.decodes]) if rows > 0}
     for capture in run.captures or ():
-        parts = str(capture.get("bucket", "")).split("/")
-        if parts[0] == "decode" and len(parts) > 1 and parts[1].isdecimal():
-            found.add(int(parts[1]))
+        rows = capture.get("rows")
+        if capture.get("type") == "decode" and isinstance(rows, int):
+            found.add(rows)
     return sorted(found)
 
 

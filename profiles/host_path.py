@@ -8,38 +8,45 @@ is ever long, and what is left is the host's share of a step. The driver's part 
 GPU add one graph launch.
 
 Only steady steps count: the rows of the step before, nothing submitted, finished or paused, and no
-row in a new KV block. Each figure is a median over them in microseconds, without what the
-stand-ins' writes took:
+row in a new KV block. Each figure is a median over them in microseconds. The pieces are the stages
+of the engine's recorder, without what the stand-ins' writes took:
 
-    plan      Scheduler.plan
-    load      finding that no host-owned field changed
-    launch    the bucket, its replay, the record of what is in flight
-    collect   mailbox and events
-    text      tokens to text and stop strings; nothing where a checkpoint has no tokenizer
-    deliver   callbacks (there are none), and the list of events
-    step      Engine.step as a whole, text included; the pieces were clocked in steps of their own
+    plan      the scheduler's plan
+    load      finding that no host-owned field changed, up to the launch
+    launch    the call of the graph
+    wait      reading the mailbox, as the record is there
+    deliver   tokens to requests and events, callbacks (there are none), and the list of events
+    text      tokens to text and stop strings, of all rows; `deliver` is without it
+    step      Engine.step as a whole, text included, while nothing is recorded
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, fields
-from itertools import pairwise
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
+from graphengine.graph_key import GraphKey, decode_key
 from graphengine.kernels import EMITTED, EPOCH_MASK
+from graphengine.profiles.eager import drain
+from graphengine.recorder import LEAST_CAPACITY
+from graphengine.ring import STAGES
+
+Figure = TypeVar("Figure")
 
 # The larger the fewer steps enter a new block.
 BLOCK_SIZE = 128
 PROMPT = [1, 2, 3]
-PIECES = ("plan", "load", "launch", "collect", "deliver")
+PIECES = tuple(STAGES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,59 +57,69 @@ class HostPath:
     plan: float
     load: float
     launch: float
-    collect: float
-    text: float
+    wait: float
     deliver: float
+    text: float
     step: float
 
 
 class PublishingGraph:
-    """Stands in for a captured graph: `replay` publishes one token for each lane.
+    """Stands in for the graph of `key`: `replay` publishes one token for each lane.
 
-    `field` names the host-owned field that says which slot each lane serves. `seconds` sums up what
-    the replays have taken.
+    `seconds` has what each replay took.
     """
 
-    def __init__(self, engine: Engine, field: str) -> None:
-        self.engine = engine
-        self.field = field
-        self.seconds = 0.0
-        self._items = engine.mailbox.tensor.numpy().view(np.uint64)
+    def __init__(self, engine: Engine, key: GraphKey) -> None:
+        self.seconds: list[float] = []
+        self._counters = engine.counters
+        self._runtime = engine.runtime
+        # The host-owned field that says which slot each lane serves.
+        self._field = "slot_of_row" if key.kind == "decode" else "prefill_slot"
+        self._items = engine.runtime.mailbox.tensor.numpy().view(np.uint64)
         self._lanes = np.zeros((0, self._items.shape[2]), dtype=np.uint64)
         self._loads = -1
 
     def replay(self) -> None:
         started = time.perf_counter()
-        engine = self.engine
-        if self._loads != engine.counters["loads"]:
-            self._loads = engine.counters["loads"]
+        if self._loads != self._counters["loads"]:
+            self._loads = self._counters["loads"]
             self._lanes = self._live_lanes()
-        sequence = engine._launched + 1
+        sequence = self._runtime.launched + 1
         self._lanes[:, 0] = 100 + sequence % 97
         entry = self._items[sequence % len(self._items), : len(self._lanes)]
         np.bitwise_or(self._lanes, np.uint64((sequence & 0xFFFF_FFFF) << 32), out=entry)
-        self.seconds += time.perf_counter() - started
+        self.seconds.append(time.perf_counter() - started)
 
     def _live_lanes(self) -> Any:
         """Payloads of the lanes that serve a slot: token, then epoch, counts and flags."""
-        slots = self.engine.buffers[self.field].numpy()
-        epochs = self.engine.buffers["command_epoch"].numpy()[slots[slots >= 0]]
+        buffers = self._runtime.buffers
+        slots = buffers[self._field].numpy()
+        epochs = buffers["command_epoch"].numpy()[slots[slots >= 0]]
         states = (epochs.astype(np.uint64) & np.uint64(EPOCH_MASK)) << np.uint64(12)
         # One lane fed, one token emitted.
         said = np.uint64(1 << 8 | 1 << 4 | EMITTED)
         return np.stack([np.zeros_like(states), states | said], axis=1)
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def measure(rows: int, *, steps: int = 4000) -> HostPath:
-    """Take `steps` steady steps of `rows` requests in pieces, as many whole, and as many silent.
+    """Record `steps` steady steps of `rows` requests, as many silent ones, and time as many whole.
 
     ValueError unless both are positive.
     """
     if rows < 1 or steps < 1:
         raise ValueError(f"{rows=} and {steps=} must be positive")
+    with publishing(rows) as engine:
+        step = whole_step(engine, rows, steps)
+        with_text = pieces(engine, rows, steps)
+        engine.core.intake.tokenizer = None
+        silent = pieces(engine, rows, steps)
+    text = max(0.0, with_text["deliver"] - silent["deliver"])
+    return HostPath(rows=rows, text=text, step=step, **silent)
+
+
+@contextmanager
+def publishing(rows: int) -> Iterator[Engine]:
+    """An engine of `rows` rows whose replays only publish."""
     with Engine.from_pretrained(
         checkpoint_path(),
         device="cpu",
@@ -111,72 +128,65 @@ def measure(rows: int, *, steps: int = 4000) -> HostPath:
         prefill_buckets=(8,),
         block_size=BLOCK_SIZE,
     ) as engine:
-        graphs = _replace_graphs(engine)
-        (step,) = _medians(engine, rows, steps, lambda: _whole(engine, graphs))
-        with_text = _medians(engine, rows, steps, lambda: _in_pieces(engine, graphs))
-        engine._intake.tokenizer = None
-        silent = _medians(engine, rows, steps, lambda: _in_pieces(engine, graphs))
-    collect = PIECES.index("collect")
-    text = max(0.0, with_text[collect] - silent[collect])
-    return HostPath(rows=rows, text=text, step=step, **dict(zip(PIECES, silent, strict=True)))
+        stand_in = partial(PublishingGraph, engine)
+        with engine.runtime.replaced(lambda key, graph: stand_in(key)):
+            yield engine
+            drain(engine)
 
 
-def _replace_graphs(engine: Engine) -> list[PublishingGraph]:
-    """Close the engine's graphs and put stand-ins in their places."""
-    graphs = []
-    for name, graph in engine._graphs.items():
-        graph.close()
-        field = "slot_of_row" if name.startswith("decode/") else "prefill_slot"
-        graphs.append(PublishingGraph(engine, field))
-        engine._graphs[name] = graphs[-1]  # type: ignore[assignment]
-    return graphs
+def whole_step(engine: Engine, rows: int, steps: int) -> float:
+    """Microseconds of one `Engine.step`, the median of so many steady ones."""
+    written = _written(engine, rows)
+
+    def take() -> float:
+        started = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - started - written[-1]
+
+    return 1e6 * median(of_steady_steps(engine, rows, steps, take))
 
 
-def _whole(engine: Engine, graphs: Sequence[PublishingGraph]) -> tuple[float]:
-    """Seconds of one `Engine.step`."""
-    written = sum(graph.seconds for graph in graphs)
-    started = time.perf_counter()
-    engine.step()
-    seconds = time.perf_counter() - started
-    return (seconds - sum(graph.seconds for graph in graphs) + written,)
+def pieces(engine: Engine, rows: int, steps: int) -> dict[str, float]:
+    """Microseconds of each stage, medians over so many steady steps."""
+    recorder, written = engine.recorder, _written(engine, rows)
+
+    def take() -> tuple[int, float]:
+        engine.step()
+        return engine.runtime.launched, written[-1]
+
+    recorder.start(capacity=max(LEAST_CAPACITY, 2 * steps))
+    recorder.clear()
+    sequences, writes = zip(*of_steady_steps(engine, rows, steps, take), strict=True)
+    recorder.stop()
+    kept = np.isin(recorder.replays()["sequence"], sequences)
+    found = {name: float(np.nanmedian(took[kept])) for name, took in recorder.stages().items()}
+    return found | {"launch": found["launch"] - 1e6 * median(writes)}
 
 
-def _in_pieces(engine: Engine, graphs: Sequence[PublishingGraph]) -> tuple[float, ...]:
-    """Seconds of the `PIECES` of one step, which is what `Engine.step` does, call by call."""
-    written = sum(graph.seconds for graph in graphs)
-    clock = [time.perf_counter()]
-    plan = engine.scheduler.plan()
-    assert plan is not None, f"{engine.scheduler.active=}"
-    clock.append(time.perf_counter())
-    engine._load(plan)
-    clock.append(time.perf_counter())
-    engine._in_flight.append(engine._replay(plan))
-    clock.append(time.perf_counter())
-    engine._collect(None)
-    clock.append(time.perf_counter())
-    engine._delivery.run_callbacks()
-    clock.append(time.perf_counter())
-    pieces = [after - before for before, after in pairwise(clock)]
-    pieces[PIECES.index("launch")] -= sum(graph.seconds for graph in graphs) - written
-    return tuple(pieces)
+def _written(engine: Engine, rows: int) -> list[float]:
+    """Seconds of each replay of the decode stand-in, the list that it goes on with."""
+    graph = engine.runtime.graphs[decode_key(rows)]
+    assert isinstance(graph, PublishingGraph), f"{graph=}"
+    return graph.seconds
 
 
-def _medians(
-    engine: Engine, rows: int, steps: int, step: Callable[[], tuple[float, ...]]
-) -> list[float]:
-    """Medians in microseconds of what `step` returns, over `steps` steady ones."""
-    kept: list[tuple[float, ...]] = []
-    for _ in _rounds(engine, rows):
-        loads = engine.counters["loads"]
-        seconds = step()
-        if engine.counters["loads"] == loads:
-            kept.append(seconds)
-        if len(kept) == steps:
-            break
-    return [1e6 * median(column) for column in zip(*kept, strict=True)]
+def of_steady_steps(
+    engine: Engine, rows: int, steps: int, take: Callable[[], Figure]
+) -> list[Figure]:
+    """What `take`, which takes a step, returned of so many steady ones."""
+    kept: list[Figure] = []
+    with closing(_rounds(engine, rows)) as rounds:
+        for _ in rounds:
+            loads = engine.counters["loads"]
+            figure = take()
+            if engine.counters["loads"] == loads:
+                kept.append(figure)
+            if len(kept) == steps:
+                break
+    return kept
 
 
-def _rounds(engine: Engine, rows: int) -> Iterator[None]:
+def _rounds(engine: Engine, rows: int) -> Generator[None, None, None]:
     """Yield where the next step is one that decodes `rows` requests; for ever.
 
     Requests are replaced before they reach their last token, and cancelled when this is closed.

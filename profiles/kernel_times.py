@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from graphengine import Engine, SamplingParams
+from graphengine.graph_key import GraphKey, prefill_key
+from graphengine.profiles.eager import launches
 from graphengine.profiles.measure import Work, random_prompt
 from graphengine.profiles.shapes import linear_bytes
 
@@ -50,7 +52,7 @@ def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
 
     Replays behind the scheduler's back: afterwards the engine is good for closing only.
     """
-    if engine._cuda_stream is None:
+    if engine.runtime.stream is None:
         return None
     events = _trace(engine, _start_decoding(engine, work))
     model, itemsize = engine.model.config, engine.memory.dtype.itemsize
@@ -63,7 +65,7 @@ def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None
     None on a CPU device. The engine must be idle and of lookahead 0, so that the prompt's chunk is
     what its buffers hold last; afterwards it is good for closing only. ValueError otherwise.
     """
-    if engine._cuda_stream is None:
+    if engine.runtime.stream is None:
         return None
     longest = engine.memory.prefill_ladder.sizes[-1]
     if engine.busy or engine.config.lookahead or tokens > longest:
@@ -74,28 +76,28 @@ def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None
     prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
     engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
     engine.step()
-    events = _trace(engine, f"prefill/{engine.memory.prefill_ladder.pick(tokens)}")
+    events = _trace(engine, prefill_key(engine.memory.prefill_ladder.pick(tokens)))
     return summarise(events, REPLAYS, engine.model.config.num_layers, {})
 
 
-def _trace(engine: Engine, graph: str) -> list[dict[str, Any]]:
+def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:
     """The kernels of `REPLAYS` replays of a graph, behind one to warm up."""
-    stream = engine._cuda_stream
+    stream = engine.runtime.stream
     assert stream is not None, "a CPU runs no kernels"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.cuda.stream(stream):
         stream.synchronize()
-        engine._graphs[graph].replay()
+        engine.runtime.graphs[graph].replay()
         stream.synchronize()
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(REPLAYS):
-                engine._graphs[graph].replay()
+                engine.runtime.graphs[graph].replay()
                 stream.synchronize()
     return _kernel_events(profiler)
 
 
-def _start_decoding(engine: Engine, work: Work) -> str:
-    """Bring every row of `work` to decode; the name of the graph that serves them."""
+def _start_decoding(engine: Engine, work: Work) -> GraphKey:
+    """Bring every row of `work` to decode; the key of the graph that serves them."""
     room = engine.memory.max_seq_len - work.prompt_tokens
     if room < work.live + REPLAYS + 8:
         raise ValueError(f"{room} new tokens a request do not last for {REPLAYS} replays")
@@ -106,11 +108,8 @@ def _start_decoding(engine: Engine, work: Work) -> str:
     while not all(len(request.token_ids) >= 2 for request in requests):
         before = Counter(engine.counters)
         engine.step()
-    (graph,) = (
-        name.removeprefix("replays/")
-        for name in engine.counters - before
-        if name.startswith("replays/decode")
-    )
+    launched = launches(engine, engine.counters - before)
+    (graph,) = (key for key in launched if key.kind == "decode")
     return graph
 
 

@@ -332,7 +332,7 @@ class Waits:
 @contextmanager
 def timed_waits(engine: Engine) -> Iterator[Waits]:
     """Inside, the engine's waits for its mailbox are timed."""
-    mailbox, waits, clock = engine.mailbox, Waits(), time.perf_counter
+    mailbox, waits, clock = engine.runtime.mailbox, Waits(), time.perf_counter
     wait = mailbox.wait
 
     def timed(*arguments: Any, **options: Any) -> Any:
@@ -419,7 +419,7 @@ def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
     found, clock = [], time.perf_counter
     for _ in range(repeats):
         started = clock()
-        engine.mailbox.wait(*arguments, **options)
+        engine.runtime.mailbox.wait(*arguments, **options)
         found.append(clock() - started)
     return median(found)
 

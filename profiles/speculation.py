@@ -261,7 +261,7 @@ def _one_run(engine: Engine, work: Work) -> tuple[list[Result], dict[str, int]]:
     """Its results, and how often each decode graph was launched for it."""
     prompts = work.prompts(engine.model.config.vocab_size)
     results, launches = with_launches(engine, lambda: engine.generate(prompts, work.params()))
-    return results, {name: count for name, count in launches.items() if name.startswith("decode/")}
+    return results, {key.name: count for key, count in launches.items() if key.kind == "decode"}
 
 
 def _drafts_off(engine: Engine, work: Work, expected: Sequence[Result]) -> float | None:

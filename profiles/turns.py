@@ -34,7 +34,6 @@ from graphengine.profiles.eager import require_equal
 from graphengine.profiles.engines import build_engine, engine_options, freed
 from graphengine.profiles.measure import random_prompt
 from graphengine.profiles.shapes import NAMES, Subject
-from graphengine.report import describe_engine
 
 SCHEMA = 1
 
@@ -134,7 +133,7 @@ def document(
             "schema": SCHEMA,
             "subject": subject.name,
             "environment": environment(str(engine.memory.device)),
-            "engine": describe_engine(engine),
+            "engine": engine.core.description,
             **sizes,
             "turns": [asdict(turn) for turn in turns],
         }

@@ -21,6 +21,7 @@ import torch
 
 from graphengine import Engine, Result
 from graphengine.demo import checkpoint_path
+from graphengine.graph_key import GraphKey
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -250,24 +251,24 @@ class EagerGraph:
     `seen[(slot, position)]` is the last float32 `[V]` row computed for the token at `position`.
     """
 
-    def __init__(self, engine: Engine, name: str, seen: dict[tuple[int, int], torch.Tensor]):
-        self.engine, self.name, self.seen = engine, name, seen
-        self.close = engine._graphs[name].close
+    def __init__(self, engine: Engine, key: GraphKey, seen: dict[tuple[int, int], torch.Tensor]):
+        self.engine, self.key, self.seen = engine, key, seen
 
     def replay(self) -> None:
-        with self.engine._on_stream():
+        with self.engine.runtime.on_stream():
             self._run()
 
     def _run(self) -> None:
-        program, buffers = self.engine.program, self.engine.buffers
-        kind, size, *sampler = self.name.split("/")
-        if kind == "decode":
-            slots = buffers["slot_of_row"][: int(size)].tolist()
+        program, buffers = self.engine.runtime.program, self.engine.runtime.buffers
+        size = self.key.size
+        if self.key.kind == "decode":
+            slots = buffers["slot_of_row"][:size].tolist()
             # The fast sampler keeps logits to itself; the full one takes the same tokens.
-            outputs = program.decode(int(size), "full")
+            outputs = program.decode(size, "full")
         else:
             slots = buffers["prefill_slot"].tolist()
-            outputs = program.prefill(int(size), *sampler)
+            assert self.key.variant != "note"
+            outputs = program.prefill(size, self.key.variant)
         assert outputs.logits is not None
         for row, slot in enumerate(slots):
             if slot >= 0 and int(outputs.flags[row]):
@@ -278,8 +279,8 @@ class EagerGraph:
 def run_eagerly(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
     """Replace the engine's graphs by their eager steps; returns the logits they will see."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
-    for name in engine._graphs:
-        engine._graphs[name] = EagerGraph(engine, name, seen)  # type: ignore[assignment]
+    for key in engine.runtime.graphs:
+        engine.runtime.graphs[key] = EagerGraph(engine, key, seen)
     return seen
 
 

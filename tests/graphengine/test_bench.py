@@ -38,7 +38,6 @@ from graphengine.profiles.shapes import (
     model_shape,
     step_bytes,
 )
-from graphengine.report import describe_engine
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +193,14 @@ def test_a_whole_run_begins_as_the_eager_step(
 
 
 def test_eager_steps_give_the_graphs_back(tiny: Engine) -> None:
-    before = dict(tiny._graphs)
-    with pytest.raises(KeyError), eager.eager_steps(tiny) as stand_ins:
+    before = dict(tiny.runtime.graphs)
+    with (
+        pytest.raises(KeyError),
+        tiny.runtime.replaced(lambda key, graph: eager.EagerStep(graph)) as stand_ins,
+    ):
         assert stand_ins.keys() == before.keys()
         raise KeyError
-    assert tiny._graphs == before
+    assert tiny.runtime.graphs == before
 
 
 def test_runs_that_differ_are_refused() -> None:
@@ -330,11 +332,11 @@ def test_random_logits_are_finite_and_differ(tiny: Engine) -> None:
 def test_an_engine_says_what_it_is_and_what_it_took() -> None:
     engine, start = build_engine(Subject.of_shape("demo"), CPU)
     with engine:
-        assert start.total_s >= start.weights_s > 0 and start.graphs == len(engine._graphs)
+        assert start.total_s >= start.weights_s > 0 and start.graphs == len(engine.runtime.graphs)
         assert start.capture_s is start.capture_mib is start.warm_up_s is None
         assert start.pool_mib is start.graphs_mib is None
         assert start.compile_s is start.compiled is start.loaded is None
-        described = describe_engine(engine)
+        described = engine.core.description
         assert (described["max_batch"], described["dtype"]) == (3, "float32")
         assert (described["row_family"], described["numerics_id"]) == ("dot", engine.numerics_id)
         linears = ("qkv", "output", "gate_up", "down", "lm_head")

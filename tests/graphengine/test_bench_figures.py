@@ -16,7 +16,7 @@ import pytest
 from benching import CPU, corrupt_eager_steps, tiny_engine, tiny_work
 from timed import Clock, Row, TimedEngine, result
 
-import graphengine.engine
+import graphengine.core
 from graphengine import Engine, Event, SamplingParams
 from graphengine.profiles import measure
 from graphengine.profiles.engines import build_engine
@@ -254,14 +254,14 @@ def test_an_engine_that_waits_elsewhere_cannot_be_timed(monkeypatch: pytest.Monk
         Clock(), before=[0.0] * 6, waits=[0.0] * 6, behind=[0.0] * 6, again=0.0
     )
     elsewhere = SimpleNamespace(wait=lambda *arguments, **options: None)
-    step, mailbox = engine.step, engine.mailbox
+    step, mailbox = engine.step, engine.runtime.mailbox
 
     def step_elsewhere() -> Any:
-        engine.mailbox = elsewhere
+        engine.runtime.mailbox = elsewhere
         try:
             return step()
         finally:
-            engine.mailbox = mailbox
+            engine.runtime.mailbox = mailbox
 
     monkeypatch.setattr(engine, "step", step_elsewhere)
     with pytest.raises(RuntimeError, match=r"did not wait through mailbox\.wait"):
@@ -295,11 +295,11 @@ def test_a_steady_step_is_one_of_every_request(
 
 
 def test_host_time_is_apart_from_polling(tiny: Engine) -> None:
-    wait = tiny.mailbox.wait
+    wait = tiny.runtime.mailbox.wait
     found = measure.host_time(tiny, tiny_work())
     assert found["host_us"] >= found["read_us"] > 0 and found["poll_us"] >= 0
     assert found["host_max_us"] >= found["host_us"]
-    assert tiny.mailbox.wait == wait and not tiny.busy
+    assert tiny.runtime.mailbox.wait == wait and not tiny.busy
 
 
 def test_host_time_without_a_steady_step_is_refused(tiny: Engine) -> None:
@@ -342,7 +342,7 @@ class Script:
         self.engine, self._step, self._submit = engine, engine.step, engine.submit
         monkeypatch.setattr(engine, "step", self.step)
         monkeypatch.setattr(engine, "submit", self.submit)
-        for module in (measure, graphengine.engine):
+        for module in (measure, graphengine.core):
             monkeypatch.setattr(module, "time", self.clock.module)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Any:
@@ -433,4 +433,4 @@ def test_the_kernels_of_a_sampler_are_those_of_its_graph(sampler: str) -> None:
         work = tiny_work(sampler=sampler, live=2)
         measure.decode(engine, dataclasses.replace(work, runs=1))
         graph = _start_decoding(engine, work)
-        assert graph == f"decode/2/{sampler}" and graph in engine._graphs
+        assert graph.name == f"decode/2/{sampler}" and graph in engine.runtime.graphs

@@ -21,7 +21,6 @@ from graphengine.profiles.engines import build_engine, random_drafter
 from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject, random_module, random_tokens
 from graphengine.profiles.speculation import Sweep, measure_sweep, read_sweep
-from graphengine.report import describe_engine
 from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 
 CPU = {"device": "cpu", "max_batch": 1, "max_seq_len": 64}
@@ -96,11 +95,14 @@ def test_an_engine_of_a_shape_drafts() -> None:
     options = CPU | {"speculative": MTP(k=2)}
     engine, _ = build_engine(Subject.of_shape("tiny"), options, random_vocab=32)
     with engine:
-        assert isinstance(engine.drafter, EagleDrafter)
-        assert engine.drafter.vocabulary is not None and engine.drafter.vocabulary.numel() == 32
+        assert isinstance(engine.core.drafter, EagleDrafter)
+        assert (
+            engine.core.drafter.vocabulary is not None
+            and engine.core.drafter.vocabulary.numel() == 32
+        )
         assert engine.memory.draft_lengths == (0, 2)
-        assert describe_engine(engine)["speculative"] == "mtp eagle, k=2"
-        assert all(tensor.isfinite().all() for tensor in engine.drafter.weights.tensors())
+        assert engine.core.description["speculative"] == "mtp eagle, k=2"
+        assert all(tensor.isfinite().all() for tensor in engine.core.drafter.weights.tensors())
 
 
 def test_an_eagle_module_may_have_a_graph_of_its_own() -> None:
@@ -188,7 +190,7 @@ def test_tokens_that_differ_stop_the_measurement() -> None:
     @contextmanager
     def other_weights(options: dict[str, Any]) -> Iterator[Engine]:
         with open_tiny(options) as engine:
-            if engine.drafter is not None:
+            if engine.core.drafter is not None:
                 engine.model.weights.lm_head.copy_(engine.model.weights.lm_head.flip(0))
             yield engine
 

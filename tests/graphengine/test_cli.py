@@ -344,7 +344,7 @@ def nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "__init__", forbidden)
     monkeypatch.setattr(Engine, "from_pretrained", forbidden)
     monkeypatch.setattr(Checkpoint, "load", forbidden)
-    monkeypatch.setattr("graphengine.engine.capture_all", forbidden)
+    monkeypatch.setattr("graphengine.runtime.capture_all", forbidden)
 
 
 @pytest.mark.usefixtures("nothing_is_captured")

@@ -18,8 +18,8 @@ from vanilla_checkpoints import write_agreeing
 
 from graphengine.allocation import compile_steps, graph_steps
 from graphengine.demo import checkpoint_path
+from graphengine.graph_key import decode_key, draft_key, note_key, prefill_key
 from graphengine.kernels import KernelCompilation
-from graphengine.report import make_report
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -70,26 +70,26 @@ def test_no_step_needs_what_its_kernels_write(
 ) -> None:
     """An index that torch finds out of its range would stop a GPU for good."""
     with open_engine(device="cpu", **ENGINES[kind](tmp_path)) as engine:
-        steps = graph_steps(engine.program, engine.memory)
+        steps = graph_steps(engine.runtime.program, engine.memory)
         take_kernels(monkeypatch)
-        engine.buffers.reset()
+        engine.runtime.buffers.reset()
         drawn = torch.random.get_rng_state()
         compilation = compile_steps(steps, torch.device("cuda"))
         assert torch.equal(torch.random.get_rng_state(), drawn)
         monkeypatch.undo()
     assert compilation is not None
     assert (compilation.compiled, compilation.loaded) == (0, 0)
-    decode = [name for name in steps if name.startswith("decode/")]
-    prefill = [name for name in steps if name.startswith("prefill/")]
+    decode = [key for key in steps if key.kind == "decode"]
+    prefill = [key for key in steps if key.kind == "prefill"]
     assert looked_up.count("_finish_decode_kernel") == len(decode)
     assert looked_up.count("_gather_prefill_kernel") == len(prefill)
 
 
 def test_decode_steps_are_compiled_first(looked_up: list[str]) -> None:
     ran: list[str] = []
-    names = ["swap", "prefill/32", "prefill/8/note", "decode/2/full", "draft/2/k3"]
-    steps = {name: (lambda name=name: ran.append(name)) for name in names}
-    assert compile_steps(steps, torch.device("cuda"))
+    keys = [prefill_key(32), note_key(8), decode_key(2, sampler="full"), draft_key(2, 3)]
+    steps = {key: (lambda key=key: ran.append(key.name)) for key in keys}
+    assert compile_steps(steps, torch.device("cuda"), {"swap": lambda: ran.append("swap")})
     assert ran == ["swap", "decode/2/full", "draft/2/k3", "prefill/32", "prefill/8/note"]
 
 
@@ -97,12 +97,12 @@ def test_a_cpu_has_nothing_to_compile() -> None:
     def step() -> None:
         raise AssertionError("it runs")
 
-    assert compile_steps({"decode/1": step}, torch.device("cpu")) is None
+    assert compile_steps({decode_key(1): step}, torch.device("cpu")) is None
     with open_engine(device="cpu", max_batch=1) as engine:
         report = engine.report()
         assert report.compilation is None and "compiled" not in str(report)
-        engine.compilation = KernelCompilation(compiled=41, loaded=2, seconds=3.456)
-        text = str(make_report(engine, report.captures))
+        engine.runtime.compilation = KernelCompilation(compiled=41, loaded=2, seconds=3.456)
+        text = str(engine.report())
     assert "kernels 41 compiled, 2 read from disk, in 3.46 s" in text.splitlines()
 
 
@@ -129,7 +129,7 @@ triton.knobs.compilation.listener = listener
 building = importlib.import_module("triton.runtime.build")
 build_program, building._build = building._build, build
 
-opening = importlib.import_module("graphengine.engine")
+opening = importlib.import_module("graphengine.runtime")
 compile_steps = opening.compile_steps
 
 def phased(*args):
@@ -151,7 +151,8 @@ with open_engine(device="cuda", dtype="bfloat16", **options) as engine:
     threads = [thread.name for thread in threading.enumerate() if thread not in before]
     for params in (greedy(6), sampled(6, seed=1, top_p=0.9)):
         tokens = [result.token_ids for result in engine.generate([PROMPT, LONG], params)]
-    compilation, listened = engine.compilation, triton.knobs.compilation.listener is listener
+    compilation = engine.runtime.compilation
+    listened = triton.knobs.compilation.listener is listener
 print(json.dumps({
     "found": found, "programs": programs, "threads": threads, "listened": listened,
     "compiled": compilation.compiled, "loaded": compilation.loaded, "seconds": compilation.seconds,

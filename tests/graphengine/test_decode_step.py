@@ -18,6 +18,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from named_graphs import graph_names, graph_of, replace_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,13 +27,14 @@ from graphengine.buckets import inspect_graph, programmatic_edges
 from graphengine.checkpoint import Checkpoint
 from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path
+from graphengine.graph_key import Sampler, decode_key
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.models import dense
 from graphengine.models.contract import LinearPlans, heuristic_plans
 from graphengine.models.dense import DenseConfig
 from graphengine.models.families import read_model_config
 from graphengine.speculative import NGram
-from graphengine.step import Sampler, StepOutputs, StepProgram, decode_bucket
+from graphengine.step import StepOutputs, StepProgram
 from graphengine.tuning import TunedPlan, TuningKey, device_name, user_table_path, write_table
 
 SAMPLERS = get_args(Sampler)
@@ -146,7 +148,7 @@ def test_a_filtered_request_never_meets_the_fast_sampler(
 
 def test_the_fast_sampler_keeps_its_logits(checkpoints: dict[str, Any]) -> None:
     with open_engine(("cpu", "demo", "float32"), checkpoints, lookahead=0) as engine:
-        fast, full = (engine.program.decode(2, sampler) for sampler in SAMPLERS)
+        fast, full = (engine.runtime.program.decode(2, sampler) for sampler in SAMPLERS)
         assert fast.logits is None
         assert full.logits is not None and full.logits.shape == (2, 4096)
         assert full.logits.dtype == torch.float32
@@ -274,9 +276,9 @@ def test_the_report_says_which_kernels_run_and_why(
         ({"max_batch": 1, "speculative": NGram(k=3)}, "dot (for 4 lanes)"),
     ):
         with open_engine(case, checkpoints, pdl=pdl, **options) as engine:
-            expected = f"row family {why}, plans {engine.plan_sources}, PDL {on}, numerics "
+            expected = f"row family {why}, plans {engine.runtime.plan_sources}, PDL {on}, numerics "
             assert expected in str(engine.report())
-            assert engine.program.launch.pdl == (on == "on")
+            assert engine.runtime.program.launch.pdl == (on == "on")
 
 
 @pytest.mark.parametrize("max_batch", [1, 4])
@@ -284,9 +286,9 @@ def test_a_users_table_decides_the_plans_and_the_id(
     checkpoints: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_batch: int
 ) -> None:
     with open_engine(CPU, checkpoints, max_batch=max_batch) as engine:
-        assert str(engine.plan_sources) == "heuristic"
+        assert str(engine.runtime.plan_sources) == "heuristic"
         config, dtype, id_before = engine.model.config, engine.memory.dtype, engine.numerics_id
-        before = engine.plans
+        before = engine.runtime.plans
         assert before == plans_of(engine)
         expected = engine.generate("def f(", params(temperature=0.0)).token_ids
 
@@ -295,8 +297,8 @@ def test_a_users_table_decides_the_plans_and_the_id(
     path = write_user_table(config, dtype, "cpu", {"down": changed})
     assert path.parent == tmp_path
     with open_engine(CPU, checkpoints, max_batch=max_batch) as engine:
-        assert engine.plans == before.replace({"down": changed})
-        assert engine.plan_sources == dict.fromkeys(before, "heuristic") | {"down": "user"}
+        assert engine.runtime.plans == before.replace({"down": changed})
+        assert engine.runtime.plan_sources == dict.fromkeys(before, "heuristic") | {"down": "user"}
         assert "down user" in str(engine.report())
         assert engine.numerics_id != id_before
         # A CPU has no use for plans.
@@ -305,14 +307,14 @@ def test_a_users_table_decides_the_plans_and_the_id(
     # The plans are part of the numerics, where they come from is not.
     write_user_table(config, dtype, "cpu", dict(before))
     with open_engine(CPU, checkpoints, max_batch=max_batch) as engine:
-        assert set(engine.plan_sources.values()) == {"user"} and "plans user," in str(
+        assert set(engine.runtime.plan_sources.values()) == {"user"} and "plans user," in str(
             engine.report()
         )
         assert engine.numerics_id == id_before
         # A table of the other family is none for this one.
         other = {"max_batch": 2, "row_family": "dot" if max_batch == 1 else "fma"}
     with open_engine(CPU, checkpoints, **other) as engine:
-        assert set(engine.plan_sources.values()) == {"heuristic"}
+        assert set(engine.runtime.plan_sources.values()) == {"heuristic"}
 
     path.write_text("{")
     with pytest.raises(ValueError, match=path.name):
@@ -334,7 +336,7 @@ def test_a_decode_graph_is_one_chain_of_kernels(
         assert engine.row_family == ("fma" if max_batch == 1 else "dot")
         layers = engine.model.config.num_layers
         for rows, sampler in product(engine.memory.ladder.sizes, SAMPLERS):
-            captured = engine._graphs[f"decode/{rows}/{sampler}"]
+            captured = graph_of(engine, f"decode/{rows}/{sampler}")
             assert captured.graph is not None
             structure = inspect_graph(captured.graph)
             # begin, five a layer, lm_head, finish; the full sampler adds its cutoff and its tiles,
@@ -414,11 +416,11 @@ def test_the_recorder_sees_what_a_step_allocates(checkpoints: dict[str, Any]) ->
     with open_engine(CPU, checkpoints) as engine:
         recorder = Intermediates(keep=True)
         with recorder:
-            outputs = engine.program.decode(2, "full")
+            outputs = engine.runtime.program.decode(2, "full")
         found = {span.address for span in recorder.spans}
         assert {storage_of(tensor) for tensor in outputs} <= found
-        static = [engine.buffers[field.name] for field in engine.buffers.fields]
-        static += [engine.cache, engine.mailbox.tensor, *engine.model.weights.tensors()]
+        static = [engine.runtime.buffers[field.name] for field in engine.runtime.buffers.fields]
+        static += [engine.cache, engine.runtime.mailbox.tensor, *engine.model.weights.tensors()]
         assert not found & {storage_of(tensor) for tensor in static}
         # At least residual, product, attention and SwiGLU of each layer.
         assert len(recorder.spans) >= 4 * engine.model.config.num_layers
@@ -435,7 +437,7 @@ def recorded_captures(*, keep: bool) -> Iterator[dict[str, Intermediates]]:
         with recorder:
             outputs = original(self, rows, sampler, drafts)
         if torch.cuda.is_current_stream_capturing():
-            found[decode_bucket(rows, drafts, sampler)] = recorder
+            found[decode_key(rows, drafts, sampler).name] = recorder
         return outputs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -448,15 +450,14 @@ class PoisonedGraph:
 
     def __init__(self, engine: Engine, name: str, intermediates: Intermediates) -> None:
         self.engine, self.name = engine, name
-        self.graph = engine._graphs[name]
-        self.close, self.report = self.graph.close, self.graph.report
+        self.graph = graph_of(engine, name)
         self.spans = intermediates.spans
         self.memory = [span.bytes() for span in self.spans]
         self.replays = 0
         assert self.memory, f"nothing was recorded of {name}"
 
     def replay(self) -> None:
-        with self.engine._on_stream():
+        with self.engine.runtime.on_stream():
             for memory in self.memory:
                 memory.fill_(POISON)
         self.graph.replay()
@@ -469,10 +470,11 @@ def open_poisoned(
     """An engine whose decode graphs are replayed on poison, and these graphs."""
     with recorded_captures(keep=keep) as recorded:
         engine = open_engine(case, checkpoints, **options)
-    names = {name for name in engine._graphs if name.startswith("decode/")}
+    names = {name for name in graph_names(engine) if name.startswith("decode/")}
     assert recorded.keys() == names
     stand_ins = {name: PoisonedGraph(engine, name, recorded[name]) for name in names}
-    engine._graphs.update(stand_ins)  # type: ignore[arg-type]
+    for name, stand_in in stand_ins.items():
+        replace_graph(engine, name, stand_in)
     return engine, stand_ins
 
 
@@ -568,8 +570,8 @@ UseKernels = Callable[[Case, Kernels], dict[str, Any]]
 
 def assert_kernels(engine: Engine, kernels: Kernels) -> None:
     assert engine.row_family == ("fma" if kernels.max_batch == 2 else "dot")
-    splits = [plan.splits for plan in engine.plans.values()]
-    assert splits == [2, 2, 2, 2, 1] or not kernels.split, f"{engine.plans}"
+    splits = [plan.splits for plan in engine.runtime.plans.values()]
+    assert splits == [2, 2, 2, 2, 1] or not kernels.split, f"{engine.runtime.plans}"
 
 
 def assert_same_bytes(name: str, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -598,7 +600,7 @@ def test_overlapping_kernels_compute_the_bits_of_kernels_in_turn(
     (engine, overlapping), (other, in_turn) = opened
     with engine, other:
         assert_kernels(engine, kernels)
-        assert engine.program.launch.pdl and not other.program.launch.pdl
+        assert engine.runtime.program.launch.pdl and not other.program.launch.pdl
         assert engine.numerics_id == other.numerics_id
         seen = dict.fromkeys(overlapping, 0)
 
@@ -626,12 +628,12 @@ def test_overlapping_kernels_compute_the_bits_of_kernels_in_turn(
             engine.cache.flatten().view(torch.uint8),
             other.cache.flatten().view(torch.uint8),
         )
-        for field in engine.buffers.fields:
-            got, wanted = (each.buffers[field.name].flatten() for each in (engine, other))
+        for field in engine.runtime.buffers.fields:
+            got, wanted = (each.runtime.buffers[field.name].flatten() for each in (engine, other))
             assert_same_bytes(
                 field.name, "behind the last step", *(t.view(torch.uint8) for t in (got, wanted))
             )
-        assert not engine.buffers["arrivals"].any()
+        assert not engine.runtime.buffers["arrivals"].any()
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["shared", "own"])
@@ -647,7 +649,7 @@ def test_poisoned_intermediates_change_no_token(
     assert {end for _, end in expected} == {None, "length"}
     engine, stand_ins = open_poisoned(case, checkpoints, keep=keep, **options)
     with engine:
-        assert engine.program.launch.pdl
+        assert engine.runtime.program.launch.pdl
         (tokens,) = play([engine])
         used = sum(graph.replays for graph in stand_ins.values())
         assert used == replays(engine, "/fast") + replays(engine, "/full")
@@ -704,6 +706,6 @@ def test_a_kernel_that_reads_before_its_wait_is_caught(
     monkeypatch.setattr(dense, "decode_attention", attention_and_copies)
     engine, _ = open_poisoned(case, checkpoints, keep=True)
     with engine:
-        assert engine.program.launch.pdl
+        assert engine.runtime.program.launch.pdl
         (tokens,) = play([engine], to_the_end=not races)
     assert (tokens != expected) == races, f"{races=}: {tokens}, undisturbed {expected}"

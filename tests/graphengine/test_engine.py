@@ -527,20 +527,20 @@ def test_an_exception_in_a_callback_loses_no_event_of_others(engine: Engine) -> 
 def test_a_steady_step_only_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current stream changes for a load, and for nothing else; a load is for a change."""
     changes: list[int] = []
-    on_stream = engine._on_stream
+    on_stream = engine.runtime.on_stream
 
     def counted() -> Any:
-        changes.append(engine._launched)
+        changes.append(engine.runtime.launched)
         return on_stream()
 
     requests = [engine.submit(prompt, greedy(40)) for prompt in (PROMPT, OTHER)]
     step_until(engine, lambda: all(request.token_ids for request in requests))
     engine.step()
-    loads, launched = engine.counters["loads"], engine._launched
-    monkeypatch.setattr(engine, "_on_stream", counted)
+    loads, launched = engine.counters["loads"], engine.runtime.launched
+    monkeypatch.setattr(engine.runtime, "on_stream", counted)
     for _ in range(16):
         engine.step()
-    assert engine._launched - launched == 16
+    assert engine.runtime.launched - launched == 16
     # Each request enters a new block of 8 every 8 steps.
     assert len(changes) == engine.counters["loads"] - loads <= 4
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from named_graphs import graph_of, replace_graph
 from timed import Clock
 
 from graphengine import Engine, Event
 from graphengine.demo import checkpoint_path
+from graphengine.graph_key import decode_key, prefill_key
 from graphengine.speculative import NGram
 from stepping import (
     LONG,
@@ -72,13 +74,13 @@ def test_steps_with_a_timeout_bring_the_same_tokens(engine: Engine) -> None:
 
 def test_a_step_does_not_wait_beyond_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(per_call=1e-3)
-    monkeypatch.setattr("graphengine.engine.time", clock.module)
+    monkeypatch.setattr("graphengine.core.time", clock.module)
     monkeypatch.setattr("graphengine.buckets.mailbox.time", clock.module)
     with open_engine(device="cpu", lookahead=0) as engine:
-        late = {name: Late(graph) for name, graph in engine._graphs.items()}
-        engine._graphs.update(late)  # type: ignore[arg-type]
+        late = {key: Late(graph) for key, graph in engine.runtime.graphs.items()}
+        engine.runtime.graphs.update(late)
         request = engine.submit(PROMPT, greedy(2))
-        prefill = late["prefill/8"]
+        prefill = late[prefill_key(8)]
         for timeout in (0, 0, 0.05, -1):
             started = clock.now
             assert engine.step(timeout=timeout) == []
@@ -101,7 +103,7 @@ def test_a_step_does_not_wait_beyond_its_timeout(monkeypatch: pytest.MonkeyPatch
         (event,) = engine.step(timeout=0)
         assert len(event.token_ids) == 1
         assert engine.step(timeout=0) == []
-        late["decode/1/fast"].finish()
+        late[decode_key(1)].finish()
         (event,) = engine.step(timeout=0)
         assert event.finish_reason == "length"
 
@@ -123,7 +125,7 @@ def test_a_cancellation_outlives_an_interrupted_wait(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.mailbox, "wait", interrupt)
+        patched.setattr(engine.runtime.mailbox, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert [event.finish_reason for event in events_of(request, run(engine))] == ["cancelled"]
@@ -162,8 +164,8 @@ def assert_broken(engine: Engine, cause: str) -> None:
 def test_a_failing_replay_breaks_the_engine(device: str) -> None:
     engine = open_engine(device=device)
     error = RuntimeError("the graph is gone")
-    failing = Failing(engine._graphs["decode/2/fast"], error, at=3)
-    engine._graphs["decode/2/fast"] = failing  # type: ignore[assignment]
+    failing = Failing(graph_of(engine, "decode/2/fast"), error, at=3)
+    replace_graph(engine, "decode/2/fast", failing)
     request = engine.submit(PROMPT, greedy())
     stream = engine.stream(PROMPT, greedy())
     waiting = [engine.submit(LONG, greedy()) for _ in range(engine.config.max_batch)]
@@ -185,8 +187,8 @@ def test_a_failing_replay_breaks_the_engine(device: str) -> None:
 
 def test_generate_passes_a_failure_on() -> None:
     with open_engine(device="cpu") as engine:
-        graph = engine._graphs["prefill/8"]
-        engine._graphs["prefill/8"] = Failing(graph, RuntimeError("no such kernel"))  # type: ignore[assignment]
+        graph = graph_of(engine, "prefill/8")
+        replace_graph(engine, "prefill/8", Failing(graph, RuntimeError("no such kernel")))
         with pytest.raises(RuntimeError, match="no such kernel"):
             engine.generate([PROMPT, OTHER], greedy())
         assert_broken(engine, "no such kernel")
@@ -194,8 +196,8 @@ def test_generate_passes_a_failure_on() -> None:
 
 def test_a_replay_that_publishes_nothing_breaks_the_engine() -> None:
     with open_engine(device="cpu", wait_limit_s=0.05) as engine:
-        late = Late(engine._graphs["decode/1/fast"])
-        engine._graphs["decode/1/fast"] = late  # type: ignore[assignment]
+        late = Late(graph_of(engine, "decode/1/fast"))
+        replace_graph(engine, "decode/1/fast", late)
         engine.submit(PROMPT, greedy())
         with pytest.raises((RuntimeError, TimeoutError), match="replay 2"):
             run(engine)
@@ -206,8 +208,8 @@ def test_an_interrupted_replay_does_not_leave_the_engine_spinning() -> None:
     """Ctrl-C in a launch: afterwards all goes on, or the engine says that it is broken."""
     with open_engine(device="cpu") as engine:
         expected = engine.generate(PROMPT, greedy()).token_ids
-        failing = Failing(engine._graphs["decode/1/fast"], KeyboardInterrupt(), at=4)
-        engine._graphs["decode/1/fast"] = failing  # type: ignore[assignment]
+        failing = Failing(graph_of(engine, "decode/1/fast"), KeyboardInterrupt(), at=4)
+        replace_graph(engine, "decode/1/fast", failing)
         request = engine.submit(PROMPT, greedy())
         with pytest.raises(KeyboardInterrupt):
             run(engine)
@@ -301,9 +303,9 @@ def test_nothing_works_after_close(device: str) -> None:
 
 
 DESCRIBES = {
-    "acceptance", "busy", "compilation", "config", "counters", "drafter", "eos_ids", "gate",
-    "last_step", "memory", "numerics_id", "plan_sources", "plans", "recorder", "report",
-    "requests", "row_family", "scheduler", "stats", "stop_callback", "tokenizer",
+    "acceptance", "busy", "config", "core", "counters", "eos_ids", "gate", "last_step", "memory",
+    "numerics_id", "recorder", "report", "requests", "row_family", "scheduler", "stats",
+    "stop_callback", "tokenizer",
 }  # fmt: skip
 """Public names of an engine that still work once it is closed, close() and __exit__ aside."""
 
@@ -312,10 +314,10 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
     with open_engine(device=device, speculative=NGram(k=2)) as engine:
         engine.recorder.start()
         engine.generate(PROMPT, greedy(6))
-        read = {name: getattr(engine, name) for name in DESCRIBES - {"drafter"}}
+        read = {name: getattr(engine, name) for name in DESCRIBES}
         before = {name: value() if callable(value) else value for name, value in read.items()}
         public = {name for name in dir(engine) if not name.startswith("_")}
-    assert engine.drafter is None
+    assert engine.core.drafter is None
     # With what the device counted, read as it closed.
     report, counters = before.pop("report"), before["stats"]["counters"]
     assert counters["ngram/unmatched"] > 0
@@ -335,16 +337,12 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "step": engine.step,
         "stream": lambda: engine.stream(PROMPT),
         "submit": lambda: engine.submit(PROMPT),
-        "buffers": lambda: engine.buffers.block_table,
-        **{
-            name: partial(getattr, engine, name)
-            for name in ("cache", "logprobs", "mailbox", "model", "program")
-        },
+        **{name: partial(getattr, engine, name) for name in ("cache", "model", "runtime")},
     }
     for call in calls.values():
         with pytest.raises(ValueError, match="closed"):
             call()
-    with pytest.raises(ValueError, match="the engine is closed, and its model freed"):
+    with pytest.raises(ValueError, match="the engine is closed, and what its runtime held is fre"):
         engine.model  # noqa: B018
     with pytest.raises(ValueError, match="the engine is closed: nothing is left to record"):
         engine.recorder.start()
@@ -370,8 +368,8 @@ def test_close_frees_what_is_large() -> None:
     engine = open_engine(device="cpu")
     engine.generate(PROMPT, greedy(2))
     model = engine.model
-    tensors = [*engine._caches[0], *model.weights.tensors(), engine.mailbox.tensor]
-    tensors += [engine.buffers["block_table"]]
+    tensors = [*engine.runtime.caches[0], *model.weights.tensors(), engine.runtime.mailbox.tensor]
+    tensors += [engine.runtime.buffers["block_table"]]
     alive = [weakref.ref(tensor) for tensor in tensors]
     del tensors, model
     engine.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import graphengine.engine
+import graphengine.core
 from graphengine import Engine, garbage
 from stepping import LONG, PROMPT, assert_idle, greedy, open_engine, run, tokens_of
 
@@ -144,7 +144,7 @@ def test_python_is_left_with_full_collections_alone() -> None:
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What will happen, in order: "launch", "collect", "wait"."""
     seen: list[str] = []
-    run_graph, wait = engine._run, engine.mailbox.wait
+    run_graph, wait = engine.runtime.replay, engine.runtime.mailbox.wait
 
     def launch(*arguments: Any) -> None:
         seen.append("launch")
@@ -154,15 +154,15 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("wait")
         return wait(*arguments, **options)
 
-    monkeypatch.setattr(engine, "_run", launch)
-    monkeypatch.setattr(engine.mailbox, "wait", wait_for)
+    monkeypatch.setattr(engine.runtime, "replay", launch)
+    monkeypatch.setattr(engine.runtime.mailbox, "wait", wait_for)
 
     def collect(arrived: Any, sequence: int, lanes: int) -> None:
         assert arrived(sequence, lanes), "on a CPU, where a replay is done as it returns"
         assert not arrived(sequence + 100, lanes)
         seen.append("collect")
 
-    monkeypatch.setattr(graphengine.engine, "collect_due", collect)
+    monkeypatch.setattr(graphengine.core, "collect_due", collect)
     return seen
 
 
@@ -211,13 +211,13 @@ def test_an_interrupted_collection_does_no_harm(monkeypatch: pytest.MonkeyPatch,
             if next(calls) == at:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(graphengine.engine, "collect_due", interrupt)
+        monkeypatch.setattr(graphengine.core, "collect_due", interrupt)
         requests = [engine.submit(prompt, greedy()) for prompt in (PROMPT, LONG)]
         events = []
         with pytest.raises(KeyboardInterrupt):
             while True:
                 events += engine.step()
-        assert engine._in_flight
+        assert engine.core.in_flight
         events += run(engine)
         assert [request.result().token_ids for request in requests] == [
             result.token_ids for result in expected

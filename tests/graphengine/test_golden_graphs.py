@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from compiling import GraphKernel, graph_kernels, own_kernels
+from named_graphs import graph_names
 
 from graphengine import Engine
 from graphengine.buckets import GraphStructure
@@ -49,8 +50,9 @@ def test_demo_model(case: str, graph_snapshot: GraphSnapshot) -> None:
         checkpoint_path(), device="cuda", dtype="bfloat16", **options
     ) as engine:
         layers = engine.model.config.num_layers
-        assert sorted(engine._graphs) == sorted(GRAPHS[case])
-        for name, graph in engine._graphs.items():
+        assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
+        for graph in engine.runtime.captured:
+            name = graph.name
             # Five kernels a layer, and begin, lm_head with its sampler, finish.
             plain = name.startswith("decode/") and name.endswith("/fast") and case != "mtp"
             budget = 5 * layers + 3 if plain else None
@@ -71,7 +73,7 @@ def test_what_a_capture_would_launch_is_on_file(case: str) -> None:
     with Engine.from_pretrained(
         checkpoint_path(), device="cpu", dtype="bfloat16", **SIZES | ENGINES[case]
     ) as engine:
-        assert sorted(engine._graphs) == sorted(GRAPHS[case])
+        assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
         found, own = graph_kernels(engine), own_kernels()
     assert sorted(found) == sorted(GRAPHS[case])
     keys = [key for key in recorded_keys() if key.startswith("nvidia-h200_")]

@@ -300,13 +300,16 @@ class FakeEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._graphs = {name: chain() for name in NAMES}
+        self.runtime = SimpleNamespace(
+            graphs=[SimpleNamespace(name=name) for name in NAMES],
+            captured=[chain() for _ in NAMES],
+        )
 
     def __enter__(self) -> FakeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._graphs.clear()
+        self.runtime = None
 
 
 def test_a_dump_has_the_ladder_and_what_it_was_made_with(

@@ -20,14 +20,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from named_graphs import graph_names, graph_of, replace_graph
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets.captured import CHECK_EVERY
 from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
+from graphengine.graph_key import Sampler, prefill_key
 from graphengine.processing import processing_fields
 from graphengine.scheduler import Plan
-from graphengine.step import Sampler, StepOutputs, prefill_bucket
+from graphengine.step import StepOutputs
 
 Tensors = dict[str, torch.Tensor]
 
@@ -105,7 +107,7 @@ def open_engine(case: Case, checkpoints: dict[str, Any], **options: Any) -> Engi
 
 def submit(engine: Engine, length: int, **options: Any) -> Request:
     """A random prompt of `length` tokens under the next of the MIXED settings."""
-    number = engine._intake.made
+    number = engine.core.intake.made
     dice = random.Random(1000 * number + length)
     prompt = [dice.randrange(engine.model.config.vocab_size) for _ in range(length)]
     settings = {"max_tokens": MAX_TOKENS} | MIXED[number % len(MIXED)] | options
@@ -131,21 +133,26 @@ def planned_step(engine: Engine) -> Iterator[Plan]:
     plan = engine.scheduler.plan()
     assert plan is not None
     assert not plan.swap_out and not plan.swap_in
-    with engine._on_stream():
-        engine._load(plan)
+    with engine.runtime.on_stream():
+        engine.core.load(plan)
         yield plan
         settle(engine)
 
 
 def settle(engine: Engine) -> None:
-    if engine._cuda_stream is not None:
-        engine._cuda_stream.synchronize()
+    if engine.runtime.stream is not None:
+        engine.runtime.stream.synchronize()
 
 
 def visible(engine: Engine) -> Tensors:
     """Every tensor that a step can write, and the host-owned ones that it must not."""
-    fields = {field.name: engine.buffers[field.name] for field in engine.buffers.fields}
-    mailboxes = {"mailbox": engine.mailbox.tensor, "logprobs": engine.logprobs.tokens.tensor}
+    fields = {
+        field.name: engine.runtime.buffers[field.name] for field in engine.runtime.buffers.fields
+    }
+    mailboxes = {
+        "mailbox": engine.runtime.mailbox.tensor,
+        "logprobs": engine.runtime.logprobs.tokens.tensor,
+    }
     return fields | {"cache": engine.cache} | mailboxes
 
 
@@ -187,7 +194,7 @@ def assert_same_state(got: Tensors, expected: Tensors, what: str) -> None:
 def run_step(engine: Engine, bucket: str) -> Any:
     """The eager step of a bucket; the engine's stream is the current one."""
     kind, size, *sampler = bucket.split("/")
-    program: Any = engine.program
+    program: Any = engine.runtime.program
     if sampler == ["note"]:
         return program.note(int(size))
     step = program.decode if kind == "decode" else program.prefill
@@ -202,11 +209,10 @@ class CheckedGraph:
 
     def __init__(self, engine: Engine, name: str, checked: Counter[str]) -> None:
         self.engine, self.name, self.checked = engine, name, checked
-        self.graph = engine._graphs[name]
-        self.close = self.graph.close
+        self.graph = graph_of(engine, name)
 
     def replay(self) -> None:
-        with self.engine._on_stream():
+        with self.engine.runtime.on_stream():
             self._replay_and_repeat()
 
     def _replay_and_repeat(self) -> None:
@@ -229,8 +235,8 @@ def test_a_replay_equals_the_eager_step(
     checked: Counter[str] = Counter()
     with open_engine(case, checkpoints, **sized(max_batch), prefill_buckets=(8, 32)) as engine:
         assert engine.row_family == FAMILIES[max_batch]
-        for name in engine._graphs:
-            engine._graphs[name] = CheckedGraph(engine, name, checked)  # type: ignore[assignment]
+        for name in graph_names(engine):
+            replace_graph(engine, name, CheckedGraph(engine, name, checked))
         # Prompts of one chunk and of several, full and padded. They end one after the other, so
         # that the rows shrink through every bucket, some with padding, over slots that are dead.
         lengths = (3, 8, 9, 31, 32, 33, 70, 64)
@@ -248,7 +254,7 @@ def test_a_replay_equals_the_eager_step(
             for length in (70, 9):
                 session.append([1 + index % 50 for index in range(length)])
                 session.generate(SamplingParams(max_tokens=4, ignore_eos=True, **asking))
-        missing = set(engine._graphs) - set(checked)
+        missing = set(graph_names(engine)) - set(checked)
         assert not missing, f"{missing} not replayed: {checked}"
 
 
@@ -429,7 +435,7 @@ def poison(engine: Engine, spans: list[Span], clean: Tensors) -> None:
 
     One dead slot has a command pending, which is the one thing that may happen to a dead slot.
     """
-    buffers = engine.buffers
+    buffers = engine.runtime.buffers
     live = {span.slot: span for span in spans}
     for slot in range(engine.config.max_batch):
         if slot in live:
@@ -520,15 +526,15 @@ def test_padded_rows_of_a_decode_step(
             assert list(plan.rows) == rows and live == (1 if max_batch == 2 else 3)
             slots = [request.placed.slot for request in rows]
             padded = [-1] * (max_batch - live)
-            assert engine.buffers["slot_of_row"].tolist() == [*slots, *padded]
-            lengths = engine.program.state.kv_len.tolist()
+            assert engine.runtime.buffers["slot_of_row"].tolist() == [*slots, *padded]
+            lengths = engine.runtime.program.state.kv_len.tolist()
             spans = [
                 Span(engine, request, lengths[slot], lengths[slot] + 1)
                 for request, slot in zip(rows, slots, strict=True)
             ]
 
             def poison_lanes() -> None:
-                buffers = engine.buffers
+                buffers = engine.runtime.buffers
                 for name in ("prefill_tokens", "prefill_slot", "prefill_start", "prefill_count"):
                     buffers[name].fill_(HUGE[torch.int32])
                 buffers["prefill_final"].fill_(1)
@@ -558,12 +564,12 @@ def test_padded_lanes_of_a_prefill_step(
             assert chunk is not None and chunk.request is newcomer
             assert len(plan.rows) == 3
             assert chunk.start == 64 * first_chunks
-            bucket = prefill_bucket(engine.memory.prefill_ladder.pick(chunk.count), sampler)
+            bucket = prefill_key(engine.memory.prefill_ladder.pick(chunk.count), sampler).name
             span = Span(engine, newcomer, chunk.start, chunk.start + chunk.count)
 
             def poison_lanes() -> None:
-                engine.buffers["prefill_tokens"][chunk.count :] = HUGE[torch.int32]
-                engine.buffers["slot_of_row"].fill_(HUGE[torch.int32])
+                engine.runtime.buffers["prefill_tokens"][chunk.count :] = HUGE[torch.int32]
+                engine.runtime.buffers["slot_of_row"].fill_(HUGE[torch.int32])
 
             assert_padding_is_harmless(engine, bucket, [span], poison_lanes)
 
@@ -594,10 +600,10 @@ def test_a_rows_bits_do_not_depend_on_its_bucket_or_sampler(
 
             def run(bucket: int, slots: list[int], sampler: Sampler) -> dict[int, Tensors]:
                 restore(engine, before)
-                lanes = engine.buffers["slot_of_row"]
+                lanes = engine.runtime.buffers["slot_of_row"]
                 lanes.fill_(-1)
                 lanes[: len(slots)] = torch.tensor(slots, dtype=lanes.dtype)
-                outputs = engine.program.decode(bucket, sampler)
+                outputs = engine.runtime.program.decode(bucket, sampler)
                 settle(engine)
                 seen = {}
                 for row, slot in enumerate(slots):
@@ -679,7 +685,7 @@ def test_a_buffer_that_moved_breaks_the_engine_by_name(
     with open_engine((device, "qwen3-biases", "float32"), checkpoints) as engine:
         request = submit(engine, 5)
         engine.step()
-        engine.buffers[name].data = engine.buffers[name].clone()
+        engine.runtime.buffers[name].data = engine.runtime.buffers[name].clone()
         with pytest.raises(RuntimeError, match=f"static buffer '{name}' moved from 0x"):
             engine.step()
         with pytest.raises(RuntimeError, match=f"engine is broken.*static buffer '{name}' moved"):
@@ -698,7 +704,7 @@ def test_a_buffer_that_moves_in_the_steady_state_is_found(
         while len(request.token_ids) < 8:
             engine.step()
         replays = engine.counters["replays/decode/1/fast"]
-        engine.buffers["min_p"].data = engine.buffers["min_p"].clone()
+        engine.runtime.buffers["min_p"].data = engine.runtime.buffers["min_p"].clone()
         with pytest.raises(RuntimeError, match="static buffer 'min_p' moved from 0x"):
             while engine.busy:
                 engine.step()

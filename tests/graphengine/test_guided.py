@@ -372,28 +372,28 @@ class MaskWatch:
             n_vocab=engine.model.config.vocab_size,
             eos_token=list(engine.eos_ids),
         )
-        self.words = engine.buffers["allowed_bits"].shape[2]
-        load = engine._load
+        self.words = engine.runtime.buffers["allowed_bits"].shape[2]
+        load = engine.core.load
 
         def watched(plan: Plan) -> None:
-            drafts = engine.drafter is not None and not engine.drafter.host_drafts
+            drafts = engine.core.drafter is not None and not engine.core.drafter.host_drafts
             # This is another stream than the engine's.
             synchronize(engine)
-            table = engine.buffers["draft_tokens"].tolist() if drafts else None
+            table = engine.runtime.buffers["draft_tokens"].tolist() if drafts else None
             given = {request: request.drafts for request in plan.rows}
             load(plan)
             synchronize(engine)
             rows = list(plan.rows)
             if plan.prefill is not None and plan.prefill.final:
                 rows.append(plan.prefill.request)
-            masks = engine.buffers["allowed_bits"].cpu().numpy()
+            masks = engine.runtime.buffers["allowed_bits"].cpu().numpy()
             for request in rows:
                 slot = request.placed.slot
                 following = given.get(request, ()) if table is None else table[slot]
                 following = following[: plan.width - 1] if request in given else ()
                 self.check(request, masks[slot], following)
 
-        monkeypatch.setattr(engine, "_load", watched)
+        monkeypatch.setattr(engine.core, "load", watched)
 
     def check(self, request: Request, masks_WV: Any, drafts: Sequence[int]) -> None:
         if request.guide is None:
@@ -443,7 +443,7 @@ def test_masks_are_llguidances(device: str, name: str, monkeypatch: pytest.Monke
         # A slot forgets the masks of its last request.
         engine.generate(PROMPT, greedy(1, logprobs=0))
         run(engine)
-        assert bool((engine.buffers["allowed_bits"] == -1).all())
+        assert bool((engine.runtime.buffers["allowed_bits"] == -1).all())
 
 
 def test_masks_keep_no_request_alive() -> None:
@@ -451,12 +451,12 @@ def test_masks_keep_no_request_alive() -> None:
         request = engine.submit(PROMPT, ask(GUIDED["choice"]))
         run(engine)
         assert request.finished
-        assert not [each for each in engine._masks._held if isinstance(each, Request)]
+        assert not [each for each in engine.runtime.masks._held if isinstance(each, Request)]
 
 
 def test_a_guided_step_copies_masks_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(device=device, max_batch=4) as engine:
-        (field,) = [field for field in engine.buffers.fields if field.group == MASKS]
+        (field,) = [field for field in engine.runtime.buffers.fields if field.group == MASKS]
         assert field.name == "allowed_bits" and field.shape == (4, 1, 128)
         loaded: list[dict[str, Any]] = []
         load = StaticBuffers.load

@@ -48,28 +48,28 @@ def regex(pattern: str, max_tokens: int = 60, **options: Any) -> SamplingParams:
 def test_steps_look_ahead_but_for_a_grammar(device: str) -> None:
     with open_engine(device=device, max_batch=3) as engine:
         expected = [engine.generate(prompt, greedy(40)).token_ids for prompt in (PROMPT, OTHER)]
-        replay = engine._replay
+        replay = engine.core.replay
         in_flight: list[tuple[int, bool]] = []
 
         def watched(plan: Any) -> Any:
             rows = [row for row in plan.rows if row.guide is not None]
-            in_flight.append((len(engine._in_flight), bool(rows)))
+            in_flight.append((len(engine.core.in_flight), bool(rows)))
             return replay(plan)
 
-        engine._replay = watched  # type: ignore[method-assign]
+        engine.core.replay = watched  # type: ignore[method-assign]
         plain = [engine.submit(prompt, greedy(40)) for prompt in (PROMPT, OTHER)]
         for _ in range(4):
             engine.step()
-            assert len(engine._in_flight) == engine.config.lookahead == 1
+            assert len(engine.core.in_flight) == engine.config.lookahead == 1
         assert engine.counters["guided/steps"] == 0
         guided = engine.submit(LONG, regex(LIST))
         while not guided.finished:
             engine.step()
             if guided.token_ids and not guided.finished:
-                assert not engine._in_flight and engine.scheduler.lookahead == 0
+                assert not engine.core.in_flight and engine.scheduler.lookahead == 0
         steps = engine.counters["guided/steps"]
         assert steps >= len(guided.token_ids) > 5
-        step_until(engine, lambda: len(engine._in_flight) == 1)
+        step_until(engine, lambda: len(engine.core.in_flight) == 1)
         run(engine)
         assert engine.counters["guided/steps"] == steps
         assert [tuple(request.token_ids) for request in plain] == expected
@@ -90,7 +90,7 @@ def test_requests_without_a_grammar_never_ask_for_masks(
 ) -> None:
     with open_speculating(MTP(k=3), device=device) as engine:
         for name in ("updates", "fetch_drafts", "wait"):
-            monkeypatch.setattr(type(engine._masks), name, None)
+            monkeypatch.setattr(type(engine.runtime.masks), name, None)
         assert len(engine.generate([PROMPT, LONG], greedy(20))) == 2
 
 
@@ -114,12 +114,12 @@ def test_a_step_without_time_does_not_wait_for_drafts() -> None:
         request = engine.submit(PROMPT, regex(LIST))
         step_until(engine, lambda: len(request.token_ids) > 3)
         said = len(request.token_ids)
-        engine._masks._event = Pending(3)  # type: ignore[assignment]
+        engine.runtime.masks._event = Pending(3)  # type: ignore[assignment]
         for _ in range(2):
             assert engine.step(timeout=0) == [] and engine.busy
-            assert not engine._in_flight and len(request.token_ids) == said
+            assert not engine.core.in_flight and len(request.token_ids) == said
         assert engine.step(timeout=0)
-        engine._masks._event = Pending(50)  # type: ignore[assignment]
+        engine.runtime.masks._event = Pending(50)  # type: ignore[assignment]
         assert engine.step()
         run(engine)
         assert tuple(request.token_ids) == expected
@@ -129,7 +129,7 @@ def test_drafts_that_never_come_break_the_engine() -> None:
     with open_speculating(NGram(k=3), device="cpu", wait="block", wait_limit_s=0.01) as engine:
         request = engine.submit(PROMPT, regex(LIST))
         step_until(engine, lambda: len(request.token_ids) > 3)
-        engine._masks._event = Pending(10**9)  # type: ignore[assignment]
+        engine.runtime.masks._event = Pending(10**9)  # type: ignore[assignment]
         with pytest.raises(TimeoutError, match=r"waited 0\.01 s for the drafts of replay \d+"):
             engine.step()
         with pytest.raises(RuntimeError, match="the engine is broken"):
@@ -623,7 +623,7 @@ def test_what_an_engine_lacks_for_a_grammar(
     ):
         engine.submit([1], params)
     with open_engine(device="cpu") as engine:
-        engine._intake._grammars._eos_ids = []
+        engine.core.intake._grammars._eos_ids = []
         with pytest.raises(ValueError, match="need an end-of-sequence token; the checkpoint names"):
             engine.submit("x", params)
     with open_engine(device="cpu") as engine:
@@ -633,6 +633,6 @@ def test_what_an_engine_lacks_for_a_grammar(
         ):
             engine.submit("x", params)
         monkeypatch.undo()
-        engine._intake._grammars._vocab_size = 100
+        engine.core.intake._grammars._vocab_size = 100
         with pytest.raises(ValueError, match="llguidance cannot use the tokenizer: vocab size too"):
             engine.submit("x", params)

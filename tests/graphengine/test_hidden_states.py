@@ -193,8 +193,8 @@ def test_a_prompt_that_is_cancelled_leaves_no_file(
     late.cancel()
     request = engine.submit(prompt)
     run(engine)
-    assert isinstance(engine.drafter, module.HiddenStatesDrafter)
-    assert not engine.drafter._parts
+    assert isinstance(engine.core.drafter, module.HiddenStatesDrafter)
+    assert not engine.core.drafter._parts
     engine.close()
     assert list(saved(states)) == [request.id]
     assert_close(saved_as(request, states), expected(demo_oracle, prompt, (1, 2, 3)))

@@ -1,14 +1,16 @@
-"""The measurement of the host's share: its arithmetic by a clock that ticks, and what a step calls.
+"""The measurement of the host's share, and budgets for it that no busy machine disturbs.
 
-How long a step takes depends on the machine. How many functions it calls does not.
+How long a step takes depends on the machine. How much it allocates, and by how much rows add to its
+calls, does not.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections import Counter
+import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple
 from types import FrameType
 from typing import Any
@@ -17,42 +19,39 @@ import pytest
 from timed import Clock
 
 from graphengine import Engine
-from graphengine.demo import checkpoint_path
+from graphengine.graph_key import decode_key
 from graphengine.profiles import host_path
 
-SHELL = ("step", "_enter", "_check_open", "end_due", "_plan")
-"""What `Engine.step` calls beside its pieces."""
-
-
-Opened = tuple[Engine, list[host_path.PublishingGraph]]
-
 
 @contextmanager
-def stand_ins(rows: int) -> Iterator[Opened]:
-    """An engine without graphs."""
-    options: Any = {"device": "cpu", "max_batch": rows, "buckets": (rows,), "block_size": 128}
-    with Engine.from_pretrained(checkpoint_path(), prefill_buckets=(8,), **options) as engine:
-        engine._intake.tokenizer = None
-        yield engine, host_path._replace_graphs(engine)
+def silent(rows: int) -> Iterator[Engine]:
+    """An engine whose replays only publish, and whose tokens have no text."""
+    with host_path.publishing(rows) as engine:
+        engine.core.intake.tokenizer = None
+        yield engine
 
 
-@contextmanager
-def steady(rows: int) -> Iterator[Opened]:
-    """The same in the midst of decoding `rows` requests."""
-    with stand_ins(rows) as (engine, graphs), closing(host_path._rounds(engine, rows)) as rounds:
-        next(rounds)
-        engine.step()
-        yield engine, graphs
+def of_a_step(rows: int, measure: Callable[[Callable[[], object]], int]) -> int:
+    """The least that `measure(engine.step)` says of some steady steps of `rows` requests."""
+    # A step looks at the mailbox once more where Python's collector is nearly due.
+    gc.disable()
+    try:
+        with silent(rows) as engine:
+            found = host_path.of_steady_steps(engine, rows, 5, lambda: measure(engine.step))
+    finally:
+        gc.enable()
+    return min(found)
 
 
-def calls(run: Callable[[], object]) -> Counter[str]:
-    """The Python functions of the engine that `run` calls, by name."""
-    found: Counter[str] = Counter()
+def calls(run: Callable[[], object]) -> int:
+    """How many of the engine's Python functions `run` calls."""
+    found = 0
 
     def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal found
         module = frame.f_globals["__name__"]
         if event == "call" and module.startswith("graphengine.") and module != host_path.__name__:
-            found[frame.f_code.co_name] += 1
+            found += 1
 
     sys.setprofile(note)
     try:
@@ -62,55 +61,62 @@ def calls(run: Callable[[], object]) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_pieces_are_the_whole_step(rows: int) -> None:
-    """But for the shell around them, which calls nothing else."""
-    with steady(rows) as (engine, graphs):
-        whole = calls(lambda: host_path._whole(engine, graphs))
-        pieces = calls(lambda: host_path._in_pieces(engine, graphs))
-    assert whole - pieces == Counter(SHELL) and not pieces - whole
+def allocated(run: Callable[[], object]) -> int:
+    """The most bytes that Python objects which `run` made took together."""
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
-def test_a_steady_step_calls_few_functions_and_one_more_for_each_row() -> None:
-    """26 with one row, and little room for more: no busy machine disturbs that."""
-    found = {}
-    for rows in (1, 3, 9):
-        with steady(rows) as (engine, _):
-            before = Counter(engine.counters)
-            found[rows] = calls(engine.step)
-            counted = engine.counters - before
-        replays = [name for name in counted if name.startswith("replays/")]
-        assert replays == [f"replays/decode/{rows}/fast"] and counted[replays[0]] == 1
-        assert "loads" not in counted
-        # Nothing is looped over the rows but what delivers a token.
-        assert found[rows]["read"] == rows
-        assert max(count for name, count in found[rows].items() if name != "read") <= 2
-    one, three, nine = (found[rows].total() for rows in (1, 3, 9))
-    assert one <= 27
-    assert (three - one, nine - three) == (2, 6)
+def test_rows_add_no_more_than_the_delivery_of_their_tokens_to_a_steady_step() -> None:
+    """Nothing else is looped over them, and no function that a row costs is called in vain."""
+    one, three, nine = (of_a_step(rows, calls) for rows in (1, 3, 9))
+    assert one < 40
+    assert three - one <= 2 * 2 and nine - three <= 6 * 2
+
+
+def test_a_steady_step_allocates_little_and_little_more_for_each_row() -> None:
+    one, nine = (of_a_step(rows, allocated) for rows in (1, 9))
+    assert 0 < one < 6_000
+    assert (nine - one) / 8 < 1_000
 
 
 def test_what_a_stand_in_takes_is_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that is a second further whenever it is asked: twice by each replay."""
-    with steady(2) as (engine, graphs):
-        monkeypatch.setattr(host_path, "time", Clock(per_call=1.0).module)
-        assert host_path._in_pieces(engine, graphs) == (1.0, 1.0, 2.0, 1.0, 1.0)
-        assert host_path._whole(engine, graphs) == (2.0,)
+    with silent(2) as engine:
+        clock = Clock(per_call=1.0)
+        monkeypatch.setattr(host_path, "time", clock.module)
+        # Two looks of its own, and the second of the stand-in's, which is between them.
+        assert host_path.whole_step(engine, 2, 3) == 2e6
 
 
 def test_only_steps_without_a_load_count() -> None:
-    """Three of the five, in microseconds: a load is part of no steady step."""
-    with stand_ins(1) as (engine, _):
-        seconds = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    with silent(1) as engine:
+        values = iter([1.0, 2.0, 3.0, 4.0, 5.0])
 
-        def step() -> tuple[float]:
+        def step() -> float:
             engine.step()
-            value = next(seconds)
+            value = next(values)
             engine.counters["loads"] += value in (1.0, 4.0)
-            return (value,)
+            return value
 
-        (median,) = host_path._medians(engine, 1, 3, step)
-    assert median == pytest.approx(3.0 * 1e6) and next(seconds, None) is None
+        assert host_path.of_steady_steps(engine, 1, 3, step) == [2.0, 3.0, 5.0]
+
+
+def test_the_pieces_are_those_of_steady_steps() -> None:
+    """Of as many as were asked for; their replays are the decode graph's alone."""
+    with silent(2) as engine:
+        before = engine.counters["replays/decode/2/fast"]
+        found = host_path.pieces(engine, 2, 30)
+        assert set(found) == set(host_path.PIECES) and min(found.values()) > 0
+        assert engine.counters["replays/decode/2/fast"] - before >= 30
+        graph = engine.runtime.graphs[decode_key(2)]
+        assert isinstance(graph, host_path.PublishingGraph) and len(graph.seconds) >= 30
+        kept = engine.recorder.replays()
+        assert (kept["launched"] >= kept["replay"]).all()
 
 
 def test_every_piece_is_measured() -> None:
@@ -131,7 +137,8 @@ def test_no_rows_and_no_steps_are_refused() -> None:
         host_path.measure(0, steps=5)
 
 
-def test_an_engine_has_no_more_attributes_than_cpython_keeps_in_line(engine: Engine) -> None:
+def test_parts_of_a_step_have_no_more_attributes_than_cpython_keeps_in_line(engine: Any) -> None:
     """From 30 on (`SHARED_KEYS_MAX_SIZE`) each access to one of them is slower: a step, by 8 %."""
-    for part in (engine, engine._delivery, engine.scheduler):
+    core = engine.core
+    for part in (core, core.runtime, core.delivery, core.scheduler, core.runtime.mailbox):
         assert len(vars(part)) <= 29, f"{type(part).__name__}: {sorted(vars(part))}"

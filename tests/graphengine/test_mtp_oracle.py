@@ -111,7 +111,10 @@ def values_of(engine: Engine, request: Request, module: int, length: int) -> tor
     """[G, T, D] of a module's cache. Keys are not compared: transformers turns those of module m by
     m positions more, its queries too.
     """
-    kv, table = engine._caches[1][0][module], engine.buffers["block_table"][request.placed.slot]
+    kv, table = (
+        engine.runtime.caches[1][0][module],
+        engine.runtime.buffers["block_table"][request.placed.slot],
+    )
     position = torch.arange(length)
     return kv[table[position // BLOCK].long(), 1, position % BLOCK].transpose(0, 1)
 
@@ -129,7 +132,7 @@ def follow(engine: Engine, oracle: Oracle, request: Request, k: int) -> set[int]
         if request.finished or not count:
             continue
         sequence = [*request.prompt_token_ids, *request.token_ids]
-        drafts = engine.buffers["draft_tokens"][request.placed.slot].tolist()
+        drafts = engine.runtime.buffers["draft_tokens"][request.placed.slot].tolist()
         for module, expected in enumerate(oracle.check(sequence, drafts)):
             found = values_of(engine, request, module, len(sequence) - 1)
             error = (found - expected).abs().amax(dim=(0, 2)) / expected.abs().max()

@@ -43,9 +43,9 @@ def step_both(engines: tuple[Engine, Engine], prompts: tuple[Any, ...], params: 
         events = [engine.step() for engine in engines]
         assert [e.token_ids for e in events[0]] == [e.token_ids for e in events[1]]
         for engine in engines:
-            if engine._cuda_stream is not None:
-                engine._cuda_stream.synchronize()
-        inside, behind = (engine.buffers["draft_tokens"] for engine in engines)
+            if engine.runtime.stream is not None:
+                engine.runtime.stream.synchronize()
+        inside, behind = (engine.runtime.buffers["draft_tokens"] for engine in engines)
         assert torch.equal(inside, behind)
     for left, right in zip(*requests, strict=True):
         assert left.token_ids == right.token_ids and left.finish_reason == right.finish_reason
@@ -78,7 +78,7 @@ def test_the_same_drafts(device: str, lookahead: int, params: Any) -> None:
         assert not count(inside, "draft")
         # Prompts and steps publish, and nothing else does.
         published = sum(count(behind, "decode").values()) + sum(count(behind, "prefill").values())
-        assert int(behind.buffers["sequence"]) == published
+        assert int(behind.runtime.buffers["sequence"]) == published
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -111,7 +111,7 @@ def test_without_drafts_the_module_keeps_up() -> None:
         launched = count(behind, "draft")
         assert launched["3/k0"] > 0 and launched["3/k3"] > 0
         assert behind.counters["gate/probes"] > 0
-        caches = [engine._caches[1][0] for engine in (inside, behind)]
+        caches = [engine.runtime.caches[1][0] for engine in (inside, behind)]
         assert torch.equal(*caches)
 
 
@@ -134,7 +134,7 @@ def test_poison_behind_the_live_lanes(device: str) -> None:
     """What earlier, larger steps handed over is not read, nor is what padded lanes hold."""
     inside, behind = open_both(device=device, lookahead=0)
     with inside, behind:
-        buffers = behind.buffers
+        buffers = behind.runtime.buffers
         for name in ("token", "slot", "position", "target", "emitted"):
             buffers[f"handover_{name}"].fill_(2**31 - 1)
         buffers["handover_hidden"].fill_(torch.nan)
@@ -161,7 +161,7 @@ def test_both_graphs_hold_kernels_alone(pdl: bool) -> None:
     inside, behind = open_both(device="cuda", pdl=pdl, dtype="bfloat16")
     with inside, behind:
         step_both((inside, behind), PROMPTS, sampled(40, seed=3))
-        for name, graph in behind._graphs.items():
-            if not name.startswith("prefill"):
+        for key, graph in behind.runtime.graphs.items():
+            if key.kind != "prefill":
                 assert graph.report.node_kinds is not None
-                assert graph.report.node_kinds["kernel"] == graph.report.nodes, name
+                assert graph.report.node_kinds["kernel"] == graph.report.nodes, key

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_graphs import graph_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphengine import Engine, SamplingParams
@@ -107,8 +108,8 @@ def feed(engine: Engine, windows: torch.Tensor, step: Callable[[int], None]) -> 
     assert length < engine.memory.max_seq_len and rows <= engine.config.max_batch
     assert engine.memory.kv_blocks >= rows * table_blocks
     tokens = windows.int()
-    engine.buffers.reset()
-    engine.buffers.load(
+    engine.runtime.buffers.reset()
+    engine.runtime.buffers.load(
         {
             "slot_of_row": list(range(rows)),
             "block_table": [
@@ -119,7 +120,7 @@ def feed(engine: Engine, windows: torch.Tensor, step: Callable[[int], None]) -> 
         },
         sequence=1,
     )
-    state = engine.program.state
+    state = engine.runtime.program.state
     state.running[:rows] = 1
     for position in range(length):
         state.next_token[:rows] = tokens[:, position]
@@ -133,7 +134,7 @@ def teacher_forced(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits `[rows, length, V]` of the eager step; each graph's best tokens `[rows, length]`."""
     rows, length = windows.shape
-    program = engine.program
+    program = engine.runtime.program
     logits = torch.empty(rows, length, engine.model.config.vocab_size, device="cuda")
     best: dict[str, torch.Tensor] = {}
 
@@ -144,10 +145,10 @@ def teacher_forced(
 
     def replay(sampler: str, position: int) -> None:
         # On the engine's stream, which is the current one.
-        engine._graphs[f"decode/{ROWS}/{sampler}"].replay()
+        graph_of(engine, f"decode/{ROWS}/{sampler}").replay()
         best[sampler][:, position] = program.state.next_token[:rows]
 
-    on_stream: AbstractContextManager[Any] = engine._on_stream()
+    on_stream: AbstractContextManager[Any] = engine.runtime.on_stream()
     torch.cuda.synchronize()
     with on_stream:
         feed(engine, windows, run_eagerly)

@@ -133,6 +133,6 @@ def test_a_turn_behind_a_long_context_splits_its_keys(
             session.append("\n\ndef write_lines(")
             second = session.generate(greedy(8))
             assert second.cached_tokens > 150
-            assert not engine.buffers["arrivals"].any()
+            assert not engine.runtime.buffers["arrivals"].any()
             said[keys] = first.token_ids, second.token_ids
     assert said[64] == said[10**6]

@@ -109,14 +109,14 @@ def test_deadlines_come_in_order_and_leave_no_finished_request_behind(seed: int)
 
 def make_late(engine: Engine, request: Request) -> None:
     """Its deadline, the only one, is now."""
-    ((_, number, watched),) = engine._delivery.deadlines.heap
+    ((_, number, watched),) = engine.core.delivery.deadlines.heap
     assert watched is request
-    engine._delivery.deadlines.heap[0] = (time.perf_counter(), number, request)
+    engine.core.delivery.deadlines.heap[0] = (time.perf_counter(), number, request)
 
 
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.PREFILL, Phase.DECODE])
 def test_a_late_request_is_ended_wherever_it_stands(engine: Engine, phase: Phase) -> None:
-    engine._delivery.deadlines.heap.clear()
+    engine.core.delivery.deadlines.heap.clear()
     expected = engine.generate(OTHER, greedy(30))
     count = engine.config.max_batch - (phase is not Phase.WAITING)
     others = [engine.submit(OTHER, greedy(30)) for _ in range(count)]
@@ -160,7 +160,7 @@ def test_a_late_request_is_ended_while_it_is_paused(device: str) -> None:
 def test_a_request_in_time_is_as_without_a_deadline(engine: Engine) -> None:
     expected = engine.generate(PROMPT, greedy(8))
     assert engine.generate(PROMPT, greedy(8), deadline_s=FAR).token_ids == expected.token_ids
-    engine._delivery.deadlines.heap.clear()
+    engine.core.delivery.deadlines.heap.clear()
     request = engine.submit(PROMPT, greedy(50), deadline_s=FAR)
     make_late(engine, request)
     request.cancel()
@@ -266,7 +266,7 @@ def test_a_churn_leaks_nothing_and_mixes_nothing_up(device: str, lookahead: int)
             engine.step(timeout=dice.choice([None, None, 0]))
             waits = [r.phase is Phase.WAITING for r in was_waiting if not r.finished]
             assert waits == sorted(waits), "somebody was overtaken"
-            if (heap := engine._delivery.deadlines.heap) and turn % 12 == 11:
+            if (heap := engine.core.delivery.deadlines.heap) and turn % 12 == 11:
                 heap[0] = (time.perf_counter(), *heap[0][1:])
             running = [r for r in requests if not r.finished]
             if running and turn % 20 == 13:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from named_graphs import graph_of, replace_graph
 
 from graphengine import Engine, Event, Request
 from graphengine.profiles.breakdown import break_down
@@ -249,10 +250,10 @@ def test_the_oldest_replays_are_overwritten_and_counted(device: str) -> None:
         for _ in range(4):
             requests.append(engine.submit(PROMPT, sampled(30)))
             run(engine)
-        assert recorder.dropped == engine._launched - 64 > 0 and len(recorder) == 64
+        assert recorder.dropped == engine.runtime.launched - 64 > 0 and len(recorder) == 64
         assert recorder.dropped_requests == 2
         records = recorder.replays()
-        kept = range(recorder.dropped + 1, engine._launched + 1)
+        kept = range(recorder.dropped + 1, engine.runtime.launched + 1)
         assert records["sequence"].tolist() == list(kept)
         assert recorder.requests()["id"].tolist() == [request.id for request in requests[2:]]
         # The last request's lanes stand beside its replays.
@@ -317,8 +318,8 @@ def test_replays_in_flight_at_the_start_are_not_recorded(device: str) -> None:
     with open_engine(device=device) as engine:
         request = engine.submit(PROMPT, sampled(20))
         step_until(engine, lambda: len(request.token_ids) >= 3)
-        in_flight = engine._launched
-        assert engine._in_flight
+        in_flight = engine.runtime.launched
+        assert engine.core.in_flight
         with recorded(engine) as recorder:
             run(engine)
             assert recorder.replays()["sequence"][0] == in_flight + 1
@@ -332,7 +333,7 @@ def test_replays_in_flight_at_the_end_have_no_end(device: str) -> None:
         request = engine.submit(PROMPT, sampled(20))
         step_until(engine, lambda: len(request.token_ids) >= 3)
         engine.recorder.stop()
-        unread = len(engine._in_flight)
+        unread = len(engine.core.in_flight)
         run(engine)
         rows = rows_of(engine.recorder, "replay")
         assert [row["read"] is None for row in rows] == [False] * (len(rows) - unread) + [True]
@@ -438,11 +439,11 @@ def test_what_a_broken_engine_did_can_still_be_read(device: str, tmp_path: Path)
     path = tmp_path / "run.jsonl"
     with open_engine(device=device) as engine:
         engine.recorder.start()
-        engine._graphs["decode/1/fast"] = Failing(engine._graphs["decode/1/fast"], 4)
+        replace_graph(engine, "decode/1/fast", Failing(graph_of(engine, "decode/1/fast"), 4))
         engine.submit(PROMPT, greedy())
         with pytest.raises(RuntimeError, match="the device is gone"):
             run(engine)
-        launched = engine._launched
+        launched = engine.runtime.launched
         with pytest.raises(RuntimeError, match="broken"):
             engine.step()
         engine.recorder.write(path)

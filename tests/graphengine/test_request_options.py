@@ -14,8 +14,7 @@ import torch
 from asking import assert_greedy, assert_logprobs, each_option, expect
 from speculating import DOT, open_plain, open_speculating, run_with
 
-from graphengine import Engine, Request, Result, SamplingParams
-from graphengine import engine as engine_module
+from graphengine import Engine, Request, Result, SamplingParams, core
 from graphengine import logits_step as logits_step_module
 from graphengine.fields import host_updates
 from graphengine.kernels import publish_logprobs
@@ -246,7 +245,7 @@ def test_the_earliest_stop_sequence_ends_a_request(
         assert stopped(said[5:6]).token_ids == said[: end(said[5:6])]
         assert stopped(said[:1]).token_ids == said[:1]
         # What the prompt ends with is none of it, and what ends before min_tokens does not count.
-        prompt = engine._intake.prompt_ids(PROMPT, ask())
+        prompt = engine.core.intake.prompt_ids(PROMPT, ask())
         assert stopped((prompt[-1], said[0])).token_ids == said
         late = stopped(said[2:4], min_tokens=5)
         later = [n for n in range(6, len(said) + 1) if said[n - 2 : n] == said[2:4]]
@@ -333,7 +332,7 @@ def test_a_step_without_time_does_not_wait_for_logprobs(monkeypatch: pytest.Monk
 def test_plain_steps_run_none_of_it(
     device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {field.name for field in engine.buffers.fields if field.group == GROUP}
+    names = {field.name for field in engine.runtime.buffers.fields if field.group == GROUP}
     assert "logits_flags" in names and "temperature" not in names
     plans: list[Plan] = []
     loaded: list[dict[str, Any]] = []
@@ -343,7 +342,7 @@ def test_plain_steps_run_none_of_it(
         loaded.append(host_updates(plan, *arguments, **more))
         return loaded[-1]
 
-    monkeypatch.setattr(engine_module, "host_updates", updates)
+    monkeypatch.setattr(core, "host_updates", updates)
     if device == "cpu":
         for name in ("process_logits", "rank_logits", "note_tokens", "note_prompt"):
             monkeypatch.setattr(logits_step_module, name, None)
@@ -364,9 +363,9 @@ def test_a_slot_forgets_what_its_last_request_asked(engine: Engine) -> None:
     )
     again = engine.generate(PROMPT, SamplingParams(seed=1, top_k=9))
     assert again.token_ids == expected.token_ids and again.logprobs is None
-    for field in engine.buffers.fields:
+    for field in engine.runtime.buffers.fields:
         if field.group == GROUP:
-            assert bool((engine.buffers[field.name] == field.pad).all()), field.name
+            assert bool((engine.runtime.buffers[field.name] == field.pad).all()), field.name
 
 
 # A padded vocabulary.
@@ -513,4 +512,4 @@ def test_prompt_logprobs_of_an_engine_with_drafts(device: str, speculative: Spec
 def test_prompt_logprobs_take_an_engine_that_is_opened_for_them(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt_logprobs=2 are for an engine that is opened with"):
         engine.submit("x", ask(prompt_logprobs=2))
-    assert not any(name.endswith("/prompt") for name in engine._graphs)
+    assert not any(key.variant == "prompt" for key in engine.runtime.graphs)

@@ -177,7 +177,7 @@ def test_the_demo_model_in_bfloat16(plain: Plain, tmp_path: Path, name: str, pdl
     jobs = [*demo_jobs(), *random_jobs(4096, 1), *demo_jobs()]
     expected = plain(DEMO, jobs, **options)
     with open_speculating(make(tmp_path), **options, pdl=pdl) as engine:
-        assert engine.memory.dtype == torch.bfloat16 and engine.program.launch.pdl is pdl
+        assert engine.memory.dtype == torch.bfloat16 and engine.runtime.program.launch.pdl is pdl
         assert outcomes(engine, jobs) == expected
         assert_drafted(engine, rates=rates)
 
@@ -513,7 +513,7 @@ def test_a_request_may_end_at_every_offset_of_a_step(
         said = []
         for end, job in zip(ends, jobs, strict=True):
             for engine in engines:
-                monkeypatch.setattr(engine._intake, "_eos_ids", (4095, known[end]))
+                monkeypatch.setattr(engine.core.intake, "_eos_ids", (4095, known[end]))
             said += assert_same_end(engines, [job], known)
     else:
         said = assert_same_end(engines, jobs, known)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoints import VOCAB, write_random
+from named_graphs import graph_names, graph_of
 from speculating import DEMO, open_speculating, write_draft_model
 
 from graphengine import Engine, Request, SamplingParams
@@ -51,15 +52,17 @@ def open_small(device: str, tmp_path: Path, name: str, **options: Any) -> Engine
 
 
 def settle(engine: Engine) -> None:
-    if engine._cuda_stream is not None:
-        engine._cuda_stream.synchronize()
+    if engine.runtime.stream is not None:
+        engine.runtime.stream.synchronize()
 
 
 def visible(engine: Engine) -> Tensors:
     """Every tensor that a step can write, and those that it must not."""
-    tensors = {field.name: engine.buffers[field.name] for field in engine.buffers.fields}
-    caches = {f"cache {index}": cache for index, (cache, _) in enumerate(engine._caches)}
-    return tensors | caches | {"mailbox": engine.mailbox.tensor}
+    tensors = {
+        field.name: engine.runtime.buffers[field.name] for field in engine.runtime.buffers.fields
+    }
+    caches = {f"cache {index}": cache for index, (cache, _) in enumerate(engine.runtime.caches)}
+    return tensors | caches | {"mailbox": engine.runtime.mailbox.tensor}
 
 
 def snapshot(engine: Engine) -> Tensors:
@@ -104,7 +107,7 @@ def decode_some(engine: Engine) -> list[Request]:
         )
         requests.append(engine.submit(prompt, params))
     while not all(len(request.token_ids) > 4 for request in requests):
-        for request in requests if engine.drafter.host_drafts else ():
+        for request in requests if engine.core.drafter.host_drafts else ():
             engine.draft(request, request.prompt_token_ids[:K])
         engine.step()
     requests[1].cancel()
@@ -120,20 +123,22 @@ def poison(engine: Engine, rows: list[Request], known: dict[int, int], clean: Te
     what was of rejected drafts: in the target's cache, in the drafter's and in its table of tokens.
     """
     live = {request.placed.slot: request for request in rows}
-    fields = {field.name for field in engine.buffers.fields}
+    fields = {field.name for field in engine.runtime.buffers.fields}
     for name in SLOT_FIELDS:
         if name not in fields:
             continue
-        tensor = engine.buffers[name]
+        tensor = engine.runtime.buffers[name]
         for slot in {*range(ROWS)} - live.keys():
             tensor[slot] = float("nan") if tensor.is_floating_point() else HUGE[tensor.dtype]
     for slot, request in live.items():
-        engine.buffers["block_table"][slot, len(request.placed.blocks) :] = HUGE[torch.int32]
+        engine.runtime.buffers["block_table"][slot, len(request.placed.blocks) :] = HUGE[
+            torch.int32
+        ]
         if "token_history" in fields:
             # The token at kv_len is the last one said.
-            engine.buffers["token_history"][slot, known[slot] + 1 :] = HUGE[torch.int32]
+            engine.runtime.buffers["token_history"][slot, known[slot] + 1 :] = HUGE[torch.int32]
     for slot in {*range(ROWS)} - live.keys():
-        engine.buffers["running"][slot] = 1
+        engine.runtime.buffers["running"][slot] = 1
     for name in (
         "prefill_tokens",
         "prefill_slot",
@@ -141,8 +146,8 @@ def poison(engine: Engine, rows: list[Request], known: dict[int, int], clean: Te
         "prefill_count",
         "prefill_next",
     ):
-        engine.buffers[name].fill_(HUGE[torch.int32])
-    engine.buffers["swap_pairs"].fill_(HUGE[torch.int32])
+        engine.runtime.buffers[name].fill_(HUGE[torch.int32])
+    engine.runtime.buffers["swap_pairs"].fill_(HUGE[torch.int32])
     for name, cache in caches_of(engine, visible(engine)):
         cache.fill_(float("nan"))
         for slot, request in live.items():
@@ -164,13 +169,13 @@ def test_poison_around_a_speculative_step(
         engine.scheduler.width = 1 + drafts
         plan = engine.scheduler.plan()
         assert plan is not None and list(plan.rows) == rows and plan.prefill is None
-        with engine._on_stream():
-            engine._load(plan)
+        with engine.runtime.on_stream():
+            engine.core.load(plan)
             before = snapshot(engine)
             known = {
                 request.placed.slot: int(before["kv_len"][request.placed.slot]) for request in rows
             }
-            engine.program.decode(ROWS, sampler, drafts)
+            engine.runtime.program.decode(ROWS, sampler, drafts)
             clean = snapshot(engine)
 
             restore(engine, before)
@@ -179,10 +184,10 @@ def test_poison_around_a_speculative_step(
             if padding == "stopped":
                 # As behind a lookahead: planned by the host, and ended on the device.
                 for row, slot in zip(range(len(rows), ROWS), dead, strict=True):
-                    engine.buffers["slot_of_row"][row] = slot
-                    engine.buffers["running"][slot] = 0
+                    engine.runtime.buffers["slot_of_row"][row] = slot
+                    engine.runtime.buffers["running"][slot] = 0
             poisoned = snapshot(engine)
-            engine.program.decode(ROWS, sampler, drafts)
+            engine.runtime.program.decode(ROWS, sampler, drafts)
             after = snapshot(engine)
 
         own = {"token_history", "ngram_unmatched"} & clean.keys()
@@ -239,30 +244,30 @@ def test_poison_around_a_prompt_chunk(device: str, tmp_path: Path, name: str, ch
         assert part.request is newcomer and part.final is (chunk == "last")
         slot, start, end = newcomer.placed.slot, part.start, part.start + part.count
         bucket = engine.memory.prefill_ladder.pick(part.count)
-        with engine._on_stream():
-            engine._load(plan)
+        with engine.runtime.on_stream():
+            engine.core.load(plan)
             before = snapshot(engine)
-            engine.program.prefill(bucket)
+            engine.runtime.program.prefill(bucket)
             clean = snapshot(engine)
 
             restore(engine, before)
             for field in SLOT_FIELDS:
                 if field not in clean:
                     continue
-                tensor = engine.buffers[field]
+                tensor = engine.runtime.buffers[field]
                 for other in {*range(ROWS)} - {slot}:
                     value = float("nan") if tensor.is_floating_point() else HUGE[tensor.dtype]
                     tensor[other] = value
-            engine.buffers["prefill_tokens"][part.count :] = HUGE[torch.int32]
-            engine.buffers["draft_tokens"][slot] = HUGE[torch.int32]
+            engine.runtime.buffers["prefill_tokens"][part.count :] = HUGE[torch.int32]
+            engine.runtime.buffers["draft_tokens"][slot] = HUGE[torch.int32]
             if "token_history" in clean:
-                engine.buffers["token_history"][slot, start:] = HUGE[torch.int32]
+                engine.runtime.buffers["token_history"][slot, start:] = HUGE[torch.int32]
             for cache, tensor in caches_of(engine, visible(engine)):
                 tensor.fill_(float("nan"))
                 block, offset = places(engine, newcomer, start)
                 tensor[:, block, :, offset] = before[cache][:, block, :, offset]
             poisoned = snapshot(engine)
-            engine.program.prefill(bucket)
+            engine.runtime.program.prefill(bucket)
             after = snapshot(engine)
 
         for field in (*STATE, *({"ngram_unmatched"} & clean.keys())):
@@ -358,10 +363,10 @@ def test_a_speculative_graph_is_one_chain_of_kernels(name: str, pdl: bool) -> No
     pytest.importorskip("cuda.bindings.driver")
     modes = {"mtp": MTP(k=K), "ngram": NGram(k=K), "model": DraftModel(DEMO, k=K)}
     with open_speculating(modes[name], device="cuda", pdl=pdl) as engine:
-        names = [graph for graph in engine._graphs if graph.startswith("decode/")]
+        names = [name for name in graph_names(engine) if name.startswith("decode/")]
         assert sum("/k3/" in graph for graph in names) * 2 == len(names)
         for graph in names:
-            captured = engine._graphs[graph]
+            captured = graph_of(engine, graph)
             assert captured.graph is not None
             structure = inspect_graph(captured.graph)
             shown = f"{graph}, {pdl=}\n{structure}"

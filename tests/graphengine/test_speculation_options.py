@@ -271,7 +271,7 @@ def test_above_so_many_requests_nothing_is_drafted(device: str, name: str) -> No
     gate = GateOptions(window=4, off_below=0.0, on_above=0.0, max_live=2)
     with open_speculating(DRAFTING[name], device=device, max_batch=4, gate=gate) as engine:
         assert engine.memory.draft_rows == 2
-        assert not any(name.startswith("decode/4/k") for name in engine._graphs)
+        assert not any(key[:2] == ("decode", 4) and key.drafts for key in engine.runtime.graphs)
         assert outcomes(engine, jobs) == expected
         counters = engine.counters
         assert counters["gate/overloaded"] > 0
@@ -312,7 +312,7 @@ def drafts_by_length(engine: Engine, prompt: str, tokens: int) -> dict[int, list
                 if engine.memory.device.type == "cuda":
                     # A step has published before it drafts.
                     torch.cuda.synchronize()
-                found[length] = engine.buffers["draft_tokens"][slot].tolist()
+                found[length] = engine.runtime.buffers["draft_tokens"][slot].tolist()
     return found
 
 
@@ -685,7 +685,7 @@ def test_offsets_of_a_checkpoint_trim_the_vocabulary(tmp_path: Path) -> None:
         drafted: set[int] = set()
         while engine.busy:
             engine.step()
-            drafted |= set(engine.buffers["draft_tokens"].flatten().tolist())
+            drafted |= set(engine.runtime.buffers["draft_tokens"].flatten().tolist())
         assert [outcome(request) for request in requests] == expected
         drafted -= {-1, 0}
         assert len(drafted) > 5 and drafted <= set(kept.tolist())

@@ -20,15 +20,16 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from named_graphs import graph_names, replace_graph
 
-from graphengine import Engine, tracing
-from graphengine import engine as engine_module
+from graphengine import Engine, core, opening, runtime, tracing
+from graphengine.core import EngineCore
 from graphengine.profiles import engines as profile_engines
 from graphengine.tracing import NOTHING, Tracer, unpack
 from stepping import LONG, PROMPT, greedy, open_engine, run
 
 STEPS = ("step/plan", "step/load", "step/replay", "step/collect")
-STEP_METHODS = ("_plan", "_load", "_replay", "_collect")
+STEP_METHODS = ("plan", "load", "replay", "collect")
 
 
 class Domain:
@@ -61,10 +62,10 @@ def domain(monkeypatch: pytest.MonkeyPatch) -> Domain:
     """What the engine's ranges go to in this test."""
     domain = Domain()
     tracer = Tracer(domain)
-    for module in (engine_module, profile_engines):
+    for module in (core, opening, runtime, profile_engines):
         monkeypatch.setattr(module, "span", tracer.span)
     for name in STEP_METHODS:
-        monkeypatch.setattr(Engine, name, getattr(Engine, name).traced_by(tracer))
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name).traced_by(tracer))
     return domain
 
 
@@ -73,7 +74,7 @@ def test_a_start_shows_the_weights_and_every_capture(domain: Domain) -> None:
         ranges = domain.take()
         assert ranges[0] == (0, "load", "load", 0, 0)
         captured = [name for _, name, category, *_ in ranges if category == "capture"]
-        assert captured == [f"capture/{name}" for name in engine._graphs]
+        assert captured == [f"capture/{name}" for name in graph_names(engine)]
         # The captured code holds no range: a replay runs none of it.
         assert len(ranges) == 1 + len(captured) and domain.open == 0
 
@@ -132,12 +133,11 @@ def test_ranges_are_closed_when_a_launch_fails_and_when_a_wait_is_interrupted(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.mailbox, "wait", fail)
+            patched.setattr(engine.runtime.mailbox, "wait", fail)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert domain.open == 0
-        graph = engine._graphs["decode/1/fast"]
-        engine._graphs["decode/1/fast"] = SimpleNamespace(replay=fail, close=graph.close)
+        replace_graph(engine, "decode/1/fast", SimpleNamespace(replay=fail))
         with pytest.raises(KeyboardInterrupt):
             run(engine)
         assert domain.open == 0
@@ -158,8 +158,8 @@ def test_a_step_without_a_tool_pays_for_no_range() -> None:
     """Its methods are those of the class body; with one, they are wrapped when it is imported."""
     assert not tracing.tracer.enabled
     for name in STEP_METHODS:
-        assert not hasattr(getattr(Engine, name), "__wrapped__")
-    assert "span(" not in inspect.getsource(Engine.step)
+        assert not hasattr(getattr(EngineCore, name), "__wrapped__")
+    assert "span(" not in inspect.getsource(EngineCore.step)
 
 
 def test_a_payload_holds_both_counts() -> None:
@@ -341,8 +341,8 @@ with span("step/replay", 8, 3):
         pass
 with span("step/replay", 8, 3):
     pass
-from graphengine.engine import Engine
-assert Engine._plan.__wrapped__ and Engine._collect.__wrapped__
+from graphengine.core import EngineCore
+assert EngineCore.plan.__wrapped__ and EngineCore.collect.__wrapped__
 """
 
 
@@ -366,5 +366,5 @@ def test_a_tool_gets_names_categories_and_payloads(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_a_tool_runs_as_ever(engine: Engine) -> None:
-    assert engine_module.span.__self__ is tracing.tracer  # type: ignore[attr-defined]
+    assert core.span.__self__ is tracing.tracer  # type: ignore[attr-defined]
     assert len(engine.generate(PROMPT, greedy(5)).token_ids) == 5

@@ -119,7 +119,7 @@ def test_a_step_of_others_uses_nothing_up(
 def unread(engine: Engine, patch: pytest.MonkeyPatch, timeout: float = 0.0) -> None:
     """A step that launches and does not wait for what it launched."""
     with patch.context() as nothing_there:
-        nothing_there.setattr(engine.mailbox, "wait", lambda *args, **options: None)
+        nothing_there.setattr(engine.runtime.mailbox, "wait", lambda *args, **options: None)
         assert engine.step(timeout=timeout) == []
 
 

@@ -106,12 +106,15 @@ class Pools:
 
 
 def drafts_of(engine: Engine, request: Request) -> list[int]:
-    return engine.buffers["draft_tokens"][request.placed.slot].tolist()
+    return engine.runtime.buffers["draft_tokens"][request.placed.slot].tolist()
 
 
 def check_cache(engine: Engine, request: Request, index: int, module: Module, length: int) -> None:
     """Keys and values of a module: drafts alone would hide much."""
-    kv, table = engine._caches[1][0][index], engine.buffers["block_table"][request.placed.slot]
+    kv, table = (
+        engine.runtime.caches[1][0][index],
+        engine.runtime.buffers["block_table"][request.placed.slot],
+    )
     assert sorted(module.cache) == list(range(length))
     position = torch.arange(length)
     entries = kv[table[position // 8].long(), :, position % 8]

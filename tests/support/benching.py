@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from graphengine import Engine, cli
+from graphengine.graph_key import GraphKey
 from graphengine.profiles import eager
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.measure import Work
@@ -44,7 +45,7 @@ def corrupt_eager_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
 
     def corrupt(stand_in: eager.EagerStep) -> None:
         replay(stand_in)
-        token = engine.buffers["next_token"]
+        token = engine.runtime.buffers["next_token"]
         token.copy_((token + 1) % engine.model.config.vocab_size)
 
     monkeypatch.setattr(eager.EagerStep, "replay", corrupt)
@@ -52,17 +53,19 @@ def corrupt_eager_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
 
 def launch_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str = "") -> None:
     """Graphs whose names begin with `kind` are launched whatever stands in for them."""
-    captured, launch = dict(engine._graphs), engine._launch
+    runtime = engine.runtime
+    captured, replay = dict(runtime.graphs), runtime.replay
 
-    def launch_by(bucket: str, *arguments: Any, **options: Any) -> Any:
-        stand_ins = engine._graphs
-        engine._graphs = captured if bucket.startswith(kind) else stand_ins
+    def replay_captured(key: GraphKey) -> None:
+        stand_in = runtime.graphs[key]
+        if key.name.startswith(kind):
+            runtime.graphs[key] = captured[key]
         try:
-            return launch(bucket, *arguments, **options)
+            replay(key)
         finally:
-            engine._graphs = stand_ins
+            runtime.graphs[key] = stand_in
 
-    monkeypatch.setattr(engine, "_launch", launch_by)
+    monkeypatch.setattr(runtime, "replay", replay_captured)
 
 
 def tiny_work(**changes: Any) -> Work:

@@ -70,7 +70,7 @@ class Owners:
         unfinished = [request for request in self.requests if not request.finished]
         if unfinished and dice.random() < 0.1:
             dice.choice(unfinished).cancel()
-        heap = self._engine._delivery.deadlines.heap
+        heap = self._engine.core.delivery.deadlines.heap
         if heap and dice.random() < 0.15:
             heap[0] = (time.perf_counter(), *heap[0][1:])
 

@@ -75,13 +75,13 @@ def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
     graphs: dict[str, list[GraphKernel]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.JITFunction, "warmup", warmup)
-        steps = graph_steps(engine.program, engine.memory)
+        steps = graph_steps(engine.runtime.program, engine.memory)
         take_kernels(patch)
-        engine.buffers.reset()
-        for name, step in steps.items():
+        engine.runtime.buffers.reset()
+        for key, step in steps.items():
             found.clear()
-            assert compile_steps({name: step}, torch.device("cuda")) is not None
-            graphs[name] = found.copy()
+            assert compile_steps({key: step}, torch.device("cuda")) is not None
+            graphs[key.name] = found.copy()
     return graphs
 
 

@@ -82,7 +82,7 @@ class TimedEngine:
         self.spent = list(zip(before, waits, behind, strict=True))
         self.again = again
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
-        self.mailbox = _Mailbox(self._wait)
+        self.runtime = SimpleNamespace(mailbox=_Mailbox(self._wait))
         self.rows: list[Row] = []
         self.steps = 0
 
@@ -97,7 +97,7 @@ class TimedEngine:
     def step(self) -> list[Row]:
         before, _, behind = self.spent[self.steps]
         self.clock.now += before
-        self.mailbox.wait(self.steps, lanes=len(self.rows))
+        self.runtime.mailbox.wait(self.steps, lanes=len(self.rows))
         for row in self.rows:
             row.timings.tokens.append(self.clock.now)
         self.clock.now += behind
