@@ -14,7 +14,7 @@ from graphengine.buckets.mailbox import MailboxBroken
 from graphengine.kernels import EMITTED
 from graphengine.replay import Replay
 from graphengine.result import Logprob
-from graphengine.runtime.logprobs import LogprobMailbox, Logprobs
+from graphengine.logprobs import LogprobMailbox, Logprobs
 
 TOP, TOKENS, LANES, ENTRIES = 3, 2, 4, 4
 

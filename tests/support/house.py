@@ -1,0 +1,180 @@
+"""What the house counts about itself, read from sources alone: `python tests/support/house.py`.
+
+Circles are those of all imports, also of the ones inside functions and under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PACKAGES = {
+    "kernels": "graphengine.kernels",
+    "buckets": "graphengine.buckets",
+    "graphengine": "graphengine",
+    "profiles": "graphengine.profiles",
+}
+"""The package that each folder is."""
+
+FAMILIES = re.compile(r"\b(dense|llama|qwen\d?|mimo)", re.IGNORECASE)
+"""What names a family of models."""
+MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/shapes.py")
+# Methods of named tuples, which have an underscore for another reason; and what Python has so.
+_PUBLIC = {"_fields", "_replace", "_asdict", "_make", "_getframe"}
+_OWN = {"self", "cls", "super", "torch", "os", "sys"}
+
+
+def package_files() -> list[Path]:
+    """Every Python file of the packages."""
+    return [path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    """The import name of a file of the repository; `__init__` is kept as the last part."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([PACKAGES.get(folder, folder), *rest])
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that `source`, the file of `module`, imports.
+
+    `from a import b` gives `a.b`, which is below `a` whether b is a module or not. Relative imports
+    are resolved; `import_module` and `__import__` count where their argument is a literal.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                base = module.split(".")[: -node.level] + base
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            function, name = node.func, node.args[0]
+            called = function.attr if isinstance(function, ast.Attribute) else None
+            called = function.id if isinstance(function, ast.Name) else called
+            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
+                yield node.lineno, str(name.value)
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """From each module to those that it imports; `sources` by module name, as `module_name`."""
+    by_name = {name.removesuffix(".__init__"): name for name in sources}
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        found = set()
+        for _, name in imports(source, module):
+            while name and name not in by_name:
+                name = name.rpartition(".")[0]
+            if name:
+                found.add(by_name[name])
+        graph[module] = found - {module}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The modules of each circle of imports: strongly connected parts of more than one (Tarjan)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for other in sorted(graph.get(module, ())):
+            if other not in number:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], number[other])
+        if lowest[module] == number[module]:
+            place = stack.index(module)
+            part, stack[place:] = stack[place:], []
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for module in sorted(graph):
+        if module not in number:
+            visit(module)
+    return found
+
+
+def private_accesses(source: str) -> list[str]:
+    """`line: text` of each use of a name with an underscore on an object that is not one's own.
+
+    A module's own classes and functions may know each other's.
+    """
+    tree = ast.parse(source)
+    own = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _owner(node) in ("self", "cls")
+    }
+    own |= {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.match(r"_[a-z]", node.attr):
+            continue
+        root = ast.unparse(node.value).partition(".")[0].partition("(")[0]
+        if root in _OWN and _owner(node) != "self" and root not in ("self", "cls"):
+            continue
+        if _owner(node) in ("self", "cls", "super()") or node.attr in _PUBLIC | own:
+            continue
+        found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def _owner(node: ast.Attribute) -> str:
+    return ast.unparse(node.value)
+
+
+def family_names(path: str, source: str) -> list[str]:
+    """`line: text` where `source`, the file at `path`, names a family without being one's home."""
+    if path.startswith(MAY_NAME_FAMILIES):
+        return []
+    return [
+        f"{number}: {line.strip()}"
+        for number, line in enumerate(source.splitlines(), 1)
+        if FAMILIES.search(line)
+    ]
+
+
+def report() -> list[str]:
+    """The counts as lines."""
+    files = {path: path.read_text(encoding="utf-8") for path in package_files()}
+    graph = import_graph({module_name(path): source for path, source in files.items()})
+    found = circles(graph)
+    lines = [f"import circles {len(found)}"]
+    lines += [f"  {' '.join(part)}" for part in found]
+    named = {path: family_names(_shown(path), source) for path, source in files.items()}
+    named = {path: where for path, where in named.items() if where}
+    lines.append(f"files outside models/ that name a family {len(named)}")
+    lines += [f"  {_shown(path)}:{line}" for path, where in named.items() for line in where]
+    private = [
+        f"  {_shown(path)}:{use}" for path, source in files.items() for use in private_accesses(source)
+    ]
+    lines += [f"private accesses across modules {len(private)}", *private]
+    folders = Counter(path.parent for path in files)
+    folders.update(path.parent for path in (ROOT / "tests").rglob("*.py"))
+    lines += [f"{count:4} files in {_shown(path)}" for path, count in folders.most_common(8)]
+    engine = len(files[ROOT / "graphengine" / "engine.py"].splitlines())
+    return [*lines, f"engine.py {engine} lines"]
+
+
+def _shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(report()) + "\n")
