@@ -34,6 +34,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from stepping import open_engine
+
 TOLERANCE = 1e-4
 """Of float32 logits, relative to the largest of a token."""
 
@@ -216,7 +218,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[dict[str, Engine]]:
-    """A small engine of the demo model for each device, opened when it is first asked for."""
+    """`open_engine` for each device, opened when it is first asked for."""
     engines: dict[str, Engine] = {}
     yield engines
     for engine in engines.values():
@@ -227,10 +229,7 @@ def shared() -> Iterator[dict[str, Engine]]:
 def engine(device: str, shared: dict[str, Engine]) -> Iterator[Engine]:
     """The shared engine, idle; what a failed test leaves behind is cancelled."""
     if device not in shared:
-        sizes: dict[str, Any] = {"max_batch": 3, "max_seq_len": 128, "block_size": 8}
-        shared[device] = Engine.from_pretrained(
-            checkpoint_path(), device=device, prefill_buckets=(8, 32), **sizes
-        )
+        shared[device] = open_engine(device=device)
     engine = shared[device]
     yield engine
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_layers import few_layers
 from named_graphs import graph_of, replace_graph
 from timed import Clock
 
@@ -416,13 +417,13 @@ def test_two_engines_in_turns(engine: Engine, checkpoints: dict[str, Any]) -> No
 
 @pytest.fixture
 def panicking(engine: Engine, edited: Callable[..., Path]) -> Path:
-    """The demo model with a decoder of `tokenizers` that panics: where a token is "b" alone."""
-    decoder = {"type": "Strip", "content": "b", "start": 0, "stop": 10**9}
+    """A decoder of `tokenizers` that panics: where a token is "F" alone."""
+    decoder = {"type": "Strip", "content": "F", "start": 0, "stop": 10**9}
     assert engine.tokenizer is not None
-    token = engine.tokenizer.token_to_id("b")
+    token = engine.tokenizer.token_to_id("F")
     assert token is not None and token in engine.generate(PROMPT, greedy(20)).token_ids
     assert token not in engine.generate(OTHER, greedy(6)).token_ids
-    return edited(checkpoint_path(), tokenizer={"decoder": decoder})
+    return edited(few_layers(), tokenizer={"decoder": decoder})
 
 
 @pytest.mark.parametrize("speculative", [None, NGram(2)], ids=["plain", "ngram"])
@@ -435,7 +436,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request_alone(
         events = run(own)
         results = [request.result() for request in requests]
         assert [result.finish_reason for result in results] == ["error", "length"]
-        token = engine.tokenizer.token_to_id("b")
+        token = engine.tokenizer.token_to_id("F")
         before = expected[0].token_ids.index(token)
         assert results[0].token_ids == expected[0].token_ids[:before]
         assert len(results[0].segments) == before and results[0].stop_reason is None
@@ -445,7 +446,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request_alone(
             assert "".join(event.text for event in own_events) == result.text
             assert tokens_of(own_events) == result.token_ids
         assert own.counters["finished/error"] == own.counters["finished/length"] == 1
-        assert f"request 1: token {token} ('b') cannot be decoded: tokenizers panicked" in (
+        assert f"request 1: token {token} ('F') cannot be decoded: tokenizers panicked" in (
             caplog.text
         )
         assert_idle(own)
@@ -461,9 +462,7 @@ def test_an_end_that_cannot_be_decoded_is_an_error(
     expected = engine.generate(PROMPT, greedy(3))
     decoder = [{"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": ".*"}, "content": ""}]
     decoder.append({"type": "Strip", "content": "(", "start": 0, "stop": 1})
-    path = edited(
-        checkpoint_path(), tokenizer={"decoder": {"type": "Sequence", "decoders": decoder}}
-    )
+    path = edited(few_layers(), tokenizer={"decoder": {"type": "Sequence", "decoders": decoder}})
     with open_engine(path, device=device) as own:
         result = own.generate(PROMPT, greedy(3))
         assert (result.finish_reason, result.text) == ("error", "")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from few_layers import few_layers
 
 from graphengine import Engine, Result, SamplingParams
-from graphengine.demo import checkpoint_path
 from stepping import (
     LONG,
     MAX_SEQ_LEN,
@@ -49,7 +49,7 @@ def test_end_of_sequence_ends_the_request(edited: Callable[..., Path], engine: E
     whole = engine.generate(PROMPT, greedy(40)).token_ids
     end = first_new(whole, 4)
     # `generation_config.json` goes before `config.json`, and may name several ids.
-    path = edited(checkpoint_path(), generation_config={"eos_token_id": [4095, whole[end]]})
+    path = edited(few_layers(), generation_config={"eos_token_id": [4095, whole[end]]})
     with open_engine(path, device=engine.config.device) as other:
         result = other.generate(PROMPT, greedy(40))
         assert result.finish_reason == "stop" and result.token_ids == whole[: end + 1]

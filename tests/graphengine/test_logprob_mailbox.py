@@ -12,9 +12,9 @@ import torch
 from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
 from graphengine.kernels import EMITTED
+from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.replay import Replay
 from graphengine.result import Logprob
-from graphengine.logprobs import LogprobMailbox, Logprobs
 
 TOP, TOKENS, LANES, ENTRIES = 3, 2, 4, 4
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from few_layers import few_layers
 
 from graphengine import Engine, Event, Request, Result
 from graphengine.cli import main
@@ -118,12 +119,11 @@ def test_a_stop_token_releases_what_was_held_back(engine: Engine) -> None:
 @pytest.fixture
 def eos_checkpoint(engine: Engine, edited: Callable[..., Path]) -> tuple[Path, int]:
     """The demo model, for which a token that it says is the end of the sequence, and special."""
-    from graphengine.demo import checkpoint_path
 
     whole = plain(engine)
     eos = whole.token_ids[token_inside(whole)]
     path = edited(
-        checkpoint_path(),
+        few_layers(),
         config={"eos_token_id": eos},
         generation_config={"eos_token_id": eos},
         tokenizer_config={"eos_token": engine.tokenizer.id_to_token(eos)},
@@ -170,7 +170,7 @@ def test_an_end_of_sequence_is_removed_wherever_it_stands(
 ) -> None:
     """`remove_EOD` of Megatron, with requests that go on past it."""
     path, eos = eos_checkpoint
-    options = {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {eos: 8.0}}
+    options = {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {eos: 4.0}}
     with open_engine(path, device=device) as engine:
         kept = engine.generate(PROMPT, greedy(24, **options))
         assert 2 <= kept.token_ids.count(eos) < 24
@@ -188,7 +188,7 @@ def test_an_end_of_sequence_is_removed_wherever_it_stands(
         assert engine.generate(PROMPT, greedy(24, **options)).text == kept.text
     arguments = ["--prompt", PROMPT, "--checkpoint", str(path), "--device", device, "--json"]
     arguments += ["--max-tokens", "24", "--ignore-eos", "--special-tokens", "--max-batch", "1"]
-    arguments += ["--logit-bias", f"{eos}=8"]
+    arguments += ["--logit-bias", f"{eos}=4.0"]
     for more, text in (([], kept.text), (["--remove-eos"], result.text)):
         assert main(["generate", *arguments, *more]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == text

@@ -162,7 +162,9 @@ def report() -> list[str]:
     lines.append(f"files outside models/ that name a family {len(named)}")
     lines += [f"  {_shown(path)}:{line}" for path, where in named.items() for line in where]
     private = [
-        f"  {_shown(path)}:{use}" for path, source in files.items() for use in private_accesses(source)
+        f"  {_shown(path)}:{use}"
+        for path, source in files.items()
+        for use in private_accesses(source)
     ]
     lines += [f"private accesses across modules {len(private)}", *private]
     folders = Counter(path.parent for path in files)

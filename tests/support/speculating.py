@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from few_layers import few_layers
 from mtp_checkpoints import HIDDEN, LAYOUTS, SIZES, random_tensors, rms, write_checkpoint
 
 from graphengine import Engine, Event, Request, Result, SamplingParams
-from graphengine.demo import checkpoint_path
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 from stepping import LIMIT, LONG, OTHER, PROMPT, assert_idle, open_engine
 
@@ -222,6 +222,6 @@ def write_constant(folder: Path) -> tuple[Path, torch.Tensor]:
     return path, (tensors["lm_head.weight"] @ hidden).double().softmax(0)
 
 
-DEMO = checkpoint_path()
+DEMO = few_layers()
 DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)}
 """One of each way to draft on the device, by the demo model."""

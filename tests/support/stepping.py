@@ -1,4 +1,4 @@
-"""A small engine of the demo model, and the ways in which the tests of the engine step it."""
+"""A small engine of a few of the demo's layers, and the ways in which its tests step it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from few_layers import few_layers
+
 from graphengine import Engine, Event, Request, SamplingParams
-from graphengine.demo import checkpoint_path
 
 # Prompts of the demo model, and what becomes of the long one: prefilled in several chunks of 32.
 PROMPT = "def fib(n):"
@@ -19,10 +20,10 @@ LIMIT = 500
 
 
 def open_engine(path: Path | str | None = None, **options: Any) -> Engine:
-    """A small engine, of the demo model unless another checkpoint is named."""
+    """A small engine, of a few of the demo's layers unless another checkpoint is named."""
     sizes = {"max_batch": 3, "max_seq_len": MAX_SEQ_LEN, "block_size": 8}
     options = sizes | {"prefill_buckets": (8, 32)} | options
-    return Engine.from_pretrained(path or checkpoint_path(), **options)
+    return Engine.from_pretrained(path or few_layers(), **options)
 
 
 def greedy(max_tokens: int | None = 12, **options: Any) -> SamplingParams:
