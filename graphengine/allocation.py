@@ -14,11 +14,10 @@ from torch import Tensor
 from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
-from graphengine.fields import engine_fields
+from graphengine.fields import engine_fields, recurrent_field
 from graphengine.graph_key import GraphKey, decode_key, draft_key, note_key, prefill_key
 from graphengine.kernels import (
     KernelCompilation,
-    attention_split,
     compile_kernels,
     copy_blocks,
 )
@@ -26,8 +25,15 @@ from graphengine.logits_step import LogitsStep
 from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.masks import MaskTable
 from graphengine.memory import MemoryPlan
-from graphengine.models.contract import LinearPlans
-from graphengine.models.dense import DecodeLaunch, DenseModel, arrival_counters
+from graphengine.models.contract import (
+    DecodeLaunch,
+    LinearPlans,
+    Model,
+    StateTensors,
+    arrival_counters,
+    cache_shape,
+    recurrent_states,
+)
 from graphengine.relaxed import Relaxation
 from graphengine.step import StepProgram
 from graphengine.tracing import span
@@ -57,7 +63,7 @@ class Allocation:
 
 
 def allocate(
-    model: DenseModel, memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None
+    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None
 ) -> Allocation:
     """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
     on_gpu = memory.device.type == "cuda"
@@ -73,11 +79,11 @@ def allocate(
         device=memory.device,
     )
     logprobs = _new_logprobs(memory, config, mailbox.entries)
-    block = model.config.kv_block_shape(memory.block_size)
-    caches = [_new_cache(memory, model.config.num_layers, *block)]
+    states = model.config.states
+    caches = [_new_cache(memory, *cache_shape(states, memory.block_size))]
     launch = DecodeLaunch(
         plans=plans,
-        split_tokens=attention_split(plans.family, model.config.head_dim, memory.dtype),
+        split_tokens=model.config.split_tokens(plans.family, memory.dtype),
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
     )
@@ -90,7 +96,11 @@ def allocate(
     program = StepProgram(
         model,
         buffers,
-        caches[0][0],
+        StateTensors(
+            caches[0][0],
+            buffers["block_table"],
+            {key: buffers[recurrent_field(*key)] for key in recurrent_states(states)},
+        ),
         mailbox,
         launch,
         LogitsStep(
@@ -121,7 +131,7 @@ def allocate(
 
 
 def _new_buffers(
-    model: DenseModel,
+    model: Model,
     memory: MemoryPlan,
     config: EngineConfig,
     drafter: Drafter | None,
@@ -134,6 +144,7 @@ def _new_buffers(
         config,
         drafter,
         FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype),
+        states=model.config.states,
         vocab_size=model.config.vocab_size,
         table_blocks=memory.table_blocks,
         # Requests that share blocks copy each its own, so these may be more than the pool has.

@@ -30,6 +30,7 @@ from graphengine.graph_key import (
 )
 from graphengine.intake import Intake, QueueOptions
 from graphengine.memory import MemoryPlan
+from graphengine.models.contract import ModelConfig, recurrent_states
 from graphengine.prompts import Prompt
 from graphengine.recorder import Recorder
 from graphengine.replay import Replay
@@ -74,7 +75,7 @@ class EngineCore:
         self.memory = memory
         self.runtime = runtime
         self.drafter = drafter
-        self.scheduler = new_scheduler(memory, config, drafter)
+        self.scheduler = new_scheduler(memory, config, drafter, runtime.model.config)
         self.counters = self.scheduler.counters
         self.gate: Gate | None = None
         if config.gate_options is not None:
@@ -340,8 +341,15 @@ class EngineCore:
             drafter.close()
 
 
-def new_scheduler(memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None) -> Scheduler:
-    """The scheduler of an engine with these sizes."""
+def new_scheduler(
+    memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None, model: ModelConfig
+) -> Scheduler:
+    """The scheduler of an engine with these sizes.
+
+    A recurrent layer's state follows from every token, and is kept at the newest one alone: whoever
+    skipped the tokens of kept blocks would lack the state after them. So no blocks are kept.
+    """
+    recurrent = bool(recurrent_states(model.states))
     return Scheduler(
         slots=config.max_batch,
         kv_blocks=memory.kv_blocks,
@@ -355,7 +363,7 @@ def new_scheduler(memory: MemoryPlan, config: EngineConfig, drafter: Drafter | N
         max_waiting=config.max_waiting,
         lookahead=config.lookahead,
         prefix_caching=config.prefix_caching,
-        kept_blocks=config.session_blocks,
+        kept_blocks=0 if recurrent else config.session_blocks,
         look_behind=0 if drafter is None else drafter.look_behind,
         note_all=config.relaxed_acceptance is not None or (drafter is not None and drafter.notes),
     )

@@ -21,7 +21,7 @@ from graphengine.drafters import Drafter
 from graphengine.intake import QueueOptions
 from graphengine.kernels import RowFamily
 from graphengine.memory import MemoryPlan
-from graphengine.models.dense import DenseModel
+from graphengine.models.contract import Model
 from graphengine.opening import open_checkpoint
 from graphengine.prompts import Prompt
 from graphengine.report import EngineReport, StepReport, describe_step, make_report, statistics
@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DenseModel,
+        model: Model,
         memory: MemoryPlan,
         config: EngineConfig,
         *,
@@ -93,7 +93,7 @@ class Engine:
         return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
 
     @property
-    def model(self) -> DenseModel:
+    def model(self) -> Model:
         """Configuration, weights and tables; ValueError once closed."""
         return self.runtime.model
 
@@ -282,7 +282,7 @@ class Engine:
         Of some drafters it waits for the device, which holds a counter.
         """
         core = self.core
-        return statistics(self.config, core.scheduler, self.acceptance, core.gate, core.drafter)
+        return statistics(core.scheduler, self.acceptance, core.gate, core.drafter)
 
     def close(self) -> None:
         """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled.

@@ -15,6 +15,7 @@ import torch
 from graphengine.buckets import Field, Owner
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
+from graphengine.models.contract import LayerStates, recurrent_states
 from graphengine.processing import processing_fields, processing_updates
 from graphengine.relaxed import relaxed_field
 from graphengine.request import Request
@@ -93,11 +94,31 @@ def field_table(
     ]
 
 
+def recurrent_field(layer: int, name: str) -> str:
+    """Name of the static field of a layer's recurrent state."""
+    return f"recurrent_{layer}_{name}"
+
+
+def _recurrent_fields(states: Sequence[LayerStates], slots: int) -> list[Field]:
+    """A pause leaves them alone: a paused request keeps its slot."""
+    return [
+        Field(
+            name=recurrent_field(layer, name),
+            shape=(slots, *state.shape),
+            dtype=state.dtype,
+            owner="device",
+            meaning=f"{name} state of layer {layer} after the tokens of kv_len",
+        )
+        for (layer, name), state in recurrent_states(states).items()
+    ]
+
+
 def engine_fields(
     config: EngineConfig,
     drafter: Drafter | None,
     sizes: FieldSizes,
     *,
+    states: Sequence[LayerStates],
     vocab_size: int,
     table_blocks: int,
     swap_pairs: int,
@@ -119,6 +140,7 @@ def engine_fields(
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
     )
+    fields += _recurrent_fields(states, sizes.slots)
     if drafter is not None:
         fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:

@@ -16,12 +16,14 @@ from graphengine.graph_key import PrefillKind
 from graphengine.host_memory import available_host_bytes
 from graphengine.kernels import (
     MAX_LANES,
-    decode_attention_workspace_bytes,
     logprob_items,
-    prefill_attention_workspace_bytes,
 )
-from graphengine.models.dense import DenseConfig, allocate_weights, most_arrival_counters
-from graphengine.models.prefill import prefill_scratch_width
+from graphengine.models.contract import (
+    ModelConfig,
+    cache_shape,
+    most_arrival_counters,
+    recurrent_states,
+)
 from graphengine.processing import processing_fields
 from graphengine.tuning import MAX_SPLITS
 
@@ -83,7 +85,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def plan_memory(
-    model: DenseConfig,
+    model: ModelConfig,
     config: EngineConfig,
     *,
     checkpoint_dtype: torch.dtype,
@@ -91,8 +93,16 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
 
+    ValueError for prefix caching of a model whose recurrent layers need every token.
+
     `checkpoint_dtype` is used on a GPU where the config names no dtype; a CPU computes in float32.
     """
+    recurrent = recurrent_states(model.states)
+    if config.prefix_caching and recurrent:
+        raise ValueError(
+            f"prefix_caching=True, but a {model.architecture} has {len(recurrent)} recurrent "
+            f"states, which follow from every token of a prompt: none of it can be skipped"
+        )
     device = torch.device(config.device)
     dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
     max_seq_len = config.sequence_limit(model.max_positions)
@@ -101,15 +111,15 @@ def plan_memory(
     prefill_sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
     prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
     table_blocks = -(-max_seq_len // config.block_size)
-    block_elements = math.prod(model.kv_block_shape(config.block_size))
-    block_bytes = model.num_layers * block_elements * dtype.itemsize
+    own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * dtype.itemsize
+    block_bytes = own_block_bytes
     draft_lengths = (0,) if drafter is None else tuple(sorted({0, drafter.length}))
 
     on_gpu = device.type == "cuda"
     where: Where = "device" if on_gpu else "host"
     pinned: Where = "pinned" if on_gpu else "host"
     budget = MemoryBudget()
-    budget.add("weights", allocate_weights(model, device="meta", dtype=dtype).nbytes, where)
+    budget.add("weights", model.allocate(device="meta", dtype=dtype).nbytes, where)
     sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
     _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu)
     if drafter is not None:
@@ -139,8 +149,7 @@ def plan_memory(
     kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
     budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
     budget.check(available, where)
-    areas = [model.num_layers * block_elements * dtype.itemsize]
-    areas.append(block_bytes - areas[0])
+    areas = [own_block_bytes, block_bytes - own_block_bytes]
     on_host = int(available_host_bytes() * config.memory_fraction)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
@@ -207,7 +216,7 @@ def _host_bytes(size: int, pinned: bool) -> int:
 
 def _add_state(
     budget: MemoryBudget,
-    model: DenseConfig,
+    model: ModelConfig,
     config: EngineConfig,
     drafter: Drafter | None,
     sizes: FieldSizes,
@@ -222,8 +231,8 @@ def _add_state(
     if config.swap_blocks is not None:
         swap_pairs = max(1, min(swap_pairs, config.swap_blocks))
     lanes = max(config.lanes, 2 * config.max_batch)
-    arrivals = most_arrival_counters(model, lanes)
-    tables = model.rope_bytes(sizes.max_seq_len)
+    arrivals = most_arrival_counters(model, model.linears, lanes)
+    tables = model.table_bytes(sizes.max_seq_len)
     if drafter is not None:
         widest = max(lanes, config.max_batch * drafter.lanes_of_row)
         arrivals = max(arrivals, drafter.arrivals_at_most(widest))
@@ -235,6 +244,7 @@ def _add_state(
         config,
         drafter,
         sizes,
+        states=model.states,
         vocab_size=model.vocab_size,
         table_blocks=table_blocks,
         swap_pairs=swap_pairs,
@@ -268,7 +278,7 @@ def _add_state(
 
 
 def _workspace_bytes(
-    model: DenseConfig,
+    model: ModelConfig,
     rows: int,
     prefill: BucketLadder,
     dtype: torch.dtype,
@@ -282,11 +292,8 @@ def _workspace_bytes(
     so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
     """
     lanes = max(rows, prefill.sizes[-1])
-    activations = dtype.itemsize * (model.hidden_size + prefill_scratch_width(model))
-    partials = decode_attention_workspace_bytes(
-        rows, num_heads=model.num_heads, head_dim=model.head_dim, max_seq_len=max_seq_len
-    )
-    partials = max(partials, prefill_attention_workspace_bytes(model.head_dim))
+    activations = dtype.itemsize * (model.hidden_size + model.prefill_width)
+    partials = model.attention_bytes(rows, max_seq_len)
     # lm_head is never split.
     widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest
@@ -295,7 +302,7 @@ def _workspace_bytes(
     return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
 
 
-def _graph_bytes(model: DenseConfig, graphs: int, device: torch.device) -> int:
+def _graph_bytes(model: ModelConfig, graphs: int, device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * graphs

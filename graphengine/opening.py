@@ -11,7 +11,7 @@ from graphengine.checkpoint import Checkpoint, stored_dtype
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.memory import MemoryPlan, plan_memory
-from graphengine.models.dense import DenseModel, allocate_weights
+from graphengine.models.contract import Model
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.text import Tokenizer
 from graphengine.tracing import span
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Opened(NamedTuple):
     """What an engine is made of: weights are loaded, nothing else is allocated."""
 
-    model: DenseModel
+    model: Model
     memory: MemoryPlan
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
@@ -42,17 +42,15 @@ def open_checkpoint(
     )
     log.info("memory budget\n%s", memory.budget.table())
     with span("load"):
-        weights = allocate_weights(model_config, device=config.device, dtype=memory.dtype)
-        wanted = destinations(checkpoint, model_config, weights)
+        weights = model_config.allocate(device=config.device, dtype=memory.dtype)
+        wanted = destinations(checkpoint, weights)
         if drafter is not None:
             wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         unused = checkpoint.load(wanted, progress)
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
-    model = DenseModel(
-        model_config,
-        weights,
+    model = weights.open(
         max_seq_len=memory.max_seq_len,
         vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
     )

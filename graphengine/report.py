@@ -74,7 +74,7 @@ def make_report(
             f"row family {runtime.plans.family} ({why}), plans {runtime.plan_sources}, "
             f"PDL {'on' if pdl else 'off'}, numerics {runtime.numerics_id}"
         ),
-        kv=_kv_blocks(config, scheduler),
+        kv=_kv_blocks(scheduler),
         compilation=runtime.compilation,
         captures=runtime.captures,
         counters=dict(scheduler.counters),
@@ -82,7 +82,6 @@ def make_report(
 
 
 def statistics(
-    config: EngineConfig,
     scheduler: Scheduler,
     acceptance: Acceptance,
     gate: Gate | None,
@@ -93,18 +92,18 @@ def statistics(
     return {
         "acceptance": acceptance.as_dict(),
         "gate": None if gate is None else {"drafts": gate.drafts},
-        "kv": _kv_blocks(config, scheduler),
+        "kv": _kv_blocks(scheduler),
         "counters": dict(scheduler.counters) | own,
     }
 
 
-def _kv_blocks(config: EngineConfig, scheduler: Scheduler) -> dict[str, int | None]:
+def _kv_blocks(scheduler: Scheduler) -> dict[str, int | None]:
     pool = scheduler.pool
     return {
         "blocks": pool.count,
         "vacant": pool.vacant,
         "idle": len(pool.idle),
-        "session_blocks": config.session_blocks,
+        "session_blocks": pool.max_idle,
     }
 
 

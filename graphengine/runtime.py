@@ -24,7 +24,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.graph_key import GraphKey
 from graphengine.memory import MemoryPlan
-from graphengine.models.dense import DenseModel
+from graphengine.models.contract import Model
 from graphengine.replay import Replay
 from graphengine.result import TokenLogprobs
 from graphengine.tracing import span
@@ -63,7 +63,7 @@ class Runtime:
 
     def __init__(
         self,
-        model: DenseModel,
+        model: Model,
         memory: MemoryPlan,
         config: EngineConfig,
         drafter: Drafter | None,
@@ -222,7 +222,7 @@ class Runtime:
         del self.logprobs, self.buffers
 
 
-def _numerics_id(model: DenseModel, memory: MemoryPlan, held: Allocation) -> str:
+def _numerics_id(model: Model, memory: MemoryPlan, held: Allocation) -> str:
     """Of all that the bits of an engine depend on."""
     prefill = memory.prefill_ladder.sizes
     return numerics_id(
@@ -233,6 +233,6 @@ def _numerics_id(model: DenseModel, memory: MemoryPlan, held: Allocation) -> str
             "attention_split": held.program.launch.split_tokens,
             "block_size": memory.block_size,
             "prefill_buckets": ",".join(map(str, prefill)),
-            "fused_swiglu": ",".join(str(size) for size in prefill if model.fuses(size)),
+            **model.numerics(prefill),
         },
     )

@@ -11,6 +11,9 @@ all of the tokens; it begins with the blocks, prefills the rest, and leaves its 
 session. So what a turn says is what a request with the whole conversation as its prompt says, but
 for last bits: the KV of earlier replies was written by the decode kernels, and on a GPU those of a
 prompt depend on where its chunks begin and how long they are.
+
+A model with recurrent layers keeps no blocks: their states follow from every token, and exist for
+the newest one alone. Every turn prefills the whole conversation.
 """
 
 from __future__ import annotations

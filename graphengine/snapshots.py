@@ -24,6 +24,7 @@ from graphengine.checks import is_int
 from graphengine.core import EngineCore
 from graphengine.drafters import Drafter, DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
+from graphengine.models.contract import StoredWeights
 from graphengine.speculative import DraftModel, Speculative, describe
 from graphengine.tensor_files import save_whole
 
@@ -226,7 +227,7 @@ def origin_of(core: EngineCore) -> Origin:
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         dtype=str(core.memory.dtype).removeprefix("torch."),
         block_size=core.memory.block_size,
-        model=_fingerprint(core.runtime.model.config, core.runtime.model.weights),
+        model=_fingerprint(core.runtime.model.weights),
         caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
         speculative=_without_path(core.config.mode),
         drafter=_fingerprint_of(core.drafter),
@@ -248,15 +249,15 @@ def _without_path(mode: Speculative | None) -> str:
 def _fingerprint_of(drafter: Drafter | None) -> str:
     """Of what its KV follows from: a drafter without weights has none."""
     if isinstance(drafter, DraftModelDrafter | ModuleDrafter):
-        return _fingerprint(drafter.config, drafter.weights)
+        return _fingerprint(drafter.weights)
     return ""
 
 
-def _fingerprint(config: Any, weights: Any) -> str:
+def _fingerprint(weights: StoredWeights) -> str:
     """16 hexadecimal digits of the configuration and of up to 1,024 elements of each weight."""
-    digest = hashlib.sha256(repr(config).encode())
+    digest = hashlib.sha256(repr(weights.config).encode())
     samples: list[Any] = []
-    for name, tensor in sorted(weights.named(config).items()):
+    for name, tensor in sorted(weights.named().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.flatten()
         samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float())

@@ -45,12 +45,11 @@ from graphengine.kernels import (
     new_residual,
     paged_prefill_attention,
     publish,
-    residual_groups,
     sample,
     sample_tiles,
 )
 from graphengine.logits_step import LogitsStep, Processed, following_tokens
-from graphengine.models.dense import DecodeLaunch, DenseModel
+from graphengine.models.contract import DecodeLaunch, Model, StateTensors, stream_groups
 from graphengine.relaxed import Relaxation
 
 
@@ -70,9 +69,9 @@ class StepProgram:
 
     def __init__(
         self,
-        model: DenseModel,
+        model: Model,
         buffers: StaticBuffers,
-        cache: Tensor,
+        states: StateTensors,
         mailbox: Mailbox,
         launch: DecodeLaunch,
         logits_step: LogitsStep,
@@ -88,7 +87,7 @@ class StepProgram:
         self.forced_acceptance = forced_acceptance
         self.model = model
         self.buffers = buffers
-        self.cache = cache
+        self.states = states
         self.mailbox = mailbox
         self.launch = launch
         self.logits_step = logits_step
@@ -101,12 +100,12 @@ class StepProgram:
     def decode(self, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
         """Advance the requests of rows `0 .. rows - 1` by one token each, or by 1 + `drafts`."""
         buffers, model, pdl = self.buffers, self.model, self.launch.pdl
-        config, weights, plans = model.config, model.weights, self.launch.plans
+        config = model.config
         table = buffers["draft_tokens"] if self._drafts else None
         residual = new_residual(
             rows * (1 + drafts),
             config.hidden_size,
-            residual_groups(plans["down"], config.hidden_size),
+            stream_groups(config.linears, self.launch.plans),
             dtype=model.dtype,
             device=buffers.device,
         )
@@ -114,8 +113,8 @@ class StepProgram:
             self.state,
             buffers["command_epoch"],
             buffers["slot_of_row"][:rows],
-            weights.embedding,
-            model.norm_behind(-1),
+            model.weights.embedding,
+            model.first_norm,
             residual,
             draft_SK=table,
             max_len_S=self.stopping.max_len,
@@ -123,7 +122,7 @@ class StepProgram:
             pdl=pdl,
         )
         launch = self.launch._replace(tokens_per_row=1 + drafts)
-        residual = model.decode(lanes, residual, self.cache, buffers["block_table"], launch)
+        residual = model.decode(lanes, residual, self.states, launch)
         processed, best, health = self._sample(lanes, residual, sampler, drafts)
         relaxed = None
         if self.relaxation is not None and drafts:
@@ -184,22 +183,21 @@ class StepProgram:
 
     def prefill(self, tokens: int, kind: PrefillKind = "fast") -> StepOutputs:
         """Feed one request's prompt chunk of at most `tokens`; the final one samples its token."""
-        buffers, block_table = self.buffers, self.buffers["block_table"]
+        buffers = self.buffers
         slot, start = buffers["prefill_slot"], buffers["prefill_start"]
         count, final = buffers["prefill_count"], buffers["prefill_final"]
         apply_commands(self.state, buffers["command_epoch"])
         chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
         attention = self._prefill_attention(chunk)
-        attend = partial(attention, scale=self.model.config.attention_scale)
         drafter = self.drafter
         wanted: Any = {}
         if drafter is not None:
             wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
         if kind == "prompt":
             wanted["all_lanes"] = True
-        pdl = self.launch.pdl
-        end = self.model.prefill(chunk, self.cache, block_table, attend, pdl=pdl, **wanted)
-        logits = self.model.prefill_logits(end, slot, pdl=pdl)
+        launch = self.launch.prefill
+        end = self.model.prefill(chunk, self.states, attention, launch=launch, **wanted)
+        logits = self.model.prefill_logits(end, slot, launch=launch)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":

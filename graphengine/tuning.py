@@ -30,7 +30,7 @@ import triton
 
 from graphengine.config import DTYPES
 from graphengine.kernels import LinearKind, LinearPlan, RowFamily, heuristic_plan
-from graphengine.models.contract import ByLinear, LinearPlans, Linears
+from graphengine.models.contract import ByLinear, Linear, LinearPlans, Linears
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,11 @@ class TuningKey(NamedTuple):
     M: int
     K: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, linear: Linear, family: RowFamily, dtype: torch.dtype) -> TuningKey:
+        """That of a model's linear."""
+        return cls(family, linear.kind, linear.rows, linear.columns, dtype)
 
     def __str__(self) -> str:
         return f"{self.family} {self.kind} {self.M} x {self.K} {dtype_name(self.dtype)}"
@@ -143,7 +148,7 @@ def choose_plans(
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
-        key = TuningKey(family, *linear, dtype)
+        key = TuningKey.of(linear, family, dtype)
         plans[name], sources[name] = choose_plan(key, tables)
     chosen = PlanSources(sources)
     if chosen.untuned and torch.device(device).type != "cpu":

@@ -130,7 +130,7 @@ from graphengine.kernels.relaxed import (
     update_relaxed_delta,
     update_relaxed_delta_reference,
 )
-from graphengine.kernels.residual import Residual, new_residual
+from graphengine.kernels.residual import Residual, add_to_residual_reference, new_residual
 from graphengine.kernels.rewind import (
     mamba_state_selective_copy,
     mamba_state_selective_copy_reference,
@@ -224,6 +224,7 @@ __all__ = [
     "TokenLogprobs",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "add_to_residual_reference",
     "advance_model_draft",
     "advance_module_draft",
     "advance_vanilla_draft",

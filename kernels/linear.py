@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import triton
-from torch.nn import functional
 
 from graphengine.kernels import linear_gluon
 from graphengine.kernels.activation import silu_reference
@@ -36,7 +35,6 @@ from graphengine.kernels.lanes import (
     check_vector,
     live_lanes,
     output_rows,
-    sum_rows,
 )
 from graphengine.kernels.launching import launch
 from graphengine.kernels.linear_kernels import ResidualArgs, SamplerArgs, dot_kernel, fma_kernel
@@ -48,7 +46,7 @@ from graphengine.kernels.plans import (
     check_kind,
     heuristic_plan,
 )
-from graphengine.kernels.residual import Residual
+from graphengine.kernels.residual import Residual, add_to_residual_reference
 from graphengine.kernels.sampling import sample_tiles_reference
 
 MAX_LANES = 64
@@ -472,16 +470,7 @@ def linear_residual_reference(
 ) -> Residual:
     """`linear_residual` in plain PyTorch; writes into all three tensors of `residual`."""
     y = linear_reference(x_NK, weight_MK, slot_N, bias=bias, out_dtype=torch.float32)
-    live = live_lanes(slot_N)
-    x = residual.x[live] + y[live]
-    residual.x[live] = x
-    residual.scaled[live] = (x * next_norm_M.float()).to(residual.scaled.dtype)
-    groups = residual.squares.shape[0]
-    columns = triton.cdiv(x.shape[1], groups)
-    padded = functional.pad(x.square(), (0, groups * columns - x.shape[1]))
-    sums = sum_rows(padded.view(len(live) * groups, columns))
-    residual.squares[:, live] = sums.view(len(live), groups).t()
-    return residual
+    return add_to_residual_reference(y, slot_N, residual, next_norm_M)
 
 
 def _sum_in_order(squares: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+from torch.nn import functional
+
+from graphengine.kernels.lanes import live_lanes, sum_rows
 
 
 class Residual(NamedTuple):
@@ -32,6 +36,25 @@ def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
     dense = dtype == torch.float32 and squares_TN.is_contiguous()
     if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
         raise ValueError(f"squares must be a dense float32 [T, {lanes}], not {dtype} {shape}")
+
+
+def add_to_residual_reference(
+    y_NH: torch.Tensor, slot_N: torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
+) -> Residual:
+    """residual.x += y, and what the next norm needs, in plain PyTorch; y is float32 [N, H].
+
+    All three tensors are written, those of padded lanes left alone.
+    """
+    live = live_lanes(slot_N)
+    x = residual.x[live] + y_NH[live]
+    residual.x[live] = x
+    residual.scaled[live] = (x * next_norm_H.float()).to(residual.scaled.dtype)
+    groups = residual.squares.shape[0]
+    columns = triton.cdiv(x.shape[1], groups)
+    padded = functional.pad(x.square(), (0, groups * columns - x.shape[1]))
+    sums = sum_rows(padded.view(len(live) * groups, columns))
+    residual.squares[:, live] = sums.view(len(live), groups).t()
+    return residual
 
 
 def new_residual(

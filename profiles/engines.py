@@ -18,7 +18,6 @@ from graphengine import Engine, EngineConfig
 from graphengine.config import EngineOptions
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, OwnGraphEagle
 from graphengine.memory import plan_memory
-from graphengine.models.dense import DenseModel, allocate_weights
 from graphengine.profiles.shapes import Subject, fill_random, random_module, random_tokens
 from graphengine.speculative import MTP, NGram, describe
 from graphengine.tracing import span
@@ -94,15 +93,15 @@ def _random_engine(
     drafter = random_drafter(subject, config, random_vocab)
     memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
     with span("load"):
-        weights = allocate_weights(subject.model, device=config.device, dtype=memory.dtype)
-        destinations = weights.named(subject.model)
+        weights = subject.model.allocate(device=config.device, dtype=memory.dtype)
+        destinations = weights.named()
         if drafter is not None:
             destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
         fill_random(destinations)
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     progress(0, 0)
-    model = DenseModel(subject.model, weights, max_seq_len=memory.max_seq_len)
+    model = weights.open(max_seq_len=memory.max_seq_len)
     return Engine(model, memory, config, drafter=drafter)
 
 

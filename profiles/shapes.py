@@ -7,9 +7,10 @@ of one name, shape, dtype and device gets the same values.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
-from graphengine.models.dense import DenseConfig
+from graphengine.models.contract import ModelConfig, Paged
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.stored import read_model
@@ -95,7 +96,7 @@ class Subject:
 
     name: str
     hf_config: Mapping[str, Any]
-    model: DenseConfig
+    model: ModelConfig
     checkpoint: Path | None = None
 
     @classmethod
@@ -119,15 +120,10 @@ class Subject:
         )
 
 
-def random_module(model: DenseConfig) -> MtpConfig:
+def random_module(model: ModelConfig) -> MtpConfig:
     """One draft module for a model of random weights, as Qwen3 has it: `mtp.*`."""
     layout = next(layout for layout in LAYOUTS if layout.name == "qwen3")
-    return MtpConfig(
-        layout=layout,
-        prefixes=(layout.module_prefix(model.num_layers, 0),),
-        dense=replace(model, num_layers=1),
-        norm_eps=model.norm_eps,
-    )
+    return MtpConfig.of_target(model, layout, (layout.module_prefix(model.num_layers, 0),))
 
 
 def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
@@ -138,7 +134,7 @@ def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
     return drawn[:size].sort().values
 
 
-def model_shape(name: str) -> DenseConfig:
+def model_shape(name: str) -> ModelConfig:
     """The model of a shape of `NAMES`; ValueError lists them."""
     return Subject.of_shape(name).model
 
@@ -160,33 +156,24 @@ def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
         tensor.copy_(drawn)
 
 
-def step_bytes(model: DenseConfig, *, context: float, rows: int, itemsize: int) -> int:
+def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
     """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
 
     An embedding counts where it is tied to lm_head; of an untied one a step reads only a few rows.
     `context` is the mean number of tokens that a row attends to.
     """
-    hidden, q_and_kv = model.hidden_size, model.q_size + 2 * model.kv_size
-    matrices = hidden * (q_and_kv + model.q_size + 3 * model.ffn_size)
-    norms = 2 * hidden + (2 * model.head_dim if model.qk_norm else 0)
-    biases = (
-        (q_and_kv if model.attention_bias or model.qkv_bias else 0)
-        + (hidden if model.attention_bias else 0)
-        + (2 * model.ffn_size + hidden if model.mlp_bias else 0)
+    tensors = model.allocate(device="meta", dtype=torch.float32).tensors()
+    held = {id(tensor): tensor.numel() for tensor in tensors}
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    entries = sum(
+        math.prod(state.block_shape(1))
+        for layer in model.states
+        for state in layer
+        if isinstance(state, Paged)
     )
-    weights = model.num_layers * (matrices + norms + biases) + hidden * (model.vocab_size + 1)
-    kv = rows * context * model.num_layers * 2 * model.kv_size
-    return round((weights + kv) * itemsize)
+    return round((sum(held.values()) - embedding + rows * context * entries) * itemsize)
 
 
-def linear_bytes(model: DenseConfig, itemsize: int) -> dict[str, int]:
+def linear_bytes(model: ModelConfig, itemsize: int) -> dict[str, int]:
     """Weight bytes of each linear, in the order in which a layer runs them, lm_head last."""
-    hidden = model.hidden_size
-    elements = {
-        "qkv": hidden * (model.q_size + 2 * model.kv_size),
-        "output": hidden * model.q_size,
-        "gate_up": 2 * hidden * model.ffn_size,
-        "down": hidden * model.ffn_size,
-        "lm_head": hidden * model.vocab_size,
-    }
-    return {name: count * itemsize for name, count in elements.items()}
+    return {name: linear.rows * linear.columns * itemsize for name, linear in model.linears.items()}

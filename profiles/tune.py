@@ -4,7 +4,7 @@
 
 What a linear costs depends on its neighbours: launched with PDL they overlap and compete for room
 on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
-place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `DenseModel.decode`
+place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
 does, on more weights than L2 can hold; lm_head is measured behind such a chain. Only attention is
 left out: `output` reads the first q_size columns of qkv's result, a strided view.
 
@@ -35,7 +35,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
@@ -68,8 +68,8 @@ from graphengine.kernels import (
     residual_groups,
 )
 from graphengine.kernels.sampling import token_of_tiles_reference
-from graphengine.models.contract import LinearPlans
-from graphengine.models.dense import DenseConfig, DenseModel, allocate_weights
+from graphengine.models.chains import Chain, new_chain
+from graphengine.models.contract import LinearPlans, ModelConfig
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.shapes import DEMO, NAMES, Subject, fill_random, linear_bytes
 from graphengine.tuning import TunedPlan, TuningKey
@@ -125,12 +125,12 @@ class Target:
 
 
 def targets_of(
-    config: DenseConfig, dtype: torch.dtype, family: RowFamily, only: Sequence[str] = ORDER
+    config: ModelConfig, dtype: torch.dtype, family: RowFamily, only: Sequence[str] = ORDER
 ) -> list[Target]:
     """A model's linears in the order of the search, as far as `only` names them."""
     names_of: dict[TuningKey, list[str]] = {}
     for name in ORDER:
-        names_of.setdefault(TuningKey(family, *config.linears[name], dtype), []).append(name)
+        names_of.setdefault(TuningKey.of(config.linears[name], family, dtype), []).append(name)
     return [Target(tuple(n), key) for key, n in names_of.items() if not set(only).isdisjoint(n)]
 
 
@@ -333,7 +333,7 @@ class ChainBench:
     a CPU `prepare` works, with references in the kernels' places; nothing can be timed.
     """
 
-    def __init__(self, model: DenseModel, rows: tuple[int, ...], *, processes: int = 0) -> None:
+    def __init__(self, model: Chain, rows: tuple[int, ...], *, processes: int = 0) -> None:
         self.model, self.rows, self.device = model, rows, model.weights.embedding.device
         lanes, hidden = max(rows), model.config.hidden_size
         random = torch.Generator(self.device).manual_seed(1)
@@ -386,7 +386,7 @@ class ChainBench:
     def launches(
         self, plans: LinearPlans | None, rows: int, *, layers: int, head: bool
     ) -> Iterator[tuple[str, Any]]:
-        """Launch one linear after the other, as `DenseModel.decode` does, and yield what it gives.
+        """Launch one linear after the other, as the model's decode does, and yield what it gives.
 
         That is valid until the next one is launched. None for plans: references, and logits.
         """
@@ -395,30 +395,31 @@ class ChainBench:
         squares = (x.square().sum(dim=1) / groups).repeat(groups, 1)
         residual = Residual(x.clone(), x.to(self.model.dtype, copy=True), squares)
         for layer in range(layers):
-            launch = partial(self._launch, plans, layer)
-            qkv = launch("qkv", residual.scaled, residual)
-            yield "qkv", qkv
-            residual = launch("output", qkv[:, : config.q_size], residual)
-            yield "output", residual
-            gated = launch("gate_up", residual.scaled, residual)
-            yield "gate_up", gated
-            residual = launch("down", gated, residual)
-            yield "down", residual
+            product = residual.scaled
+            for name, of_layer in config.linears.items():
+                if of_layer.kind == "sample":
+                    continue
+                if of_layer.kind == "residual":
+                    part = product[:, : of_layer.columns]
+                    residual = self._launch(plans, layer, name, part, residual)
+                    yield name, residual
+                else:
+                    product = self._launch(plans, layer, name, residual.scaled, residual)
+                    yield name, product
         if head:
             yield "lm_head", self._launch(plans, 0, "lm_head", residual.scaled, residual)
 
     def _launch(
         self, plans: LinearPlans | None, layer: int, name: str, x: Tensor, residual: Residual
     ) -> Any:
-        config, weights, slot = self.model.config, self.model.weights, self._slot[: len(x)]
-        kind, of_layer = config.linears[name].kind, weights.layers[layer]
-        weight = weights.lm_head if name == "lm_head" else getattr(of_layer, name)
-        bias = getattr(of_layer, f"{name}_bias", None)
+        config, slot = self.model.config, self._slot[: len(x)]
+        kind = config.linears[name].kind
+        weight, bias, norm = self.model.linear(layer, name)
         options: dict[str, Any] = {}
         if plans is not None:
             options = {"plan": plans[name], "arrivals": self._arrivals, "pdl": True}
         if kind == "residual":
-            norm = of_layer.ffn_norm if name == "output" else self.model.norm_behind(layer)
+            assert norm is not None, f"{name=}"
             add = linear_residual if plans else linear_residual_reference
             return add(x, weight, slot, residual, norm, bias=bias, **options)
         options |= {"squares_TN": residual.squares, "eps": config.norm_eps}
@@ -467,7 +468,7 @@ class ChainBench:
         """Median microseconds of graphs that take turns, behind a turn to warm up."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         event = partial(torch.cuda.Event, enable_timing=True)
-        layers, graphs = len(self.model.weights.layers), []
+        layers, graphs = self.model.config.num_layers, []
         with contextlib.ExitStack() as stack:
             for plans in variants:
                 graphs.append(
@@ -514,7 +515,7 @@ def _error(result: Any, expected: Sequence[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-Setting = tuple[DenseConfig, torch.dtype, torch.device, tuple[int, ...]]
+Setting = tuple[ModelConfig, torch.dtype, torch.device, tuple[int, ...]]
 
 
 def _first_launch(setting: Setting, plans: LinearPlans) -> None:
@@ -538,7 +539,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def chain_layers(config: DenseConfig, dtype: torch.dtype) -> int:
+def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
     """Layers of about `CHAIN_BYTES`; at least two, and otherwise no more than the model has."""
     weights = linear_bytes(config, dtype.itemsize)
     layer = sum(weights.values()) - weights["lm_head"]
@@ -546,16 +547,15 @@ def chain_layers(config: DenseConfig, dtype: torch.dtype) -> int:
 
 
 def chain_model(
-    config: DenseConfig, dtype: torch.dtype, device: torch.device, *, layers: int
-) -> DenseModel:
-    """A model of so many layers with random weights; its embedding is lm_head's weight."""
-    config = replace(config, num_layers=layers, tie_embeddings=True)
-    weights = allocate_weights(config, device=str(device), dtype=dtype)
-    fill_random(weights.named(config))
-    return DenseModel(config, weights, max_seq_len=1)
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, layers: int
+) -> Chain:
+    """A chain of so many layers with random weights. ValueError for layers that are not alike."""
+    chain = new_chain(config, layers=layers, dtype=dtype, device=device)
+    fill_random(chain.weights.named())
+    return chain
 
 
-def compile_processes(model: DenseModel) -> int:
+def compile_processes(model: Chain) -> int:
     """As many as cores, and as there is GPU memory for a layer and lm_head in each of them."""
     free, _ = torch.cuda.mem_get_info(model.weights.embedding.device)
     at_once = free // (model.weights.nbytes + (1 << 30))
@@ -642,7 +642,7 @@ def family_rows(family: RowFamily, text: str | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(rows))
 
 
-def _model(options: argparse.Namespace) -> tuple[DenseConfig, torch.dtype]:
+def _model(options: argparse.Namespace) -> tuple[ModelConfig, torch.dtype]:
     if options.shape is not None or options.checkpoint == DEMO:
         subject = Subject.of_shape(options.shape or DEMO)
     else:

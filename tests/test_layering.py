@@ -50,6 +50,11 @@ ALLOWED = {
 }
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 
+# What all but `graphengine/models` may know of it: the contract, and what finds, reads and chains
+# models by it. None of these names a family, and neither do the draft modules of several.
+MODELS = "graphengine.models"
+MODEL_DOORS = {f"{MODELS}.{name}" for name in ("contract", "families", "stored", "mtp", "chains")}
+
 # Packages on disk that must never be imported by their folder's name.
 TOP_LEVEL = {"kernels", "buckets", "profiles"}
 # Code that runs what it reads.
@@ -156,6 +161,17 @@ def unsafe_violations(source: str, module: str) -> list[str]:
     return found
 
 
+def family_violations(source: str, module: str) -> list[str]:
+    """Imports of what a model is made of, in a file that is no part of `graphengine/models`."""
+    if within(module, {MODELS}):
+        return []
+    return [
+        f"line {line}: imports {name}"
+        for line, name in imports(source, module)
+        if within(name, {MODELS}) and not within(name, MODEL_DOORS)
+    ]
+
+
 def describe(path: Path, violations: list[str]) -> list[str]:
     return [f"{path.relative_to(ROOT)}: {violation}" for violation in violations]
 
@@ -194,6 +210,13 @@ def test_package_code_unpickles_nothing() -> None:
     assert not violations, "\n".join(violations)
 
 
+def test_families_are_known_to_models_alone() -> None:
+    violations = []
+    for path in package_files():
+        violations += describe(path, family_violations(path.read_text(), module_name(path)))
+    assert not violations, "\n".join(violations)
+
+
 # The rules catch what they are for.
 
 
@@ -204,7 +227,7 @@ def planted_in(folder: str) -> str:
 
 def test_the_innermost_line_of_the_table_holds() -> None:
     assert ruled_folder(ROOT / "graphengine" / "testing" / "plugin.py") == "graphengine/testing"
-    assert ruled_folder(ROOT / "graphengine" / "models" / "dense.py") == "graphengine"
+    assert ruled_folder(ROOT / "graphengine" / "models" / "decoder.py") == "graphengine"
 
 
 @pytest.mark.parametrize(
@@ -301,3 +324,24 @@ def test_planted_unpickling_is_found(source: str) -> None:
 def test_safe_loading_is_not_unpickling() -> None:
     source = "import json, torch\njson.load(f)\nself.load(x)\nnp.load(f, allow_pickle=False)"
     assert unsafe_violations(source, "graphengine.planted") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from graphengine.models import llama",
+        "from graphengine.models.decoder import DecoderModel",
+        "if TYPE_CHECKING:\n    from graphengine.models.blocks.gqa import RopeTables",
+        "import graphengine.models.qwen3",
+        "def f():\n    from .models import decoder",
+    ],
+)
+def test_a_planted_family_is_found(source: str) -> None:
+    assert len(family_violations(source, "graphengine.planted")) == 1
+
+
+def test_models_and_the_contracts_users_are_no_violation() -> None:
+    source = "from graphengine.models.contract import Model\nfrom .models.stored import read_model"
+    assert family_violations(source, "graphengine.planted") == []
+    own = "from graphengine.models.decoder import DecoderConfig"
+    assert family_violations(own, "graphengine.models.llama") == []

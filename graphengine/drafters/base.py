@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,8 +31,7 @@ from graphengine.kernels import (
 )
 
 if TYPE_CHECKING:
-    from graphengine.models.dense import DecodeLaunch, DenseConfig, DenseModel, Destinations
-    from graphengine.models.prefill import Attend
+    from graphengine.models.contract import DecodeLaunch, Destinations, Model
     from graphengine.scheduler import PrefillChunk
 
 
@@ -64,7 +62,7 @@ class Prefilled(NamedTuple):
     final: Tensor
     """int32 [1]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
-    """`paged_prefill_attention` of the chunk; `attend` gives it the scale of a model."""
+    """`paged_prefill_attention` of the chunk, as `ChunkAttention`; its segment can be replaced."""
 
     @property
     def following(self) -> Tensor:
@@ -74,10 +72,6 @@ class Prefilled(NamedTuple):
         behind = torch.where(self.final != 0, self.token, self.next_prompt_token)
         lane = torch.arange(token.shape[0], dtype=last.dtype, device=token.device)
         return torch.where(lane == last, behind, token.roll(-1))
-
-    def attend(self, config: DenseConfig) -> Attend:
-        """The chunk's attention over a layer of a cache, for a model of heads as `config` has."""
-        return partial(self.attention, scale=config.attention_scale)
 
     def last_lane(self, token_T: Tensor) -> DecodeLanes:
         """The chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
@@ -102,7 +96,7 @@ class FieldSizes(NamedTuple):
 class DraftSetting(NamedTuple):
     """What an engine lends its drafter, once it is allocated."""
 
-    model: DenseModel
+    model: Model
     buffers: StaticBuffers
     launch: DecodeLaunch
 

@@ -22,20 +22,19 @@ from graphengine.kernels import (
     Residual,
     RowFamily,
     advance_model_draft,
-    attention_split,
     begin_model_draft,
     commit_draft,
     new_residual,
-    residual_groups,
 )
-from graphengine.models.dense import (
+from graphengine.models.contract import (
     DecodeLaunch,
-    DenseConfig,
-    DenseModel,
     Destinations,
-    allocate_weights,
+    ModelConfig,
+    StateTensors,
     arrival_counters,
+    cache_shape,
     most_arrival_counters,
+    stream_groups,
 )
 from graphengine.models.stored import destinations
 from graphengine.tuning import choose_plans
@@ -49,7 +48,7 @@ class DraftModelDrafter(Drafter):
     checkpoint  where its weights are read from
     """
 
-    def __init__(self, config: DenseConfig, length: int, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: ModelConfig, length: int, checkpoint: Checkpoint) -> None:
         self.config = config
         self.length = length
         # The chain's last run stands K positions behind the last that the target verified.
@@ -59,9 +58,9 @@ class DraftModelDrafter(Drafter):
         self._checkpoint = checkpoint
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
-        self.weights = allocate_weights(self.config, device=str(device), dtype=dtype)
+        self.weights = self.config.allocate(device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self.config.linears, dtype, family, device)
-        self._checkpoint.load(destinations(self._checkpoint, self.config, self.weights))
+        self._checkpoint.load(destinations(self._checkpoint, self.weights))
         return {}
 
     @staticmethod
@@ -70,23 +69,23 @@ class DraftModelDrafter(Drafter):
         return 2 * rows
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        return allocate_weights(self.config, device="meta", dtype=dtype).nbytes
+        return self.config.allocate(device="meta", dtype=dtype).nbytes
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        return (self.config.num_layers, *self.config.kv_block_shape(block_size))
+        return cache_shape(self.config.states, block_size)
 
     def arrivals(self, rows: int, lanes: int) -> int:
         return arrival_counters(self.config, self.config.linears, self.plans, self.lanes_of(rows))
 
     def arrivals_at_most(self, lanes: int) -> int:
-        return most_arrival_counters(self.config, lanes)
+        return most_arrival_counters(self.config, self.config.linears, lanes)
 
     def table_bytes(self, max_seq_len: int) -> int:
-        return self.config.rope_bytes(max_seq_len)
+        return self.config.table_bytes(max_seq_len)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
-        self._model = DenseModel(self.config, self.weights, max_seq_len=setting.limit)
-        self._cache = cache
+        self._model = self.weights.open(max_seq_len=setting.limit)
+        self._states = StateTensors(cache, setting.buffers["block_table"])
         self._head = DraftHead(
             self.weights.lm_head,
             None,
@@ -96,19 +95,14 @@ class DraftModelDrafter(Drafter):
         )
         self._launch = setting.launch._replace(
             plans=self.plans,
-            split_tokens=attention_split(
-                self.plans.family, self.config.head_dim, self._model.dtype
-            ),
+            split_tokens=self.config.split_tokens(self.plans.family, self._model.dtype),
         )
         self._limit = setting.limit
-        self._block_table = setting.buffers["block_table"]
         self._draft_tokens = setting.buffers["draft_tokens"]
 
     def prepare(self, prefilled: Prefilled) -> None:
         chunk = prefilled.chunk
-        attend = prefilled.attend(self.config)
-        pdl = self._launch.pdl
-        self._model.prefill(chunk, self._cache, self._block_table, attend, pdl=pdl)
+        self._model.prefill(chunk, self._states, prefilled.attention, launch=self._launch.prefill)
         # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = self._launch._replace(pdl=False)
@@ -129,7 +123,7 @@ class DraftModelDrafter(Drafter):
     ) -> None:
         """Feed each row's last two tokens, then draft `length` times."""
         model, limit, pdl = self._model, self._limit, launch.pdl
-        embedding, norm = model.weights.embedding, model.norm_behind(-1)
+        embedding, norm = model.weights.embedding, model.first_norm
         residual = self._new_stream(self.lanes_of(count_R.numel()))
         first = begin_model_draft(
             token_N, count_R, lanes, embedding, norm, residual, limit=limit, pdl=pdl
@@ -137,7 +131,7 @@ class DraftModelDrafter(Drafter):
         fed, rows = first.lanes, first.rows
         source: Tensor | None = first.source
         two = launch._replace(tokens_per_row=2)
-        hidden = model.decode(fed, residual, self._cache, self._block_table, two)
+        hidden = model.decode(fed, residual, self._states, two)
         for index in range(length):
             tiles = self._head.tiles(hidden, fed, launch, ahead=1)
             shared: Any = {"index": index, "limit": limit, "source_R": source, "pdl": pdl}
@@ -149,14 +143,14 @@ class DraftModelDrafter(Drafter):
                 tiles, rows, self._draft_tokens, embedding, norm, residual, **shared
             )
             fed, source = rows, None
-            hidden = model.decode(rows, residual, self._cache, self._block_table, launch)
+            hidden = model.decode(rows, residual, self._states, launch)
 
     def _new_stream(self, lanes: int) -> Residual:
         config = self.config
         return new_residual(
             lanes,
             config.hidden_size,
-            residual_groups(self.plans["down"], config.hidden_size),
+            stream_groups(config.linears, self.plans),
             dtype=self._model.dtype,
-            device=self._block_table.device,
+            device=self._states.cache.device,
         )

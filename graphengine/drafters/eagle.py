@@ -23,8 +23,8 @@ from graphengine.kernels import (
     combine_hidden,
     commit_draft,
 )
-from graphengine.models.dense import DecodeLaunch
-from graphengine.models.mtp import MtpConfig, mtp_prefill
+from graphengine.models.contract import DecodeLaunch
+from graphengine.models.mtp import MtpConfig
 
 
 class EagleDrafter(ModuleDrafter):
@@ -46,16 +46,7 @@ class EagleDrafter(ModuleDrafter):
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk, token = prefilled.chunk, prefilled.following
         combined = combine_hidden(token, chunk.slot, prefilled.hidden, None, self._fusions[0])
-        hidden = mtp_prefill(
-            self._modules[0],
-            combined,
-            chunk,
-            self._kv[0],
-            self._block_table,
-            self._context,
-            prefilled.attend(self.config.dense),
-            pdl=self._launch.pdl,
-        )
+        hidden = self._run_chunk(0, combined, chunk, prefilled.attention)
         # No PDL for what is written for decode: torch's own kernels stand in between.
         self._chain(
             prefilled.last_lane(token),
@@ -133,7 +124,7 @@ class EagleDrafter(ModuleDrafter):
                 index=index,
                 limit=self._limit,
                 source_R=source,
-                hidden_eps=self.config.dense.norm_eps,
+                hidden_eps=self.config.output_eps,
                 residual=residual,
                 pdl=launch.pdl,
             )

@@ -21,7 +21,7 @@ from graphengine.kernels import (
     SamplingTensors,
     linear_sample,
 )
-from graphengine.models.dense import DecodeLaunch
+from graphengine.models.contract import DecodeLaunch
 
 
 class DraftHead:

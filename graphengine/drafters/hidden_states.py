@@ -26,7 +26,7 @@ from graphengine.speculative import SaveHiddenStates
 from graphengine.tensor_files import save_whole
 
 if TYPE_CHECKING:
-    from graphengine.models.dense import DenseConfig
+    from graphengine.models.contract import ModelConfig
     from graphengine.request import Request
     from graphengine.scheduler import PrefillChunk
 
@@ -54,7 +54,7 @@ class HiddenStatesDrafter(Drafter):
     wants_hidden = True
     prompts_only = True
 
-    def __init__(self, options: SaveHiddenStates, model: DenseConfig) -> None:
+    def __init__(self, options: SaveHiddenStates, model: ModelConfig) -> None:
         self.directory = expand_user(options.directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory={self.directory} for hidden states is a file")

@@ -18,7 +18,7 @@ from graphengine.drafters.own_graph import OwnGraphEagle
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
-from graphengine.models.dense import DenseConfig
+from graphengine.models.contract import ModelConfig, recurrent_states
 from graphengine.models.mtp import read_mtp_config
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
@@ -28,7 +28,9 @@ from graphengine.speculative import (
     DraftVocabulary,
     NGram,
     SaveHiddenStates,
+    Speculative,
     UserProvided,
+    describe,
     frequent_tokens,
     read_offsets,
     target_ids,
@@ -37,12 +39,13 @@ from graphengine.text import Tokenizer
 
 
 def make_drafter(
-    config: EngineConfig, checkpoint: Checkpoint, model: DenseConfig
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
 ) -> Drafter | None:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
 
     None where the engine does not speculate. ValueError says why a mode does not fit.
     """
+    _check_states(config.mode, model, "the model")
     match config.mode:
         case None:
             return None
@@ -58,7 +61,20 @@ def make_drafter(
             return HiddenStatesDrafter(options, model)
 
 
-def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: DenseConfig) -> Drafter:
+def _check_states(mode: Speculative | None, model: ModelConfig, whose: str) -> None:
+    """ValueError where drafts, once refused, would have to be taken out of a recurrent state."""
+    if mode is None or isinstance(mode, SaveHiddenStates):
+        return
+    recurrent = sorted({layer for layer, _ in recurrent_states(model.states)})
+    if recurrent:
+        raise ValueError(
+            f"speculative={describe(mode)!r}: {whose}, a {model.architecture}, has recurrent "
+            f"layers ({', '.join(map(str, recurrent))} of {model.num_layers}), which keep one "
+            f"state a request and cannot take back a draft"
+        )
+
+
+def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
     mtp = read_mtp_config(checkpoint)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, config.draft_rows)
@@ -89,10 +105,11 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 
 
 def _draft_model(
-    options: DraftModel, config: EngineConfig, target: Checkpoint, model: DenseConfig
+    options: DraftModel, config: EngineConfig, target: Checkpoint, model: ModelConfig
 ) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     draft = read_model(checkpoint)
+    _check_states(options, draft, f"the draft model {checkpoint.path}")
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model {checkpoint.path} has {draft.vocab_size} tokens, the target "
@@ -127,7 +144,7 @@ def _token_ids(checkpoint: Checkpoint) -> object:
 
 
 def draft_vocabulary(
-    options: DraftVocabulary, checkpoint: Checkpoint, model: DenseConfig
+    options: DraftVocabulary, checkpoint: Checkpoint, model: ModelConfig
 ) -> Tensor:
     """The target ids that may be drafted: int64 [D] on the CPU, ascending."""
     if options.tensor is not None:

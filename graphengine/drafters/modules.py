@@ -10,18 +10,27 @@ from graphengine.drafters.head import DraftHead
 from graphengine.kernels import (
     DecodeLanes,
     Fusion,
+    PrefillLanes,
     Residual,
     RowFamily,
     new_residual,
 )
-from graphengine.models.contract import Linears
-from graphengine.models.dense import (
+from graphengine.models.contract import (
+    ChunkAttention,
     DecodeLaunch,
     Destinations,
+    Linears,
     arrival_counters,
+    cache_shape,
     most_arrival_counters,
 )
-from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, mtp_decode
+from graphengine.models.mtp import (
+    MtpConfig,
+    allocate_mtp_weights,
+    mtp_decode,
+    mtp_prefill,
+    rope_of,
+)
 from graphengine.tuning import choose_plans
 
 
@@ -43,7 +52,7 @@ class ModuleDrafter(Drafter):
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
-        return self.weights.named(self.config)
+        return self.weights.named()
 
     @property
     def _linears(self) -> Linears:
@@ -53,20 +62,20 @@ class ModuleDrafter(Drafter):
         own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
         rows = 0 if self.vocabulary is None else self.vocabulary.numel()
         # The rows of lm_head that it keeps, and their ids.
-        return own + rows * (self.config.dense.hidden_size * dtype.itemsize + 4)
+        return own + rows * (self.config.hidden_size * dtype.itemsize + 4)
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        return (self.config.modules, *self.config.dense.kv_block_shape(block_size))
+        return cache_shape(self.config.states, block_size)
 
     def arrivals(self, rows: int, lanes: int) -> int:
         widest = max(lanes, lanes // (1 + self.length) * self.lanes_of_row)
-        return arrival_counters(self.config.dense, self._linears, self.plans, widest)
+        return arrival_counters(self.config, self._linears, self.plans, widest)
 
     def arrivals_at_most(self, lanes: int) -> int:
-        return most_arrival_counters(self.config.dense, lanes)
+        return most_arrival_counters(self.config, self._linears, lanes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
-        target, dense = setting.model, self.config.dense
+        target = setting.model
         self._modules = self.weights.modules
         self._kv = cache
         self._fusions = [
@@ -84,9 +93,9 @@ class ModuleDrafter(Drafter):
             self.vocabulary,
             setting.sampling,
             plan=self.plans["lm_head"],
-            eps=dense.norm_eps,
+            eps=self.config.output_eps,
         )
-        self._context = target.context._replace(config=dense)
+        self._tables = rope_of(target)
         self._launch = setting.launch._replace(plans=self.plans)
         self._target_eps = target.config.norm_eps
         self._limit = setting.limit
@@ -109,8 +118,24 @@ class ModuleDrafter(Drafter):
             lanes,
             self._kv[index],
             self._block_table,
-            self._context,
+            self._tables,
             launch,
+        )
+
+    def _run_chunk(
+        self, index: int, combined: Tensor, chunk: PrefillLanes, attention: ChunkAttention
+    ) -> Tensor:
+        """Module `index` for a chunk's lanes: its output [T, H]."""
+        return mtp_prefill(
+            self.config,
+            self._modules[index],
+            combined,
+            chunk,
+            self._kv[index],
+            self._block_table,
+            self._tables,
+            attention,
+            launch=self._launch.prefill,
         )
 
     def _new_stream(self, lanes: int) -> Residual:
@@ -118,7 +143,7 @@ class ModuleDrafter(Drafter):
         projection = self._modules[0].projection
         return new_residual(
             lanes,
-            self.config.dense.hidden_size,
+            self.config.hidden_size,
             1,
             dtype=projection.dtype,
             device=projection.device,

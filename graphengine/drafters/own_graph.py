@@ -40,7 +40,7 @@ class OwnGraphEagle(EagleDrafter):
                 meaning=f"of the last step: {meaning}",
             )
 
-        width = self.config.dense.hidden_size
+        width = self.config.hidden_size
         return [
             field("token", lanes, meaning="token that each lane was fed"),
             field("slot", lanes, pad=-1, meaning="slot of each lane"),

@@ -42,8 +42,8 @@ from graphengine.kernels import (
     commit_draft,
     new_draft_chain,
 )
-from graphengine.models.dense import DecodeLaunch
-from graphengine.models.mtp import MtpConfig, mtp_prefill
+from graphengine.models.contract import DecodeLaunch
+from graphengine.models.mtp import MtpConfig
 from graphengine.speculative import Feed
 
 
@@ -78,7 +78,7 @@ class VanillaDrafter(ModuleDrafter):
     def fields(self, sizes: FieldSizes) -> list[Field]:
         if not self._chained:
             return []
-        width = self.config.dense.hidden_size
+        width = self.config.hidden_size
         return [
             Field(
                 name="module_hidden",
@@ -178,23 +178,9 @@ class VanillaDrafter(ModuleDrafter):
     ) -> Tensor:
         """Module `index` for a chunk: its output [T, H]; none of a position below `lowest` [1]."""
         chunk, start = _shifted(prefilled.chunk, index, lowest)
-        attend = partial(
-            prefilled.attention,
-            scale=self.config.dense.attention_scale,
-            query_start_P1=chunk.query_start,
-            position_P=start,
-        )
+        attention = partial(prefilled.attention, query_start_P1=chunk.query_start, position_P=start)
         combined = combine_hidden(following, chunk.slot, hidden, None, self._fusions[index])
-        return mtp_prefill(
-            self._modules[index],
-            combined,
-            chunk,
-            self._kv[index],
-            self._block_table,
-            self._context,
-            attend,
-            pdl=self._launch.pdl,
-        )
+        return self._run_chunk(index, combined, chunk, attention)
 
     def _take_in(self, emitted: Emitted, hidden: Residual, launch: DecodeLaunch) -> None:
         """What was emitted, into the KV of all modules but the first, whose output is `hidden`."""
@@ -202,7 +188,7 @@ class VanillaDrafter(ModuleDrafter):
         for index in range(1, self.length):
             residual = self._new_stream(emitted.token_N.numel())
             if self._kept is not None:
-                recycled = Recycled(hidden, self._kept, self.config.dense.norm_eps)
+                recycled = Recycled(hidden, self._kept, self.config.output_eps)
             taken = begin_vanilla_draft(
                 emitted,
                 self._fusions[index],
@@ -234,7 +220,7 @@ class VanillaDrafter(ModuleDrafter):
         chain = new_draft_chain(
             count,
             self.length,
-            self.config.dense.hidden_size,
+            self.config.hidden_size,
             dtype=self._modules[0].projection.dtype,
             device=emitted.token_N.device,
         )
@@ -242,7 +228,7 @@ class VanillaDrafter(ModuleDrafter):
             tiles = self._head.tiles(hidden, lanes, launch, ahead=index + 1)
             residual = self._new_stream(count * (width + index))
             following = advance_vanilla_draft(
-                ModuleRun(tiles, rows, source, hidden, self.config.dense.norm_eps),
+                ModuleRun(tiles, rows, source, hidden, self.config.output_eps),
                 emitted,
                 chain,
                 self._fusions[index],

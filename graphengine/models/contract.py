@@ -1,32 +1,66 @@
-"""What a model tells the engine about itself: its linears by name, and what goes by these names.
+"""What a model tells the engine about itself, and what the engine lends it.
 
-A model, and a draft module, lists the weights that a decode step multiplies by. Plans, their
-sources in the tuning tables, arrival counters and workspaces follow from that list alone, so that
-nobody else needs to know which products a family has.
+A family writes a `ModelConfig`, `ModelWeights` and a `Model`, and lists in them
+
+    linears   the weights that a decode step multiplies by: plans, their sources in the tuning
+              tables, arrival counters and workspaces go by these names
+    states    what each layer keeps of a sequence: caches, swap, recurrent fields and the budget
+              follow from them
+    weights   the checkpoint's tensors, and along which dimension ranks split each of them
+
+so that nobody outside `models/` needs to know which layers a family has.
+
+Letters: N or T lanes, S slots, H hidden, V vocabulary, B blocks of a slot's table, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Self, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from graphengine.kernels import (
+    DecodeLanes,
     LinearKind,
     LinearPlan,
+    PrefillLanes,
+    Residual,
     RowFamily,
     arrivals_needed,
     heuristic_plan,
+    residual_groups,
 )
+
+Destinations = dict[str, Tensor]
+"""Names of a checkpoint's tensors -> the views that are to hold them."""
+
+WeightKind = Literal["plain"]
+"""How a weight is stored: `plain` is in the model's dtype."""
+
+ShardAxis = Literal["rows", "columns"]
+"""Along what ranks split a weight: by `rows` each has outputs of its own, by `columns` each has a
+part of every sum."""
 
 
 class Linear(NamedTuple):
-    """A weight `[rows, columns]` of the decode step; `kind` names the epilogue of its kernel."""
+    """A weight `[rows, columns]` of the decode step.
+
+    kind    names the epilogue of its kernel
+    weight  how it is stored
+    shard   along what ranks split it; None: each has all of it. `reduce` sums the products of a
+            weight that is split by columns
+    """
 
     kind: LinearKind
     rows: int
     columns: int
+    weight: WeightKind = "plain"
+    shard: ShardAxis | None = None
 
 
 Linears = Mapping[str, Linear]
@@ -94,3 +128,370 @@ def heuristic_plans(linears: Linears, dtype: torch.dtype, family: RowFamily) -> 
 def linear_arrivals(linears: Linears, plans: LinearPlans) -> int:
     """Arrival counters that the neediest of the linears uses; they share them."""
     return max(arrivals_needed(plans[name], linear.rows) for name, linear in linears.items())
+
+
+def stream_groups(linears: Linears, plans: LinearPlans) -> int:
+    """Groups of squares that a step's residual stream has: those that its last writer leaves."""
+    groups = [
+        residual_groups(plans[name], linear.rows)
+        for name, linear in linears.items()
+        if linear.kind == "residual"
+    ]
+    return groups[-1] if groups else 1
+
+
+# What a layer keeps of a sequence.
+
+
+class Paged(NamedTuple):
+    """An entry for each token, in blocks of the cache.
+
+    parts  entries a token: 2 are keys and values
+    entry  shape of one: `(G, D)` of grouped-query attention
+    """
+
+    parts: int
+    entry: tuple[int, ...]
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Shape of one layer's block: `[parts, block_size, *entry]`."""
+        return (self.parts, block_size, *self.entry)
+
+
+class Recurrent(NamedTuple):
+    """A tensor of fixed size for each slot, which the device owns: `[S, *shape]`.
+
+    A sequence begins with a state of zeros: a chunk whose first position is 0 takes it for zero,
+    whatever an earlier request has left there. Lanes without a slot change nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+LayerStates = tuple[Paged | Recurrent, ...]
+"""Of one layer; empty for a layer without any."""
+
+
+def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:
+    """`[layers, *block]` of a block of all paged layers together, in one tensor.
+
+    ValueError unless there is such a layer, and all have blocks of one shape.
+    """
+    paged = [state for layer in states for state in layer if isinstance(state, Paged)]
+    if len(set(paged)) != 1:
+        raise ValueError(
+            f"the paged layers of a model must share one shape of blocks, and there must be one: "
+            f"{len(states)} layers have {', '.join(map(str, dict.fromkeys(paged))) or 'none'}"
+        )
+    return (len(paged), *paged[0].block_shape(block_size))
+
+
+def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Recurrent]:
+    """Every recurrent state of a model, by its layer's index and its name."""
+    return {
+        (index, state.name): state
+        for index, layer in enumerate(states)
+        for state in layer
+        if isinstance(state, Recurrent)
+    }
+
+
+class StateTensors(NamedTuple):
+    """What the layers' states are kept in.
+
+    cache        `[L, blocks, *block]` of the L paged layers, in their order; block 0 is nobody's
+    block_table  int32 `[S, B]`
+    recurrent    `[S, *shape]` of each recurrent state, by its layer's index and its name
+    """
+
+    cache: Tensor
+    block_table: Tensor
+    recurrent: Mapping[tuple[int, str], Tensor] = MappingProxyType({})
+
+
+# Weights.
+
+
+class Weight(NamedTuple):
+    """A tensor of a checkpoint.
+
+    tensor  the view that is to hold it
+    axis    the dimension along which ranks split it; None: each has all of it
+    """
+
+    tensor: Tensor
+    axis: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights(ABC):
+    """Weights on one device, in the model's dtype, and where in a checkpoint they are from.
+
+    config  what their shapes follow from; equal ones have equal `repr`
+    """
+
+    config: object
+
+    @abstractmethod
+    def stored(self) -> dict[str, Weight]:
+        """Every tensor of the checkpoint that is read, by its name there."""
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is held; one that is used twice may be there twice."""
+
+    def named(self) -> Destinations:
+        """The views of `stored`, by name."""
+        return {name: weight.tensor for name, weight in self.stored().items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights; one that is used twice counts once."""
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
+
+
+# What the engine lends a model for a launch.
+
+Reduce = Callable[[Tensor], Tensor]
+"""From this rank's part of a product `[N, H]` to the sum of all ranks' parts, in the order of the
+ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
+
+
+class PrefillLaunch(NamedTuple):
+    """How the kernels of a chunk are launched, and where its ranks meet; None: there is one."""
+
+    pdl: bool = False
+    reduce: Reduce | None = None
+
+
+ONE_RANK = PrefillLaunch()
+"""Kernels of one rank, one after the other."""
+
+
+class DecodeLaunch(NamedTuple):
+    """What the decode kernels of one engine share besides the model.
+
+    `split_tokens` is attention's; `arrivals` is int32 and zero between kernels; `pdl` says how they
+    are launched. Each `tokens_per_row` lanes are tokens of one slot, at consecutive positions.
+    `reduce` is where the ranks' parts of a product meet before it is added to the residual stream;
+    with None there is one rank, and product and sum are one kernel.
+    """
+
+    plans: LinearPlans
+    split_tokens: int
+    arrivals: Tensor
+    pdl: bool
+    tokens_per_row: int = 1
+    reduce: Reduce | None = None
+
+    @property
+    def prefill(self) -> PrefillLaunch:
+        """The same for the kernels of a chunk."""
+        return PrefillLaunch(self.pdl, self.reduce)
+
+
+class ChunkAttention(Protocol):
+    """Attention of a chunk over one layer's cache, which holds the lanes' own keys and values."""
+
+    def __call__(self, q_NQD: Tensor, kv: Tensor, *, scale: float, out: Tensor) -> Tensor:
+        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`."""
+        ...
+
+
+class PrefillEnd(NamedTuple):
+    """What `Model.prefill` leaves of a chunk of T lanes.
+
+    last    of the chunk's last lane, what `prefill_logits` needs: the model's own affair
+    hidden  the stream after the final norm `[T, H]` in the model's dtype, where it was asked for
+    """
+
+    last: tuple[Tensor, ...]
+    hidden: Tensor | None
+
+
+# The model.
+
+
+class ModelConfig(Protocol):
+    """What is known of a model before anything is allocated, as a family reads it.
+
+    Equal configs have equal `repr`, by which sessions tell models apart.
+    """
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def norm_eps(self) -> float:
+        """Of the final norm."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence that the model is for."""
+        ...
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """Whether lm_head is the embedding."""
+        ...
+
+    def untied(self) -> Self:
+        """The same with an lm_head of its own."""
+        ...
+
+    @property
+    def linears(self) -> Linears:
+        """Of a decode step: those of the layers, and `lm_head`."""
+        ...
+
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """What each layer keeps."""
+        ...
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that its kernels need beside those of its linears, for so many decode lanes."""
+        ...
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+        """Tokens that a program of decode attention reads; 0 where no layer attends."""
+        ...
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Of tables for so many positions that the model makes as it is opened."""
+        ...
+
+    def attention_bytes(self, rows: int, max_seq_len: int) -> int:
+        """Of what the programs of its attention leave to each other, in the largest launch."""
+        ...
+
+    @property
+    def prefill_width(self) -> int:
+        """Values that prefill keeps of each lane at most, beside the stream and the normed one."""
+        ...
+
+    def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWeights(StoredWeights):
+    """All weights of a model.
+
+    embedding  `[V, H]`
+    lm_head    `[V, H]`; where both are tied it is the embedding
+    """
+
+    config: ModelConfig
+    embedding: Tensor
+    lm_head: Tensor
+
+    @abstractmethod
+    def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:
+        """The model of these weights, for sequences of at most so many tokens.
+
+        vocabulary  ids that its logits have, the first of all; 0: every id
+        """
+
+
+class Model(Protocol):
+    """A model that is ready to run: weights, tables, and its two programs.
+
+    The programs launch kernels on the current stream, allocate only intermediates, and are captured
+    into graphs: no value of a tensor reaches the host.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def weights(self) -> ModelWeights: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def lm_head(self) -> Tensor:
+        """`[V, H]`, or the first rows of it."""
+        ...
+
+    @property
+    def first_norm(self) -> Tensor:
+        """Weight `[H]` of the RMSNorm that reads the embedding."""
+        ...
+
+    def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
+        """What else the bits depend on than plans and dtype, for chunks of these sizes."""
+        ...
+
+    def decode(
+        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+    ) -> Residual:
+        """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
+
+        `residual` comes from the embedding, scaled for `first_norm`; it is updated in place. Each
+        live lane's states are updated; padded lanes change nothing.
+        """
+        ...
+
+    def prefill(
+        self,
+        lanes: PrefillLanes,
+        states: StateTensors,
+        attention: ChunkAttention,
+        *,
+        all_lanes: bool = False,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
+        launch: PrefillLaunch = ONE_RANK,
+    ) -> PrefillEnd:
+        """A prompt chunk through the layers, as far as the states and `prefill_logits` need it.
+
+        The states are updated as in `decode`. With `all_lanes` every lane goes all the way, for
+        whoever reads `PrefillEnd.hidden`; the logits' bits do not depend on it.
+
+        `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
+        its dtype; that of the last layer with `all_lanes` only.
+        """
+        ...
+
+    def prefill_logits(
+        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+    ) -> Tensor:
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
+        ...
+
+
+class NeedsArrivals(Protocol):
+    """A model's config, or that of a draft module's layers."""
+
+    def arrivals(self, lanes: int) -> int: ...
+
+
+def arrival_counters(
+    config: NeedsArrivals, linears: Linears, plans: LinearPlans, lanes: int
+) -> int:
+    """Counters that the kernels of a step share: what the neediest of them uses.
+
+    linears  those of the step, a draft module's own among them
+    """
+    return max(config.arrivals(lanes), linear_arrivals(linears, plans))
+
+
+# The fewest rows a program of a plan that splits.
+_LEAST_SPLIT_ROWS = 16
+
+
+def most_arrival_counters(config: NeedsArrivals, linears: Linears, lanes: int) -> int:
+    """What `arrival_counters` comes to at most, whatever the plans."""
+    widest = max(linear.rows for linear in linears.values())
+    return max(config.arrivals(lanes), 2 * -(-widest // _LEAST_SPLIT_ROWS))

@@ -1,26 +1,23 @@
-"""The model families, by the names that a checkpoint's `config.json` carries."""
+"""The model families: a line each, by the architecture that a checkpoint's `config.json` names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from graphengine.models import llama, qwen2, qwen3
 from graphengine.models.config_schema import HfConfig, read_key
-from graphengine.models.dense import DenseConfig
+from graphengine.models.contract import ModelConfig
 
-FAMILIES: Mapping[str, Callable[[HfConfig, str], DenseConfig]] = {
+FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
 }
-
-# A model saved without its lm_head has the weights of the whole one, where embeddings are tied.
-_BASE_MODELS = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
-_MODEL_TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+"""What reads `config.json` of an architecture; it gets the architecture's name, too."""
 
 
-def read_model_config(config: HfConfig) -> DenseConfig:
+def read_model_config(config: HfConfig) -> ModelConfig:
     """The model's configuration, from `config.json` alone.
 
     ValueError names what is wrong or not supported; an unknown architecture with the known ones.
@@ -34,14 +31,18 @@ def _architecture(config: HfConfig) -> str:
     architectures, model_type = read_key(config, "architectures"), read_key(config, "model_type")
     known = ", ".join(sorted(FAMILIES))
     if architectures:
+        # A model saved without its lm_head has the weights of the whole one, where embeddings are
+        # tied.
+        base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
         name: str = architectures[0]
-        name = _BASE_MODELS.get(name, name)
+        name = base_models.get(name, name)
         if name not in FAMILIES:
             raise ValueError(f"unknown architecture {name!r}; known: {known}")
         return name
-    if model_type not in _MODEL_TYPES:
+    model_types = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+    if model_type not in model_types:
         raise ValueError(
             f"unknown architecture: config.json has no architectures, and "
             f"model_type={model_type!r}; known: {known}"
         )
-    return _MODEL_TYPES[model_type]
+    return model_types[model_type]

@@ -1,4 +1,4 @@
-"""Llama 3.x: the dense decoder with optional biases and Llama 3's RoPE scaling."""
+"""Llama 3.x: the decoder with optional biases and Llama 3's RoPE scaling."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 from graphengine.models import hf_config
 from graphengine.models.config_schema import HfConfig
-from graphengine.models.dense import DenseConfig
+from graphengine.models.decoder import DecoderConfig
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048)
 
 
-def read_config(config: HfConfig, architecture: str) -> DenseConfig:
-    """`DenseConfig` of a `LlamaForCausalLM` checkpoint."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `LlamaForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    return dense_config(settings, architecture, mlp_bias=settings["mlp_bias"])
+    return decoder_config(settings, architecture, mlp_bias=settings["mlp_bias"])
 
 
-def dense_config(settings: dict[str, Any], architecture: str, **switches: bool) -> DenseConfig:
-    """The fields that every dense family of Llama's lineage spells alike, and those given."""
+def decoder_config(settings: dict[str, Any], architecture: str, **switches: bool) -> DecoderConfig:
+    """The fields that every family of Llama's lineage spells alike, and those given."""
     switches = {"attention_bias": settings["attention_bias"], **switches}
-    return DenseConfig(
+    return DecoderConfig(
         architecture=architecture,
         vocab_size=settings["vocab_size"],
         hidden_size=settings["hidden_size"],

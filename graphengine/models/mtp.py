@@ -6,7 +6,7 @@ A module pairs the hidden state of the token at position p with the token at p +
     y = a decoder layer of x
     u = final_norm(y)                                      logits = lm_head(u)
 
-E and lm_head are the target's. `hidden` is the target's behind its final norm, or the `u` of
+E and lm_head are the target's. `hidden` is the target's after its final norm, or the `u` of
 another run: of the row before, or of the module before. Three layouts of checkpoints are read, each
 a row of `LAYOUTS`. The input [2H] of the projection is made by its caller, who knows where token
 and hidden state come from.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,25 +34,31 @@ from graphengine.kernels import (
     linear_residual,
     rms_norm,
 )
+from graphengine.models.blocks.gqa import RopeTables
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
-from graphengine.models.contract import Linear, Linears
-from graphengine.models.dense import (
+from graphengine.models.contract import (
+    ONE_RANK,
+    ChunkAttention,
     DecodeLaunch,
-    DenseConfig,
-    Destinations,
-    LayerContext,
+    LayerStates,
+    Linear,
+    Linears,
+    Model,
+    ModelConfig,
+    PrefillLaunch,
+    StoredWeights,
+    Weight,
+)
+from graphengine.models.decoder import (
+    DecoderConfig,
+    DecoderModel,
     LayerWeights,
     allocate_layer,
-    allocate_weights,
     decode_layer,
+    finish_prefill_layer,
+    prefill_scratch,
 )
 from graphengine.models.families import read_model_config
-from graphengine.models.prefill import (
-    Attend,
-    PrefillScratch,
-    prefill_attention,
-    prefill_behind_attention,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +135,7 @@ LAYOUTS = (
     ),
 )
 
-# What names below a decoder layer show that it is not a dense one of grouped-query attention.
+# What names below a decoder layer show that it is none of `decoder.py`.
 _OTHER_LAYERS = {
     "self_attn.kv_a_proj": "latent attention (MLA)",
     "self_attn.kv_b_proj": "latent attention (MLA)",
@@ -146,14 +153,25 @@ class MtpConfig:
 
     layout    one of `LAYOUTS`
     prefixes  of each module's tensors, in order
-    dense     of the decoder layer that each module has: the target's, with one layer
-    norm_eps  of the norms in front of the projection
+    layer     of the decoder layer that each module has: the target's, with one layer
+    norm_eps  of the norms before the projection
     """
 
     layout: MtpLayout
     prefixes: tuple[str, ...]
-    dense: DenseConfig
+    layer: DecoderConfig
     norm_eps: float
+
+    @classmethod
+    def of_target(cls, target: ModelConfig, layout: MtpLayout, prefixes: tuple[str, ...]) -> Self:
+        """Modules whose layers are as the target's; ValueError where that has none to go by."""
+        if not isinstance(target, DecoderConfig):
+            raise ValueError(
+                f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
+                f"not those of a plain decoder"
+            )
+        layer = replace(target, num_layers=1)
+        return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)
 
     @property
     def modules(self) -> int:
@@ -163,12 +181,30 @@ class MtpConfig:
     def hidden_first(self) -> bool:
         return self.layout.hidden_first
 
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def output_eps(self) -> float:
+        """Of each module's final norm."""
+        return self.layer.norm_eps
+
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """What each module keeps."""
+        return self.layer.states * self.modules
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that a module's attention uses, as of a model."""
+        return self.layer.arrivals(lanes)
+
     def linears(self, draft_vocab_size: int | None = None) -> Linears:
         """Of one run of a module: its projection, those of its layer, and lm_head.
 
         draft_vocab_size  rows of a trimmed lm_head; None: the target's
         """
-        hidden, layer = self.dense.hidden_size, self.dense
+        hidden, layer = self.hidden_size, self.layer
         if draft_vocab_size is not None:
             layer = replace(layer, vocab_size=draft_vocab_size)
         return {"projection": Linear("residual", hidden, 2 * hidden), **layer.linears}
@@ -182,7 +218,7 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     """The draft modules of a checkpoint, from its `config.json` and the names of its tensors.
 
     ValueError, with what was looked for and what is there, where there is none, where modules are
-    missing or incomplete, or where they hold more than a dense decoder layer is made of.
+    missing or incomplete, or where they hold more than a decoder layer is made of.
     """
     config, names = checkpoint.config, checkpoint.tensors
     layers = read_key(config, "num_hidden_layers")
@@ -194,12 +230,7 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     _check_settings(checkpoint, layout, len(prefixes))
     _check_layers(checkpoint, layout, prefixes)
     target = read_model_config(config)
-    mtp = MtpConfig(
-        layout=layout,
-        prefixes=prefixes,
-        dense=replace(target, num_layers=1),
-        norm_eps=target.norm_eps,
-    )
+    mtp = MtpConfig.of_target(target, layout, prefixes)
     _check_names(checkpoint, mtp)
     return mtp
 
@@ -207,7 +238,7 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
 def _no_module(checkpoint: Checkpoint, layers: int) -> str:
     wanted = " or ".join(f"{layout.first_name(layers)} ({layout.name})" for layout in LAYOUTS)
     target = read_model_config(checkpoint.config)
-    own = allocate_weights(target, device="meta", dtype=torch.float32).named(target)
+    own = target.allocate(device="meta", dtype=torch.float32).named()
     beside = sorted(checkpoint.tensors.keys() - own.keys())
     return (
         f"{checkpoint.path} has no draft module (MTP): neither {wanted}; it is a "
@@ -232,7 +263,7 @@ def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> No
         if settings[name] not in (None, supported):
             raise unsupported(name, settings[name], f"{supported} in the layout {layout.name}")
     if settings["chain_hidden_post_norm"] is not None:
-        # Whoever names it, with either value, has no norm of its own behind each module.
+        # Whoever names it, with either value, has no norm of its own after each module.
         raise unsupported(
             "chain_hidden_post_norm",
             settings["chain_hidden_post_norm"],
@@ -244,7 +275,7 @@ def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> No
 
 
 def _check_layers(checkpoint: Checkpoint, layout: MtpLayout, prefixes: tuple[str, ...]) -> None:
-    """Refuse what is no dense decoder layer, with the reason rather than with a list of names."""
+    """Refuse what is no plain decoder layer, with the reason rather than with a list of names."""
     for prefix in prefixes:
         layer = prefix + layout.layer
         for part, meaning in _OTHER_LAYERS.items():
@@ -263,7 +294,7 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     """
     layout, names = config.layout, checkpoint.tensors
     weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
-    wanted = weights.named(config).keys()
+    wanted = weights.named().keys()
     missing = [name for name in wanted if name not in names]
     if missing:
         raise ValueError(
@@ -279,7 +310,7 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     if unknown:
         raise ValueError(
             f"{checkpoint.path} has a draft module of the layout {layout.name} with tensors that "
-            f"a {config.dense.architecture} layer does not have: {_some(sorted(unknown))}"
+            f"a {config.layer.architecture} layer does not have: {_some(sorted(unknown))}"
         )
 
 
@@ -299,15 +330,15 @@ class MtpModuleWeights:
     layer: LayerWeights
     final_norm: Tensor
 
-    def named(self, config: MtpConfig, prefix: str) -> Destinations:
-        """Checkpoint names under `prefix` -> the views of these weights that hold them."""
-        layout = config.layout
+    def stored(self, layout: MtpLayout, prefix: str) -> dict[str, Weight]:
+        """Every tensor of the checkpoint under `prefix`, by name."""
         return {
-            prefix + layout.embedding_norm: self.embedding_norm,
-            prefix + layout.hidden_norm: self.hidden_norm,
-            prefix + layout.projection: self.projection,
-            prefix + layout.final_norm: self.final_norm,
-        } | self.layer.named(config.dense, prefix + layout.layer)
+            prefix + layout.embedding_norm: Weight(self.embedding_norm),
+            prefix + layout.hidden_norm: Weight(self.hidden_norm),
+            prefix + layout.projection: Weight(self.projection),
+            prefix + layout.final_norm: Weight(self.final_norm),
+            **self.layer.stored(prefix + layout.layer),
+        }
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
@@ -316,21 +347,18 @@ class MtpModuleWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MtpWeights:
+class MtpWeights(StoredWeights):
     """All draft modules, on one device, in the model dtype."""
 
+    config: MtpConfig
     modules: tuple[MtpModuleWeights, ...]
 
-    def named(self, config: MtpConfig) -> Destinations:
-        """Checkpoint tensor names -> the views that are to hold them."""
-        names: Destinations = {}
-        for module, prefix in zip(self.modules, config.prefixes, strict=True):
-            names |= module.named(config, prefix)
+    def stored(self) -> dict[str, Weight]:
+        """Every tensor of the checkpoint, by name. Ranks have the whole projection each."""
+        names: dict[str, Weight] = {}
+        for module, prefix in zip(self.modules, self.config.prefixes, strict=True):
+            names |= module.stored(self.config.layout, prefix)
         return names
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
@@ -339,7 +367,7 @@ class MtpWeights:
 
 def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) -> MtpWeights:
     """Uninitialised weights of the right shapes; `device="meta"` allocates nothing."""
-    hidden = config.dense.hidden_size
+    hidden = config.hidden_size
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
@@ -349,12 +377,21 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
             embedding_norm=new(hidden),
             hidden_norm=new(hidden),
             projection=new(hidden, 2 * hidden),
-            layer=allocate_layer(config.dense, device=device, dtype=dtype),
+            layer=allocate_layer(config.layer, device=device, dtype=dtype),
             final_norm=new(hidden),
         )
         for _ in config.prefixes
     )
-    return MtpWeights(modules=modules)
+    return MtpWeights(config=config, modules=modules)
+
+
+def rope_of(target: Model) -> RopeTables:
+    """The target's tables, which its modules' layers share.
+
+    `MtpConfig.of_target` has refused every target without them.
+    """
+    assert isinstance(target, DecoderModel), f"{target=}"
+    return target.tables
 
 
 def mtp_decode(
@@ -364,7 +401,7 @@ def mtp_decode(
     row: DecodeLanes,
     kv: Tensor,
     block_table: Tensor,
-    context: LayerContext,
+    tables: RopeTables,
     launch: DecodeLaunch,
 ) -> Residual:
     """A module for `row`'s lanes: six kernels. Its output, scaled for the final norm.
@@ -373,12 +410,13 @@ def mtp_decode(
     residual      `x` is zero in live lanes; updated in place. The other parts are not read.
     kv            the module's layer of the cache: each live lane's keys and values are written at
                   `row.position`
-    context       the target's, or with the module's own `dense`
+    tables        `rope_of` the target
     launch        with plans of `MtpConfig.linears`
 
     Logits are `lm_head` of the result's `scaled` by its `squares`, as of the target's; so is the
     hidden state that the next run reads.
     """
+    # Each rank has the whole projection and what it multiplies, so nothing is to be summed.
     residual = linear_residual(
         combined_N2H,
         module.projection,
@@ -390,37 +428,37 @@ def mtp_decode(
         pdl=launch.pdl,
     )
     return decode_layer(
-        module.layer, module.final_norm, row, residual, kv, block_table, context, launch
+        module.layer, module.final_norm, row, residual, kv, block_table, tables, launch
     )
 
 
 def mtp_prefill(
+    config: MtpConfig,
     module: MtpModuleWeights,
     combined_T2H: Tensor,
     chunk: PrefillLanes,
     kv: Tensor,
     block_table: Tensor,
-    context: LayerContext,
-    attend: Attend,
+    tables: RopeTables,
+    attention: ChunkAttention,
     *,
-    pdl: bool = False,
+    launch: PrefillLaunch = ONE_RANK,
 ) -> Tensor:
-    """A module for a chunk's lanes: its output `u` `[T, H]` behind the final norm, model dtype.
+    """A module for a chunk's lanes: its output `u` `[T, H]` after the final norm, model dtype.
 
-    Arguments as of `mtp_decode`; `attend` as of `DenseModel.prefill`. Padded lanes hold anything.
+    Arguments as of `mtp_decode`; `attention` as of `Model.prefill`. Padded lanes hold anything.
     """
     layer = module.layer
     x = functional.linear(combined_T2H, module.projection).float()
-    scratch = PrefillScratch(context.config, layer, len(x), pdl=pdl)
+    scratch = prefill_scratch(config.layer, layer, len(x), launch=launch)
     rms_norm(
         x,
         layer.input_norm,
         chunk.slot,
-        eps=context.config.norm_eps,
+        eps=config.output_eps,
         out_dtype=scratch.h.dtype,
         out=scratch.h,
     )
-    attended = prefill_attention(layer, chunk, kv, block_table, context, attend, scratch)
-    norm = module.final_norm
-    prefill_behind_attention(layer, norm, x, attended, chunk.slot, context, scratch)
+    attended = layer.attention.attend(chunk, kv, block_table, tables, attention, scratch)
+    finish_prefill_layer(layer, module.final_norm, x, attended, chunk.slot, scratch)
     return scratch.h

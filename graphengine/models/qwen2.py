@@ -1,17 +1,17 @@
-"""Qwen2 dense, and MiMo, which is Qwen2 with draft modules: biases on q, k and v alone."""
+"""Qwen2, and MiMo, which is Qwen2 with draft modules: biases on q, k and v alone."""
 
 from __future__ import annotations
 
 from graphengine.models import hf_config
 from graphengine.models.config_schema import HfConfig
-from graphengine.models.dense import DenseConfig
-from graphengine.models.llama import dense_config
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.llama import decoder_config
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, sliding_windows=True)
 
 
-def read_config(config: HfConfig, architecture: str) -> DenseConfig:
-    """`DenseConfig` of a `Qwen2ForCausalLM` or `MiMoForCausalLM` checkpoint."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen2ForCausalLM` or `MiMoForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
     # The architecture fixes its biases. transformers ignores a config that names `attention_bias`.
-    return dense_config(settings, architecture, attention_bias=False, qkv_bias=True)
+    return decoder_config(settings, architecture, attention_bias=False, qkv_bias=True)

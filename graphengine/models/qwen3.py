@@ -1,16 +1,16 @@
-"""Qwen3 dense: the dense decoder with an RMSNorm on each head's query and key before RoPE."""
+"""Qwen3: the decoder with an RMSNorm on each head's query and key before RoPE."""
 
 from __future__ import annotations
 
 from graphengine.models import hf_config
 from graphengine.models.config_schema import HfConfig
-from graphengine.models.dense import DenseConfig
-from graphengine.models.llama import dense_config
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.llama import decoder_config
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, head_dim=128, sliding_windows=True)
 
 
-def read_config(config: HfConfig, architecture: str) -> DenseConfig:
-    """`DenseConfig` of a `Qwen3ForCausalLM` checkpoint."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen3ForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    return dense_config(settings, architecture, qk_norm=True)
+    return decoder_config(settings, architecture, qk_norm=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from graphengine.checkpoint import Checkpoint, eos_token_ids
 from graphengine.models.config_schema import unknown_keys
-from graphengine.models.dense import DenseConfig, DenseWeights, Destinations, allocate_weights
+from graphengine.models.contract import Destinations, ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ _DRAFT_MODULES = ("mtp.", "model.mtp_layers.")
 _NAMED_IN_ERRORS = 3
 
 
-def read_model(checkpoint: Checkpoint) -> DenseConfig:
+def read_model(checkpoint: Checkpoint) -> ModelConfig:
     """The model's configuration, checked against the names, shapes and dtypes of its tensors.
 
     Keys of `config.json` that nobody knows are logged. ValueError says what is missing, what is
@@ -45,8 +44,7 @@ def read_model(checkpoint: Checkpoint) -> DenseConfig:
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
     stored = checkpoint.tensors
-    weights = allocate_weights(config, device="meta", dtype=torch.float32)
-    used = destinations(checkpoint, config, weights)
+    used = destinations(checkpoint, config.allocate(device="meta", dtype=torch.float32))
     unused = sorted(stored.keys() - used.keys())
     # A scale says more than the weights that are missing in its place.
     _refuse_quantised(checkpoint, config, unused)
@@ -57,19 +55,17 @@ def read_model(checkpoint: Checkpoint) -> DenseConfig:
     return config
 
 
-def destinations(
-    checkpoint: Checkpoint, config: DenseConfig, weights: DenseWeights
-) -> Destinations:
+def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
     """Where the tensors of the checkpoint go: those of `weights`, by the names that are stored."""
-    names = weights.named(config)
-    if config.tie_embeddings and _EMBEDDING not in checkpoint.tensors:
+    names = weights.named()
+    if weights.config.tie_embeddings and _EMBEDDING not in checkpoint.tensors:
         # One of the two is enough, whichever it is.
         embedding = names.pop(_EMBEDDING)
         names[_HEAD if _HEAD in checkpoint.tensors else _EMBEDDING] = embedding
     return names
 
 
-def read_eos_ids(checkpoint: Checkpoint, config: DenseConfig) -> tuple[int, ...]:
+def read_eos_ids(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, ...]:
     """The end-of-sequence ids that the model can say; others are left out, with a warning.
 
     A tokenizer may have more tokens than the model: transformers loads both.
@@ -86,7 +82,7 @@ def read_eos_ids(checkpoint: Checkpoint, config: DenseConfig) -> tuple[int, ...]
     return tuple(token for token in ids if token < config.vocab_size)
 
 
-def _tied_or_not(checkpoint: Checkpoint, config: DenseConfig) -> DenseConfig:
+def _tied_or_not(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """The config as transformers takes it where both are stored: tied if they are equal."""
     if checkpoint.have_equal_values(_EMBEDDING, _HEAD):
         return config
@@ -96,13 +92,12 @@ def _tied_or_not(checkpoint: Checkpoint, config: DenseConfig) -> DenseConfig:
         _HEAD,
         _EMBEDDING,
     )
-    untied = replace(config, tie_embeddings=False)
-    weights = allocate_weights(untied, device="meta", dtype=torch.float32)
-    checkpoint.check(destinations(checkpoint, untied, weights))
+    untied = config.untied()
+    checkpoint.check(destinations(checkpoint, untied.allocate(device="meta", dtype=torch.float32)))
     return untied
 
 
-def _refuse_quantised(checkpoint: Checkpoint, config: DenseConfig, unused: Sequence[str]) -> None:
+def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
     found = [
         name
         for name in unused
@@ -117,7 +112,7 @@ def _refuse_quantised(checkpoint: Checkpoint, config: DenseConfig, unused: Seque
         )
 
 
-def _refuse_unknown(checkpoint: Checkpoint, config: DenseConfig, unused: Sequence[str]) -> None:
+def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
     """Raise ValueError for what the model's modules have and nobody reads; log unused layers."""
     own = [name for name in unused if _MODULES.match(name)]
     unknown = [

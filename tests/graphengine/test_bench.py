@@ -17,7 +17,7 @@ from timed import result
 
 from graphengine import Engine, SamplingParams
 from graphengine.kernels import KernelCompilation
-from graphengine.models.dense import DenseModel, allocate_weights
+from graphengine.models.decoder import DecoderModel
 from graphengine.models.families import read_model_config
 from graphengine.profiles import eager, engines, measure
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling, sum_stream_reference
@@ -262,7 +262,7 @@ def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> No
 def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
     """Their exact numbers of parameters, a tied embedding counted once."""
     model = model_shape(name)
-    weights = allocate_weights(model, device="meta", dtype=torch.bfloat16).named(model)
+    weights = model.allocate(device="meta", dtype=torch.bfloat16).named()
     assert sum(tensor.numel() for tensor in weights.values()) == parameters
 
 
@@ -280,7 +280,7 @@ def test_every_shape_can_be_read() -> None:
 def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, biases: bool) -> None:
     changes = {"tie_word_embeddings": tied, "attention_bias": biases, "mlp_bias": biases}
     model = read_model_config({**SHAPES["tiny"], "architectures": [architecture], **changes})
-    weights = allocate_weights(model, device="meta", dtype=torch.float16)
+    weights = model.allocate(device="meta", dtype=torch.float16)
     embedding = 0 if tied else weights.embedding.nbytes
     read = step_bytes(model, context=0, rows=4, itemsize=2)
     assert read == weights.nbytes - embedding
@@ -292,16 +292,22 @@ def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, bi
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
     model = read_model_config({**SHAPES["tiny"], "architectures": ["Qwen2ForCausalLM"]})
     assert model.qkv_bias and not model.attention_bias
-    weights = allocate_weights(model, device="meta", dtype=torch.float16)
+    weights = model.allocate(device="meta", dtype=torch.float16)
     read = step_bytes(model, context=0, rows=1, itemsize=2)
     assert read == weights.nbytes - weights.embedding.nbytes
 
 
 def test_linear_bytes_are_the_matrices() -> None:
     model = model_shape("tiny")
-    weights = allocate_weights(model, device="meta", dtype=torch.bfloat16)
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
     layer, found = weights.layers[0], linear_bytes(model, 2)
-    matrices = (layer.qkv, layer.output, layer.gate_up, layer.down, weights.lm_head)
+    matrices = (
+        layer.attention.qkv,
+        layer.attention.output,
+        layer.mlp.gate_up,
+        layer.mlp.down,
+        weights.lm_head,
+    )
     assert list(found.values()) == [matrix.nbytes for matrix in matrices]
 
 
@@ -341,7 +347,7 @@ def test_an_engine_says_what_it_is_and_what_it_took() -> None:
         assert (described["row_family"], described["numerics_id"]) == ("dot", engine.numerics_id)
         linears = ("qkv", "output", "gate_up", "down", "lm_head")
         assert described["plan_sources"] == dict.fromkeys(linears, "heuristic")
-        assert isinstance(engine.model, DenseModel)
+        assert isinstance(engine.model, DecoderModel)
 
 
 def test_the_pool_and_the_graphs_make_up_what_captures_took(

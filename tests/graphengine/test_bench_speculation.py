@@ -74,10 +74,10 @@ def test_a_single_step_is_too_few() -> None:
 def test_a_shape_gets_a_module_of_its_layers() -> None:
     model = Subject.of_shape("llama-8b").model
     module = random_module(model)
-    weights = allocate_mtp_weights(module, device="meta", dtype=torch.bfloat16).named(module)
+    weights = allocate_mtp_weights(module, device="meta", dtype=torch.bfloat16).named()
     assert weights["mtp.fc.weight"].shape == (4096, 8192)
     assert weights["mtp.layers.0.mlp.down_proj.weight"].shape == (4096, 14336)
-    assert (module.modules, module.dense.num_layers, module.norm_eps) == (1, 1, model.norm_eps)
+    assert (module.modules, module.layer.num_layers, module.norm_eps) == (1, 1, model.norm_eps)
 
 
 def test_random_draft_tokens_ascend() -> None:

@@ -1,21 +1,32 @@
-"""What goes by the names of a model's linears."""
+"""What follows from a model's lists: of its linears, its layers' states, and its weights."""
 
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
+import toy_family
 
-from graphengine.kernels import LinearPlan, arrivals_needed
+from graphengine.kernels import LinearPlan, arrivals_needed, residual_groups
+from graphengine.models.chains import new_chain
 from graphengine.models.contract import (
     ByLinear,
     Linear,
     LinearPlans,
+    Paged,
+    Recurrent,
+    cache_shape,
     heuristic_plans,
     linear_arrivals,
+    recurrent_states,
+    stream_groups,
 )
+from graphengine.models.families import FAMILIES, read_model_config
+from graphengine.models.mtp import LAYOUTS, MtpConfig
 
+TIED = {"num_hidden_layers": 2, "head_dim": 64, "tie_word_embeddings": True}
 LINEARS = {"up": Linear("store", 4096, 512), "down": Linear("residual", 512, 4096)}
 
 
@@ -46,3 +57,65 @@ def test_the_neediest_linear_decides_how_many_counters_there_are() -> None:
     split = LinearPlan("dot", block_m=32, block_k=64, splits=4)
     plans = LinearPlans({"up": split, "down": split._replace(splits=1)})
     assert linear_arrivals(LINEARS, plans) == arrivals_needed(split, 4096) > 0
+
+
+def test_the_stream_has_the_groups_that_its_last_writer_leaves() -> None:
+    plans = LinearPlans(
+        {
+            "up": LinearPlan("dot", block_m=128, block_k=64),
+            "down": LinearPlan("dot", block_m=64, block_k=64),
+        }
+    )
+    assert stream_groups(LINEARS, plans) == residual_groups(plans["down"], 512)
+    later = LINEARS | {"out": Linear("residual", 512, 64)}
+    wide = LinearPlans({**plans, "out": LinearPlan("dot", block_m=256, block_k=64)})
+    assert stream_groups(later, wide) == residual_groups(wide["out"], 512)
+    assert stream_groups(later, wide) != stream_groups(LINEARS, plans)
+    assert stream_groups({"up": LINEARS["up"]}, plans) == 1
+
+
+KV = Paged(2, (4, 64))
+
+
+def test_a_block_of_the_cache_is_of_all_paged_layers() -> None:
+    state = Recurrent("state", (3, 5))
+    hybrid = ((KV,), (state,), (), (KV, Recurrent("conv", (7,), torch.bfloat16)))
+    assert cache_shape(hybrid, 16) == (2, 2, 16, 4, 64)
+    # As latent attention has it: one entry a token.
+    assert cache_shape(((Paged(1, (576,)),),), 64) == (1, 1, 64, 576)
+    assert recurrent_states(hybrid) == {
+        (1, "state"): state,
+        (3, "conv"): Recurrent("conv", (7,), torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("states", "named"),
+    [
+        (((KV,), (Paged(2, (4, 80)),)), r"2 layers have .*\(4, 64\).*\(4, 80\)"),
+        (((), (Recurrent("state", (1,)),)), "2 layers have none"),
+    ],
+)
+def test_layers_of_several_shapes_or_none_share_no_cache(states: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=f"must share one shape of blocks.* {named}"):
+        cache_shape(states, 16)
+
+
+def test_a_weight_that_is_used_twice_counts_once() -> None:
+    config = read_model_config(toy_family.CONFIG | {"architectures": ["LlamaForCausalLM"], **TIED})
+    weights = config.allocate(device="meta", dtype=torch.float16)
+    assert weights.lm_head is weights.embedding
+    assert weights.nbytes == sum(tensor.nbytes for tensor in weights.named().values())
+    untied = config.untied().allocate(device="meta", dtype=torch.float16)
+    assert untied.nbytes - weights.nbytes == weights.embedding.nbytes
+    assert untied.named().keys() - weights.named().keys() == {"lm_head.weight"}
+
+
+def test_what_only_like_layers_have_is_refused_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft modules and the chains that tuning measures."""
+    monkeypatch.setitem(FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    config = read_model_config(toy_family.CONFIG)
+    with pytest.raises(ValueError, match=r"draft modules \(MTP\) of a ToyForCausalLM are not"):
+        MtpConfig.of_target(config, LAYOUTS[0], ("mtp.",))
+    with pytest.raises(ValueError, match="the layers of a ToyForCausalLM are not all alike"):
+        new_chain(config, layers=2, dtype=torch.float32, device=torch.device("cpu"))

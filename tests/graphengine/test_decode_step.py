@@ -29,9 +29,8 @@ from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path
 from graphengine.graph_key import Sampler, decode_key
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.models import dense
-from graphengine.models.contract import LinearPlans, heuristic_plans
-from graphengine.models.dense import DenseConfig
+from graphengine.models.blocks import gqa
+from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_plans
 from graphengine.models.families import read_model_config
 from graphengine.speculative import NGram
 from graphengine.step import StepOutputs, StepProgram
@@ -210,14 +209,14 @@ def plans_of(engine: Engine) -> LinearPlans:
 
 
 def write_user_table(
-    config: DenseConfig, dtype: torch.dtype, device: str, plans: dict[str, Any]
+    config: ModelConfig, dtype: torch.dtype, device: str, plans: dict[str, Any]
 ) -> Path:
     """A table of the user's that has these of the fields of `LinearPlans`."""
     name = device_name(device)
     shapes = config.linears
     measured: dict[str, Any] = {"us": 1.0, "torch": "2", "triton": "3", "date": "2026-11-20"}
     table = {
-        TuningKey(plan.family, *shapes[linear], dtype): TunedPlan(plan, **measured)
+        TuningKey.of(shapes[linear], plan.family, dtype): TunedPlan(plan, **measured)
         for linear, plan in plans.items()
     }
     path = user_table_path(name)
@@ -691,7 +690,7 @@ def test_a_kernel_that_reads_before_its_wait_is_caught(
     """What the poison is for does happen. Every layer gets two more kernels; one may race."""
     with open_engine(case, checkpoints) as engine:
         (expected,) = play([engine])
-    attention = dense.decode_attention
+    attention = gqa.decode_attention
 
     def attention_and_copies(*args: Any, pdl: bool, **options: Any) -> torch.Tensor:
         attended = attention(*args, pdl=pdl, **options)
@@ -703,7 +702,7 @@ def test_a_kernel_that_reads_before_its_wait_is_caught(
         _copy[(1,)](middle, copy, count, RACES=races, **shared)
         return copy
 
-    monkeypatch.setattr(dense, "decode_attention", attention_and_copies)
+    monkeypatch.setattr(gqa, "decode_attention", attention_and_copies)
     engine, _ = open_poisoned(case, checkpoints, keep=True)
     with engine:
         assert engine.runtime.program.launch.pdl

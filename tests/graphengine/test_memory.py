@@ -14,8 +14,7 @@ from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.memory import MemoryPlan, plan_memory
-from graphengine.models import dense
-from graphengine.models.dense import DenseModel, allocate_weights
+from graphengine.models import contract
 from graphengine.models.families import read_model_config
 from graphengine.speculative import (
     MTP,
@@ -85,10 +84,10 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
     said = sizes(plan)
 
     before = storages()
-    weights = allocate_weights(MODEL, device="cpu", dtype=plan.dtype)
+    weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
     if drafter is not None:
         drafter.allocate(plan.device, plan.dtype, config.family)
-    model = DenseModel(MODEL, weights, max_seq_len=plan.max_seq_len)
+    model = weights.open(max_seq_len=plan.max_seq_len)
     held = allocate(model, plan, config, drafter)
     made = {at: size for at, size in storages().items() if at not in before}
 
@@ -114,7 +113,7 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
 
 def test_the_counters_of_all_plans_are_in_the_budget() -> None:
     least, _ = tuning._BLOCK_M["dot"]
-    assert least >= dense._LEAST_SPLIT_ROWS
+    assert least >= contract._LEAST_SPLIT_ROWS
 
 
 def test_pinned_memory_counts_as_torch_takes_it() -> None:

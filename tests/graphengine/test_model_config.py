@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.rope import rope_frequencies
 from graphengine.models.config_schema import HARMLESS, KEYS, NEUTRAL, ROPE_KEYS, unknown_keys
-from graphengine.models.dense import DenseConfig
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import FAMILIES, read_model_config
 
 NAN, INF = math.nan, math.inf
@@ -61,7 +61,7 @@ def check_read(config: dict[str, Any]) -> None:
     except ValueError as error:
         assert str(error)
         return
-    assert isinstance(model, DenseConfig) and model.architecture in FAMILIES
+    assert isinstance(model, DecoderConfig) and model.architecture in FAMILIES
     for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
         assert isinstance(getattr(model, name), bool), name
     for name in ("vocab_size", "hidden_size", "ffn_size", "num_layers", "max_positions"):

@@ -43,8 +43,8 @@ from graphengine.kernels import (
     new_residual,
     paged_prefill_attention,
 )
-from graphengine.models import dense
-from graphengine.models.dense import DecodeLaunch, DenseModel, LayerWeights, allocate_weights
+from graphengine.models.blocks import gqa
+from graphengine.models.contract import DecodeLaunch, StateTensors, cache_shape
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import (
     MtpConfig,
@@ -53,6 +53,7 @@ from graphengine.models.mtp import (
     mtp_decode,
     mtp_prefill,
     read_mtp_config,
+    rope_of,
 )
 from graphengine.text import Tokenizer
 from graphengine.tuning import choose_plans
@@ -88,16 +89,16 @@ class Drafter:
         self.weights: MtpWeights = allocate_mtp_weights(
             self.config, device=device, dtype=torch.float32
         )
-        weights = allocate_weights(target, device=device, dtype=torch.float32)
-        checkpoint.load(weights.named(target) | self.weights.named(self.config))
-        self.model = DenseModel(target, weights, max_seq_len=MAX_SEQ_LEN)
+        weights = target.allocate(device=device, dtype=torch.float32)
+        checkpoint.load(weights.named() | self.weights.named())
+        self.model = weights.open(max_seq_len=MAX_SEQ_LEN)
         blocks = MAX_SEQ_LEN // BLOCK
         order = torch.randperm(SLOTS * blocks, generator=torch.Generator().manual_seed(1)) + 1
         self.block_table = order.to(self.device, torch.int32).view(SLOTS, blocks)
-        shape = (SLOTS * blocks + 1, *target.kv_block_shape(BLOCK))
+        shape = (SLOTS * blocks + 1, *cache_shape(target.states, BLOCK)[1:])
         self.cache = self._nan(target.num_layers, *shape)
         self.module_cache = self._nan(self.config.modules, *shape)
-        self.context = self.model.context._replace(config=self.config.dense)
+        self.tables = rope_of(self.model)
 
     def _nan(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, device=self.device)
@@ -123,7 +124,7 @@ class Drafter:
         self, module: int, rows: list[Row | None], family: RowFamily
     ) -> tuple[Tensor, Tensor]:
         """u `[N, H]` and logits `[N, V]` of the rows; None is a padded lane, whose data is NaN."""
-        H, lanes = self.config.dense.hidden_size, len(rows)
+        H, lanes = self.config.hidden_size, len(rows)
         combined, residual = self._nan(lanes, 2 * H), new_residual(
             lanes, H, 1, dtype=torch.float32, device=self.device
         )  # fmt: skip
@@ -147,7 +148,7 @@ class Drafter:
             row,
             self.module_cache[module],
             self.block_table,
-            self.context,
+            self.tables,
             launch,
         )
         return self._output(end), self._logits(end, row.slot, launch)
@@ -178,7 +179,6 @@ class Drafter:
             query_start_P1=chunk.query_start,
             slot_P=self._int32([slot]),
             position_P=self._int32([start]),
-            scale=self.config.dense.attention_scale,
         )
 
     def prefill(
@@ -191,12 +191,13 @@ class Drafter:
             module, self._int32(tokens), hidden_TH[:count].to(self.device)
         )
         u = mtp_prefill(
+            self.config,
             self.weights.modules[module],
             combined,
             chunk,
             self.module_cache[module],
             self.block_table,
-            self.context,
+            self.tables,
             self.attend(slot, start, chunk),
         )
         assert u.shape == (size, hidden_TH.shape[1])
@@ -307,7 +308,7 @@ def test_attention_is_told_of_tokens_of_one_row(
         calls.append(options)
         return qkv[:, : HEADS * HEAD_DIM].contiguous()
 
-    monkeypatch.setattr(dense, "decode_attention", attention)
+    monkeypatch.setattr(gqa, "decode_attention", attention)
     launch = drafter.launch("dot")._replace(tokens_per_row=tokens_per_row)
     monkeypatch.setattr(drafter, "launch", lambda family: launch)
     drafter.decode(0, [Row(0, 1, 0, torch.ones(HIDDEN)), Row(0, 2, 1, torch.ones(HIDDEN))], "dot")
@@ -330,8 +331,7 @@ def test_prefill_of_all_lanes_leaves_the_logits_alone(
         chunk = drafter.chunk(1, 0, tokens, 8)
         end = drafter.model.prefill(
             chunk,
-            drafter.cache,
-            drafter.block_table,
+            StateTensors(drafter.cache, drafter.block_table),
             drafter.attend(1, 0, chunk),
             all_lanes=all_lanes,
         )
@@ -348,9 +348,10 @@ def test_prefill_of_all_lanes_leaves_the_logits_alone(
 
 def test_a_layers_tensors_are_all_of_them() -> None:
     config = read_model_config(json.loads((checkpoint_path() / "config.json").read_text()))
-    weights = allocate_weights(config, device="meta", dtype=torch.bfloat16)
+    weights = config.allocate(device="meta", dtype=torch.bfloat16)
     for layer in weights.layers:
-        assert len(layer.tensors()) == len(LayerWeights.__slots__) - 4  # biases
+        # Two norms, q, k and v in one and two norms of them, output, gate and up in one, down.
+        assert len(layer.tensors()) == 2 + 4 + 2
     assert len(weights.tensors()) == 3 + 8 * config.num_layers
 
 
@@ -377,7 +378,7 @@ def test_the_demo_modules_chain_is_that_of_its_training(device: str) -> None:
             chunk = drafter.chunk(slot, start, text[start:end], 16)
             attend = drafter.attend(slot, start, chunk)
             found = drafter.model.prefill(
-                chunk, drafter.cache, drafter.block_table, attend, all_lanes=True
+                chunk, StateTensors(drafter.cache, drafter.block_table), attend, all_lanes=True
             ).hidden
             assert found is not None
             target_hidden.append(found[: end - start])

@@ -25,8 +25,7 @@ from graphengine import tuning
 from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
-from graphengine.models.contract import heuristic_plans
-from graphengine.models.dense import allocate_weights
+from graphengine.models.contract import Linear, heuristic_plans
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import (
     MtpConfig,
@@ -55,17 +54,17 @@ def random_config(folder: Path, name: str) -> tuple[Checkpoint, MtpConfig]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_layout_is_recognised(tmp_path: Path, name: str) -> None:
     checkpoint, config = random_config(tmp_path, name)
-    layout, dense = LAYOUTS[name], config.dense
+    layout, layer = LAYOUTS[name], config.layer
     assert config.layout.name == name
     assert config.prefixes == layout.prefixes and config.modules == len(layout.prefixes)
     assert config.hidden_first is layout.hidden_first
-    assert config.norm_eps == dense.norm_eps == SIZES["rms_norm_eps"]
+    assert config.norm_eps == layer.norm_eps == SIZES["rms_norm_eps"]
     # The module's layer is one of the target's.
     target = read_model_config(checkpoint.config)
-    assert dense.num_layers == 1 and target.num_layers == SIZES["num_hidden_layers"]
-    assert dense.qk_norm is layout.qk_norm
-    assert (dense.attention_bias or dense.qkv_bias) is layout.qkv_bias
-    assert dense.attention_bias is layout.output_bias
+    assert layer.num_layers == 1 and target.num_layers == SIZES["num_hidden_layers"]
+    assert layer.qk_norm is layout.qk_norm
+    assert (layer.attention_bias or layer.qkv_bias) is layout.qkv_bias
+    assert layer.attention_bias is layout.output_bias
 
 
 def test_the_demo_checkpoint_has_one_module() -> None:
@@ -74,7 +73,7 @@ def test_the_demo_checkpoint_has_one_module() -> None:
     assert config.layout.name == "qwen3" and config.modules == 1 and not config.hidden_first
     weights = allocate_mtp_weights(config, device="meta", dtype=torch.bfloat16)
     stored = {name: tensor for name, tensor in checkpoint.tensors.items() if "mtp." in name}
-    assert stored.keys() == weights.named(config).keys()
+    assert stored.keys() == weights.named().keys()
     assert weights.nbytes == sum(tensor.nbytes for tensor in stored.values())
 
 
@@ -104,22 +103,22 @@ def test_every_tensor_of_the_modules_is_loaded(tmp_path: Path, name: str) -> Non
     for tensor in weights.tensors():
         tensor.fill_(torch.nan)
     target = read_model_config(checkpoint.config)
-    model = allocate_weights(target, device="cpu", dtype=torch.float32)
-    unused = checkpoint.load(model.named(target) | weights.named(config))
+    model = target.allocate(device="cpu", dtype=torch.float32)
+    unused = checkpoint.load(model.named() | weights.named())
     copies = [f"{prefix}{copy}.weight" for prefix in config.prefixes
               for copy in LAYOUTS[name].copies]  # fmt: skip
     assert unused == sorted(copies)
     assert not any(tensor.isnan().any() for tensor in weights.tensors())
     expected = random_tensors(LAYOUTS[name])
-    for tensor_name, view in weights.named(config).items():
+    for tensor_name, view in weights.named().items():
         assert torch.equal(view, expected[tensor_name]), tensor_name
     module, prefix = weights.modules[-1], config.prefixes[-1]
     layer = prefix + LAYOUTS[name].layer
     assert torch.equal(module.projection, expected[f"{prefix}{LAYOUTS[name].projection}.weight"])
     qkv = torch.cat([expected[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv"])
-    assert torch.equal(module.layer.qkv, qkv)
+    assert torch.equal(module.layer.attention.qkv, qkv)
     assert weights.nbytes == sum(tensor.nbytes for tensor in weights.tensors())
-    assert weights.nbytes == sum(4 * view.numel() for view in weights.named(config).values())
+    assert weights.nbytes == sum(4 * view.numel() for view in weights.named().values())
 
 
 def test_a_wrong_shape_is_an_error_of_the_loader(tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_a_wrong_shape_is_an_error_of_the_loader(tmp_path: Path) -> None:
     config = read_mtp_config(checkpoint)
     weights = allocate_mtp_weights(config, device="cpu", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"q_proj\.weight has shape \[512, 72\], not \[256, 72\]"):
-        checkpoint.load(weights.named(config))
+        checkpoint.load(weights.named())
 
 
 # Refusals.
@@ -249,9 +248,10 @@ def test_qwen2_has_biases_on_queries_keys_and_values(architecture: str) -> None:
     config = read_model_config(sizes)
     assert config.architecture == architecture and config.head_dim == 256 // 4
     assert config.qkv_bias and not (config.attention_bias or config.mlp_bias or config.qk_norm)
-    (layer, _) = allocate_weights(config, device="meta", dtype=torch.float32).layers
-    assert layer.qkv_bias is not None and layer.qkv_bias.shape == (256 + 2 * 128,)
-    assert layer.output_bias is layer.gate_up_bias is layer.q_norm is None
+    (layer, _) = config.allocate(device="meta", dtype=torch.float32).layers
+    attention = layer.attention
+    assert attention.qkv_bias is not None and attention.qkv_bias.shape == (256 + 2 * 128,)
+    assert attention.output_bias is layer.mlp.gate_up_bias is attention.q_norm is None
     assert read_model_config(sizes | {"attention_bias": True}) == config
 
 
@@ -271,12 +271,13 @@ def test_windows_of_qwen2_are_refused() -> None:
 def test_shapes_are_the_targets_and_the_projection(tmp_path: Path) -> None:
     _, config = random_config(tmp_path, "mimo")
     shapes = dict(config.linears())
-    assert shapes.pop("projection") == ("residual", HIDDEN, 2 * HIDDEN)
-    assert shapes == config.dense.linears
-    assert shapes["lm_head"] == ("sample", VOCAB, HIDDEN)
+    assert shapes.pop("projection") == Linear("residual", HIDDEN, 2 * HIDDEN)
+    assert shapes == config.layer.linears
+    assert shapes["lm_head"] == Linear("sample", VOCAB, HIDDEN)
     trimmed = config.linears(draft_vocab_size=32)
-    assert trimmed["lm_head"] == ("sample", 32, HIDDEN)
-    assert trimmed["gate_up"] == shapes["gate_up"] == ("swiglu", 2 * FFN, HIDDEN)
+    assert trimmed["lm_head"] == Linear("sample", 32, HIDDEN)
+    gate_up = Linear("swiglu", 2 * FFN, HIDDEN, shard="rows")
+    assert trimmed["gate_up"] == shapes["gate_up"] == gate_up
 
 
 def test_plans_of_a_module_are_found_as_the_targets_are(
@@ -292,7 +293,7 @@ def test_plans_of_a_module_are_found_as_the_targets_are(
     own = LinearPlan("dot", block_m=16, block_k=16)
     tuned = tuning.TunedPlan(own, us=1.0, torch="2", triton="3", date="2026-01-01")
     shapes = config.linears(draft_vocab_size=32)
-    keys = [tuning.TuningKey(family, *shapes[name], dtype) for name in ("projection", "lm_head")]
+    keys = [tuning.TuningKey.of(shapes[name], family, dtype) for name in ("projection", "lm_head")]
     tuning.write_table(tuning.user_table_path("cpu"), "cpu", dict.fromkeys(keys, tuned))
     trimmed, sources = tuning.choose_plans(shapes, dtype, family, "cpu")
     assert trimmed == plans.replace({"projection": own, "lm_head": own})

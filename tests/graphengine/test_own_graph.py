@@ -69,7 +69,7 @@ def test_the_same_drafts(device: str, lookahead: int, params: Any) -> None:
     inside, behind = open_both(device=device, lookahead=lookahead)
     with inside, behind:
         step_both((inside, behind), PROMPTS, params)
-        assert isinstance(behind.drafter, OwnGraphEagle)
+        assert isinstance(behind.core.drafter, OwnGraphEagle)
         assert behind.acceptance.as_dict()["accepted"] > 0
         launched = count(behind, "draft")
         assert {f"{name}/fast": n for name, n in launched.items()} == count(behind, "decode")

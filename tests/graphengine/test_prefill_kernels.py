@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from graphengine import Engine
-from graphengine.models import dense, prefill
+from graphengine.models.blocks import swiglu
+from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.families import read_model_config
 from graphengine.profiles.engines import build_engine
 from graphengine.profiles.shapes import SHAPES, Subject
@@ -25,7 +26,7 @@ WIDE = SHAPES["tiny"] | {"hidden_size": 128, "intermediate_size": 8192}
 
 
 def fuse(patch: pytest.MonkeyPatch, fused: bool) -> None:
-    patch.setattr(prefill, "fuses_swiglu", lambda weight, lanes: fused)
+    patch.setattr(swiglu, "fuses_swiglu", lambda weight, lanes: fused)
 
 
 @pytest.mark.parametrize("speculative", [None, MTP(k=3)])
@@ -43,8 +44,8 @@ def test_one_kernel_for_gate_and_up_says_what_two_say(
         calls.append(arguments[0].shape[0])
         return linear_swiglu(*arguments, **named)
 
-    linear_swiglu = prefill.linear_swiglu
-    monkeypatch.setattr(prefill, "linear_swiglu", counted)
+    linear_swiglu = swiglu.linear_swiglu
+    monkeypatch.setattr(swiglu, "linear_swiglu", counted)
     results = {}
     for fused in (False, True):
         calls.clear()
@@ -71,13 +72,15 @@ def test_engines_of_other_prefill_kernels_have_other_numerics(
 
 def test_a_kept_h_does_not_keep_the_scratch() -> None:
     config = read_model_config(WIDE)
-    layer = dense.allocate_layer(config, device="cpu", dtype=torch.bfloat16)
+    like, qkv_size = torch.empty(0, dtype=torch.bfloat16), 384
     for outlived in (False, True):
-        scratch = prefill.PrefillScratch(config, layer, 16, outlived=outlived)
+        scratch = PrefillScratch(
+            16, config.hidden_size, config.prefill_width, like=like, outlived=outlived
+        )
         bytes_of_h = scratch.h.untyped_storage().nbytes()
         assert (bytes_of_h == 16 * 128 * 2) == outlived
-        parts = scratch.take(config.qkv_size), scratch.take(8, behind=config.qkv_size)
-        assert [part.shape for part in parts] == [(16, config.qkv_size), (16, 8)]
+        parts = scratch.take(qkv_size), scratch.take(8, after=qkv_size)
+        assert [part.shape for part in parts] == [(16, qkv_size), (16, 8)]
         addresses = [tensor.data_ptr() for tensor in (scratch.h, *parts)]
         assert len(set(addresses)) == 3
 

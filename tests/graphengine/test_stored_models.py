@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from graphengine.checkpoint import Checkpoint
 from graphengine.demo import checkpoint_path
-from graphengine.models.dense import DenseConfig, allocate_weights
+from graphengine.models.contract import ModelConfig
 from graphengine.models.mtp import read_mtp_config
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.speculative import DraftModel, SaveHiddenStates
@@ -56,15 +56,15 @@ def changed(source: Path, folder: Path, edit: Edit) -> Path:
     return folder
 
 
-def loaded(path: Path) -> tuple[DenseConfig, dict[str, torch.Tensor]]:
+def loaded(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """The model as the engine reads it, by transformers' names."""
     checkpoint = Checkpoint.open(path)
     config = read_model(checkpoint)
-    weights = allocate_weights(config, device="cpu", dtype=torch.float32)
+    weights = config.allocate(device="cpu", dtype=torch.float32)
     for tensor in weights.tensors():
         tensor.fill_(torch.nan)
-    checkpoint.load(destinations(checkpoint, config, weights))
-    return config, weights.named(config) | {HEAD: weights.lm_head}
+    checkpoint.load(destinations(checkpoint, weights))
+    return config, weights.named() | {HEAD: weights.lm_head}
 
 
 def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:

@@ -31,9 +31,14 @@ from graphengine.kernels import (
     heuristic_plan,
 )
 from graphengine.memory import _workspace_bytes
-from graphengine.models import dense
-from graphengine.models.contract import LinearPlans, heuristic_plans
-from graphengine.models.dense import DecodeLaunch, DenseConfig
+from graphengine.models.blocks import gqa
+from graphengine.models.contract import (
+    DecodeLaunch,
+    LinearPlans,
+    StateTensors,
+    heuristic_plans,
+)
+from graphengine.models.decoder import DecoderConfig
 from graphengine.profiles import tune
 from graphengine.profiles.shapes import model_shape
 from graphengine.profiles.tune import ChainBench, Step, Times
@@ -43,7 +48,7 @@ FAMILIES: tuple[RowFamily, ...] = get_args(RowFamily)
 KINDS: tuple[LinearKind, ...] = get_args(LinearKind)
 BF16 = torch.bfloat16
 
-MODEL = DenseConfig(
+MODEL = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=331,
     hidden_size=72,
@@ -452,7 +457,7 @@ def test_a_missing_field_and_a_second_plan_are_named(tmp_path: Path) -> None:
 
 
 def key_of(linear: str, family: RowFamily = "fma") -> TuningKey:
-    return TuningKey(family, *MODEL.linears[linear], BF16)
+    return TuningKey.of(MODEL.linears[linear], family, BF16)
 
 
 def test_the_users_plans_win_over_shipped_ones_over_the_heuristic(
@@ -516,7 +521,7 @@ def test_a_damaged_table_of_the_user_is_an_error() -> None:
 # Numerics.
 
 MODEL_LINEARS = tuple(MODEL.linears)
-RESIDUAL = {name for name, (kind, _, _) in MODEL.linears.items() if kind == "residual"}
+RESIDUAL = {name for name, linear in MODEL.linears.items() if linear.kind == "residual"}
 
 
 def ident(plan: LinearPlan, extra: Mapping[str, Any] | None = None, **others: LinearPlan) -> str:
@@ -597,7 +602,7 @@ def test_the_parts_of_a_split_product_are_in_the_workspace(rows: int) -> None:
     """Beside the logits: the parts of the widest plan that a table can hold."""
     model = model_shape("llama-8b")
     workspace = _workspace_bytes(model, rows, BucketLadder(16, (16,)), BF16, 4096)
-    for kind, M, K in model.linears.values():
+    for kind, M, K, *_ in model.linears.values():
         plan = LinearPlan("dot", block_m=64, block_k=64, splits=tuning.MAX_SPLITS)
         if kind == "sample":
             with pytest.raises(ValueError, match="splits=16 must be 1 for sample"):
@@ -664,7 +669,7 @@ def test_targets_of_a_model() -> None:
     some = tune.targets_of(MODEL, BF16, "dot", ["qkv", "down"])
     assert [target.names for target in some] == [("down",), ("qkv",)]
     # Linears of one shape share the entry of a table.
-    square = replace(MODEL, ffn_size=MODEL.q_size)
+    square = replace(MODEL, ffn_size=MODEL.attention.q_size)
     shared = tune.targets_of(square, BF16, "dot", ["output"])[0]
     assert shared.names == ("down", "output")
     plans = heuristic_plans(square.linears, BF16, "dot")
@@ -732,7 +737,7 @@ def distance(plan: LinearPlan, other: LinearPlan) -> float:
 def test_the_best_of_each_linear_is_found(family: RowFamily) -> None:
     best = LinearPlans(
         {
-            name: SHIPPED[TuningKey(family, *shape, BF16)].plan
+            name: SHIPPED[TuningKey.of(shape, family, BF16)].plan
             for name, shape in LLAMA.linears.items()
         }
     )
@@ -757,7 +762,7 @@ def test_neighbours_are_in_place() -> None:
     qkv, output = (
         next(p for p in tune.candidate_plans(key) if p != start[name])
         for name in ("qkv", "output")
-        for key in [TuningKey("dot", *LLAMA.linears[name], BF16)]
+        for key in [TuningKey.of(LLAMA.linears[name], "dot", BF16)]
     )
 
     def time_of(plans: LinearPlans) -> Times:
@@ -804,7 +809,7 @@ def test_a_plan_stays_unless_it_is_clearly_beaten(gain: float, kept: bool) -> No
 
 
 def key_of_llama(linear: str) -> TuningKey:
-    return TuningKey("dot", *LLAMA.linears[linear], BF16)
+    return TuningKey.of(LLAMA.linears[linear], "dot", BF16)
 
 
 def test_every_number_of_rows_counts_the_same() -> None:
@@ -881,15 +886,18 @@ def test_a_chain_is_a_decode_step_without_attention(
     config = bench.model.config
     results = list(bench.launches(PLANS, 20, layers=2, head=True))
     assert [name for name, _ in results] == ["qkv", "output", "gate_up", "down"] * 2 + ["lm_head"]
-    monkeypatch.setattr(dense, "decode_attention", lambda qkv, *_, **__: qkv[:, : config.q_size])
+    q_size = config.attention.q_size
+    monkeypatch.setattr(gqa, "decode_attention", lambda qkv, *_, **__: qkv[:, :q_size])
     slot = torch.arange(20, dtype=torch.int32)
     x = bench._x.clone()
     start = Residual(x, x.clone(), x.square().sum(dim=1)[None])
     out = bench.model.decode(
         DecodeLanes(**dict.fromkeys(DecodeLanes._fields, slot)),
         start,
-        torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim),
-        torch.zeros((20, 1), dtype=torch.int32),
+        StateTensors(
+            torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim),
+            torch.zeros((20, 1), dtype=torch.int32),
+        ),
         DecodeLaunch(PLANS, 64, slot, pdl=False),
     )
     chain = results[7][1]
@@ -1034,17 +1042,17 @@ def test_a_command_writes_what_it_found(
     assert cli.main(["tune", "--shape", "llama-1b", "--dtype", "float16"]) == 0
     table = tuning.read_table(path, "NVIDIA Test")
     assert table.keys() == {
-        TuningKey(family, *shape, torch.float16)
+        TuningKey.of(shape, family, torch.float16)
         for family in FAMILIES
         for shape in LLAMA.linears.values()
     }
     assert len(closed) == 2
     down, lm_head = (LLAMA.linears[name] for name in ("down", "lm_head"))
-    entry = table[TuningKey("dot", *down, torch.float16)]
+    entry = table[TuningKey.of(down, "dot", torch.float16)]
     assert entry.plan.block_m == 32
     # At 8 rows, and shared among 9 layers.
     assert entry.us == round((8 + 32) / 9, 1)
-    assert table[TuningKey("dot", *lm_head, torch.float16)].us == 7.0
+    assert table[TuningKey.of(lm_head, "dot", torch.float16)].us == 7.0
     assert entry.torch == torch.__version__
     printed = capsys.readouterr().out
     assert str(path) in printed
@@ -1054,7 +1062,7 @@ def test_a_command_writes_what_it_found(
     options = ["--only", "down", "--family", "fma", "--rows", "2,1", "--out", str(out)]
     assert cli.main(["tune", "--shape", "llama-1b", *options]) == 0
     ((key, entry),) = tuning.read_table(out, "NVIDIA Test").items()
-    assert key == TuningKey("fma", *down, BF16)
+    assert key == TuningKey.of(down, "fma", BF16)
     assert entry.us == round((2 + entry.plan.block_m) / 9, 1)
 
 

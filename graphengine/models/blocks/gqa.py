@@ -1,0 +1,311 @@
+"""Grouped-query attention with RoPE: two kernels and a product in decode, one and two in prefill.
+
+Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    PREFILL_ARRIVALS,
+    DecodeLanes,
+    PrefillLanes,
+    Residual,
+    RopeConfig,
+    RowFamily,
+    attention_split,
+    decode_attention,
+    decode_attention_arrivals,
+    decode_attention_workspace_bytes,
+    linear,
+    prefill_attention_workspace_bytes,
+    rope_append,
+    rope_tables,
+)
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    add_chunk_product,
+    add_product,
+    chunk_product,
+)
+from graphengine.models.contract import (
+    ChunkAttention,
+    DecodeLaunch,
+    Linear,
+    Linears,
+    Paged,
+    Weight,
+)
+
+
+class RopeTables(NamedTuple):
+    """What the attention layers of a model, and those of its draft modules, have in common.
+
+    cos, sin  float32 `[P, D/2]` of P = max_seq_len positions
+    """
+
+    cos: Tensor
+    sin: Tensor
+    max_seq_len: int
+
+    @classmethod
+    def of(
+        cls, rope: RopeConfig, *, head_dim: int, max_seq_len: int, device: torch.device
+    ) -> RopeTables:
+        """The tables of so many positions."""
+        tables = rope_tables(rope, head_dim=head_dim, max_positions=max_seq_len, device=device)
+        return cls(*tables, max_seq_len)
+
+    @staticmethod
+    def nbytes(head_dim: int, max_seq_len: int) -> int:
+        """Bytes of both tables."""
+        return max_seq_len * head_dim * 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedQueryAttention:
+    """Sizes and switches of the block.
+
+    qk_norm   an RMSNorm on each head's query and key before RoPE
+    norm_eps  of these norms, and of the one that the block's input needs
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def linears(self) -> Linears:
+        """In the order of a step. Ranks split heads: a kv head stays with its query heads."""
+        return {
+            "qkv": Linear("store", self.qkv_size, self.hidden_size, shard="rows"),
+            "output": Linear("residual", self.hidden_size, self.q_size, shard="columns"),
+        }
+
+    @property
+    def state(self) -> Paged:
+        """A key and a value a token."""
+        return Paged(2, (self.num_kv_heads, self.head_dim))
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch`."""
+        return self.qkv_size + max(self.q_size, self.hidden_size)
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, of so many decode lanes and of a chunk."""
+        decode = decode_attention_arrivals(
+            lanes, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
+        )
+        return max(PREFILL_ARRIVALS, decode)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+        """Tokens that a program of decode attention reads."""
+        return attention_split(family, self.head_dim, dtype)
+
+    def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
+        """Of partial results, of so many decode lanes or of a chunk."""
+        decode = decode_attention_workspace_bytes(
+            rows, num_heads=self.num_heads, head_dim=self.head_dim, max_seq_len=max_seq_len
+        )
+        return max(decode, prefill_attention_workspace_bytes(self.head_dim))
+
+    def allocate(self, *, device: str, dtype: torch.dtype) -> AttentionWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing."""
+
+        def new(condition: bool, *shape: int) -> Tensor | None:
+            return torch.empty(shape, device=device, dtype=dtype) if condition else None
+
+        hidden = self.hidden_size
+        return AttentionWeights(
+            block=self,
+            qkv=torch.empty((self.qkv_size, hidden), device=device, dtype=dtype),
+            qkv_bias=new(self.qkv_bias, self.qkv_size),
+            q_norm=new(self.qk_norm, self.head_dim),
+            k_norm=new(self.qk_norm, self.head_dim),
+            output=torch.empty((hidden, self.q_size), device=device, dtype=dtype),
+            output_bias=new(self.output_bias, hidden),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionWeights:
+    """The block's weights; q, k and v are one matrix."""
+
+    block: GroupedQueryAttention
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+
+    def stored(self, prefix: str) -> dict[str, Weight]:
+        """By the names that Hugging Face's decoders of Llama's lineage have under `prefix`."""
+        block = self.block
+        sizes = [block.q_size, block.kv_size, block.kv_size]
+        names = {f"{prefix}o_proj.weight": Weight(self.output, 1)}
+        for kind, fused in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if fused is not None:
+                for name, part in zip("qkv", torch.split(fused, sizes), strict=True):
+                    names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
+        for name, whole in (
+            ("o_proj.bias", self.output_bias),
+            ("q_norm.weight", self.q_norm),
+            ("k_norm.weight", self.k_norm),
+        ):
+            if whole is not None:
+                names[prefix + name] = Weight(whole)
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        optional = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias)
+        return [self.qkv, self.output, *(tensor for tensor in optional if tensor is not None)]
+
+    def decode(
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: Tensor,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """The block for `row`'s tokens: three kernels.
+
+        `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
+        place but for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`, receives
+        each live lane's key and value at its position, through `block_table` `[S, B]`.
+        """
+        block, plans = self.block, launch.plans
+        qkv = linear(
+            residual.scaled,
+            self.qkv,
+            row.slot,
+            squares_TN=residual.squares,
+            eps=block.norm_eps,
+            bias=self.qkv_bias,
+            plan=plans["qkv"],
+            arrivals=launch.arrivals,
+            pdl=launch.pdl,
+        )
+        attended = decode_attention(
+            qkv,
+            tables.cos,
+            tables.sin,
+            kv,
+            block_table,
+            row.slot,
+            row.position,
+            num_heads=block.num_heads,
+            num_kv_heads=block.num_kv_heads,
+            scale=block.scale,
+            max_seq_len=tables.max_seq_len,
+            q_norm_weight=self.q_norm,
+            k_norm_weight=self.k_norm,
+            eps=block.norm_eps,
+            split_tokens=launch.split_tokens,
+            tokens_per_row=launch.tokens_per_row,
+            arrivals=launch.arrivals,
+            pdl=launch.pdl,
+        )
+        return add_product(
+            attended,
+            self.output,
+            row.slot,
+            residual,
+            next_norm,
+            bias=self.output_bias,
+            plan=plans["output"],
+            launch=launch,
+        )
+
+    def attend(
+        self,
+        lanes: PrefillLanes,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        attention: ChunkAttention,
+        scratch: PrefillScratch,
+    ) -> Tensor:
+        """The first half of the block for a chunk: `[N, Q*D]` attention of the normed `scratch.h`.
+
+        `kv` receives the keys and values of the live lanes. The result lies in `scratch`, before
+        what the product of `add_output` writes.
+        """
+        block = self.block
+        qkv = scratch.take(block.qkv_size)
+        q = scratch.take(block.q_size, after=block.qkv_size)
+        rope_append(
+            chunk_product(scratch.h, self.qkv, self.qkv_bias, out=qkv),
+            tables.cos,
+            tables.sin,
+            kv,
+            block_table,
+            lanes.slot,
+            lanes.position,
+            num_heads=block.num_heads,
+            num_kv_heads=block.num_kv_heads,
+            q_norm_weight=self.q_norm,
+            k_norm_weight=self.k_norm,
+            eps=block.norm_eps,
+            out=q.view(-1, block.num_heads, block.head_dim),
+            pdl=scratch.launch.pdl,
+        )
+        attended = scratch.take(block.q_size)
+        heads = q.view(-1, block.num_heads, block.head_dim)
+        return attention(heads, kv, scale=block.scale, out=attended)
+
+    def add_output(
+        self,
+        attended: Tensor,
+        stream: Tensor,
+        next_norm: Tensor,
+        slot: Tensor,
+        scratch: PrefillScratch,
+    ) -> None:
+        """The other half: `stream`, float32, in place, and `scratch.h` of it after `next_norm`.
+
+        `attended` is lost where it lies in `scratch`.
+        """
+        block = self.block
+        add_chunk_product(
+            attended,
+            self.output,
+            self.output_bias,
+            stream,
+            next_norm,
+            slot,
+            scratch,
+            eps=block.norm_eps,
+            out=scratch.take(block.hidden_size, after=block.qkv_size),
+        )

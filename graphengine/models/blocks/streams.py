@@ -1,0 +1,148 @@
+"""The residual stream between blocks: how a product is added to it, and what prefill computes in.
+
+Between a block's last product and the sum there is the one place where ranks meet: `reduce`. With
+one rank decode has a kernel for product and sum together.
+
+Letters: N or T lanes, H hidden, K columns of a weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    LinearPlan,
+    Residual,
+    add_rms_norm,
+    add_to_residual_reference,
+    linear,
+    linear_residual,
+    residual_groups,
+)
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch
+
+
+def add_product(
+    x_NK: Tensor,
+    weight_HK: Tensor,
+    slot_N: Tensor,
+    residual: Residual,
+    next_norm_H: Tensor,
+    *,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    launch: DecodeLaunch,
+) -> Residual:
+    """`residual` plus the product of all ranks, scaled for `next_norm`, as `linear_residual` says.
+
+    A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
+    The sum of several ranks is plain PyTorch, which no graph of a GPU can hold yet.
+    """
+    if launch.reduce is None:
+        return linear_residual(
+            x_NK,
+            weight_HK,
+            slot_N,
+            residual,
+            next_norm_H,
+            bias=bias,
+            plan=plan,
+            arrivals=launch.arrivals,
+            pdl=launch.pdl,
+        )
+    part = linear(
+        x_NK,
+        weight_HK,
+        slot_N,
+        out_dtype=torch.float32,
+        plan=plan,
+        arrivals=launch.arrivals,
+        pdl=launch.pdl,
+    )
+    whole = launch.reduce(part)
+    if bias is not None:
+        whole = whole + bias.float()
+    lanes, hidden = residual.x.shape
+    squares = residual.x.new_empty(residual_groups(plan, hidden), lanes)
+    residual = residual._replace(squares=squares)
+    return add_to_residual_reference(whole, slot_N, residual, next_norm_H)
+
+
+class PrefillScratch:
+    """What the layers of a chunk of T lanes compute in, one after the other.
+
+    One piece of memory, since each product's result is needed until the next one has read it and no
+    longer: queries, keys and values, then the queries after RoPE beside them, attention in place
+    of the first and its output product in place of the second, gate and up in place of all, or what
+    one kernel makes of them where they are `fused`.
+
+    h         `[T, H]` in the dtype of `like`: what each layer reads
+    width     values beside `h` for each lane
+    fused     whether gate, up and SwiGLU are one kernel
+    launch    how the kernels are launched
+    outlived  whether `h` is memory of its own, so that keeping it does not keep the rest
+    """
+
+    def __init__(
+        self,
+        lanes: int,
+        hidden: int,
+        width: int,
+        *,
+        like: Tensor,
+        fused: bool = False,
+        launch: PrefillLaunch = ONE_RANK,
+        outlived: bool = False,
+    ) -> None:
+        self._lanes = lanes
+        self.fused = fused
+        self.launch = launch
+        sizes = [lanes * hidden, lanes * width]
+        if outlived:
+            h, self._memory = map(like.new_empty, sizes)
+        else:
+            # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
+            h, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
+        self.h = h.view(lanes, -1)
+
+    def take(self, columns: int, *, after: int = 0) -> Tensor:
+        """`[T, columns]`, dense, in the memory past that of `after` columns; it holds anything."""
+        start = self._lanes * after
+        return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
+
+
+def chunk_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
+    """`x @ weight^T` (+ bias) by the BLAS, into `out`."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def add_chunk_product(
+    x_NK: Tensor,
+    weight_HK: Tensor,
+    bias: Tensor | None,
+    stream_NH: Tensor,
+    next_norm_H: Tensor,
+    slot_N: Tensor,
+    scratch: PrefillScratch,
+    *,
+    eps: float,
+    out: Tensor,
+) -> None:
+    """`stream` plus the product of all ranks, in place; `scratch.h` becomes it after `next_norm`.
+
+    `out`, `[N, H]`, takes the product, and may be `scratch.h`. Each rank's part is rounded to its
+    dtype before the parts are summed; in decode they are float32.
+    """
+    launch = scratch.launch
+    if launch.reduce is None:
+        whole = chunk_product(x_NK, weight_HK, bias, out=out)
+    else:
+        whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
+        whole = whole if bias is None else whole + bias
+    h = scratch.h
+    add_rms_norm(
+        stream_NH, whole, next_norm_H, slot_N, eps=eps, out_dtype=h.dtype, out=h, pdl=launch.pdl
+    )

@@ -1,0 +1,415 @@
+"""A decoder of like layers: grouped-query attention and SwiGLU, an RMSNorm before each of them.
+
+Llama 3, Qwen2 and Qwen3 are this composition with other settings; their files map a checkpoint's
+config onto `DecoderConfig`. `decode` runs a few rows through five fused kernels a layer; `prefill`
+runs the tokens of a chunk through the BLAS, but for gate and up where `linear_swiglu` is faster.
+The bits of both depend on the number of lanes, which for a chunk follows from the prompt alone.
+
+Letters: N lanes, T tokens of a chunk, H hidden, Q query heads, G kv heads, D head_dim,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    DecodeLanes,
+    PrefillLanes,
+    Residual,
+    RopeConfig,
+    RowFamily,
+    embed,
+    linear,
+    rms_norm,
+)
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.streams import PrefillScratch
+from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
+from graphengine.models.contract import (
+    ONE_RANK,
+    ChunkAttention,
+    DecodeLaunch,
+    LayerStates,
+    Linear,
+    Linears,
+    ModelWeights,
+    PrefillEnd,
+    PrefillLaunch,
+    StateTensors,
+    Weight,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """Sizes and switches of a decoder, as a family reads them from `config.json`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    """Of q, k, v and the output."""
+    qkv_bias: bool = False
+    """Of q, k and v alone."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def attention(self) -> GroupedQueryAttention:
+        """Of every layer."""
+        return GroupedQueryAttention(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.attention_bias or self.qkv_bias,
+            output_bias=self.attention_bias,
+            qk_norm=self.qk_norm,
+        )
+
+    @property
+    def mlp(self) -> Swiglu:
+        """Of every layer."""
+        return Swiglu(
+            hidden_size=self.hidden_size,
+            ffn_size=self.ffn_size,
+            norm_eps=self.norm_eps,
+            bias=self.mlp_bias,
+        )
+
+    def untied(self) -> DecoderConfig:
+        """The same with an lm_head of its own."""
+        return replace(self, tie_embeddings=False)
+
+    @property
+    def linears(self) -> Linears:
+        """Of a decode step: those of each layer, and lm_head, of which every rank has all."""
+        head = Linear("sample", self.vocab_size, self.hidden_size)
+        return {**self.attention.linears, **self.mlp.linears, "lm_head": head}
+
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """Each layer keeps keys and values."""
+        return ((self.attention.state,),) * self.num_layers
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, of so many decode lanes and of a chunk."""
+        return self.attention.arrivals(lanes)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+        """Tokens that a program of decode attention reads."""
+        return self.attention.split_tokens(family, dtype)
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Of the cosines and sines of so many positions."""
+        return RopeTables.nbytes(self.head_dim, max_seq_len)
+
+    def attention_bytes(self, rows: int, max_seq_len: int) -> int:
+        """Of partial results of attention, of so many decode lanes or of a chunk."""
+        return self.attention.workspace_bytes(rows, max_seq_len)
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch` where nothing is fused."""
+        return max(self.attention.prefill_width, self.mlp.prefill_width())
+
+    def allocate(self, *, device: str, dtype: torch.dtype) -> DecoderWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing."""
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        hidden = self.hidden_size
+        layers = tuple(
+            allocate_layer(self, device=device, dtype=dtype) for _ in range(self.num_layers)
+        )
+        embedding = new(self.vocab_size, hidden)
+        return DecoderWeights(
+            config=self,
+            embedding=embedding,
+            layers=layers,
+            final_norm=new(hidden),
+            lm_head=embedding if self.tie_embeddings else new(self.vocab_size, hidden),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """One layer's blocks, and the weights of the norms before them."""
+
+    input_norm: Tensor
+    attention: AttentionWeights
+    ffn_norm: Tensor
+    mlp: SwigluWeights
+
+    def stored(self, prefix: str) -> dict[str, Weight]:
+        """Every tensor of the checkpoint under `prefix`, by name."""
+        return {
+            f"{prefix}input_layernorm.weight": Weight(self.input_norm),
+            f"{prefix}post_attention_layernorm.weight": Weight(self.ffn_norm),
+            **self.attention.stored(f"{prefix}self_attn."),
+            **self.mlp.stored(f"{prefix}mlp."),
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        norms = [self.input_norm, self.ffn_norm]
+        return norms + self.attention.tensors() + self.mlp.tensors()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderWeights(ModelWeights):
+    """All weights."""
+
+    config: DecoderConfig
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+
+    def stored(self) -> dict[str, Weight]:
+        """Every tensor of the checkpoint, by name. Ranks have the whole vocabulary each."""
+        names = {
+            "model.embed_tokens.weight": Weight(self.embedding),
+            "model.norm.weight": Weight(self.final_norm),
+        }
+        if not self.config.tie_embeddings:
+            names["lm_head.weight"] = Weight(self.lm_head)
+        for index, layer in enumerate(self.layers):
+            names |= layer.stored(f"model.layers.{index}.")
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor, tied ones twice."""
+        per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
+        return [self.embedding, self.final_norm, self.lm_head, *per_layer]
+
+    def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
+        """The model, with RoPE for sequences of at most so many tokens."""
+        return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
+
+
+def allocate_layer(config: DecoderConfig, *, device: str, dtype: torch.dtype) -> LayerWeights:
+    """Uninitialised weights of one layer; `device="meta"` allocates nothing."""
+    input_norm, ffn_norm = (
+        torch.empty(config.hidden_size, device=device, dtype=dtype) for _ in range(2)
+    )
+    return LayerWeights(
+        input_norm=input_norm,
+        attention=config.attention.allocate(device=device, dtype=dtype),
+        ffn_norm=ffn_norm,
+        mlp=config.mlp.allocate(device=device, dtype=dtype),
+    )
+
+
+def decode_layer(
+    layer: LayerWeights,
+    next_norm: Tensor,
+    row: DecodeLanes,
+    residual: Residual,
+    kv: Tensor,
+    block_table: Tensor,
+    tables: RopeTables,
+    launch: DecodeLaunch,
+) -> Residual:
+    """One layer for `row`'s tokens: five kernels.
+
+    `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`, updated
+    in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`.
+    """
+    residual = layer.attention.decode(
+        row, residual, layer.ffn_norm, kv, block_table, tables, launch
+    )
+    return layer.mlp.decode(row, residual, next_norm, launch)
+
+
+def finish_prefill_layer(
+    layer: LayerWeights,
+    next_norm: Tensor,
+    stream: Tensor,
+    attended: Tensor,
+    slot: Tensor,
+    scratch: PrefillScratch,
+) -> None:
+    """What a layer does after the attention of a chunk: `scratch.h` is `stream` after `next_norm`.
+
+    `stream`, float32, is updated in place; `attended` is lost where it lies in `scratch`.
+    """
+    layer.attention.add_output(attended, stream, layer.ffn_norm, slot, scratch)
+    layer.mlp.prefill(stream, next_norm, slot, scratch)
+
+
+def prefill_scratch(
+    config: DecoderConfig,
+    layer: LayerWeights,
+    lanes: int,
+    *,
+    launch: PrefillLaunch,
+    outlived: bool = False,
+) -> PrefillScratch:
+    """What the layers of a chunk compute in; `layer` is any of them."""
+    fused = layer.mlp.is_fused(lanes)
+    return PrefillScratch(
+        lanes,
+        config.hidden_size,
+        max(config.attention.prefill_width, config.mlp.prefill_width(fused=fused)),
+        like=layer.mlp.gate_up,
+        fused=fused,
+        launch=launch,
+        outlived=outlived,
+    )
+
+
+def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
+    if layer in streams:
+        streams[layer][: len(x)].copy_(x)
+
+
+class DecoderModel:
+    """Weights and RoPE tables; logits have the first `vocabulary` ids, 0 for all."""
+
+    def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
+        self.config = config = weights.config
+        self.weights = weights
+        self.lm_head = weights.lm_head[: vocabulary or None]
+        self.tables = RopeTables.of(
+            config.rope,
+            head_dim=config.head_dim,
+            max_seq_len=max_seq_len,
+            device=weights.embedding.device,
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.tables.max_seq_len
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    @property
+    def first_norm(self) -> Tensor:
+        """Weight of the norm that reads the embedding."""
+        return self.norm_after(-1)
+
+    def norm_after(self, layer: int) -> Tensor:
+        """Weight of the norm that reads the residual stream after a layer; -1: the embedding."""
+        layers = self.weights.layers
+        following = layer + 1
+        return layers[following].input_norm if following < len(layers) else self.weights.final_norm
+
+    def fuses(self, lanes: int) -> bool:
+        """Whether a chunk of so many lanes has gate, up and SwiGLU in one kernel."""
+        return self.weights.layers[0].mlp.is_fused(lanes)
+
+    def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
+        """The chunks whose gate and up one kernel multiplies, which sums in another order."""
+        return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
+
+    def linear(self, layer: int, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual."""
+        of_layer = self.weights.layers[layer]
+        attention, mlp = of_layer.attention, of_layer.mlp
+        match name:
+            case "qkv":
+                return attention.qkv, attention.qkv_bias, None
+            case "output":
+                return attention.output, attention.output_bias, of_layer.ffn_norm
+            case "gate_up":
+                return mlp.gate_up, mlp.gate_up_bias, None
+            case "down":
+                return mlp.down, mlp.down_bias, self.norm_after(layer)
+            case "lm_head":
+                return self.weights.lm_head, None, None
+        raise KeyError(f"no linear {name}; there are {', '.join(self.config.linears)}")
+
+    def decode(
+        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+    ) -> Residual:
+        """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
+
+        `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
+        place. `states.cache` is `[L, blocks, 2, block_size, G, D]`; each live lane's keys and
+        values are written at its position through `states.block_table` `[S, B]`.
+        """
+        caches = states.cache.unbind(0)
+        for index, (layer, kv) in enumerate(zip(self.weights.layers, caches, strict=True)):
+            residual = decode_layer(
+                layer,
+                self.norm_after(index),
+                row,
+                residual,
+                kv,
+                states.block_table,
+                self.tables,
+                launch,
+            )
+        return residual
+
+    def prefill(
+        self,
+        lanes: PrefillLanes,
+        states: StateTensors,
+        attention: ChunkAttention,
+        *,
+        all_lanes: bool = False,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
+        launch: PrefillLaunch = ONE_RANK,
+    ) -> PrefillEnd:
+        """A prompt chunk through all layers, up to and with the attention of the last one.
+
+        As in `decode` the cache receives the keys and values of the live lanes. What the last layer
+        does after its attention matters to the sampled token alone: `prefill_logits` does it. With
+        `all_lanes` it is done for every lane as well, for a draft module that reads them; the
+        logits' bits do not depend on it.
+
+        `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
+        its dtype; that of the last layer with `all_lanes` only.
+        """
+        config, weights, slot = self.config, self.weights, lanes.slot
+        last = len(weights.layers) - 1
+        x = embed(lanes.token, weights.embedding, slot)
+        scratch = prefill_scratch(
+            config, weights.layers[0], len(x), launch=launch, outlived=all_lanes
+        )
+        rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
+        caches = states.cache.unbind(0)
+        for index, (layer, kv) in enumerate(zip(weights.layers, caches, strict=True)):
+            attended = layer.attention.attend(
+                lanes, kv, states.block_table, self.tables, attention, scratch
+            )
+            if index == last:
+                break
+            finish_prefill_layer(layer, self.norm_after(index), x, attended, slot, scratch)
+            _keep_stream(x, index, streams)
+        x_1H, attended_1A = (rows.index_select(0, lanes.last) for rows in (x, attended))
+        if all_lanes:
+            finish_prefill_layer(
+                weights.layers[last], self.norm_after(last), x, attended, slot, scratch
+            )
+            _keep_stream(x, last, streams)
+        return PrefillEnd((x_1H, attended_1A), scratch.h if all_lanes else None)
+
+    def prefill_logits(
+        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+    ) -> Tensor:
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
+        last = self.weights.layers[-1]
+        x_1H, attended_1A = end.last
+        scratch = prefill_scratch(self.config, last, 1, launch=launch)
+        finish_prefill_layer(last, self.weights.final_norm, x_1H, attended_1A, slot_1, scratch)
+        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, pdl=launch.pdl)
