@@ -9,8 +9,7 @@ import torch
 
 from graphengine.buckets import BucketLadder
 from graphengine.checks import INT32_MAX, check_number, is_finite, is_int, keep_plain_numbers
-from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, row_family
-from graphengine.logits_params import MAX_LOGPROBS
+from graphengine.kernels import FMA_LANES, MAX_LANES, MAX_LOGPROBS, RowFamily, row_family
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     Auto,

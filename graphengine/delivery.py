@@ -13,7 +13,15 @@ from graphengine.checks import is_int
 from graphengine.deadlines import Deadlines
 from graphengine.gate import Gate
 from graphengine.guided import Guide
-from graphengine.kernels import EMITTED, EPOCH_MASK, INVALID, LENGTH, STOP
+from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP
+from graphengine.kernels.record import (
+    EPOCH_MASK,
+    EPOCH_SHIFT,
+    FLAGS_AND_COUNT,
+    FLAGS_AND_COUNT_MASK,
+    fed_of,
+    unpack_state,
+)
 from graphengine.recorder import Recorder
 from graphengine.replay import Replay
 from graphengine.request import Event, Phase, Request
@@ -112,12 +120,13 @@ class Delivery:
         how many the request was given.
         """
         state = items[-1]
-        flags, count = state & 0xF, state >> 4 & 0xF
+        flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
         if width > 1:
-            self._account(request, epoch, width, count, _verified(state))
+            # What was fed past a stop was not judged.
+            self._account(request, epoch, width, count, count if flags & STOP else fed_of(state))
         if not flags & (EMITTED | INVALID):
             return 0
-        if request.finish_reason is not None or state >> 12 != epoch & EPOCH_MASK:
+        if request.finish_reason is not None or state >> EPOCH_SHIFT != epoch & EPOCH_MASK:
             self.counters["discarded_tokens"] += count
             return 0
         if flags & INVALID:
@@ -312,13 +321,9 @@ def drafts_of(record: Payloads) -> tuple[int, int]:
     """Drafts that the lanes of a speculative step verified, and those of them that were right."""
     drafted = accepted = 0
     for items in record:
-        count = items[-1] >> 4 & 0xF
-        if count:
-            drafted += _verified(items[-1]) - 1
-            accepted += count - 1
+        lane = unpack_state(items[-1])
+        if lane.emitted:
+            # As in `read`: what was fed past a stop was not judged.
+            drafted += (lane.emitted if lane.flags & STOP else lane.fed) - 1
+            accepted += lane.emitted - 1
     return drafted, accepted
-
-
-def _verified(state: int) -> int:
-    """Tokens fed by the lane with this state that were judged: not the drafts behind a stop."""
-    return state >> 4 & 0xF if state & STOP else state >> 8 & 0xF

@@ -14,6 +14,7 @@ from graphengine.checks import check_number, is_int
 if TYPE_CHECKING:
     from graphengine.sampling_params import SamplingParams
 
+# That of the kernels, which a test compares: options are made without importing torch.
 MAX_LOGPROBS = 20
 MAX_PENALTY = 2.0
 # Beyond them products and quotients leave float32's range, whatever the temperature.

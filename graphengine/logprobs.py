@@ -15,7 +15,7 @@ import torch
 
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import TAG_MASK, Payloads
-from graphengine.kernels import logprob_items
+from graphengine.kernels import logprob_items, unpack_state
 from graphengine.replay import Replay
 from graphengine.request import Request
 from graphengine.result import Logprob, TokenLogprobs
@@ -118,11 +118,11 @@ class Logprobs:
 
 def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
     """What a lane with this record, of the mailbox of tokens, has of log-probabilities."""
-    top, count = request.params.logprobs, items[-1] >> 4 & 0xF
+    top = request.params.logprobs
     # Of one that has ended, and whose slot may be another's by now, nothing is read.
     if top is None or request.finish_reason is not None:
         return (), 0
-    return items[:count], top
+    return items[: unpack_state(items[-1]).emitted], top
 
 
 class _PartOfMailbox(Mailbox):

@@ -1,6 +1,6 @@
 """Relaxed acceptance, as the step's graphs run it: whose drafts pass, and who is thinking.
 
-`kernels/relaxed.py` has the rule. The state, a threshold by slot, is on the device.
+`kernels/relaxed_acceptance.py` has the rule. The state, a threshold by slot, is on the device.
 """
 
 from __future__ import annotations

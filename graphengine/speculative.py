@@ -23,12 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from graphengine.checks import INT32_MAX, is_finite, is_int, is_number, keep_plain_numbers
-from graphengine.kernels import MAX_LANES
+from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 
 log = logging.getLogger(__name__)
 
-# A mailbox record counts the emitted tokens, one more than drafts, in four bits.
-MAX_DRAFTS = 14
 MAX_NGRAM = 16
 # Above so many live requests a step is better spent on them than on drafts.
 AUTO_MAX_LIVE = 32

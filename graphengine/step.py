@@ -18,6 +18,7 @@ S slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -36,9 +37,8 @@ from graphengine.kernels import (
     SlotState,
     StopTensors,
     apply_commands,
-    begin_decode,
     commit_prefill,
-    finish_decode,
+    gather_and_embed,
     gather_prefill,
     linear,
     linear_sample,
@@ -47,6 +47,7 @@ from graphengine.kernels import (
     publish,
     sample,
     sample_tiles,
+    verify_commit_publish,
 )
 from graphengine.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.models.contract import DecodeLaunch, Model, StateTensors, stream_groups
@@ -109,7 +110,7 @@ class StepProgram:
             dtype=model.dtype,
             device=buffers.device,
         )
-        lanes = begin_decode(
+        lanes = gather_and_embed(
             self.state,
             buffers["command_epoch"],
             buffers["slot_of_row"][:rows],
@@ -121,7 +122,7 @@ class StepProgram:
             num_speculative_tokens=drafts,
             pdl=pdl,
         )
-        launch = self.launch._replace(tokens_per_row=1 + drafts)
+        launch = replace(self.launch, tokens_per_row=1 + drafts)
         residual = model.decode(lanes, residual, self.states, launch)
         processed, best, health = self._sample(lanes, residual, sampler, drafts)
         relaxed = None
@@ -130,14 +131,14 @@ class StepProgram:
             relaxed = self.relaxation.judge(processed.logits, lanes, self.sampling, drafts, pdl)
         options = self.logits_step
         host_drafts = self.drafter is not None and self.drafter.host_drafts
-        step = finish_decode(
+        step = verify_commit_publish(
             best,
             health,
             lanes,
             self.state,
             self.stopping,
             self.mailbox.tensor,
-            self.launch.arrivals,
+            self.launch,
             num_speculative_tokens=drafts,
             relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
@@ -145,7 +146,6 @@ class StepProgram:
             draft_SK=None if host_drafts else table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
-            pdl=pdl,
         )
         if processed is not None:
             options.report(processed, step.token_N, step.count_R, pdl=pdl)
@@ -160,21 +160,30 @@ class StepProgram:
         self, lanes: DecodeLanes, residual: Residual, sampler: Sampler, drafts: int
     ) -> tuple[Processed | None, Tensor, Tensor]:
         """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
-        launch = self.launch
-        shared: Any = {
-            "squares_TN": residual.squares,
-            "eps": self.model.config.norm_eps,
-            "plan": launch.plans["lm_head"],
-            "arrivals": launch.arrivals,
-            "pdl": launch.pdl,
-        }
-        x, lm_head = residual.scaled, self.model.lm_head
+        launch, model = self.launch, self.model
         if sampler == "fast":
             best, health = linear_sample(
-                x, lm_head, lanes.slot, lanes.position, self.sampling, **shared
+                residual.scaled,
+                model.lm_head,
+                lanes.slot,
+                lanes.position,
+                self.sampling,
+                squares_TN=residual.squares,
+                eps=model.config.norm_eps,
+                plan=launch.plans["lm_head"],
+                launch=launch,
             )
             return None, best, health
-        logits = linear(x, lm_head, lanes.slot, out_dtype=torch.float32, **shared)
+        logits = linear(
+            residual.scaled,
+            model.lm_head,
+            lanes.slot,
+            squares_TN=residual.squares,
+            eps=model.config.norm_eps,
+            out_dtype=torch.float32,
+            plan=launch.plans["lm_head"],
+            launch=launch,
+        )
         processed = self.logits_step.process(logits, lanes, drafts, pdl=launch.pdl)
         best, health = sample_tiles(
             logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl
@@ -253,6 +262,5 @@ class StepProgram:
             query_start_P1=chunk.query_start,
             slot_P=self.buffers["prefill_slot"],
             position_P=self.buffers["prefill_start"],
-            arrivals=self.launch.arrivals,
-            pdl=self.launch.pdl,
+            launch=self.launch,
         )

@@ -13,7 +13,7 @@ from graphengine.kernels.attention import (
     decode_attention_reference,
     decode_attention_workspace_bytes,
 )
-from graphengine.kernels.begin import begin_decode, begin_decode_reference
+from graphengine.kernels.begin import gather_and_embed, gather_and_embed_reference
 from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.draft import (
     DraftTiles,
@@ -28,12 +28,6 @@ from graphengine.kernels.draft import (
     commit_draft,
     commit_draft_reference,
 )
-from graphengine.kernels.draft_model import (
-    ModelDraft,
-    advance_model_draft,
-    begin_model_draft,
-    begin_model_draft_reference,
-)
 from graphengine.kernels.draft_vanilla import (
     DraftChain,
     Emitted,
@@ -47,9 +41,13 @@ from graphengine.kernels.draft_vanilla import (
     new_draft_chain,
 )
 from graphengine.kernels.embedding import embed, embed_reference
-from graphengine.kernels.finish import FinishedStep, finish_decode, finish_decode_reference
+from graphengine.kernels.finish import (
+    FinishedStep,
+    verify_commit_publish,
+    verify_commit_publish_reference,
+)
 from graphengine.kernels.handover import HandOver, hand_over, hand_over_reference
-from graphengine.kernels.launching import KernelCompilation, compile_kernels
+from graphengine.kernels.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.linear import (
     MAX_LANES,
     arrivals_needed,
@@ -82,11 +80,17 @@ from graphengine.kernels.logprobs import (
     token_log_probabilities,
     token_log_probabilities_reference,
 )
-from graphengine.kernels.logprobs_kernels import MAX_TOP_LOGPROBS
+from graphengine.kernels.logprobs_kernels import MAX_LOGPROBS
 from graphengine.kernels.logprobs_mailbox import (
     logprob_items,
     publish_logprobs,
     publish_logprobs_reference,
+)
+from graphengine.kernels.model_draft import (
+    ModelDraft,
+    advance_model_draft,
+    begin_model_draft,
+    begin_model_draft_reference,
 )
 from graphengine.kernels.ngram import (
     ngram_prompt,
@@ -121,8 +125,9 @@ from graphengine.kernels.prefill_attention import (
     paged_prefill_attention_reference,
     prefill_attention_workspace_bytes,
 )
-from graphengine.kernels.records import EPOCH_MASK, publish
-from graphengine.kernels.relaxed import (
+from graphengine.kernels.publish import publish
+from graphengine.kernels.record import MAX_DRAFTS, pack_state, unpack_state
+from graphengine.kernels.relaxed_acceptance import (
     relaxed_acceptance,
     relaxed_acceptance_reference,
     relaxed_delta_prompt,
@@ -150,12 +155,6 @@ from graphengine.kernels.sampling import (
     sample_tiles,
     sample_tiles_reference,
 )
-from graphengine.kernels.speculative import (
-    prepare_next_forward_pass,
-    prepare_next_forward_pass_reference,
-    verify_speculative_tokens,
-    verify_speculative_tokens_reference,
-)
 from graphengine.kernels.state import (
     EMITTED,
     INVALID,
@@ -176,15 +175,22 @@ from graphengine.kernels.stop_sequences import (
     match_stop_sequences_reference,
 )
 from graphengine.kernels.swap import copy_blocks, copy_blocks_reference
+from graphengine.kernels.verify import (
+    prepare_next_forward_pass,
+    prepare_next_forward_pass_reference,
+    verify_speculative_tokens,
+    verify_speculative_tokens_reference,
+)
 
 __all__ = [
+    "ALONE",
     "EMITTED",
-    "EPOCH_MASK",
     "FMA_LANES",
     "INVALID",
     "LENGTH",
+    "MAX_DRAFTS",
     "MAX_LANES",
-    "MAX_TOP_LOGPROBS",
+    "MAX_LOGPROBS",
     "PREFILL_ARRIVALS",
     "STOP",
     "USES_BAD_WORDS",
@@ -201,6 +207,7 @@ __all__ = [
     "Fusion",
     "HandOver",
     "KernelCompilation",
+    "Launch",
     "LinearKind",
     "LinearPlan",
     "LogitsTensors",
@@ -232,8 +239,6 @@ __all__ = [
     "apply_commands",
     "arrivals_needed",
     "attention_split",
-    "begin_decode",
-    "begin_decode_reference",
     "begin_model_draft",
     "begin_model_draft_reference",
     "begin_module_draft",
@@ -254,9 +259,9 @@ __all__ = [
     "decode_attention_workspace_bytes",
     "embed",
     "embed_reference",
-    "finish_decode",
-    "finish_decode_reference",
     "fuses_swiglu",
+    "gather_and_embed",
+    "gather_and_embed_reference",
     "gather_prefill",
     "hand_over",
     "hand_over_reference",
@@ -283,6 +288,7 @@ __all__ = [
     "note_prompt_reference",
     "note_tokens",
     "note_tokens_reference",
+    "pack_state",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "prefill_attention_workspace_bytes",
@@ -316,8 +322,11 @@ __all__ = [
     "swiglu_reference",
     "token_log_probabilities",
     "token_log_probabilities_reference",
+    "unpack_state",
     "update_relaxed_delta",
     "update_relaxed_delta_reference",
+    "verify_commit_publish",
+    "verify_commit_publish_reference",
     "verify_speculative_tokens",
     "verify_speculative_tokens_reference",
 ]

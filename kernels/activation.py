@@ -12,7 +12,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_rows, live_lanes, output_rows
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 _BLOCK_F = 1024
@@ -46,7 +46,7 @@ def swiglu(
     if not use_triton(gate_up_N2F):
         return swiglu_reference(gate_up_N2F, slot_N, out=out)
     F = width // 2
-    launch(_swiglu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
+    launcher(_swiglu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
         gate_up_N2F,
         slot_N,
         out,

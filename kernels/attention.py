@@ -30,7 +30,7 @@ import triton
 from graphengine.kernels.attention_kernels import decode_attention_kernel
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import Launch, launcher
 from graphengine.kernels.paged import (
     check_cache,
     checked_output,
@@ -74,7 +74,7 @@ def decode_attention(
     block_table_SB: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
-    arrivals: torch.Tensor,
+    launch: Launch,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -85,7 +85,6 @@ def decode_attention(
     eps: float = 0.0,
     split_tokens: int = SPLIT_TOKENS,
     tokens_per_row: int = 1,
-    pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append one token a lane to the cache and attend keys 0..position of the lane's slot.
@@ -96,8 +95,9 @@ def decode_attention(
         kv: one layer's cache, in qkv's dtype. Written in place: one key and value a live lane.
         block_table_SB: int32. slot_N: int32, -1 = padded lane; live rows name different slots.
         position_N: int32, where the lane's token belongs.
-        arrivals: int32, dense, at least `decode_attention_arrivals` of zeros; zeros again behind
-            the kernel. Kernels that do not run at the same time may share it.
+        launch: its counters are wanted, dense, at least `decode_attention_arrivals`. With PDL slots
+            and positions must have been written two launches earlier or before, the cache's older
+            entries too.
         scale: factor on the scores, 1/sqrt(D) as a rule.
         max_seq_len: positions stay below it. It sets the grid and the workspace
             (`decode_attention_workspace_bytes`), never the result.
@@ -107,8 +107,6 @@ def decode_attention(
         tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
             position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
             in front of them would stand below position 0.
-        pdl: launch as a programmatic dependent. Slots and positions must then have been written two
-            launches earlier or before, the cache's older entries too.
         out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
 
     Returns:
@@ -138,7 +136,7 @@ def decode_attention(
         raise ValueError(
             f"tokens_per_row={tokens_per_row} must divide {lanes} lanes, 1..{_MAX_ROW_TOKENS}"
         )
-    _check_arrivals(arrivals, lanes, num_heads, num_kv_heads)
+    arrivals = _checked_arrivals(launch, lanes, num_heads, num_kv_heads)
     out = checked_output(out, (lanes, num_heads * head_dim), like=qkv_NX)
     if not use_triton(qkv_NX):
         return decode_attention_reference(
@@ -168,7 +166,7 @@ def decode_attention(
     acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
     max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
     sum_NQC = torch.empty_like(max_NQC)
-    launch(decode_attention_kernel, (lanes, tiles, programs))(
+    launcher(decode_attention_kernel, (lanes, tiles, programs))(
         qkv_NX,
         cos,
         sin,
@@ -198,7 +196,7 @@ def decode_attention(
         LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
         **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
         **_row_options(qkv_NX.dtype, tokens_per_row),
-        **launch_options(pdl),
+        **launch_options(launch.pdl),
     )
     return out
 
@@ -335,10 +333,16 @@ def _check_arguments(
     return head_dim
 
 
-def _check_arrivals(arrivals: torch.Tensor, lanes: int, num_heads: int, num_kv_heads: int) -> None:
+def _checked_arrivals(
+    launch: Launch, lanes: int, num_heads: int, num_kv_heads: int
+) -> torch.Tensor:
+    arrivals = launch.arrivals
     needed = decode_attention_arrivals(lanes, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if arrivals is None:
+        raise ValueError(f"arrivals must be a dense vector of at least {needed}, not None")
     check_int32(arrivals=arrivals)
     if arrivals.dim() != 1 or arrivals.shape[0] < needed or not arrivals.is_contiguous():
         raise ValueError(
             f"arrivals must be a dense vector of at least {needed}, not {tuple(arrivals.shape)}"
         )
+    return arrivals

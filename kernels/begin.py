@@ -18,7 +18,7 @@ from graphengine.kernels.embedding import (
     store_embedding,
 )
 from graphengine.kernels.lanes import check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import (
@@ -34,7 +34,7 @@ from graphengine.kernels.state import (
 _BLOCK_S = 64
 
 
-def begin_decode(
+def gather_and_embed(
     state: SlotState,
     command_epoch_S: torch.Tensor,
     slot_of_row_R: torch.Tensor,
@@ -70,7 +70,7 @@ def begin_decode(
         draft_SK: int32 [S, K or more], dense rows: the drafts of each slot's next step; below 0 for
             absent. Read as state is, so a kernel may write it.
         max_len_S: int32, host-owned. Both are wanted with drafts, and not read without.
-        num_speculative_tokens: K, 0..14.
+        num_speculative_tokens: K, 0..MAX_DRAFTS.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -90,7 +90,7 @@ def begin_decode(
         check_draft_table(draft_SK, slots, num_speculative_tokens)
         check_lanes(slots, max_len=max_len_S)
     if not use_triton(slot_of_row_R):
-        return begin_decode_reference(
+        return gather_and_embed_reference(
             state,
             command_epoch_S,
             slot_of_row_R,
@@ -104,7 +104,7 @@ def begin_decode(
     lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
     V, H = embedding_VH.shape
     block_h = triton.next_power_of_2(H)
-    launch(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
+    launcher(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
         command_epoch_S,
         slot_of_row_R,
         state.epoch,
@@ -137,7 +137,7 @@ def begin_decode(
     return lanes
 
 
-def begin_decode_reference(
+def gather_and_embed_reference(
     state: SlotState,
     command_epoch_S: torch.Tensor,
     slot_of_row_R: torch.Tensor,
@@ -149,7 +149,7 @@ def begin_decode_reference(
     max_len_S: torch.Tensor | None = None,
     num_speculative_tokens: int = 0,
 ) -> DecodeLanes:
-    """Plain twin of `begin_decode`."""
+    """Plain twin of `gather_and_embed`."""
     apply_commands_reference(state, command_epoch_S)
     lanes = _gather_reference(state, slot_of_row_R)
     if num_speculative_tokens:

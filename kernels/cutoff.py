@@ -24,7 +24,7 @@ from graphengine.kernels.candidates import (
     sortable_key,
     value_of_key,
 )
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 _BLOCK = 4096
@@ -56,7 +56,7 @@ def find_cutoffs(
     width = triton.cdiv(vocabulary, block) * block
     key_RW = slot_R.new_empty(rows, width)
     cut_key_R, cut_id_R = torch.empty_like(slot_R), torch.empty_like(slot_R)
-    launch(_cutoff_kernel, (rows,))(
+    launcher(_cutoff_kernel, (rows,))(
         logits_RV,
         slot_R,
         position_R,

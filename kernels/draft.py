@@ -40,7 +40,7 @@ from graphengine.kernels.lanes import (
     output_rows,
     sum_rows,
 )
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options
 from graphengine.kernels.residual import Residual, check_squares
 from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference
@@ -136,7 +136,7 @@ def combine_hidden(
             token_N, slot_N, hidden, source_N, fusion, hidden_eps=hidden_eps, residual=residual
         )
     args, options = fusion_args(hidden, fusion, hidden_eps, lanes, residual)
-    launch(combine_kernel, (lanes,))(
+    launcher(combine_kernel, (lanes,))(
         token_N, slot_N, source_N, args, **options, **launch_options(pdl)
     )
     return args.combined
@@ -212,7 +212,7 @@ def begin_module_draft(
         source=torch.empty_like(count_R),
         combined=args.combined,
     )
-    launch(begin_kernel, (N,))(
+    launcher(begin_kernel, (N,))(
         token_N,
         count_R,
         lanes.slot,
@@ -305,7 +305,7 @@ def advance_module_draft(
         return NextDraft(lanes, combined)
     lanes = new_lanes(count, rows.slot)
     args, options = fusion_args(hidden, fusion, hidden_eps, count, residual)
-    launch(advance_kernel, (count,))(
+    launcher(advance_kernel, (count,))(
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
         limit,
@@ -353,7 +353,7 @@ def commit_draft(
         )
     lanes = new_lanes(count, rows.slot)
     warps = min(max(triton.next_power_of_2(tiles.best.shape[1]) // 256, 1), 16)
-    launch(commit_kernel, (count,))(
+    launcher(commit_kernel, (count,))(
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
         limit,

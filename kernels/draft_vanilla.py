@@ -61,7 +61,7 @@ from graphengine.kernels.draft_kernels import (
     store_lane,
 )
 from graphengine.kernels.lanes import check_vector
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import DecodeLanes
@@ -455,7 +455,7 @@ def _launch(
     drafts: int,
     pdl: bool,
 ) -> None:
-    launch(_vanilla_kernel, (lanes.slot.numel(),))(
+    launcher(_vanilla_kernel, (lanes.slot.numel(),))(
         emitted.token_N,
         emitted.count_R,
         emitted.lanes.slot,

@@ -22,7 +22,7 @@ from graphengine.kernels.lanes import (
     live_lanes,
     output_rows,
 )
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.residual import Residual, check_squares
 
 _BLOCK_H = 1024
@@ -54,7 +54,7 @@ def embed(
     out = output_rows(out, (lanes, H), dtype=torch.float32, like=table_VH)
     if not use_triton(table_VH):
         return embed_reference(token_N, table_VH, slot_N, out=out)
-    launch(_embed_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
+    launcher(_embed_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
         token_N, table_VH, slot_N, out, table_VH.stride(0), out.stride(0), V, H=H, BLOCK_H=_BLOCK_H
     )
     return out

@@ -14,13 +14,10 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import Launch, launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.records import (
-    check_mailbox,
-    publish_tokens_reference,
-    state_payload,
-)
+from graphengine.kernels.publish import check_mailbox, publish_tokens_reference
+from graphengine.kernels.record import state_payload, tag_of
 from graphengine.kernels.sampling import check_tiles, token_of_tiles_reference, tokens_of_tiles
 from graphengine.kernels.state import (
     EMITTED,
@@ -66,14 +63,14 @@ class FinishedStep(NamedTuple):
     """int32: tokens emitted, those of the row's first lanes; 0 for a padded row."""
 
 
-def finish_decode(
+def verify_commit_publish(
     best_NC: torch.Tensor,
     health_NC: torch.Tensor,
     lanes: DecodeLanes,
     state: SlotState,
     limits: StopTensors,
     mailbox_items: torch.Tensor,
-    arrivals: torch.Tensor,
+    launch: Launch,
     *,
     num_speculative_tokens: int = 0,
     relaxed_N: torch.Tensor | None = None,
@@ -81,7 +78,6 @@ def finish_decode(
     draft_SK: torch.Tensor | None = None,
     sequences: StopSequences | None = None,
     history_SP: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> FinishedStep:
     """Take each live row's tokens out of their tiles and into its slot's state; publish them.
 
@@ -102,13 +98,14 @@ def finish_decode(
 
     Args:
         best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in.
-        lanes: from `begin_decode`.
+        lanes: from `gather_and_embed`.
         state: next_token, kv_len, running and sequence are updated in place; epoch is read.
         limits: host-owned.
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items > W; the device's memory
             or pinned host memory. The entry is overwritten: its reader must be done with it.
-        arrivals: dense int32; element 0 is zero before and after.
-        num_speculative_tokens: K, 0..14.
+        launch: its counters are wanted: one. With PDL at least one launch must lie between this one
+            and `gather_and_embed`.
+        num_speculative_tokens: K, 0..MAX_DRAFTS.
         relaxed_N: int32, not 0 where the draft that the *next* lane was fed is accepted whatever
             this lane sampled; among the first d, the draft itself is this lane's token then.
         forced: accept this many drafts, or all that were fed if fewer, whatever they are; the
@@ -118,8 +115,6 @@ def finish_decode(
         sequences: stop sequences by slot, host-owned; wanted together with `history_SP`.
         history_SP: int32, dense rows: the token at each position up to the row's first lane; only
             read, and older than the launch before.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
-            launch must lie between this one and `begin_decode`.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
@@ -134,7 +129,9 @@ def finish_decode(
     rows = total // width
     tiles = check_tiles(best_NC, health_NC, total)
     entries, mailbox_lanes, items = check_mailbox(mailbox_items, rows, width)
-    check_int32(arrivals=arrivals)
+    if launch.arrivals is None:
+        raise ValueError("arrivals must be int32, not None")
+    check_int32(arrivals=launch.arrivals)
     if relaxed_N is not None:
         check_lanes(total, relaxed=relaxed_N)
     if forced is not None and forced < 0:
@@ -147,7 +144,7 @@ def finish_decode(
         if listed != slots:
             raise ValueError(f"stop sequences of {listed} slots do not fit {slots} slots")
     if not use_triton(best_NC):
-        return finish_decode_reference(
+        return verify_commit_publish_reference(
             best_NC,
             health_NC,
             lanes,
@@ -167,7 +164,7 @@ def finish_decode(
     block_w = triton.next_power_of_2(width)
     most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
     block_c = min(triton.next_power_of_2(tiles), most)
-    launch(_finish_decode_kernel, (rows,))(
+    launcher(_finish_decode_kernel, (rows,))(
         best_NC,
         health_NC,
         None if forced is not None or width == 1 else relaxed_N,
@@ -182,7 +179,7 @@ def finish_decode(
         limits.max_len,
         draft_SK,
         mailbox_items,
-        arrivals,
+        launch.arrivals,
         *step,
         history_SP,
         *(sequences or (None, None, None)),
@@ -207,12 +204,12 @@ def finish_decode(
         BLOCK_K=triton.next_power_of_2(max(columns, 1)),
         BLOCK_I=triton.next_power_of_2(items),
         num_warps=min(max(block_w * block_c // 256, 1), 32),
-        **launch_options(pdl),
+        **launch_options(launch.pdl),
     )
     return step
 
 
-def finish_decode_reference(
+def verify_commit_publish_reference(
     best_NC: torch.Tensor,
     health_NC: torch.Tensor,
     lanes: DecodeLanes,
@@ -227,7 +224,7 @@ def finish_decode_reference(
     sequences: StopSequences | None = None,
     history_SP: torch.Tensor | None = None,
 ) -> FinishedStep:
-    """Plain twin of `finish_decode`, which needs no arrivals."""
+    """Plain twin of `verify_commit_publish`, which needs no arrivals."""
     width = num_speculative_tokens + 1
     token_RW = token_of_tiles_reference(best_NC, health_NC).view(-1, width)
     slot_RW, fed_RW = lanes.slot.view(-1, width), lanes.token.view(-1, width)
@@ -422,7 +419,7 @@ def _finish_decode_kernel(
         used = draft_ptr + slot.to(tl.int64) * draft_stride + k
         tl.store(used, tl.full([BLOCK_K], -1, tl.int32), mask=live & (k < COLUMNS))
 
-    tag = (sequence & 0xFFFFFFFF) << 32
+    tag = tag_of(sequence)
     item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * ITEMS
     tl.store(item_ptr + j, tag | tl.where(j < count, token_W, 0).to(tl.int64), mask=j < W)
     i = tl.arange(0, BLOCK_I)

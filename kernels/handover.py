@@ -18,7 +18,7 @@ from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.draft import check_steps, hidden_rows
 from graphengine.kernels.draft_kernels import StreamArgs, load_hidden
 from graphengine.kernels.lanes import check_lanes, check_rows, live_lanes, output_rows
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import DecodeLanes
@@ -97,7 +97,7 @@ def hand_over(
         hidden_stride=hidden.scaled.stride(0),
         hidden_eps=hidden_eps,
     )
-    launch(_hand_over_kernel, (N,))(
+    launcher(_hand_over_kernel, (N,))(
         token_N,
         count_R,
         *lanes,

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes: as such, values of any dtype are copied to the bit."""
 
 
 def check_int32(**tensors: torch.Tensor) -> None:

@@ -33,6 +33,26 @@ would wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the kernels of a step share in how they are launched.
+
+    arrivals  int32, on the device: counters by which the programs of a launch find out who is last.
+              Zero before and after each launch, so kernels that do not run at the same time may
+              share them; each wrapper says how many it needs. None: there are none
+    pdl       the launch may overlap the one before, by the rules of `kernels.pdl`
+
+    A wrapper of a kernel without such counters has the argument `pdl` alone.
+    """
+
+    arrivals: torch.Tensor | None = None
+    pdl: bool = False
+
+
+ALONE = Launch()
+"""One kernel after the other, none of which needs counters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCompilation:
     """What `compile_kernels` did; a kernel that was in memory counts nowhere.
 
@@ -46,7 +66,7 @@ class KernelCompilation:
     seconds: float
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """`kernel[grid]`: a call with the kernel's arguments launches it.
 
     Inside `compile_kernels` the call only looks the kernel up. That holds for the steps of that

@@ -36,7 +36,7 @@ from graphengine.kernels.lanes import (
     live_lanes,
     output_rows,
 )
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import ALONE, Launch, launcher
 from graphengine.kernels.linear_kernels import ResidualArgs, SamplerArgs, dot_kernel, fma_kernel
 from graphengine.kernels.pdl import launch_options
 from graphengine.kernels.plans import (
@@ -65,8 +65,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
-    arrivals: torch.Tensor | None = None,
-    pdl: bool = False,
+    launch: Launch = ALONE,
 ) -> torch.Tensor:
     """y = x @ weight^T / rms (+ bias), then `silu(gate) * up` with `swiglu`.
 
@@ -84,10 +83,9 @@ def linear(
         out_dtype: of the output; default x's dtype.
         out: [N, M] ([N, F]), dense rows; must not overlap `x`.
         plan: how the weight is cut; default `heuristic_plan` in the family `dot`, without splits.
-        arrivals: int32, zero between launches, at least `arrivals_needed(plan, M)`: wanted by a
-            plan that splits K. Kernels of one stream may share it.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`, and the one
-            behind if `plan.overlap`. Only what no kernel writes is loaded early: weights.
+        launch: a plan that splits K wants at least `arrivals_needed(plan, M)` of its counters. With
+            PDL the next launch too may overlap this one, if `plan.overlap`. Only what no kernel
+            writes is loaded early: weights.
 
     Returns:
         [N, M] ([N, F]); accumulated and finished in float32, rounded once. Padded lanes are not
@@ -124,8 +122,7 @@ def linear(
         bias=bias,
         swiglu=swiglu,
         out=out,
-        arrivals=arrivals,
-        pdl=pdl,
+        launch=launch,
     )
     return out
 
@@ -139,8 +136,7 @@ def linear_residual(
     *,
     bias: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
-    arrivals: torch.Tensor | None = None,
-    pdl: bool = False,
+    launch: Launch = ALONE,
 ) -> Residual:
     """residual.x += x @ weight^T (+ bias), and what the norm behind it needs.
 
@@ -171,8 +167,7 @@ def linear_residual(
         plan,
         bias=bias,
         residual=ResidualArgs(residual.x, next_norm_M, residual.scaled, squares),
-        arrivals=arrivals,
-        pdl=pdl,
+        launch=launch,
     )
     return residual
 
@@ -189,8 +184,7 @@ def linear_sample(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     plan: LinearPlan | None = None,
-    arrivals: torch.Tensor | None = None,
-    pdl: bool = False,
+    launch: Launch = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fast sampler folded into lm_head: greedy or by temperature, no top-k, top-p or min-p.
 
@@ -261,8 +255,7 @@ def linear_sample(
         token_ids=token_ids,
         stop_ids=stop_ids,
         ahead=ahead,
-        arrivals=arrivals,
-        pdl=pdl,
+        launch=launch,
     )
     return best, health
 
@@ -293,8 +286,7 @@ def _launch(
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,
     ahead: int = 1,
-    arrivals: torch.Tensor | None = None,
-    pdl: bool = False,
+    launch: Launch = ALONE,
 ) -> None:
     """Launch the kernel of the plan's family, on operands that `_check` let pass.
 
@@ -312,7 +304,7 @@ def _launch(
         "BLOCK_K": plan.block_k,
         "OVERLAP": plan.overlap,
         "num_warps": plan.warps,
-        **launch_options(pdl),
+        **launch_options(launch.pdl),
     }
     splits = min(plan.splits, triton.cdiv(K, plan.block_k))
     in_gluon = sampler is None and linear_gluon.takes(
@@ -326,21 +318,22 @@ def _launch(
     out_stride = 0 if out is None else out.stride(0)
     numbers = (lanes, *strides, out_stride, eps, stop_ids, ahead)
     if plan.family == "fma":
-        launch(fma_kernel, (tiles,))(*inputs, sampler, token_ids, *numbers, LANES=lanes, **sizes)
+        launcher(fma_kernel, (tiles,))(*inputs, sampler, token_ids, *numbers, LANES=lanes, **sizes)
         return
     partial = None
     if splits > 1:
         needed = arrivals_needed(plan, M)
+        arrivals = launch.arrivals
         if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < needed:
             raise ValueError(f"{plan} wants {needed} int32 arrivals, not {_described(arrivals)}")
         partial = x_NK.new_empty((splits, lanes, tiles * plan.block_m), dtype=torch.float32)
     lane_tiles = 1 if lanes <= 16 else 2
     sizes |= {"SPLITS": splits, "EVEN_K": K % (plan.block_k * splits) == 0}
-    counters = arrivals if splits > 1 else None
+    counters = launch.arrivals if splits > 1 else None
     # Lanes count fastest, so that programs on the same weights run together and share L2.
     grid = (triton.cdiv(lanes, 16 * lane_tiles), tiles, splits)
     if not in_gluon:
-        launch(dot_kernel, grid)(
+        launcher(dot_kernel, grid)(
             *inputs,
             sampler,
             token_ids,
@@ -352,7 +345,7 @@ def _launch(
             **sizes,
         )
         return
-    launch(linear_gluon.dot_kernel, grid)(
+    launcher(linear_gluon.dot_kernel, grid)(
         *inputs,
         partial,
         counters,

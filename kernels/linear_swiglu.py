@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from graphengine.kernels.activation import silu, silu_reference
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.lanes import check_rows, output_rows
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 LANES = 128
@@ -138,7 +138,7 @@ def _launch(x_NK: torch.Tensor, weight_MK: torch.Tensor, out: torch.Tensor, pdl:
     B = tile_outputs(N, F, processors) or 128
     options = launch_options(pdl)
     tiles = triton.cdiv(N, LANES) * triton.cdiv(F, B)
-    launch(_swiglu_kernel, (min(processors, tiles),))(
+    launcher(_swiglu_kernel, (min(processors, tiles),))(
         _tiled(x_NK, LANES, _COLUMNS),
         _tiled(weight_MK, B, _COLUMNS),
         _tiled(out, LANES, B),

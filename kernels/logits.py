@@ -1,6 +1,6 @@
 """Logits changed as a request asks for, in place: what may be sampled, and what was said before.
 
-    lm_head -> process_logits -> sample_tiles -> finish_decode -> note_tokens (`noted.py`)
+    lm_head -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens (`noted.py`)
 
 Every live lane's logits go through these steps, in this order:
 
@@ -38,7 +38,7 @@ import triton
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector, live_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.logits_kernels import (
     COUNT_MASK,
     USES_BAD_WORDS,
@@ -107,10 +107,10 @@ def process_logits(
 
     Args:
         logits_NV: float32, dense rows, any stride between them.
-        lanes: from `begin_decode`; of a row the padded lanes are its last.
+        lanes: from `gather_and_embed`; of a row the padded lanes are its last.
         tensors: indexed by slot; only read. Counts include the row's first lane, history reaches
             up to it.
-        num_speculative_tokens: K, 0..14.
+        num_speculative_tokens: K, 0..MAX_DRAFTS.
         vocabulary: ids below it exist, 1..V; None for V. Past it all live lanes get -inf, with or
             without flags.
         raw_NV: float32, of `logits_NV`'s shape, dense rows: where a slot wants log-probabilities of
@@ -152,7 +152,7 @@ def process_logits(
     B, (masks, words) = tensors.bias_ids.shape[1], tensors.bitmask.shape[1:]
     Q, L = tensors.bad_words.shape[1:]
     block = min(_BLOCK, triton.next_power_of_2(columns))
-    launch(process_kernel, (lane_count, triton.cdiv(columns, block)))(
+    launcher(process_kernel, (lane_count, triton.cdiv(columns, block)))(
         logits_NV,
         raw_NV,
         *lanes,

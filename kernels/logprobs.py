@@ -1,7 +1,7 @@
 """Log-probabilities of what was sampled, and of the most probable tokens beside it.
 
     rank_logits                 anywhere behind `process_logits`    a lane's normaliser, its top n
-    token_log_probabilities     behind `finish_decode`              those of the emitted tokens
+    token_log_probabilities     behind `verify_commit_publish`      those of the emitted tokens
     publish_logprobs            last                                into a mailbox of their own
 
 A lane's are log_softmax(l) = (l - max l) - log(sum(exp(l - max l))), in float32, over the ids below
@@ -30,9 +30,9 @@ import triton
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector, live_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.logprobs_kernels import (
-    MAX_TOP_LOGPROBS,
+    MAX_LOGPROBS,
     rank_merge_kernel,
     rank_tile_kernel,
     token_kernel,
@@ -113,9 +113,9 @@ def rank_logits(
     tiles = triton.cdiv(vocabulary, block)
     largest_NC = ranked.largest.new_empty(lanes, tiles)
     total_NC = torch.empty_like(largest_NC)
-    top_NCT = torch.empty((lanes, tiles, MAX_TOP_LOGPROBS), dtype=torch.int64, device=slot_N.device)
+    top_NCT = torch.empty((lanes, tiles, MAX_LOGPROBS), dtype=torch.int64, device=slot_N.device)
     raw_stride = 0 if raw_NV is None else raw_NV.stride(0)
-    launch(rank_tile_kernel, (lanes, tiles))(
+    launcher(rank_tile_kernel, (lanes, tiles))(
         logits_NV,
         raw_NV,
         slot_N,
@@ -130,8 +130,8 @@ def rank_logits(
         num_warps=min(max(block // 512, 1), _TILE_WARPS),
         **launch_options(pdl),
     )
-    block_ct = triton.next_power_of_2(tiles * MAX_TOP_LOGPROBS)
-    launch(rank_merge_kernel, (lanes,))(
+    block_ct = triton.next_power_of_2(tiles * MAX_LOGPROBS)
+    launcher(rank_merge_kernel, (lanes,))(
         logits_NV,
         raw_NV,
         slot_N,
@@ -164,7 +164,7 @@ def rank_logits_reference(
     ranked = _new_ranked(slot_N)
     for lane in live_lanes(slot_N).tolist():
         slot = int(slot_N[lane])
-        wanted = min(int(wants.wanted[slot]), MAX_TOP_LOGPROBS)
+        wanted = min(int(wants.wanted[slot]), MAX_LOGPROBS)
         if wanted < 0:
             continue
         logits_V = _source(logits_NV, raw_NV, lane, int(wants.raw[slot]))[:vocabulary]
@@ -197,9 +197,9 @@ def token_log_probabilities(
     """Log-probability and rank of each token that a row emitted: token j's from lane j's logits.
 
     Args:
-        token_N, count_R: int32, from `finish_decode`: row r emitted the tokens of its first count
-            lanes. R gives the width of a row, N / R lanes. For a prompt R is N: the token behind
-            each lane, and 1 where it is asked for.
+        token_N, count_R: int32, from `verify_commit_publish`: row r emitted the tokens of its first
+            count lanes. R gives the width of a row, N / R lanes. For a prompt R is N: the token
+            behind each lane, and 1 where it is asked for.
         ranked: from `rank_logits` of the same logits.
         The others as of `rank_logits`.
 
@@ -221,7 +221,7 @@ def token_log_probabilities(
         )
     tokens = TokenLogprobs(torch.empty_like(ranked.largest), torch.empty_like(token_N))
     if lanes:
-        launch(token_kernel, (lanes,))(
+        launcher(token_kernel, (lanes,))(
             logits_NV,
             raw_NV,
             token_N,
@@ -284,8 +284,8 @@ def _new_ranked(slot_N: torch.Tensor) -> RankedLogits:
     return RankedLogits(
         new(lanes),
         new(lanes),
-        new(lanes, MAX_TOP_LOGPROBS, dtype=torch.int32),
-        new(lanes, MAX_TOP_LOGPROBS),
+        new(lanes, MAX_LOGPROBS, dtype=torch.int32),
+        new(lanes, MAX_LOGPROBS),
     )
 
 
@@ -334,7 +334,7 @@ def check_ranked(ranked: RankedLogits, lanes: int) -> None:
     check_vector("log_total", ranked.log_total, lanes, torch.float32)
     tops = (("top_id", ranked.top_id, torch.int32), ("top_value", ranked.top_value, torch.float32))
     for name, tensor, dtype in tops:
-        shape = (lanes, MAX_TOP_LOGPROBS)
+        shape = (lanes, MAX_LOGPROBS)
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be a dense {dtype} {list(shape)}, "

@@ -11,9 +11,10 @@ import triton.language as tl
 from graphengine.kernels.candidates import LAST_ID, sortable_key
 from graphengine.kernels.pdl import wait_for_inputs
 
-MAX_TOP_LOGPROBS = 20
+MAX_LOGPROBS = 20
+"""Most probable tokens that a token is published with, at most."""
 
-_TOP = tl.constexpr(MAX_TOP_LOGPROBS)
+_TOP = tl.constexpr(MAX_LOGPROBS)
 _BLOCK_TOP = tl.constexpr(32)
 # No candidate: below every packed one.
 _NOTHING = tl.constexpr(-(2**63))

@@ -9,10 +9,11 @@ item j * (2 + 2 * top) on:
     3 + 2 * i   bits of its log-probability, float32
 
 Each is (sequence & 0xffffffff) << 32 | payload, one aligned 64-bit store that is believed because
-of its own tag only, in entry sequence % entries: sequence is what `finish_decode` has counted, so
-tag and entry are those of the replay's record in the first mailbox. Written are, for the tokens
-that the row emitted, the items of the token itself and of the min(wanted, top) most probable; the
-host knows both numbers, the first by that record. All other items keep what they were.
+of its own tag only, in entry sequence % entries: sequence is what `verify_commit_publish` has
+counted, so tag and entry are those of the replay's record in the first mailbox. Written are, for
+the tokens that the row emitted, the items of the token itself and of the min(wanted, top) most
+probable; the host knows both numbers, the first by that record. All other items keep what they
+were.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes.
 """
@@ -25,7 +26,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.logprobs import (
     LogprobTensors,
     RankedLogits,
@@ -34,17 +35,18 @@ from graphengine.kernels.logprobs import (
     check_ranked,
     check_wants,
 )
-from graphengine.kernels.logprobs_kernels import MAX_TOP_LOGPROBS
+from graphengine.kernels.logprobs_kernels import MAX_LOGPROBS
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.records import check_mailbox
+from graphengine.kernels.publish import check_mailbox
+from graphengine.kernels.record import tag_items, tag_of
 
-_TOP = tl.constexpr(MAX_TOP_LOGPROBS)
+_TOP = tl.constexpr(MAX_LOGPROBS)
 
 
 def logprob_items(top: int) -> int:
-    """Items of a token; ValueError unless `top` is 0 to MAX_TOP_LOGPROBS."""
-    if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"top={top}, not 0..{MAX_TOP_LOGPROBS}")
+    """Items of a token; ValueError unless `top` is 0 to MAX_LOGPROBS."""
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise ValueError(f"top={top}, not 0..{MAX_LOGPROBS}")
     return 2 + 2 * top
 
 
@@ -66,7 +68,7 @@ def publish_logprobs(
     Args:
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= W * (2 + 2 * top); the
             device's memory or pinned host memory. Its reader must be done with the entry.
-        sequence_1: int64 [1], `SlotState.sequence` behind `finish_decode`; only read.
+        sequence_1: int64 [1], `SlotState.sequence` behind `verify_commit_publish`; only read.
         count_R: int32, tokens that each row emitted, those of its first lanes.
         slot_N: int32, -1 for a padded lane; of each row the first is read.
         wants: indexed by slot; `wanted` is read.
@@ -97,7 +99,7 @@ def publish_logprobs(
         return
     if not rows:
         return
-    launch(_publish_kernel, (lanes,))(
+    launcher(_publish_kernel, (lanes,))(
         mailbox_items,
         sequence_1,
         count_R,
@@ -132,7 +134,7 @@ def publish_logprobs_reference(
     width = slot_N.numel() // max(count_R.numel(), 1)
     sequence = int(sequence_1)
     entry = mailbox_items[sequence % mailbox_items.shape[0]]
-    tag = torch.tensor(sequence & 0xFFFFFFFF) << 32
+    tag = tag_items(torch.tensor(sequence))
     for row, count in enumerate(count_R.tolist()):
         slot = int(slot_N[row * width])
         wanted = min(int(wants.wanted[slot]), top) if slot >= 0 else -1
@@ -189,8 +191,7 @@ def _publish_kernel(
     payload = tl.where(i % 2 == 0, top_id, top_value.to(tl.int32, bitcast=True))
     payload = tl.where(i == 0, value.to(tl.int32, bitcast=True), payload)
     payload = tl.where(i == 1, rank, payload)
-    tag = (sequence & 0xFFFFFFFF) << 32
     entry_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * items
     item_ptr = entry_ptr + j * (2 + 2 * top) + i
-    words = tag | (payload.to(tl.int64) & 0xFFFFFFFF)
+    words = tag_of(sequence) | (payload.to(tl.int64) & 0xFFFFFFFF)
     tl.store(item_ptr, words, mask=emitted & (i < 2 + 2 * wanted))

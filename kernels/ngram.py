@@ -22,7 +22,7 @@ import triton.language as tl
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.draft import check_draft_table, check_steps
 from graphengine.kernels.lanes import check_lanes, live_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.state import DecodeLanes, PrefillLanes
 
@@ -74,7 +74,7 @@ def ngram_propose(
         return
     rows = count_R.numel()
     W = N // rows
-    launch(_propose_kernel, (rows,))(
+    launcher(_propose_kernel, (rows,))(
         history_SP,
         token_N,
         count_R,
@@ -153,7 +153,7 @@ def ngram_prompt(
     if not use_triton(history_SP):
         ngram_prompt_reference(history_SP, chunk, token_1, final_1, draft_SK, **options)
         return
-    launch(_prompt_kernel, (1,))(
+    launcher(_prompt_kernel, (1,))(
         history_SP,
         chunk.token,
         chunk.slot,

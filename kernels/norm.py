@@ -18,7 +18,7 @@ from graphengine.kernels.lanes import (
     live_lanes,
     output_rows,
 )
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
 # Longer rows are read twice, in tiles; a row of this length stays in the registers of 16 warps.
@@ -54,7 +54,7 @@ def rms_norm(
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):
         return rms_norm_reference(x_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out)
-    launch(_rms_norm_kernel, (lanes,))(
+    launcher(_rms_norm_kernel, (lanes,))(
         x_NH,
         weight_H,
         slot_N,
@@ -161,7 +161,7 @@ def add_rms_norm(
         return add_rms_norm_reference(
             x_NH, y_NH, weight_H, slot_N, eps=eps, out_dtype=out_dtype, out=out
         )
-    launch(_add_rms_norm_kernel, (lanes,))(
+    launcher(_add_rms_norm_kernel, (lanes,))(
         x_NH,
         y_NH,
         weight_H,

@@ -1,7 +1,7 @@
 """What a request has said, noted on the device: how often each token, and which at each position.
 
     prefill   note_prompt -> (model) -> process_logits -> sample -> commit_prefill -> note_tokens
-    decode    (model) -> process_logits -> sample_tiles -> finish_decode -> note_tokens
+    decode    (model) -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens
 
 `process_logits` and the stop sequences read it. Both tables belong to a slot's state: they go along
 when its request pauses.
@@ -19,7 +19,7 @@ import triton.language as tl
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.draft import check_steps
 from graphengine.kernels.lanes import check_lanes, live_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.logits import check_noted
 from graphengine.kernels.logits_kernels import IN_PROMPT
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
@@ -63,7 +63,7 @@ def note_tokens(
         note_tokens_reference(token_N, count_R, lanes, counts_SV, history_SP)
         return
     rows = count_R.numel()
-    launch(_note_tokens_kernel, (rows,))(
+    launcher(_note_tokens_kernel, (rows,))(
         token_N,
         count_R,
         lanes.slot,
@@ -135,7 +135,7 @@ def note_prompt(
     block_v = min(triton.next_power_of_2(V), _BLOCK_V)
     block_t = min(triton.next_power_of_2(tokens), _BLOCK_T)
     programs = max(triton.cdiv(V, block_v), triton.cdiv(tokens, block_t))
-    launch(_note_prompt_kernel, (programs,))(
+    launcher(_note_prompt_kernel, (programs,))(
         chunk.token,
         chunk.slot,
         chunk.position,

@@ -30,7 +30,7 @@ import triton.language as tl
 from graphengine.kernels.attention import MAX_HEAD_DIM
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import ALONE, Launch, launcher
 from graphengine.kernels.paged import (
     cache_offsets,
     check_cache,
@@ -96,8 +96,7 @@ def paged_prefill_attention(
     position_P: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
-    pdl: bool = False,
+    launch: Launch = ALONE,
 ) -> torch.Tensor:
     """Each token of each segment attends its slot's keys 0..its own position.
 
@@ -111,9 +110,8 @@ def paged_prefill_attention(
             other numbers do not count. position_P: int32 [P]. All on the device.
         scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
-        arrivals: int32, PREFILL_ARRIVALS of them, zero, and zero again behind the launch: with it
-            keys may be split. It works in memory of its own then.
-        pdl: the launch before, whatever it is, may still run.
+        launch: with counters, PREFILL_ARRIVALS of them, keys may be split, in memory of its own.
+            With PDL the launch before, whatever it is, may still run.
 
     Returns:
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
@@ -125,6 +123,7 @@ def paged_prefill_attention(
     segments = slot_P.shape[0]
     check_lanes(segments, slot_P=slot_P, position_P=position_P)
     check_lanes(segments + 1, query_start_P1=query_start_P1)
+    arrivals = launch.arrivals
     if arrivals is not None:
         _check_arrivals(arrivals)
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
@@ -157,7 +156,7 @@ def paged_prefill_attention(
             position_P=position_P,
             scale=scale,
             out=out,
-            pdl=pdl,
+            pdl=launch.pdl,
         )
         return out
     grid = (kv_heads, row_tiles, splits * segments)
@@ -166,7 +165,7 @@ def paged_prefill_attention(
         columns = dot_columns(head_dim) + 2
         size = math.prod(grid) * columns * rows
         parts = torch.empty(size, dtype=torch.float32, device=q_NQD.device)
-    launch(_prefill_kernel, grid)(
+    launcher(_prefill_kernel, grid)(
         q_NQD,
         kv,
         block_table_SB,
@@ -193,7 +192,7 @@ def paged_prefill_attention(
         SPLITS=splits,
         LEAST_SPLIT=LEAST_SPLIT,
         num_warps=warps,
-        **launch_options(pdl),
+        **launch_options(launch.pdl),
     )
     return out
 

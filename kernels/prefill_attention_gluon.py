@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.dispatch import INTERPRETED
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.paged import token_capacity
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 
@@ -101,7 +101,7 @@ def attend(
     rows = kv.as_strided(((blocks - 1) * block_rows + 2 * block_size, token), (token, 1))
     box = [block_size, _COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[kv.dtype])
-    launch(_attend_kernel, _grid(q_NQD, kv, slot_P.shape[0]))(
+    launcher(_attend_kernel, _grid(q_NQD, kv, slot_P.shape[0]))(
         q_NQD,
         TensorDescriptor.from_tensor(rows, box, layout),
         block_table_SB,

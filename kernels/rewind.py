@@ -1,6 +1,6 @@
 """Back to the last accepted token: the block bookkeeping of a KV cache, and recurrent states.
 
-The other half of `speculative`, whose conventions hold here. Letters: N rows, K drafts, L layers,
+The other half of `verify`, whose conventions hold here. Letters: N rows, K drafts, L layers,
 M slots; d accepted drafts of a row, 0..K.
 """
 
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.lanes import FLOAT_DTYPES
-from graphengine.kernels.launching import launch
-from graphengine.kernels.speculative import (
+from graphengine.kernels.lanes import BITS, FLOAT_DTYPES
+from graphengine.kernels.launching import launcher
+from graphengine.kernels.verify import (
     Count,
     add_errors,
     check_count,
@@ -32,7 +32,6 @@ _PREFILL = tl.constexpr(1)
 
 _BLOCK = 128
 _CHUNK_BYTES = 8192
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rewind_kv_cache(
@@ -339,7 +338,7 @@ def _check_states(
     dtypes = intermediate_states.dtype, current_states.dtype
     if dtypes[0] != dtypes[1] and not set(dtypes) <= set(FLOAT_DTYPES):
         raise ValueError(f"states of {dtypes[0]} cannot be cast to {dtypes[1]}")
-    if dtypes[0].itemsize not in _BITS:
+    if dtypes[0].itemsize not in BITS:
         raise ValueError(f"states of {dtypes[0]} cannot be copied")
 
 
@@ -390,7 +389,7 @@ def _launch_rewind(
     blocks_to_release = last_kv_block_id.new_empty(rows)
     remove_mask = torch.empty(rows, dtype=torch.bool, device=accepted_counts.device)
     if rows:
-        launch(_rewind_kernel, (triton.cdiv(rows, _BLOCK),))(
+        launcher(_rewind_kernel, (triton.cdiv(rows, _BLOCK),))(
             accepted_counts,
             prefill_status,
             last_kv_block_offset,
@@ -429,14 +428,14 @@ def _launch_copy(
     _, slots, positions = intermediate_states.shape[:3]
     if intermediate_states.dtype == current_states.dtype:
         # As integers, because a float may change its bits on the way (NaN payloads).
-        bits = _BITS[current_states.element_size()]
+        bits = BITS[current_states.element_size()]
         intermediate_states, current_states = (
             intermediate_states.view(bits),
             current_states.view(bits),
         )
     chunk = _CHUNK_BYTES // current_states.element_size()
     chunk = triton.next_power_of_2(min(elements, chunk))
-    launch(_copy_kernel, (prefill_status.numel(), num_layers, triton.cdiv(elements, chunk)))(
+    launcher(_copy_kernel, (prefill_status.numel(), num_layers, triton.cdiv(elements, chunk)))(
         intermediate_states,
         current_states,
         prefill_status,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, live_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.paged import (
     cache_offsets,
     check_cache,
@@ -214,7 +214,7 @@ def rope_append(
     all_heads = num_heads + 2 * num_kv_heads
     half_padded = triton.next_power_of_2(head_dim // 2)
     block_heads = max(1, min(triton.next_power_of_2(all_heads), _BLOCK_PAIRS // half_padded))
-    launch(_rope_append_kernel, (lanes, triton.cdiv(all_heads, block_heads)))(
+    launcher(_rope_append_kernel, (lanes, triton.cdiv(all_heads, block_heads)))(
         qkv_NX,
         cos,
         sin,

@@ -5,7 +5,8 @@
     reduce   one program a row   best of the tiles -> token
 
 Without filters the first is not needed, and the second may be a part of the kernel that computes
-the logits: `best_of_tile` is the arithmetic of both. Decode leaves the third to `finish_decode`.
+the logits: `best_of_tile` is the arithmetic of both. Decode leaves the third to
+`verify_commit_publish`.
 
 A row's token is a function of its logits, its slot's parameters and its position: not of its lane,
 the bucket or the neighbours. Everything that sums does so in integers and every tie goes to the
@@ -62,7 +63,7 @@ from graphengine.kernels.candidates import (
 from graphengine.kernels.cutoff import find_cutoffs
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
 
@@ -109,7 +110,7 @@ def sample(
     best_RC, health_RC = sample_tiles(logits_RV, slot_R, position_R, params)
     rows, tiles = best_RC.shape
     block = min(triton.next_power_of_2(tiles), _MAX_REDUCE_BLOCK)
-    launch(_reduce_kernel, (rows,))(best_RC, health_RC, slot_R, token_R, tiles, BLOCK=block)
+    launcher(_reduce_kernel, (rows,))(best_RC, health_RC, slot_R, token_R, tiles, BLOCK=block)
     return token_R
 
 
@@ -147,7 +148,7 @@ def sample_tiles(
     tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
     best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
     health_RC = slot_R.new_empty(rows, tiles)
-    launch(_tile_kernel, (rows, tiles))(
+    launcher(_tile_kernel, (rows, tiles))(
         logits_RV,
         slot_R,
         position_R,

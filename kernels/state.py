@@ -1,13 +1,13 @@
 """The per-slot state that advances itself: commands in, lanes out, tokens committed.
 
     prefill   apply_commands -> gather_prefill -> (model, sample) -> commit_prefill -> publish
-    decode    begin_decode   -> (model, sample) -> finish_decode
+    decode    gather_and_embed -> (model, sample) -> verify_commit_publish
 
 The decode ops are one kernel each and have modules of their own, `begin` and `finish`; `publish` is
-in `records`. The rules that both phases share are here. These ops are the only ones that write the
-device-owned state. The host never copies into it: it states a slot's epoch, and the slot is started
-afresh once. A row that stopped clears its slot's `running`, so the next replay, which may be under
-way before the host has read this one, finds its lane padded.
+one, too, and `record` says what the host reads. The rules that both phases share are here. These
+ops are the only ones that write the device-owned state. The host never copies into it: it states a
+slot's epoch, and the slot is started afresh once. A row that stopped clears its slot's `running`,
+so the next replay, which may be under way before the host has read this one, finds its lane padded.
 
 Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
 among them: it sits at position `kv_len` and is the next replay's query.
@@ -30,7 +30,8 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes, check_vector
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
+from graphengine.kernels.record import MAX_DRAFTS
 
 # What a commit says of a row. STOP and LENGTH come with EMITTED, and may come together.
 EMITTED = 1  # the row has a new token
@@ -42,9 +43,6 @@ _EMITTED = tl.constexpr(EMITTED)
 _STOP = tl.constexpr(STOP)
 _LENGTH = tl.constexpr(LENGTH)
 _INVALID = tl.constexpr(INVALID)
-
-# The mailbox has four bits for the number of tokens that a row got.
-MAX_DRAFTS = 14
 
 _BLOCK = 128
 
@@ -117,7 +115,7 @@ def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
     if not use_triton(state.epoch):
         apply_commands_reference(state, command_epoch_S)
         return
-    launch(_apply_commands_kernel, (triton.cdiv(slots, _BLOCK),))(
+    launcher(_apply_commands_kernel, (triton.cdiv(slots, _BLOCK),))(
         command_epoch_S,
         state.epoch,
         state.kv_len,
@@ -168,7 +166,7 @@ def gather_prefill(
         query_start=tokens_T.new_empty(2),
         last=tokens_T.new_empty(1),
     )
-    launch(_gather_prefill_kernel, (triton.cdiv(tokens, _BLOCK),))(
+    launcher(_gather_prefill_kernel, (triton.cdiv(tokens, _BLOCK),))(
         tokens_T,
         prefill_slot_1,
         prefill_start_1,
@@ -211,8 +209,9 @@ def commit_prefill(
     """Take one slot's prompt chunk into its state, in place: kv_len = start + count.
 
     After the prompt's final chunk the sampled token becomes the slot's next query, under the same
-    rules as in `finish_decode`, and the slot runs unless that token already stopped it. Before, the
-    token means nothing and the flags are 0. A slot of -1 or a count of 0 changes nothing.
+    rules as in `verify_commit_publish`, and the slot runs unless that token already stopped it.
+    Before, the token means nothing and the flags are 0. A slot of -1 or a count of 0 changes
+    nothing.
 
     Args:
         state: next_token, kv_len and running are updated in place.
@@ -222,7 +221,7 @@ def commit_prefill(
         limits: host-owned.
 
     Returns:
-        flags_1: new int32 [1], as of `finish_decode`; 0 if nothing was emitted.
+        flags_1: new int32 [1], as of `verify_commit_publish`; 0 if nothing was emitted.
     """
     slots = check_state(state)
     stop_ids = check_limits(limits, slots)
@@ -238,7 +237,7 @@ def commit_prefill(
     if not use_triton(token_1):
         return commit_prefill_reference(state, token_1, *chunk, limits)
     flags_1 = torch.empty_like(token_1)
-    launch(_commit_prefill_kernel, (1,))(
+    launcher(_commit_prefill_kernel, (1,))(
         token_1,
         *chunk,
         state.next_token,

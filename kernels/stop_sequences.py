@@ -27,7 +27,7 @@ import triton.language as tl
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.draft import check_steps
 from graphengine.kernels.lanes import check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.logits import check_table, tokens_from
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.state import DecodeLanes, check_draft_count
@@ -87,7 +87,7 @@ def match_stop_sequences(
         return match_stop_sequences_reference(token_N, count_R, lanes, history_SP, sequences)
     match = StopMatch(torch.empty_like(count_R), torch.empty_like(count_R))
     Q, L = sequences.tokens.shape[1:]
-    launch(_match_kernel, (rows,))(
+    launcher(_match_kernel, (rows,))(
         token_N,
         count_R,
         lanes.slot,

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.lanes import check_int32
-from graphengine.kernels.launching import launch
+from graphengine.kernels.lanes import BITS, check_int32
+from graphengine.kernels.launching import launcher
 
 _CHUNK_BYTES = 8192
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_blocks(
@@ -49,10 +48,10 @@ def copy_blocks(
         if pairs_P2.is_cuda and not cache.is_cuda and not cache.is_pinned():
             raise ValueError(f"{name} is pageable host memory: the GPU cannot reach it, pin it")
     # As integers, because a float may change its bits on the way (NaN payloads).
-    bits = _BITS[source.element_size()]
+    bits = BITS[source.element_size()]
     elements = math.prod(source.shape[2:])
     chunk = triton.next_power_of_2(min(elements, _CHUNK_BYTES // source.element_size()))
-    launch(_copy_kernel, (count, source.shape[0], triton.cdiv(elements, chunk)))(
+    launcher(_copy_kernel, (count, source.shape[0], triton.cdiv(elements, chunk)))(
         source.view(bits),
         destination.view(bits),
         pairs_P2,

@@ -36,7 +36,7 @@ import numpy as np
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.graph_key import GraphKey, decode_key
-from graphengine.kernels import EMITTED, EPOCH_MASK
+from graphengine.kernels import EMITTED, pack_state
 from graphengine.profiles.eager import drain
 from graphengine.recorder import LEAST_CAPACITY
 from graphengine.ring import STAGES
@@ -95,10 +95,10 @@ class PublishingGraph:
         buffers = self._runtime.buffers
         slots = buffers[self._field].numpy()
         epochs = buffers["command_epoch"].numpy()[slots[slots >= 0]]
-        states = (epochs.astype(np.uint64) & np.uint64(EPOCH_MASK)) << np.uint64(12)
+        one = np.ones_like(epochs, dtype=np.int64)
         # One lane fed, one token emitted.
-        said = np.uint64(1 << 8 | 1 << 4 | EMITTED)
-        return np.stack([np.zeros_like(states), states | said], axis=1)
+        states = pack_state(epochs.astype(np.int64), one, one, one * EMITTED)
+        return np.stack([np.zeros_like(states), states], axis=1).astype(np.uint64)
 
 
 def measure(rows: int, *, steps: int = 4000) -> HostPath:

@@ -54,6 +54,7 @@ from graphengine.config import DTYPES
 from graphengine.kernels import (
     FMA_LANES,
     MAX_LANES,
+    Launch,
     LinearPlan,
     Residual,
     RowFamily,
@@ -417,7 +418,7 @@ class ChainBench:
         weight, bias, norm = self.model.linear(layer, name)
         options: dict[str, Any] = {}
         if plans is not None:
-            options = {"plan": plans[name], "arrivals": self._arrivals, "pdl": True}
+            options = {"plan": plans[name], "launch": Launch(arrivals=self._arrivals, pdl=True)}
         if kind == "residual":
             assert norm is not None, f"{name=}"
             add = linear_residual if plans else linear_residual_reference

@@ -9,7 +9,7 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K draft
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,7 +93,8 @@ class DraftModelDrafter(Drafter):
             plan=self.plans["lm_head"],
             eps=self.config.norm_eps,
         )
-        self._launch = setting.launch._replace(
+        self._launch = replace(
+            setting.launch,
             plans=self.plans,
             split_tokens=self.config.split_tokens(self.plans.family, self._model.dtype),
         )
@@ -105,7 +106,7 @@ class DraftModelDrafter(Drafter):
         self._model.prefill(chunk, self._states, prefilled.attention, launch=self._launch.prefill)
         # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
         emitted = (prefilled.final != 0).to(torch.int32)
-        launch = self._launch._replace(pdl=False)
+        launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)
         self._draft(prefilled.token, emitted, last, self.length, launch)
 
@@ -130,17 +131,33 @@ class DraftModelDrafter(Drafter):
         )
         fed, rows = first.lanes, first.rows
         source: Tensor | None = first.source
-        two = launch._replace(tokens_per_row=2)
+        two = replace(launch, tokens_per_row=2)
         hidden = model.decode(fed, residual, self._states, two)
         for index in range(length):
             tiles = self._head.tiles(hidden, fed, launch, ahead=1)
-            shared: Any = {"index": index, "limit": limit, "source_R": source, "pdl": pdl}
             if index + 1 == length:
-                commit_draft(tiles, rows, self._draft_tokens, **shared)
+                commit_draft(
+                    tiles,
+                    rows,
+                    self._draft_tokens,
+                    index=index,
+                    limit=limit,
+                    source_R=source,
+                    pdl=pdl,
+                )
                 return
             residual = self._new_stream(count_R.numel())
             rows = advance_model_draft(
-                tiles, rows, self._draft_tokens, embedding, norm, residual, **shared
+                tiles,
+                rows,
+                self._draft_tokens,
+                embedding,
+                norm,
+                residual,
+                index=index,
+                limit=limit,
+                source_R=source,
+                pdl=pdl,
             )
             fed, source = rows, None
             hidden = model.decode(rows, residual, self._states, launch)

@@ -11,6 +11,8 @@ D draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from graphengine.drafters.base import Prefilled, Verified
@@ -51,7 +53,7 @@ class EagleDrafter(ModuleDrafter):
         self._chain(
             prefilled.last_lane(token),
             hidden.index_select(0, chunk.last),
-            self._launch._replace(pdl=False),
+            replace(self._launch, pdl=False),
         )
 
     def propose(self, verified: Verified) -> None:
@@ -79,7 +81,7 @@ class EagleDrafter(ModuleDrafter):
             residual=residual,
             pdl=launch.pdl,
         )
-        several = launch._replace(tokens_per_row=1 + drafts)
+        several = replace(launch, tokens_per_row=1 + drafts)
         output = self._run(0, first.combined, residual, first.lanes, several)
         if drafts:
             self._chain(first.rows, output, launch, fed=first.lanes, source=first.source)

@@ -70,7 +70,6 @@ class DraftHead:
             squares_TN=squares,
             eps=self._eps,
             plan=self._plan,
-            arrivals=launch.arrivals,
-            pdl=launch.pdl,
+            launch=launch,
         )
         return DraftTiles(best, health)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -96,7 +98,7 @@ class ModuleDrafter(Drafter):
             eps=self.config.output_eps,
         )
         self._tables = rope_of(target)
-        self._launch = setting.launch._replace(plans=self.plans)
+        self._launch = replace(setting.launch, plans=self.plans)
         self._target_eps = target.config.norm_eps
         self._limit = setting.limit
         self._block_table = setting.buffers["block_table"]

@@ -20,6 +20,7 @@ K drafts, D draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -123,7 +124,7 @@ class VanillaDrafter(ModuleDrafter):
             hidden=hidden.index_select(0, chunk.last),
         )
         drafted = runs[0].index_select(0, chunk.last)
-        self._draft(emitted, last, last, None, drafted, self._launch._replace(pdl=False))
+        self._draft(emitted, last, last, None, drafted, replace(self._launch, pdl=False))
 
     def propose(self, verified: Verified) -> None:
         step, lanes, launch = verified.step, verified.lanes, self._launch
@@ -139,7 +140,7 @@ class VanillaDrafter(ModuleDrafter):
             residual=residual,
             pdl=launch.pdl,
         )
-        several = launch._replace(tokens_per_row=1 + verified.drafts)
+        several = replace(launch, tokens_per_row=1 + verified.drafts)
         hidden = self._run(0, first.combined, residual, first.lanes, several)
         if verified.drafts:
             self._draft(emitted, first.lanes, first.rows, first.source, hidden, launch)
@@ -239,7 +240,7 @@ class VanillaDrafter(ModuleDrafter):
                 pdl=launch.pdl,
             )
             lanes, rows, source, combined = following
-            several = launch._replace(tokens_per_row=width + index)
+            several = replace(launch, tokens_per_row=width + index)
             hidden = self._run(index, combined, residual, lanes, several)
         commit_draft(
             self._head.tiles(hidden, lanes, launch, ahead=self.length + 1),

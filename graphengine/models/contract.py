@@ -26,6 +26,7 @@ from torch import Tensor
 
 from graphengine.kernels import (
     DecodeLanes,
+    Launch,
     LinearKind,
     LinearPlan,
     PrefillLanes,
@@ -259,10 +260,10 @@ Reduce = Callable[[Tensor], Tensor]
 ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
 
 
-class PrefillLaunch(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLaunch(Launch):
     """How the kernels of a chunk are launched, and where its ranks meet; None: there is one."""
 
-    pdl: bool = False
     reduce: Reduce | None = None
 
 
@@ -270,26 +271,24 @@ ONE_RANK = PrefillLaunch()
 """Kernels of one rank, one after the other."""
 
 
-class DecodeLaunch(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLaunch(Launch):
     """What the decode kernels of one engine share besides the model.
 
-    `split_tokens` is attention's; `arrivals` is int32 and zero between kernels; `pdl` says how they
-    are launched. Each `tokens_per_row` lanes are tokens of one slot, at consecutive positions.
-    `reduce` is where the ranks' parts of a product meet before it is added to the residual stream;
-    with None there is one rank, and product and sum are one kernel.
+    `split_tokens` is attention's. Each `tokens_per_row` lanes are tokens of one slot, at
+    consecutive positions. `reduce` is where the ranks' parts of a product meet before it is added
+    to the residual stream; with None there is one rank, and product and sum are one kernel.
     """
 
     plans: LinearPlans
     split_tokens: int
-    arrivals: Tensor
-    pdl: bool
     tokens_per_row: int = 1
     reduce: Reduce | None = None
 
     @property
     def prefill(self) -> PrefillLaunch:
         """The same for the kernels of a chunk."""
-        return PrefillLaunch(self.pdl, self.reduce)
+        return PrefillLaunch(pdl=self.pdl, reduce=self.reduce)
 
 
 class ChunkAttention(Protocol):

@@ -412,4 +412,4 @@ class DecoderModel:
         x_1H, attended_1A = end.last
         scratch = prefill_scratch(self.config, last, 1, launch=launch)
         finish_prefill_layer(last, self.weights.final_norm, x_1H, attended_1A, slot_1, scratch)
-        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, pdl=launch.pdl)
+        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)

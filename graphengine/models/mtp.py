@@ -424,8 +424,7 @@ def mtp_decode(
         residual,
         module.layer.input_norm,
         plan=launch.plans["projection"],
-        arrivals=launch.arrivals,
-        pdl=launch.pdl,
+        launch=launch,
     )
     return decode_layer(
         module.layer, module.final_norm, row, residual, kv, block_table, tables, launch

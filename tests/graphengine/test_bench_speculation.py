@@ -260,7 +260,7 @@ def test_a_checkpoint_brings_its_own_modules(run_bench: Bench) -> None:
         (("--force-accepted", "1", "--speculative", "off"), "--force-accepted goes with"),
         (("--draft-vocab", "9"), "--draft-vocab goes with --speculative"),
         (("--speculative", "mtp", "--drafts", "-1"), "drafts='-1' must be integers from 0 up"),
-        (("--speculative", "mtp", "--drafts", "15"), "k=15 drafts"),
+        (("--speculative", "mtp", "--drafts", "32"), "k=32 drafts"),
         (("--speculative", "mtp", "--draft-vocab", "x:9"), "draft-vocab='x:9' must be positive"),
         (("--speculative", "mtp", "--draft-vocab", "8,9"), "--draft-vocab 8,9: name one size"),
         (("--speculative", "mtp", "--draft-vocab", "257"), "vocabulary of 257 tokens of 256"),

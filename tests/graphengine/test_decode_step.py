@@ -28,6 +28,7 @@ from graphengine.checkpoint import Checkpoint
 from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path
 from graphengine.graph_key import Sampler, decode_key
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.models.blocks import gqa
 from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_plans
@@ -692,8 +693,9 @@ def test_a_kernel_that_reads_before_its_wait_is_caught(
         (expected,) = play([engine])
     attention = gqa.decode_attention
 
-    def attention_and_copies(*args: Any, pdl: bool, **options: Any) -> torch.Tensor:
-        attended = attention(*args, pdl=pdl, **options)
+    def attention_and_copies(*args: Any, **options: Any) -> torch.Tensor:
+        attended = attention(*args, **options)
+        (pdl,) = (each.pdl for each in args if isinstance(each, Launch))
         middle, copy = torch.empty_like(attended), torch.empty_like(attended)
         count = attended.numel()
         shared: dict[str, Any] = {"BLOCK": triton.next_power_of_2(count), **launch_options(pdl)}

@@ -11,7 +11,7 @@ import torch
 
 from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
-from graphengine.kernels import EMITTED
+from graphengine.kernels import EMITTED, pack_state
 from graphengine.logprobs import LogprobMailbox, Logprobs
 from graphengine.replay import Replay
 from graphengine.result import Logprob
@@ -38,7 +38,7 @@ def request(logprobs: int | None) -> Request:
 
 def record(*tokens: int) -> tuple[int, ...]:
     """A lane of the first mailbox."""
-    return (*tokens, *[0] * (TOKENS - len(tokens)), len(tokens) << 4 | EMITTED)
+    return (*tokens, *[0] * (TOKENS - len(tokens)), pack_state(0, 0, len(tokens), EMITTED))
 
 
 def bits(value: float) -> int:
@@ -62,9 +62,9 @@ def test_what_was_asked_for_is_read_and_nothing_else() -> None:
     write(mailbox, sequence, 0, 0, (bits(-0.5), 1, *best))
     write(mailbox, sequence, 0, 1, (bits(-4.0), 9, 3, bits(-0.25), 0xFFFFFFFF, bits(-math.inf)))
     logprobs = Logprobs(mailbox, None)
-    assert logprobs.wait(sequence, (replay, records), timeout=0) is None
+    assert logprobs.wait(replay, records, timeout=0) is None
     write(mailbox, sequence, 2, 0, (bits(-2.0), 4))
-    found = logprobs.wait(sequence, (replay, records), timeout=0)
+    found = logprobs.wait(replay, records, timeout=0)
     assert found == [
         ({70: Logprob(-0.5, 1), 3: Logprob(-1.5, 2)}, {71: Logprob(-4.0, 9), 3: Logprob(-0.25, 1)}),
         None,
@@ -73,7 +73,7 @@ def test_what_was_asked_for_is_read_and_nothing_else() -> None:
     ]
     assert [list(each) for each in found[0] or ()] == [[70, 3], [71, 3]]
     logprobs.clear()
-    assert logprobs.wait(sequence, (replay, records), timeout=0) is None
+    assert logprobs.wait(replay, records, timeout=0) is None
 
 
 def test_an_item_is_believed_because_of_its_own_tag() -> None:
@@ -96,7 +96,7 @@ def test_nobody_waits_where_nothing_is_wanted() -> None:
     ended.finish_reason = "cancelled"
     replay = Replay(5, (request(None), ended, request(3)), (1, 2, 3), TOKENS, full=True)
     records = [record(1), record(2), record()]
-    found = Logprobs(new_mailbox(), None).wait(5, (replay, records), timeout=0)
+    found = Logprobs(new_mailbox(), None).wait(replay, records, timeout=0)
     assert found == [None] * 3
 
 

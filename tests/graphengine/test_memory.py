@@ -60,7 +60,7 @@ def storages() -> dict[int, int]:
         {"speculative": MTP(k=3), "relaxed_acceptance": THINKING, "max_seq_len": 100},
         {"speculative": MTP(k=2, own_graph=True), "kv_blocks": 9, "prefill_buckets": (8, 24)},
         {"speculative": MTP(k=1, style="vanilla"), "max_bad_words": 1024},
-        {"speculative": NGram(k=14), "max_batch": 4, "max_stop_sequences": 64},
+        {"speculative": NGram(k=31), "max_batch": 2, "max_stop_sequences": 64},
         {"speculative": UserProvided(k=5)},
         {"speculative": DraftModel(checkpoint_path(), k=2), "kv_blocks": 30},
         {"speculative": "d2t"},

@@ -6,6 +6,7 @@ What a module is fed is made here by plain functions, so that only its own kerne
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,7 +110,7 @@ class Drafter:
     def launch(self, family: RowFamily) -> DecodeLaunch:
         plans, _ = choose_plans(self.config.linears(), torch.float32, family, self.device)
         arrivals = torch.zeros(4096, dtype=torch.int32, device=self.device)
-        return DecodeLaunch(plans, split_tokens=64, arrivals=arrivals, pdl=False)
+        return DecodeLaunch(plans=plans, split_tokens=64, arrivals=arrivals)
 
     def combine(self, module: int, token_N: Tensor, hidden_NH: Tensor) -> Tensor:
         weights, embedding = self.weights.modules[module], self.model.weights.embedding
@@ -309,7 +310,7 @@ def test_attention_is_told_of_tokens_of_one_row(
         return qkv[:, : HEADS * HEAD_DIM].contiguous()
 
     monkeypatch.setattr(gqa, "decode_attention", attention)
-    launch = drafter.launch("dot")._replace(tokens_per_row=tokens_per_row)
+    launch = replace(drafter.launch("dot"), tokens_per_row=tokens_per_row)
     monkeypatch.setattr(drafter, "launch", lambda family: launch)
     drafter.decode(0, [Row(0, 1, 0, torch.ones(HIDDEN)), Row(0, 2, 1, torch.ones(HIDDEN))], "dot")
     (options,) = calls

@@ -160,10 +160,9 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
     kv = torch.zeros(SLOTS * blocks + 1, *block)
     linears = {**config.linears, **drafter.config.linears()}
     launch = DecodeLaunch(
-        heuristic_plans(linears, torch.float32, "dot"),
+        plans=heuristic_plans(linears, torch.float32, "dot"),
         split_tokens=64,
         arrivals=int32(*[0] * 64),
-        pdl=False,
         reduce=reduce,
     )
     found = {}
@@ -264,7 +263,9 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
         residual = new_residual(3, 48, 1, dtype=torch.float32, device="cpu")
         residual.x.copy_(stream)
         residual.scaled.zero_()
-        launch = DecodeLaunch(plans, 64, int32(*[0] * 64), pdl=False, reduce=reduce)
+        launch = DecodeLaunch(
+            plans=plans, split_tokens=64, arrivals=int32(*[0] * 64), reduce=reduce
+        )
         out = add_product(
             x, weight, slot, residual, norm, bias=bias, plan=plans["down"], launch=launch
         )

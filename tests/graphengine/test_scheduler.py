@@ -245,7 +245,7 @@ class Device:
         return self.cache[table[index]]
 
     def _emit(self, slot: int, positions: Iterable[int], *, drafting: bool) -> list[Token]:
-        """Commit and publish the tokens at `positions` up to a stop: the rules of `finish_decode`.
+        """Commit and publish the tokens at `positions` up to a stop, as `verify_commit_publish`.
 
         The step's drafter, where it has one, writes behind them.
         """

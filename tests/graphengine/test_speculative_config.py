@@ -75,7 +75,7 @@ def values(made: Any) -> dict[str, Any]:
         ),
         (MTP(5, own_graph=True, draft_vocab=WORDS).k, 5),
         (NGram(), {"k": 3, "max_n": 5}),
-        (NGram(14, max_n=16), {"k": 14, "max_n": 16}),
+        (NGram(31, max_n=16), {"k": 31, "max_n": 16}),
         (DraftModel("small"), {"path": "small", "k": 3}),
         (DraftModel(Path("small"), 1), {"path": Path("small"), "k": 1}),
         (UserProvided(k=2), {"k": 2}),
@@ -109,14 +109,14 @@ def test_defaults_and_the_ends_of_the_ranges(made: Any, expected: Any) -> None:
     assert (values(made) if dataclasses.is_dataclass(made) else made) == expected
 
 
-K_ERROR = "drafts a step must be an integer in [1, 14]"
+K_ERROR = "drafts a step must be an integer in [1, 31]"
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         (MTP, {"k": 0}, f"k=0 {K_ERROR}"),
-        (MTP, {"k": 15}, f"k=15 {K_ERROR}"),
+        (MTP, {"k": 32}, f"k=32 {K_ERROR}"),
         (MTP, {"k": 3.0}, f"k=3.0 {K_ERROR}"),
         (NGram, {"k": True}, f"k=True {K_ERROR}"),
         (DraftModel, {"path": "small", "k": -1}, f"k=-1 {K_ERROR}"),
@@ -374,7 +374,7 @@ def test_auto_follows_max_batch(max_batch: int, expected: NGram) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "k"), [(1, MAX_DRAFTS), (4, MAX_DRAFTS), (16, 3), (32, 1), (64, 0), (8, 7)]
+    ("rows", "k"), [(1, MAX_DRAFTS), (2, MAX_DRAFTS), (4, 15), (16, 3), (32, 1), (64, 0), (8, 7)]
 )
 def test_rows_that_fit(rows: int, k: int) -> None:
     check_rows(rows, k)

@@ -53,7 +53,7 @@ def test_any_other_text_shows_the_grammar(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("mtp:0", "k=0 drafts"), ("mtp:15", "k=15 drafts"), ("ngram:3:0", "max_n=0"),
+    [("mtp:0", "k=0 drafts"), ("mtp:32", "k=32 drafts"), ("ngram:3:0", "max_n=0"),
      ("model:a:99", "k=99 drafts")],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told(text: str, message: str) -> None:

@@ -898,7 +898,7 @@ def test_a_chain_is_a_decode_step_without_attention(
             torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim),
             torch.zeros((20, 1), dtype=torch.int32),
         ),
-        DecodeLaunch(PLANS, 64, slot, pdl=False),
+        DecodeLaunch(plans=PLANS, split_tokens=64, arrivals=slot),
     )
     chain = results[7][1]
     torch.testing.assert_close(chain.x, out.x)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from graphengine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from graphengine.kernels import MAX_DRAFTS
 from graphengine.speculative import GateOptions, NGram, RelaxedAcceptance
 from stepping import assert_idle
 
@@ -180,7 +181,7 @@ def test_numbers_of_all_kinds_are_kept_as_pythons_own() -> None:
     )
     kept = [config.max_batch, *config.buckets, config.kv_blocks, config.forced_acceptance]
     kept += [config.speculative.k, config.speculative.max_n, config.gate.window]
-    assert kept == [16, 16, 8, 2**31 - 1, 14, 3, 4, 8] and {*map(type, kept)} == {int}
+    assert kept == [16, 16, 8, 2**31 - 1, MAX_DRAFTS, 3, 4, 8] and {*map(type, kept)} == {int}
     numbers = [config.memory_fraction, config.wait_limit_s]
     numbers += [config.gate.off_below, config.gate.on_above]
     assert numbers == [0.5, 2.0, 0.5, 0.5] and {*map(type, numbers)} == {float}

@@ -21,6 +21,7 @@ from graphengine.kernels.attention import (
     decode_attention_workspace_bytes,
 )
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.rope import RopeConfig, rope_append, rope_append_reference, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
@@ -111,7 +112,7 @@ def run(op: Op, *arguments: Any, **parameters: Any) -> torch.Tensor:
         return function(*arguments, **parameters)
     lanes = arguments[0].shape[0]
     arrivals = counters(lanes, parameters["num_heads"], parameters["num_kv_heads"], device)
-    result = function(*arguments, arrivals, **parameters)
+    result = function(*arguments, Launch(arrivals=arrivals), **parameters)
     assert not arrivals.any(), "arrivals are not zero behind the kernel"
     return result
 
@@ -446,8 +447,8 @@ def test_counters_serve_launch_after_launch(device: str, place_cache: Callable[.
 
     def shared(*arguments: Any, **parameters: Any) -> torch.Tensor:
         *arguments, own = arguments
-        assert arrivals.numel() >= own.numel()
-        result = decode_attention(*arguments, arrivals, **parameters)
+        assert arrivals.numel() >= own.arrivals.numel()
+        result = decode_attention(*arguments, Launch(arrivals=arrivals), **parameters)
         assert not arrivals.any()
         return result
 
@@ -466,12 +467,16 @@ def valid_arguments() -> dict[str, Any]:
         "block_table_SB": torch.zeros(2, 2, dtype=torch.int32),
         "slot_N": torch.full((2,), -1, dtype=torch.int32),
         "position_N": torch.zeros(2, dtype=torch.int32),
-        "arrivals": torch.zeros(4, dtype=torch.int32),
+        "launch": Launch(arrivals=torch.zeros(4, dtype=torch.int32)),
         "num_heads": 4,
         "num_kv_heads": 2,
         "scale": 0.125,
         "max_seq_len": 32,
     }
+
+
+def counted(arrivals: torch.Tensor | None) -> dict[str, Any]:
+    return {"launch": Launch(arrivals=arrivals)}
 
 
 def test_the_arguments_that_are_changed_below_are_valid() -> None:
@@ -509,10 +514,11 @@ def test_the_arguments_that_are_changed_below_are_valid() -> None:
         ({"block_table_SB": torch.zeros(2, dtype=torch.int32)}, r"must be \[S, B\]"),
         ({"slot_N": torch.zeros(3, dtype=torch.int32)}, r"slot_N must be a dense \[2\]"),
         ({"position_N": torch.zeros(2)}, "position_N must be int32, not torch.float32"),
-        ({"arrivals": torch.zeros(3, dtype=torch.int32)}, r"at least 4, not \(3,\)"),
-        ({"arrivals": torch.zeros(2, 2, dtype=torch.int32)}, r"at least 4, not \(2, 2\)"),
-        ({"arrivals": torch.zeros(8, dtype=torch.int32)[::2]}, "dense vector"),
-        ({"arrivals": torch.zeros(4)}, "arrivals must be int32, not torch.float32"),
+        (counted(torch.zeros(3, dtype=torch.int32)), r"at least 4, not \(3,\)"),
+        (counted(torch.zeros(2, 2, dtype=torch.int32)), r"at least 4, not \(2, 2\)"),
+        (counted(torch.zeros(8, dtype=torch.int32)[::2]), "dense vector"),
+        (counted(torch.zeros(4)), "arrivals must be int32, not torch.float32"),
+        (counted(None), "arrivals must be a dense vector of at least 4, not None"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
         ({"q_norm_weight": torch.ones(64)}, "come together or not at all"),
         (
@@ -550,9 +556,10 @@ def test_captured_steps_replay_the_eager_bits(place_cache: Callable[..., Any], p
     arrivals = counters(3, 8, 2, "cuda")
 
     def step() -> torch.Tensor:
-        paged = (cache.kv, cache.block_table_SB, slot, position, arrivals)
+        paged = (cache.kv, cache.block_table_SB, slot, position)
         shape = {"num_heads": 8, "num_kv_heads": 2, "max_seq_len": 512}
-        return decode_attention(qkv, *tables, *paged, scale=128**-0.5, pdl=pdl, **shape)
+        launch = Launch(arrivals=arrivals, pdl=pdl)
+        return decode_attention(qkv, *tables, *paged, launch, scale=128**-0.5, **shape)
 
     step()
     torch.cuda.synchronize()

@@ -20,6 +20,7 @@ from graphengine.kernels.attention import (
     decode_attention_reference,
 )
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.plans import LONG_SPLIT_BYTES
 from graphengine.kernels.rope import RopeConfig, rope_tables
 
@@ -148,7 +149,7 @@ class Setup:
                 len(slots), num_heads=rows.heads, num_kv_heads=rows.kv_heads
             )
             arrivals = torch.zeros(counters, dtype=torch.int32, device=device)
-            decode_attention(*arguments, arrivals, **options)
+            decode_attention(*arguments, Launch(arrivals=arrivals), **options)
             assert not arrivals.any()
         assert bool((out[padded.to(device)] == SENTINEL).all()), "a padded lane was written"
         return out
@@ -383,7 +384,7 @@ def test_lanes_that_are_no_rows(tokens_per_row: int) -> None:
             torch.zeros(2, 2, dtype=torch.int32),
             torch.full((lanes,), -1, dtype=torch.int32),
             torch.zeros(lanes, dtype=torch.int32),
-            torch.zeros(lanes, dtype=torch.int32),
+            Launch(arrivals=torch.zeros(lanes, dtype=torch.int32)),
             num_heads=1,
             num_kv_heads=1,
             scale=0.125,
@@ -424,7 +425,7 @@ def compile_kernel(
         new(9, 2, 16, kv_heads, head_dim),
         new(4, 16, dtype=torch.int32),
         *integers,
-        new(lanes * kv_heads, dtype=torch.int32),
+        Launch(arrivals=new(lanes * kv_heads, dtype=torch.int32), pdl=True),
         num_heads=heads,
         num_kv_heads=kv_heads,
         scale=0.125,
@@ -433,7 +434,6 @@ def compile_kernel(
         k_norm_weight=new(head_dim),
         split_tokens=split_tokens,
         tokens_per_row=tokens_per_row,
-        pdl=True,
     )
     options = {name: arguments.pop(name) for name in [*arguments] if name not in kernel.arg_names}
     del options["launch_pdl"]
@@ -504,23 +504,27 @@ def test_captured_rows_replay_the_eager_bits(
     arrivals = torch.zeros(12 * 2, dtype=torch.int32, device="cuda")
     options = rows.parameters("cuda") | {"max_seq_len": 512, "split_tokens": split}
 
-    def step(kv: torch.Tensor, lanes: slice = slice(None), **row: Any) -> torch.Tensor:
-        paged = (kv, cache.block_table_SB, slot[lanes].contiguous(), position[lanes].contiguous())
-        return decode_attention(qkv[lanes], *tables, *paged, arrivals, **row, **options)
+    launch = Launch(arrivals=arrivals, pdl=pdl)
 
-    step(cache.kv, tokens_per_row=4, pdl=pdl)
+    def step(
+        kv: torch.Tensor, lanes: slice = slice(None), how: Launch = launch, **row: Any
+    ) -> torch.Tensor:
+        paged = (kv, cache.block_table_SB, slot[lanes].contiguous(), position[lanes].contiguous())
+        return decode_attention(qkv[lanes], *tables, *paged, how, **row, **options)
+
+    step(cache.kv, tokens_per_row=4)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged = (cache.kv, cache.block_table_SB, slot, position, arrivals)
-        captured = decode_attention(qkv, *tables, *paged, tokens_per_row=4, pdl=pdl, **options)
+        paged = (cache.kv, cache.block_table_SB, slot, position, launch)
+        captured = decode_attention(qkv, *tables, *paged, tokens_per_row=4, **options)
     for replay in range(6):
         copy = cache.kv.clone()
         graph.replay()
         for j in range(4):
             lanes = slice(j, None, 4)
             live = slot[lanes] >= 0
-            expected = step(copy, lanes)
+            expected = step(copy, lanes, Launch(arrivals=arrivals))
             assert torch.equal(captured[lanes][live], expected[live]), f"{replay=} {j=}"
         assert torch.equal(
             copy.contiguous().view(torch.uint8), cache.kv.contiguous().view(torch.uint8)

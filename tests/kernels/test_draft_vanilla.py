@@ -32,6 +32,7 @@ from graphengine.kernels.draft_vanilla import (
     begin_vanilla_draft_reference,
     new_draft_chain,
 )
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.residual import Residual, new_residual
 from graphengine.kernels.rope import RopeConfig, rope_tables
 from graphengine.kernels.state import DecodeLanes
@@ -893,7 +894,7 @@ def attend(
         cache.block_table_SB,
         ints([slot[lane] for lane in lanes], device=device),
         ints([position[lane] for lane in lanes], device=device),
-        ints([0] * counters, device=device),
+        Launch(arrivals=ints([0] * counters, device=device)),
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         scale=D**-0.5,

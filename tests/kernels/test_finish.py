@@ -21,9 +21,10 @@ from finishing import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.begin import begin_decode
-from graphengine.kernels.finish import finish_decode
-from graphengine.kernels.records import publish, publish_reference
+from graphengine.kernels.begin import gather_and_embed
+from graphengine.kernels.finish import verify_commit_publish
+from graphengine.kernels.launching import Launch
+from graphengine.kernels.publish import publish, publish_reference
 from graphengine.kernels.residual import new_residual
 from graphengine.kernels.state import (
     EMITTED,
@@ -97,7 +98,7 @@ def test_flags_state_and_records(twin: Twin):
     assert state.next_token.tolist() == next_token
     assert state.sequence.tolist() == [1]
 
-    epochs = {1: 0x34567, 149: 0xFFFFF}
+    epochs = {1: 0x4567, 149: 0xFFFF}
     assert read_entry(mailbox, 1) == [
         *(_record(1, new, epochs.get(number, 0), flag) for number, new, flag in rows),
         None,
@@ -312,15 +313,16 @@ def test_a_captured_step_advances_by_replays_alone(pdl: bool):
     mailbox = twin.mailbox(entries=3, lanes=4)
     command, rows = twin.ints([0, 0, 0, 0]), twin.ints([3, 0, -1, 1])
     arrivals = twin.ints([0])
+    launch = Launch(arrivals=arrivals, pdl=pdl)
     embedding, weight = torch.ones(100, 8, device="cuda"), torch.ones(8, device="cuda")
     residual = new_residual(4, 8, 1, dtype=torch.float32, device="cuda")
     health = torch.ones(4, 1, dtype=torch.int32, device="cuda")
 
     def step() -> None:
-        lanes = begin_decode(state, command, rows, embedding, weight, residual, pdl=pdl)
+        lanes = gather_and_embed(state, command, rows, embedding, weight, residual, pdl=pdl)
         # The next token is the position: any function of the lanes alone will do here.
         best = (LAST_ID - lanes.position.long())[:, None]
-        finish_decode(best, health, lanes, state, limits, mailbox, arrivals, pdl=pdl)
+        verify_commit_publish(best, health, lanes, state, limits, mailbox, launch)
 
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -355,7 +357,7 @@ def _good_arguments() -> list[Any]:
         twin.state(4),
         twin.limits(4),
         twin.mailbox(2, 3),
-        twin.ints([0]),
+        Launch(arrivals=twin.ints([0])),
     ]
 
 
@@ -368,17 +370,19 @@ def test_wrong_dtypes_and_shapes_are_refused(number: int):
         wrong.append(argument.double())
         if argument.dim() > 1:
             wrong += [argument[None], argument[..., None], argument[..., :0]]
+    elif isinstance(argument, Launch):
+        wrong += [Launch(), Launch(arrivals=torch.zeros(1))]
     else:
         for name, tensor in argument._asdict().items():
             wrong.append(argument._replace(**{name: tensor.double()}))
             wrong.append(argument._replace(**{name: tensor[None]}))
     for value in wrong:
         with pytest.raises(ValueError, match=r"must be"):
-            finish_decode(*arguments[:number], value, *arguments[number + 1 :])
+            verify_commit_publish(*arguments[:number], value, *arguments[number + 1 :])
 
 
 def test_more_rows_than_mailbox_lanes_is_refused():
     arguments = _good_arguments()
     arguments[5] = torch.zeros(2, 1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"2 rows do not fit a mailbox of 2 entries x 1 lanes"):
-        finish_decode(*arguments)
+        verify_commit_publish(*arguments)

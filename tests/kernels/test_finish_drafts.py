@@ -12,8 +12,9 @@ from finishing import HUGE, LAST_ID, LOWEST, Twin, read_entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.begin import begin_decode
-from graphengine.kernels.finish import finish_decode
+from graphengine.kernels.begin import gather_and_embed
+from graphengine.kernels.finish import verify_commit_publish
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.residual import new_residual
 from graphengine.kernels.state import EMITTED, INVALID, LENGTH, STOP
 
@@ -230,7 +231,7 @@ def test_forced_acceptance_emits_what_was_sampled(twin: Twin, forced: int):
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Row | None], int]:
     """Rows and K; most drafts are right, so that walks are long."""
-    drafts = draw(st.sampled_from([0, 1, 2, 3, 4, 7, 14]))
+    drafts = draw(st.sampled_from([0, 1, 2, 3, 4, 7, 14, 31]))
     slots = draw(st.permutations(range(6)))[: draw(st.integers(1, 5))]
     token = st.sampled_from([0, 0, 0, 1, 70_000, LAST_ID - 1])
     sampled = st.one_of(*[token] * 12, st.just(-1))
@@ -271,7 +272,7 @@ def test_matches_a_walk_in_plain_python(
         tiles=data.draw(st.sampled_from([1, 2, 3, 17])),
         relaxed=mode == "relaxed",
         forced=data.draw(st.integers(0, 6)) if mode == "forced" else None,
-        table_columns=data.draw(st.sampled_from([0, max(drafts, 1), 15])),
+        table_columns=data.draw(st.sampled_from([0, max(drafts, 1), 33])),
     )
 
 
@@ -281,8 +282,8 @@ def test_any_number_of_tiles(twin: Twin, tiles: int):
     cut = Row(drafts=[2, 1], sampled=[2, -1, 1], slot=0)
     check_step(twin, [accepted, None, cut], 3, tiles=tiles)
     if tiles == 100:
-        rows = [Row(drafts=[*range(14)], sampled=[*range(15)])]
-        check_step(twin, rows, 14, tiles=tiles)
+        rows = [Row(drafts=[*range(31)], sampled=[*range(32)])]
+        check_step(twin, rows, 31, tiles=tiles)
 
 
 def test_relaxed_flags_of_a_plain_step_are_not_read(twin: Twin):
@@ -379,7 +380,7 @@ def test_a_captured_step_accepts_cuts_and_goes_on(pdl: bool):
     health = torch.ones(12, 1, dtype=torch.int32, device="cuda")
 
     def step() -> None:
-        lanes = begin_decode(
+        lanes = gather_and_embed(
             *(state, command, rows, embedding, weight, residual),
             draft_SK=table,
             max_len_S=limits.max_len,
@@ -388,11 +389,10 @@ def test_a_captured_step_accepts_cuts_and_goes_on(pdl: bool):
         )
         # The next token is the position; slot 0 is always given right drafts, slot 3 two of them.
         best = (LAST_ID - lanes.position.long())[:, None]
-        finish_decode(
-            *(best, health, lanes, state, limits, mailbox, arrivals),
+        verify_commit_publish(
+            *(best, health, lanes, state, limits, mailbox, Launch(arrivals=arrivals, pdl=pdl)),
             num_speculative_tokens=3,
             draft_SK=table,
-            pdl=pdl,
         )
         ahead = torch.arange(3, device="cuda", dtype=torch.int32)
         table.copy_(state.kv_len[:, None] + ahead)
@@ -427,7 +427,7 @@ def _good_arguments() -> tuple[list[Any], dict[str, Any]]:
         twin.state(4),
         twin.limits(4),
         twin.mailbox(2, 3, 3),
-        twin.ints([0]),
+        Launch(arrivals=twin.ints([0])),
     ]
     options = {
         "num_speculative_tokens": 1,
@@ -440,8 +440,8 @@ def _good_arguments() -> tuple[list[Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("num_speculative_tokens", -1, r"num_speculative_tokens=-1, not 0\.\.14"),
-        ("num_speculative_tokens", 15, r"num_speculative_tokens=15, not 0\.\.14"),
+        ("num_speculative_tokens", -1, r"num_speculative_tokens=-1, not 0\.\.31"),
+        ("num_speculative_tokens", 32, r"num_speculative_tokens=32, not 0\.\.31"),
         ("num_speculative_tokens", 2, r"4 lanes must be rows of 3"),
         ("num_speculative_tokens", 3, r"of 5 items a lane or more for 4 tokens .* not 3"),
         ("num_speculative_tokens", 0, r"4 rows do not fit a mailbox of 2 entries x 3 lanes"),
@@ -457,6 +457,6 @@ def _good_arguments() -> tuple[list[Any], dict[str, Any]]:
 )
 def test_what_does_not_fit_is_refused(option: str, value: Any, message: str):
     arguments, options = _good_arguments()
-    finish_decode(*arguments, **options)
+    verify_commit_publish(*arguments, **options)
     with pytest.raises(ValueError, match=message):
-        finish_decode(*arguments, **options | {option: value})
+        verify_commit_publish(*arguments, **options | {option: value})

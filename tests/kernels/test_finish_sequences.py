@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from graphengine.kernels import finish as finish_module
 from graphengine.kernels.dispatch import INTERPRETED
-from graphengine.kernels.finish import finish_decode
+from graphengine.kernels.finish import verify_commit_publish
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.state import (
     EMITTED,
     INVALID,
@@ -124,6 +125,25 @@ def test_a_row_ends_where_a_sequence_does(twin: Twin, data: st.DataObject) -> No
         assert records[row].tokens == tuple(emitted[:kept])
 
 
+def test_a_sequence_ends_a_row_of_32_lanes(twin: Twin) -> None:
+    width, said = 32, [*range(100, 132)]
+    state, mailbox = twin.state(1), twin.mailbox(2, 1, width + 1)
+    state.running.fill_(1)
+    sequences = StopSequences(twin.ints([[padded(said[19:22])]]), twin.ints([0]), twin.ints([0]))
+    step = twin.finish(
+        *twin.tiles(said),
+        twin.lanes([0] * width, [0, *said[:-1]]),
+        state,
+        twin.limits(1),
+        mailbox,
+        num_speculative_tokens=width - 1,
+        sequences=sequences,
+        history_SP=twin.ints([[HUGE] * POSITIONS]),
+    )
+    assert (step.flags, step.count) == ([EMITTED | STOP], [22])
+    assert read_entry(mailbox, 1) == [(1, tuple(said[:22]), 0, EMITTED | STOP)]
+
+
 def test_one_without_the_other_is_refused() -> None:
     twin = Twin("cpu", reference=False)
     arguments = *twin.tiles([3]), twin.lanes([0], [1]), twin.state(2), twin.limits(2)
@@ -141,7 +161,7 @@ def test_one_without_the_other_is_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [1, 4, 32])
 def test_history_is_read_past_the_first_cache(width: int, cut: bool) -> None:
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -149,18 +169,17 @@ def test_history_is_read_past_the_first_cache(width: int, cut: bool) -> None:
     int64 = torch.int64
 
     def call() -> None:
-        finish_decode(
+        verify_commit_publish(
             new(2 * width, 9, dtype=int64),
             new(2 * width, 9),
             DecodeLanes(*(new(2 * width) for _ in range(3))),
             SlotState(*(new(SLOTS) for _ in range(4)), sequence=new(1, dtype=int64)),
             StopTensors(new(SLOTS, 16), new(SLOTS)),
             new(4, 2, width + 1, dtype=int64),
-            new(2),
+            Launch(arrivals=new(2), pdl=True),
             num_speculative_tokens=width - 1,
             sequences=StopSequences(new(SLOTS, 8, 16), new(SLOTS), new(SLOTS)) if cut else None,
             history_SP=new(SLOTS, 4096) if cut else None,
-            pdl=True,
         )
 
     ptx, names = compile_launch(record_launch(finish_module, call))

@@ -21,7 +21,7 @@ from triton.runtime._async_compile import active_mode
 
 from graphengine.kernels import activation, compile_kernels, launching, swiglu
 from graphengine.kernels.dispatch import INTERPRETED
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 # Seconds: only a test that has hung waits for so long.
@@ -67,14 +67,14 @@ def _compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def launching_step(kernel: Any, *args: Any, **options: Any) -> Callable[[], None]:
     def step() -> None:
-        launch(kernel, (2, 3))(*args, **options)
+        launcher(kernel, (2, 3))(*args, **options)
 
     return step
 
 
 def test_a_launch_is_the_kernels_own() -> None:
     kernel = StandIn()
-    launch(kernel, (4,))(1, x=2)
+    launcher(kernel, (4,))(1, x=2)
     assert kernel.runs == [((4,), (1,), {"x": 2})] and not kernel.look_ups
 
 
@@ -102,10 +102,10 @@ def test_a_kernel_is_compiled_once_and_kept_as_soon_as_it_is_there() -> None:
     kernel = StandIn(compile)
 
     def step() -> None:
-        launch(kernel, (1,))(0)
+        launcher(kernel, (1,))(0)
         assert compiled.wait(HUNG)
         while not kernel.kept:
-            launch(kernel, (1,))(0)
+            launcher(kernel, (1,))(0)
 
     assert compile_kernels({"a": step, "b": launching_step(kernel)}).loaded == 1
     assert kernel.kept == ["binary"]
@@ -153,8 +153,8 @@ def test_other_threads_launch_as_ever() -> None:
     kernel = StandIn(in_memory=True)
 
     def step() -> None:
-        launch(kernel, (1,))("compiled")
-        other = threading.Thread(target=lambda: launch(kernel, (1,))("launched"))
+        launcher(kernel, (1,))("compiled")
+        other = threading.Thread(target=lambda: launcher(kernel, (1,))("launched"))
         other.start()
         other.join()
 
@@ -198,8 +198,8 @@ def test_a_step_that_raises_begins_no_further_compilation(
     slow, waiting = StandIn(compile_slowly), StandIn()
 
     def step() -> None:
-        launch(slow, (1,))()
-        launch(waiting, (1,))()
+        launcher(slow, (1,))()
+        launcher(waiting, (1,))()
         assert begun.wait(HUNG)
         raise kind("out of memory")
 
@@ -355,13 +355,13 @@ def bare_launches(tree: ast.AST, kernels: set[str]) -> list[int]:
 
 
 def launched(tree: ast.AST) -> set[str]:
-    """Names of the kernels that are given to `launch`."""
+    """Names of the kernels that are given to `launcher`."""
     return {
         ast.unparse(node.args[0]).split(".")[-1]
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id == "launch"
+        and node.func.id == "launcher"
     }
 
 

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.linear import (
     MAX_LANES,
     REFERENCE_ROWS,
@@ -58,7 +59,7 @@ def run(case, plan=None, *, swiglu=False, out_dtype=None, **options):
     needed = 0 if plan is None else arrivals_needed(plan, case.weight.shape[0])
     arrivals = torch.zeros(needed, dtype=torch.int32, device=case.x.device)
     options = {
-        "arrivals": arrivals,
+        "launch": Launch(arrivals=arrivals),
         **arguments(case, swiglu=swiglu, out_dtype=out_dtype),
         **options,
     }
@@ -186,7 +187,7 @@ def test_launches_share_their_counters(device, make_linear_case):
         case = make_linear_case(lanes, M, K, torch.float32, device=device)
         own = run(case, splits)
         for _ in range(2):
-            assert torch.equal(run(case, splits, arrivals=counters), own)
+            assert torch.equal(run(case, splits, launch=Launch(arrivals=counters)), own)
             assert not counters.any()
 
 
@@ -199,7 +200,11 @@ def test_strided_operands(device, make_linear_case, plan):
     out = torch.zeros(2, 60, dtype=torch.float16, device=device)
     counters = torch.zeros(8, dtype=torch.int32, device=device)
     linear(
-        x[:, :64], weight[:, 16:], case.slot, out=out[:, :48], plan=plan, eps=EPS, arrivals=counters
+        *(x[:, :64], weight[:, 16:], case.slot),
+        out=out[:, :48],
+        plan=plan,
+        eps=EPS,
+        launch=Launch(arrivals=counters),
     )
     assert torch.equal(out[:, :48], run(case, plan))
     assert (out[:, 48:] == 0).all()
@@ -324,9 +329,10 @@ def test_capture_holds_kernels_that_replay_the_same_bits(device, make_linear_cas
     expected = run(case, plan)
     options = arguments(case)
     counters = torch.zeros(arrivals_needed(plan, M), dtype=torch.int32, device=device)
+    launch = Launch(arrivals=counters)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        linear(case.x, case.weight, case.slot, plan=plan, arrivals=counters, **options)
+        linear(case.x, case.weight, case.slot, plan=plan, launch=launch, **options)
     for _ in range(3):
         options["out"].fill_(SENTINEL)
         graph.replay()
@@ -458,4 +464,4 @@ def test_split_k_wants_counters(device, make_linear_case, arrivals, message):
     case = make_linear_case(2, 70, 64, torch.float32, device=device)
     arrivals = None if arrivals is None else arrivals.to(device)
     with pytest.raises(ValueError, match=message):
-        linear(case.x, case.weight, case.slot, plan=DOT_SPLIT, arrivals=arrivals)
+        linear(case.x, case.weight, case.slot, plan=DOT_SPLIT, launch=Launch(arrivals=arrivals))

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import Launch, compile_kernel, record_launch
+from compiling import RecordedLaunch, compile_kernel, record_launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels import linear_gluon
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.linear import (
     MAX_LANES,
     arrivals_needed,
@@ -54,16 +55,16 @@ def launch_of(
     groups: int = 64,
     bias: bool = False,
     pdl: bool = True,
-) -> Launch:
+) -> RecordedLaunch:
     """How a linear of this kind launches the kernel in bfloat16."""
 
     def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    counters = new(arrivals_needed(plan, M), dtype=torch.int32)
     options: dict[str, Any] = {
         "plan": plan,
-        "arrivals": new(arrivals_needed(plan, M), dtype=torch.int32),
-        "pdl": pdl,
+        "launch": Launch(arrivals=counters, pdl=pdl),
         "bias": new(M) if bias else None,
     }
     x, weight, slot = new(lanes, K), new(M, K), new(lanes, dtype=torch.int32)
@@ -232,12 +233,15 @@ def test_other_plans_compile(kind, plan, lanes):
 # What a GPU does.
 
 
-def outputs_of(kind: str, plan: LinearPlan, case: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+def outputs_of(
+    kind: str, plan: LinearPlan, case: Any, *, pdl: bool = False
+) -> tuple[torch.Tensor, ...]:
     """What a linear of this kind leaves, with lanes first."""
     counters = torch.zeros(
         arrivals_needed(plan, case.weight.shape[0]), dtype=torch.int32, device="cuda"
     )
-    options |= {"plan": plan, "arrivals": counters, "bias": case.bias}
+    launch = Launch(arrivals=counters, pdl=pdl)
+    options: dict[str, Any] = {"plan": plan, "launch": launch, "bias": case.bias}
     if kind == "residual":
         before = Residual(
             case.stream.clone(), torch.zeros_like(case.stream, dtype=case.x.dtype), case.x

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.linear import (
     arrivals_needed,
     linear_residual,
@@ -44,7 +45,7 @@ def run(case, plan=None, **options):
     """`linear_residual` with counters of its own, which it must leave at zero."""
     needed = 0 if plan is None else arrivals_needed(plan, case.weight.shape[0])
     arrivals = torch.zeros(needed, dtype=torch.int32, device=case.x.device)
-    options = {"arrivals": arrivals, **options}
+    options = {"launch": Launch(arrivals=arrivals), **options}
     before = stream_of(case)
     after = linear_residual(
         case.x,
@@ -153,7 +154,7 @@ def test_launches_share_their_counters(device, make_linear_case):
         case = make_linear_case(lanes, M, K, torch.float32, device=device)
         own = run(case, plan)
         for _ in range(2):
-            shared = run(case, plan, arrivals=counters)
+            shared = run(case, plan, launch=Launch(arrivals=counters))
             assert all(map(torch.equal, by_lane(shared), by_lane(own)))
 
 
@@ -357,4 +358,4 @@ def test_split_k_wants_counters(device, make_linear_case, arrivals, message):
     case = make_linear_case(2, 70, 64, torch.float32, device=device)
     arrivals = None if arrivals is None else arrivals.to(device)
     with pytest.raises(ValueError, match=message):
-        run(case, DOT_SPLIT, arrivals=arrivals)
+        run(case, DOT_SPLIT, launch=Launch(arrivals=arrivals))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.linear import arrivals_needed, linear, linear_reference, linear_sample
 from graphengine.kernels.plans import LinearPlan, heuristic_plan
 from graphengine.kernels.sampling import sample, sample_reference
@@ -77,7 +78,7 @@ def tokens(case, position, params, plan=None, **options):
         squares_TN=case.squares,
         eps=EPS,
         plan=plan,
-        arrivals=arrivals,
+        launch=Launch(arrivals=arrivals),
         **options,
     )
     assert best.dtype == torch.int64 and health.dtype == torch.int32
@@ -92,7 +93,9 @@ def expected_tokens(case, position, params, plan=None):
     """What the sampler draws from the logits of `linear` with the same plan."""
     arguments = {"squares_TN": case.squares, "eps": EPS, "out_dtype": torch.float32}
     arrivals = counters(plan, case.weight.shape[0], case.x.device)
-    logits = linear(case.x, case.weight, case.slot, plan=plan, arrivals=arrivals, **arguments)
+    logits = linear(
+        case.x, case.weight, case.slot, plan=plan, launch=Launch(arrivals=arrivals), **arguments
+    )
     # A GPU's logarithm differs from numpy's by some ulps.
     draw = sample if case.x.is_cuda else sample_reference
     token = draw(logits, case.slot, position, without_filters(params))
@@ -158,7 +161,7 @@ def test_a_part_of_the_vocabulary(device, make_linear_case, plan, ids, seed):
         eps=EPS,
         out_dtype=torch.float32,
         plan=plan,
-        arrivals=arrivals,
+        launch=Launch(arrivals=arrivals),
     )
     token_ids = torch.tensor(sorted(ids), device=device)
     logits = part.new_full((2, 200), -INF).index_copy_(1, token_ids, part)
@@ -340,5 +343,7 @@ def test_split_k_wants_counters(device, make_linear_case, arrivals, message):
     position, params = positions(2, device), make_params(2, 70, device=device)
     with pytest.raises(ValueError, match=message):
         linear_sample(
-            case.x, case.weight, case.slot, position, params, plan=DOT_SPLIT, arrivals=arrivals
+            *(case.x, case.weight, case.slot, position, params),
+            plan=DOT_SPLIT,
+            launch=Launch(arrivals=arrivals),
         )

@@ -577,7 +577,7 @@ WANTS = LogprobTensors(ints(2), ints(2))
         ({"logits_NV": torch.zeros(4, 0)}, r"a vocabulary of 0 is outside 1 \.\."),
         ({"logits_NV": torch.zeros(3, 40)}, r"token must be a dense \[3\], not \(4,\)"),
         ({"num_speculative_tokens": 2}, r"4 lanes must be rows of 3"),
-        ({"num_speculative_tokens": 15}, r"num_speculative_tokens=15, not 0\.\.14"),
+        ({"num_speculative_tokens": 32}, r"num_speculative_tokens=32, not 0\.\.31"),
         ({"vocabulary": 41}, r"vocabulary=41 is outside 1 \.\. 40"),
         ({"vocabulary": 0}, r"vocabulary=0 is outside 1 \.\. 40"),
         ({"raw_NV": torch.zeros(4, 40)}, r"raw_NV and wants are wanted together or not at all"),

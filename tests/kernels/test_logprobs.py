@@ -26,7 +26,7 @@ from graphengine.kernels.logprobs import (
     token_log_probabilities,
     token_log_probabilities_reference,
 )
-from graphengine.kernels.logprobs_kernels import MAX_TOP_LOGPROBS
+from graphengine.kernels.logprobs_kernels import MAX_LOGPROBS
 from graphengine.kernels.logprobs_mailbox import (
     logprob_items,
     publish_logprobs,
@@ -135,9 +135,9 @@ class Twin:
                 logits_V = source[lane, :vocabulary]
                 logprobs = torch.from_numpy(logits_V.copy()).log_softmax(0).numpy()
                 close = {"rtol": 0, "atol": 1e-5, "equal_nan": True}
-                n = min(row.wanted, MAX_TOP_LOGPROBS)
+                n = min(row.wanted, MAX_LOGPROBS)
                 ids = expected_top(logits_V, n)
-                rest = MAX_TOP_LOGPROBS - len(ids)
+                rest = MAX_LOGPROBS - len(ids)
                 assert ranked[2][lane].tolist() == ids + [-1] * rest
                 np.testing.assert_allclose(ranked[3][lane, : len(ids)], logprobs[ids], **close)
                 assert (ranked[3][lane, len(ids) :] == -INF).all()
@@ -254,7 +254,7 @@ def test_only_what_is_wanted_is_written(twin: Twin):
     logits = np.zeros((4, 7), np.float32)
     rows = [Row(0, [1, 2], 1, 2), Row(1, [3, 4], 2, -1)]
     results, _ = twin.run(logits, None, rows, 2)
-    assert results.ranked.top_id.shape == (4, MAX_TOP_LOGPROBS)
+    assert results.ranked.top_id.shape == (4, MAX_LOGPROBS)
     assert results.ranked.top_id[:2, :3].tolist() == [[0, 1, -1]] * 2
 
 

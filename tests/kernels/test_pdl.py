@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from compiling import (
-    Launch,
+    RecordedLaunch,
     assert_waits_before_it_shows,
     compile_kernel,
     compile_launch,
@@ -25,6 +25,7 @@ from compiling import (
 
 from graphengine.kernels.candidates import SamplingTensors
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.linear import (
     arrivals_needed,
     linear,
@@ -68,7 +69,7 @@ def params_of_slots(slots: int, device: str) -> SamplingTensors:
 
 def launch_linear(
     kind: str, plan: LinearPlan, M: int, K: int, *, lanes: int = 1, groups: int = 64
-) -> Launch:
+) -> RecordedLaunch:
     """How a linear of this kind launches its kernel in bfloat16, with PDL."""
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -77,7 +78,7 @@ def launch_linear(
     slot = new(lanes, dtype=torch.int32)
     squares = new(groups, lanes, dtype=torch.float32) if groups else None
     counters = new(arrivals_needed(plan, M), dtype=torch.int32)
-    options: dict[str, Any] = {"plan": plan, "arrivals": counters, "pdl": True}
+    options: dict[str, Any] = {"plan": plan, "launch": Launch(arrivals=counters, pdl=True)}
     x, weight = new(lanes, K), new(M, K)
 
     def call() -> None:
@@ -236,8 +237,7 @@ def test_linear_gives_the_same_bits(make_linear_case, counters, plan, lanes, swi
             eps=EPS,
             swiglu=swiglu,
             plan=plan,
-            arrivals=counters,
-            pdl=pdl,
+            launch=Launch(arrivals=counters, pdl=pdl),
         )
 
     plain = run(False)
@@ -260,8 +260,7 @@ def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan, l
             stream,
             case.next_norm,
             plan=plan,
-            arrivals=counters,
-            pdl=pdl,
+            launch=Launch(arrivals=counters, pdl=pdl),
         )
 
     plain = run(False)
@@ -287,8 +286,7 @@ def test_linear_sample_gives_the_same_bits(make_linear_case, counters, plan, lan
             squares_TN=case.squares,
             eps=EPS,
             plan=plan,
-            arrivals=counters,
-            pdl=pdl,
+            launch=Launch(arrivals=counters, pdl=pdl),
         )
 
     plain = run(False)
@@ -313,7 +311,7 @@ class Chain(NamedTuple):
         self.ffn.fill_(NAN)
 
     def run(self, plan: LinearPlan, arrivals: torch.Tensor, pdl: bool) -> Residual:
-        options: dict[str, Any] = {"plan": plan, "arrivals": arrivals, "pdl": pdl}
+        options: dict[str, Any] = {"plan": plan, "launch": Launch(arrivals=arrivals, pdl=pdl)}
         slot = self.first.slot
         middle = linear_residual(
             self.first.x,
@@ -401,7 +399,7 @@ def test_the_racing_kernel_reads_before_its_wait(races):
     buffers = (torch.empty(1024, device="meta") for _ in range(2))
     values = (*buffers, 1024, races, launch_options(True)["PDL"])
     arguments = dict(zip(_copy.arg_names, values, strict=True))
-    ptx, _ = compile_launch(Launch(_copy, (1,), arguments, {}))
+    ptx, _ = compile_launch(RecordedLaunch(_copy, (1,), arguments, {}))
     assert (ptx.index("ld.global") < ptx.index("griddepcontrol.wait")) == races
 
 

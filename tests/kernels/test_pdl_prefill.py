@@ -14,6 +14,7 @@ from compiling import assert_waits_before_it_shows, compile_launch, global_loads
 
 from graphengine.kernels.activation import swiglu
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.norm import add_rms_norm
 from graphengine.kernels.prefill_attention import paged_prefill_attention
 from graphengine.kernels.rope import rope_append
@@ -59,10 +60,14 @@ def rope() -> None:
 
 
 def split_attention() -> None:
-    attention(lanes=16, columns=512, arrivals=ints(128))
+    attention(lanes=16, columns=512, launch=Launch(arrivals=ints(128), pdl=True))
 
 
-def attention(lanes: int = LANES, columns: int = 8, **arrivals: torch.Tensor) -> None:
+def attention(
+    lanes: int = LANES,
+    columns: int = 8,
+    launch: Launch = Launch(pdl=True),  # noqa: B008
+) -> None:
     paged_prefill_attention(
         new(lanes, HEADS, HEAD_DIM),
         **cache(columns),
@@ -70,8 +75,7 @@ def attention(lanes: int = LANES, columns: int = 8, **arrivals: torch.Tensor) ->
         slot_P=ints(1),
         position_P=ints(1),
         scale=1.0,
-        pdl=True,
-        **arrivals,
+        launch=launch,
     )
 
 

@@ -14,6 +14,7 @@ from prefilling import TOLERANCE, Op, Problem, Segment, dense_attention, prefill
 
 from graphengine.kernels import prefill_attention
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.prefill_attention import (
     PREFILL_ARRIVALS,
     paged_prefill_attention,
@@ -38,7 +39,9 @@ class Splitting:
         with pytest.MonkeyPatch.context() as patch:
             if self.keys:
                 patch.setattr(prefill_attention, "LEAST_SPLIT", self.keys)
-            result = paged_prefill_attention(*arguments, **named, arrivals=self.arrivals)
+            result = paged_prefill_attention(
+                *arguments, **named, launch=Launch(arrivals=self.arrivals)
+            )
         assert not self.arrivals.any(), "a counter was not reset"
         return result
 
@@ -298,7 +301,7 @@ def test_counters_that_do_not_fit_are_refused(dtype: torch.dtype, count: int, de
     }
     arrivals = torch.zeros(count, dtype=dtype, device=device)
     with pytest.raises(ValueError, match=f"arrivals must be int32 and 64 or more, not {count} of"):
-        paged_prefill_attention(**arguments, arrivals=arrivals)
+        paged_prefill_attention(**arguments, launch=Launch(arrivals=arrivals))
 
 
 def valid_arguments() -> dict[str, Any]:

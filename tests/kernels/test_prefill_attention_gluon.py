@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from prefilling import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
 from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.launching import Launch
 from graphengine.kernels.prefill_attention import paged_prefill_attention
 from graphengine.kernels.prefill_attention_gluon import (
     KEYS,
@@ -125,7 +126,7 @@ def attend_nothing(head_dim: int, block_size: int) -> None:
         position_P=ints(1),
         scale=0.1,
         out=new(64, 8 * head_dim),
-        pdl=True,
+        launch=Launch(pdl=True),
     )
 
 
@@ -154,7 +155,8 @@ def pair(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tor
         for least in (1, 10**9):
             monkeypatch.setattr(gluon_module, "LEAST_PROGRAMS", dict.fromkeys((64, 128), least))
             launches.clear()
-            op = partial(paged_prefill_attention, pdl=named["placement"] % 2 == 1), device
+            launch = Launch(pdl=named["placement"] % 2 == 1)
+            op = partial(paged_prefill_attention, launch=launch), device
             found.append(prefill(op, place_cache, *problem, **named))
             assert len(launches) == (least == 1)
         for here, there in zip(*found, strict=True):
@@ -257,8 +259,9 @@ def test_the_same_bits_every_time(head_dim: int, device: str) -> None:
     assert takes_wgmma(q, kv, 1)
 
     def run(found: torch.Tensor, again: torch.Tensor, pdl: bool) -> None:
+        launch = Launch(pdl=pdl)
         for queries, out in ((q, found), (found.view_as(q), again)):
-            paged_prefill_attention(queries, kv, table, **named, scale=0.1, out=out, pdl=pdl)
+            paged_prefill_attention(queries, kv, table, **named, scale=0.1, out=out, launch=launch)
 
     expected = torch.empty(2, lanes, 32 * head_dim, device=device, dtype=torch.bfloat16)
     run(*expected, pdl=False)

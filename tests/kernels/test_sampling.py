@@ -415,7 +415,8 @@ def test_a_token_depends_on_nothing_but_its_row(device: str):
     assert all(token == -77 for row, token in enumerate(tokens) if row not in order)
 
 
-# Tiles: what is left of a row for `finish_decode`, and what lm_head computes of its own logits.
+# Tiles: what is left of a row for `verify_commit_publish`, and what lm_head computes of its own
+# logits.
 
 
 @triton.jit

@@ -25,7 +25,7 @@ _POINTERS = {
 }
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A launch that a wrapper asked for."""
 
     kernel: Any
@@ -95,7 +95,7 @@ def own_kernels() -> set[str]:
 class _Recorder:
     """Stands in for a kernel; `kernel[grid](...)` is noted, not run."""
 
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+    def __init__(self, kernel: Any, launches: list[RecordedLaunch]) -> None:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -105,17 +105,17 @@ class _Recorder:
             options = {name: arguments.pop(name) for name in named if name not in names}
             options.pop("launch_pdl", None)
             assert arguments.keys() == set(names)
-            self.launches.append(Launch(self.kernel, grid, arguments, options))
+            self.launches.append(RecordedLaunch(self.kernel, grid, arguments, options))
 
         return note
 
 
-def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> Launch:
+def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> RecordedLaunch:
     """The one launch that `call` makes of a kernel of `module`, or of `more` that launch for it.
 
     Its tensors may be on `meta`.
     """
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "use_triton", lambda x: True)
         for each in (module, *more):
@@ -146,13 +146,13 @@ def _signature(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compile_launch(launch: Launch) -> tuple[str, list[str]]:
+def compile_launch(launch: RecordedLaunch) -> tuple[str, list[str]]:
     """The PTX for sm_90 of a launch, and its arguments' names as of `compile_kernel`."""
     compiled, names = compile_kernel(launch)
     return compiled.asm["ptx"], names
 
 
-def compile_kernel(launch: Launch) -> tuple[Any, list[str]]:
+def compile_kernel(launch: RecordedLaunch) -> tuple[Any, list[str]]:
     """What Triton or Gluon compiles for sm_90, and the arguments' names in order, "" for a number.
 
     Names of what a tuple holds are "tuple.field".

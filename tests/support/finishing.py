@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphengine.kernels.begin import begin_decode, begin_decode_reference
-from graphengine.kernels.finish import finish_decode, finish_decode_reference
+from graphengine.kernels.begin import gather_and_embed, gather_and_embed_reference
+from graphengine.kernels.finish import verify_commit_publish, verify_commit_publish_reference
+from graphengine.kernels.launching import Launch
+from graphengine.kernels.record import unpack_state
 from graphengine.kernels.state import DecodeLanes, SlotState, StopTensors
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
@@ -46,10 +48,10 @@ def read_entry(mailbox: torch.Tensor, entry: int) -> list[Record | None]:
             continue
         (tag,) = {item >> 32 & 0xFFFFFFFF for item in items}
         *payloads, last = (item & 0xFFFFFFFF for item in items)
-        count = last >> 4 & 0xF
-        assert not any(payloads[count:]), f"{payloads=} behind {count=}"
-        assert count <= last >> 8 & 0xF, f"more tokens than lanes: {last:x}"
-        records.append(Record(tag, tuple(payloads[:count]), last >> 12, last & 0xF))
+        state = unpack_state(last)
+        assert not any(payloads[state.emitted :]), f"{payloads=} past {state.emitted}"
+        assert state.emitted <= state.fed, f"more tokens than lanes: {state}"
+        records.append(Record(tag, tuple(payloads[: state.emitted]), state.epoch, state.flags))
     return records
 
 
@@ -109,15 +111,15 @@ class Twin:
         return [best.to(self.device), health.to(self.device)]
 
     def begin(self, *arguments: Any, **options: Any) -> DecodeLanes:
-        begin = begin_decode_reference if self.reference else begin_decode
+        begin = gather_and_embed_reference if self.reference else gather_and_embed
         return begin(*arguments, **options)
 
     def finish(self, *arguments: Any, **options: Any) -> Finished:
         """All arguments but the arrivals, which must be as they were."""
         if self.reference:
-            step = finish_decode_reference(*arguments, **options)
+            step = verify_commit_publish_reference(*arguments, **options)
         else:
             arrivals = self.ints([0, 77])
-            step = finish_decode(*arguments, arrivals, **options)
+            step = verify_commit_publish(*arguments, Launch(arrivals=arrivals), **options)
             assert arrivals.tolist() == [0, 77]
         return Finished(*(tensor.tolist() for tensor in step))

@@ -237,8 +237,7 @@ class ToyModel:
             squares_TN=residual.squares,
             eps=self.config.norm_eps,
             plan=launch.plans["mix_in"],
-            arrivals=launch.arrivals,
-            pdl=launch.pdl,
+            launch=launch,
         )
         state = states.recurrent[RECURRENT]
         before = state.index_select(0, row.slot.clamp(min=0))
@@ -296,7 +295,7 @@ class ToyModel:
     ) -> Tensor:
         (x_1H,) = end.last
         h = rms_norm(x_1H, self.weights.norms[3], slot_1, eps=EPS, out_dtype=self.dtype)
-        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32, pdl=launch.pdl)
+        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
 
     def _mix(self, lanes: PrefillLanes, state: Tensor, x: Tensor, scratch: PrefillScratch) -> None:
         """The recurrent layer for a chunk, a token after the other."""

@@ -214,8 +214,7 @@ class AttentionWeights:
             eps=block.norm_eps,
             bias=self.qkv_bias,
             plan=plans["qkv"],
-            arrivals=launch.arrivals,
-            pdl=launch.pdl,
+            launch=launch,
         )
         attended = decode_attention(
             qkv,
@@ -225,6 +224,7 @@ class AttentionWeights:
             block_table,
             row.slot,
             row.position,
+            launch,
             num_heads=block.num_heads,
             num_kv_heads=block.num_kv_heads,
             scale=block.scale,
@@ -234,8 +234,6 @@ class AttentionWeights:
             eps=block.norm_eps,
             split_tokens=launch.split_tokens,
             tokens_per_row=launch.tokens_per_row,
-            arrivals=launch.arrivals,
-            pdl=launch.pdl,
         )
         return add_product(
             attended,

@@ -48,8 +48,7 @@ def add_product(
             next_norm_H,
             bias=bias,
             plan=plan,
-            arrivals=launch.arrivals,
-            pdl=launch.pdl,
+            launch=launch,
         )
     part = linear(
         x_NK,
@@ -57,8 +56,7 @@ def add_product(
         slot_N,
         out_dtype=torch.float32,
         plan=plan,
-        arrivals=launch.arrivals,
-        pdl=launch.pdl,
+        launch=launch,
     )
     whole = launch.reduce(part)
     if bias is not None:

@@ -112,8 +112,7 @@ class SwigluWeights:
             bias=self.gate_up_bias,
             swiglu=True,
             plan=launch.plans["gate_up"],
-            arrivals=launch.arrivals,
-            pdl=launch.pdl,
+            launch=launch,
         )
         return add_product(
             gated,

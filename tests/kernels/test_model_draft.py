@@ -12,10 +12,10 @@ from compiling import assert_waits_before_it_shows, compile_launch, global_loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels import draft_model as module
+from graphengine.kernels import model_draft as module
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.draft import DraftTiles, commit_draft
-from graphengine.kernels.draft_model import (
+from graphengine.kernels.model_draft import (
     ModelDraft,
     advance_model_draft,
     begin_model_draft,
@@ -71,7 +71,7 @@ def twin(request: pytest.FixtureRequest) -> Twin:
 def check_stream(
     residual: Residual, lanes: DecodeLanes, embedding: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """What `begin_decode` would have left; canaries in padded lanes and between the rows."""
+    """What `gather_and_embed` would have left; canaries in padded lanes and between the rows."""
     slots, tokens = lanes.slot.tolist(), lanes.token.tolist()
     for lane, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
         x, scaled = residual.x[lane].cpu(), residual.scaled[lane].cpu()

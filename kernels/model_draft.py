@@ -32,7 +32,7 @@ from graphengine.kernels.embedding import (
     load_embedding,
     store_embedding,
 )
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.residual import Residual
 from graphengine.kernels.state import DecodeLanes
@@ -71,8 +71,8 @@ def begin_model_draft(
         token_N: int32, the target's token behind each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
         lanes: what the target was fed.
-        embedding_VH, norm_weight_H, residual: the draft model's, as for `begin_decode`, of 2 * R
-            lanes.
+        embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of
+            2 * R lanes.
         limit: positions that its cache has: no lane is put at it or past it.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
             and `count_R` may be as new as that one.
@@ -92,7 +92,7 @@ def begin_model_draft(
         source=torch.empty_like(count_R),
     )
     args, options = _embed_args(embedding_VH, norm_weight_H, residual)
-    launch(_begin_kernel, (2 * rows,))(
+    launcher(_begin_kernel, (2 * rows,))(
         token_N,
         count_R,
         *lanes,
@@ -152,7 +152,8 @@ def advance_model_draft(
 
     Args:
         tiles, rows, draft_SK, index, limit, source_R, pdl: as of `commit_draft`.
-        embedding_VH, norm_weight_H, residual: the draft model's, as for `begin_decode`, of R lanes.
+        embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of R
+            lanes.
 
     Returns:
         New lanes, as of `commit_draft`. ValueError for a shape or dtype that does not fit.
@@ -167,7 +168,7 @@ def advance_model_draft(
         return lanes
     lanes = new_lanes(count, rows.slot)
     args, options = _embed_args(embedding_VH, norm_weight_H, residual)
-    launch(_advance_kernel, (count,))(
+    launcher(_advance_kernel, (count,))(
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
         limit,
@@ -307,7 +308,7 @@ def _embed_lane(
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Write the stream of a live lane's token, as `begin_decode` does; NaN for an unknown one."""
+    """Write the stream of a live lane's token, as `gather_and_embed`; NaN for an unknown one."""
     x = load_embedding(stream.embedding, token, live, stream.embedding_stride, stream.V, H, BLOCK_H)
     store_embedding(
         x,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 
 Count = int | torch.Tensor
 
@@ -85,7 +85,7 @@ def verify_speculative_tokens(
     last_one_indices = torch.empty(rows, dtype=torch.int64, device=device)
     accepted_tokens_mask = torch.empty(positions, dtype=torch.bool, device=device)
     if positions:
-        launch(_verify_kernel, (triton.cdiv(positions, _BLOCK),))(
+        launcher(_verify_kernel, (triton.cdiv(positions, _BLOCK),))(
             input_tokens,
             output_tokens,
             last_one_indices,
@@ -448,7 +448,7 @@ def _launch_prepare(
     error_count: torch.Tensor | None,
 ) -> None:
     rows = last_one_indices.numel()
-    launch(_prepare_kernel, (triton.cdiv(rows, _BLOCK),))(
+    launcher(_prepare_kernel, (triton.cdiv(rows, _BLOCK),))(
         num_decode_requests,
         output_tokens,
         required_logit_indices,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels import speculative as ops
+from graphengine.kernels import verify as ops
 from graphengine.kernels.dispatch import INTERPRETED
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)

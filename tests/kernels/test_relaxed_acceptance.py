@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.candidates import SamplingTensors
-from graphengine.kernels.relaxed import (
+from graphengine.kernels.relaxed_acceptance import (
     relaxed_acceptance,
     relaxed_acceptance_reference,
     relaxed_delta_prompt,
@@ -175,7 +175,7 @@ def test_the_worked_example(twin: Twin, delta: float, passes: list[int]):
 
 
 def test_earlier_lanes_do_not_matter(twin: Twin):
-    """A draft passes on its own merit: `finish_decode` takes the leading run."""
+    """A draft passes on its own merit: `verify_commit_publish` takes the leading run."""
     assert twin.accept_row(worked_logits(), [8, 4, 6], 0.3, topk=3) == [0, 1, 1]
 
 

@@ -1,4 +1,6 @@
-"""The record of a replay: what its rows got, written into the mailbox for the host to read.
+"""The last kernel of a prefill: what the rows got, written into the mailbox for the host to read.
+
+`record` has the layout of what is written.
 
 Letters: R rows of a bucket, W tokens a row.
 """
@@ -11,14 +13,10 @@ import triton.language as tl
 
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_lanes
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
+from graphengine.kernels.record import pack_state, state_payload, tag_items, tag_of
 from graphengine.kernels.state import EMITTED, SlotState, check_state
 
-# The bits of an epoch that a mailbox record has room for: two that share them are a million stays
-# apart, and no replay is in flight for so long.
-EPOCH_MASK = 0xFFFFF
-
-_EPOCH_MASK = tl.constexpr(EPOCH_MASK)
 _EMITTED = tl.constexpr(EMITTED)
 
 
@@ -36,10 +34,9 @@ def publish(
 
         items[entry, lane, i] = (seq & 0xffffffff) << 32 | payload i
 
-    The last item's payload is (epoch[slot] & EPOCH_MASK) << 12 | fed << 8 | count << 4 | flags,
-    those before it are the row's `count` new tokens and then zeros: here one token where the flags
-    have EMITTED, else none. `fed` are the live lanes that the row had, here as many as `count`. Of
-    padded lanes and those past R every payload is 0, and nothing is read.
+    The payloads are those of `record`: `count` is one where the flags have EMITTED and else 0, and
+    `fed` as many as `count`. Of padded lanes and those past R every payload is 0, and nothing is
+    read.
 
     Args:
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= 2; the device's memory
@@ -54,7 +51,7 @@ def publish(
     if not use_triton(state.sequence):
         publish_reference(mailbox_items, state, token_R, flags_R, slot_R)
         return
-    launch(_publish_kernel, (1,))(
+    launcher(_publish_kernel, (1,))(
         mailbox_items,
         state.sequence,
         state.epoch,
@@ -101,10 +98,10 @@ def publish_tokens_reference(
     emitted = torch.arange(width, device=token_RW.device) < count_R.where(live, 0)[:, None]
     payload = torch.zeros(lanes, items, dtype=torch.int64)
     payload[:rows, :width] = token_RW.long().where(emitted, 0)
-    numbers = fed_R << 8 | count_R << 4 | flags_R
-    payload[:rows, -1] = ((epoch.long() & EPOCH_MASK) << 12 | numbers).where(live, 0)
+    numbers = (fed_R.long(), count_R.long(), flags_R.long())
+    payload[:rows, -1] = pack_state(epoch.long(), *numbers).where(live, 0)
     sequence = state.sequence + 1
-    mailbox_items[sequence % entries] = (sequence & 0xFFFFFFFF) << 32 | payload
+    mailbox_items[sequence % entries] = tag_items(sequence) | payload
     state.sequence.copy_(sequence)
 
 
@@ -125,13 +122,6 @@ def check_mailbox(mailbox_items: torch.Tensor, rows: int, tokens: int = 1) -> tu
             f"state, not {items}"
         )
     return entries, lanes, items
-
-
-@triton.jit
-def state_payload(epoch, fed, count, flags):
-    """What a lane's last item says, int64."""
-    numbers = (fed << 8) | (count << 4) | flags
-    return ((epoch.to(tl.int64) & _EPOCH_MASK) << 12) | numbers.to(tl.int64)
 
 
 @triton.jit
@@ -162,8 +152,7 @@ def _publish_kernel(
     state = state_payload(epoch, count, count, flags)[:, None]
     payload = tl.where(i == 0, token[:, None].to(tl.int64), tl.where(i == ITEMS - 1, state, 0))
     item_ptr = items_ptr + ((sequence % entries) * lanes + lane)[:, None] * ITEMS + i
-    tag = (sequence & 0xFFFFFFFF) << 32
-    tl.store(item_ptr, tag | payload, mask=(lane < lanes)[:, None] & (i < ITEMS))
+    tl.store(item_ptr, tag_of(sequence) | payload, mask=(lane < lanes)[:, None] & (i < ITEMS))
     # Every warp has read the sequence before one of them overwrites it.
     tl.debug_barrier()
     tl.store(sequence_ptr, sequence)

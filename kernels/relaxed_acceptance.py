@@ -1,6 +1,6 @@
 """Relaxed acceptance: in a greedy row's thinking phase a draft passes if it is probable enough.
 
-    decode    (lm_head) -> relaxed_acceptance -> finish_decode -> update_relaxed_delta
+    decode    (lm_head) -> relaxed_acceptance -> verify_commit_publish -> update_relaxed_delta
     prefill   commit_prefill -> relaxed_delta_prompt
 
 Each slot has a device-owned `delta`, float32, that is part of its state: copied along when its
@@ -16,8 +16,8 @@ What passes at lane j, whose logits say what may follow its token:
    -inf, which is how what is forbidden arrives here (`process_logits`).
 3. The draft in lane j + 1 passes if it is a candidate and p[draft] >= p[first] - delta, in float32.
 
-Whether the drafts before it passed is left to `finish_decode`, which emits the leading run and
-behind it the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
+Whether the drafts before it passed is left to `verify_commit_publish`, which emits the leading run
+and behind it the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
 
 Letters: S slots, R rows, K drafts a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a prefill
 bucket. Lane r * (K + 1) + j is row r's j-th token.
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from graphengine.kernels.candidates import MASS_SCALE, SamplingTensors, check_parameters
 from graphengine.kernels.dispatch import use_triton
 from graphengine.kernels.lanes import check_int32, check_lanes, check_vector
-from graphengine.kernels.launching import launch
+from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.sampling import MAX_VOCABULARY
 from graphengine.kernels.state import DecodeLanes, stop_ids_block
@@ -60,7 +60,7 @@ def relaxed_acceptance(
 
     Args:
         logits_NV: float32 [N, V] with dense rows, any stride between them; only read.
-        lanes: from `begin_decode`; lane j + 1 holds the draft that lane j judges.
+        lanes: from `gather_and_embed`; lane j + 1 holds the draft that lane j judges.
         delta_S: float32 [S], device-owned; only read.
         params: indexed by slot; host-owned. Of it temperature, stop_ids and min_len are read.
         topk: candidates a lane, at least 1.
@@ -86,7 +86,7 @@ def relaxed_acceptance(
     vocabulary = logits_NV.shape[1]
     relaxed_N = torch.empty_like(lanes.slot)
     if relaxed_N.numel():
-        launch(_relaxed_kernel, (relaxed_N.numel(),))(
+        launcher(_relaxed_kernel, (relaxed_N.numel(),))(
             logits_NV,
             *lanes,
             delta_S,
@@ -171,14 +171,14 @@ def update_relaxed_delta(
     lists counts as END.
 
     Args:
-        token_N, count_R: from `finish_decode`: row r emitted the tokens of its first count lanes.
-            R gives the width of a row, N / R lanes.
-        lanes: from `begin_decode`; only the slots are read. A row is live if its first lane is.
+        token_N, count_R: from `verify_commit_publish`: row r emitted the tokens of its first count
+            lanes. R gives the width of a row, N / R lanes.
+        lanes: from `gather_and_embed`; only the slots are read. A row is live if its first lane is.
         delta_S: float32 [S], updated in place.
         begin_ids, end_ids: dense int32 [any], on the device, which no kernel writes.
         relaxed_delta: what BEGIN sets; frozen into a captured graph.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
-            launch must lie between this one and `begin_decode`.
+            launch must lie between this one and `gather_and_embed`.
 
     ValueError for a shape or dtype that does not fit.
     """
@@ -190,7 +190,7 @@ def update_relaxed_delta(
         )
         return
     if rows:
-        launch(_update_kernel, (rows,))(
+        launcher(_update_kernel, (rows,))(
             token_N,
             count_R,
             lanes.slot,
@@ -265,7 +265,7 @@ def relaxed_delta_prompt(
             tokens_T, token_1, *chunk, delta_S, begin_ids, end_ids, relaxed_delta
         )
         return
-    launch(_prompt_kernel, (1,))(
+    launcher(_prompt_kernel, (1,))(
         tokens_T,
         token_1,
         *chunk,
