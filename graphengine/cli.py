@@ -11,7 +11,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import import_module
 from itertools import repeat
 from pathlib import Path
@@ -20,10 +20,11 @@ from typing import Any, cast
 import numpy as np
 
 from graphengine.checkpoint import Checkpoint, find_local, stored_dtype
-from graphengine.config import EngineConfig, EngineOptions
+from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
+from graphengine.engine_options import EngineOptions
 from graphengine.graph_command import (
     DRAWINGS,
     diff_dumps,
@@ -34,6 +35,7 @@ from graphengine.graph_command import (
 )
 from graphengine.memory import plan_memory
 from graphengine.models.stored import read_model
+from graphengine.option_flags import add_flags, given_options
 from graphengine.request import Event
 from graphengine.result import Result
 from graphengine.sampling_params import SamplingParams
@@ -61,6 +63,9 @@ is the one place here that names anything above, and only as text: the module is
 command is run and at no other time, so that nothing in this folder depends on it.
 """
 FOLDER_ABOVE = "graphengine.profiles"
+
+# In front of request options among what is parsed: a request has a seed, and so has an engine.
+_SAMPLING = "sampling_"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,10 +297,7 @@ def _read_line(quiet: bool) -> str | None:
 
 def _engine_options(options: argparse.Namespace) -> EngineOptions:
     """The engine options that were given; the others keep `EngineConfig`'s defaults."""
-    names = {field.name for field in fields(EngineConfig)}
-    given = {
-        name: value for name, value in vars(options).items() if name in names and value is not None
-    }
+    given = given_options(options, EngineConfig)
     if options.speculative is not None:
         given["speculative"] = parse_speculative(options.speculative)
     if options.draft_vocab is not None:
@@ -307,28 +309,8 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.sampling_seed,
-        max_tokens=options.max_tokens,
-        min_tokens=options.min_tokens,
-        stop=options.stop,
-        ignore_eos=options.ignore_eos,
-        include_stop_str_in_output=options.include_stop,
-        skip_special_tokens=not options.special_tokens,
-        remove_eos=options.remove_eos,
-        add_bos=options.add_bos,
-        repetition_penalty=options.repetition_penalty,
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        logit_bias=dict(options.logit_bias) if options.logit_bias else None,
-        bad_words=options.bad_word,
-        logprobs=options.logprobs,
-        structured_outputs=_structured_outputs(options),
-    )
+    given = given_options(options, SamplingParams, prefix=_SAMPLING)
+    return SamplingParams(**given, structured_outputs=_structured_outputs(options))
 
 
 def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams | None:
@@ -345,18 +327,6 @@ def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams 
     if options.grammar is not None:
         return StructuredOutputsParams(grammar=options.grammar.read_text(encoding="utf-8"))
     return None
-
-
-def _bias(text: str) -> tuple[int, float]:
-    """A token id and its bias of `ID=V`."""
-    token, equals, value = text.partition("=")
-    try:
-        if not equals:
-            raise ValueError
-        return int(token), float(value)
-    except ValueError:
-        message = f"{text!r} must be ID=V, a token id and a number"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def _logprobs(result: Result) -> dict[str, Any]:
@@ -385,16 +355,11 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
         _add_engine_options(sub)
         if command is generate:
             sub.add_argument("--prompt", required=True, help="the prompt, or - for standard input")
-            sub.add_argument(
-                "--add-bos",
-                action=argparse.BooleanOptionalAction,
-                help="one BOS token before the prompt, or none (default: as the tokenizer has it)",
-            )
+            _add_sampling_options(sub)
         if command is chat:
             sub.add_argument("--system", help="system message")
-            sub.set_defaults(add_bos=None)
-        if command is not info:
-            _add_sampling_options(sub)
+            # Its template says how a prompt begins.
+            _add_sampling_options(sub, but=("add_bos",))
     _add_graph_commands(commands)
     for name, description in COMMANDS_ABOVE.items():
         sub = commands.add_parser(name, help=description, description=description)
@@ -432,14 +397,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model"
     )
-    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-    parser.add_argument("--dtype", help="bfloat16, float16, float32 or auto")
-    parser.add_argument("--max-batch", type=int, help="slots, and the largest bucket")
-    parser.add_argument("--max-seq-len", type=int, help="prompt plus new tokens of a request")
-    parser.add_argument("--block-size", type=int, help="tokens of a KV block")
-    parser.add_argument("--lookahead", type=int, help="replays ahead of the host, 0 or 1")
-    parser.add_argument("--memory-fraction", type=float, help="share of the free memory to use")
-    parser.add_argument("--wait", choices=("spin", "yield", "block"), help="how the host waits")
+    add_flags(parser, EngineConfig)
     parser.add_argument("--speculative", metavar="MODE", help=GRAMMAR)
     parser.add_argument(
         "--max-live",
@@ -452,33 +410,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log budget and captures")
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    defaults = SamplingParams()
+def _add_sampling_options(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -> None:
+    add_flags(parser, SamplingParams, but=but, prefix=_SAMPLING)
     add = parser.add_argument
-    add("--max-tokens", type=int, default=256, help="new tokens at most")
-    add("--min-tokens", type=int, default=defaults.min_tokens, help="before a stop id may come")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-k", type=int, default=defaults.top_k, help="0 keeps all tokens")
-    add("--top-p", type=float, default=defaults.top_p, help="1 keeps all tokens")
-    add("--min-p", type=float, default=defaults.min_p, help="0 keeps all tokens")
-    add("--seed", type=int, dest="sampling_seed", help="of the request's random numbers")
-    add("--stop", action="append", help="a string that ends the text; may be repeated")
-    add("--include-stop", action="store_true", help="keep what ended the text in it")
-    add("--special-tokens", action="store_true", help="show special tokens in the text")
-    add("--remove-eos", action="store_true", help="but no end-of-sequence token, wherever it is")
     add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
-    add("--repetition-penalty", type=float, default=defaults.repetition_penalty, metavar="R",
-        help="above 1 against repetition of prompt and text")  # fmt: skip
-    add("--frequency-penalty", type=float, default=defaults.frequency_penalty, metavar="F",
-        help="subtracted for each time that a token was said; in [-2, 2]")  # fmt: skip
-    add("--presence-penalty", type=float, default=defaults.presence_penalty, metavar="P",
-        help="subtracted where a token was said at all; in [-2, 2]")  # fmt: skip
-    add("--logit-bias", type=_bias, action="append", metavar="ID=V",
-        help="add V to a token's logit; may be repeated")  # fmt: skip
-    add("--bad-word", action="append", metavar="W", help="what is not said; may be repeated")
-    add("--logprobs", type=int, metavar="N",
-        help="log-probabilities of the tokens, and of the N most probable ones")  # fmt: skip
-    add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     guided = parser.add_mutually_exclusive_group()
     guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
     guided.add_argument("--regex", help="the text matches it as a whole")

@@ -14,10 +14,11 @@ import torch
 from graphengine import runs
 from graphengine.acceptance import Acceptance
 from graphengine.checks import seconds
-from graphengine.config import EngineConfig, EngineOptions
+from graphengine.config import EngineConfig
 from graphengine.core import EngineCore
 from graphengine.delivery import StopCallback
 from graphengine.drafters import Drafter
+from graphengine.engine_options import EngineOptions
 from graphengine.intake import QueueOptions
 from graphengine.kernels import RowFamily
 from graphengine.memory import MemoryPlan

@@ -19,6 +19,7 @@ from graphengine.models.contract import LayerStates, recurrent_states
 from graphengine.processing import processing_fields, processing_updates
 from graphengine.relaxed import relaxed_field
 from graphengine.request import Request
+from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.scheduler import Plan
 
 
@@ -40,7 +41,7 @@ def field_table(
     host_drafts      whether the host writes them, rather than a drafter on the device
     prompt_logprobs  whether requests may ask for log-probabilities of their prompts
     """
-    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    int32, int64 = torch.int32, torch.int64
 
     def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
         return Field(name=name, shape=shape, dtype=dtype, owner="host", pad=pad, meaning=meaning)
@@ -71,11 +72,10 @@ def field_table(
         host("slot_of_row", S, dtype=int32, pad=-1, meaning="slot of each decode row"),
         host("block_table", S, table_blocks, dtype=int32, pad=0, meaning="KV blocks of each slot"),
         host("command_epoch", S, dtype=int32, pad=0, meaning="a new epoch resets the slot"),
-        host("temperature", S, dtype=float32, pad=0, meaning="0 is greedy"),
-        host("top_k", S, dtype=int32, pad=0, meaning="0 keeps all tokens"),
-        host("top_p", S, dtype=float32, pad=1, meaning="1 keeps all tokens"),
-        host("min_p", S, dtype=float32, pad=0, meaning="0 keeps all tokens"),
-        host("seed", S, dtype=int64, pad=0, meaning="Philox key"),
+        *(
+            host(name, S, dtype=field.dtype, pad=field.pad, meaning=field.meaning)
+            for name, field in SAMPLER_FIELDS.items()
+        ),
         host("stop_ids", S, stop_ids, dtype=int32, pad=-1, meaning="ids that end the request"),
         host("min_len", S, dtype=int32, pad=0, meaning="no stop id at a position below it"),
         host("max_len", S, dtype=int32, pad=0, meaning="prompt plus new tokens at most"),
@@ -205,12 +205,13 @@ def draft_updates(
 
 def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:
     """Fields that are settled when a request enters its slot."""
-    return {
+    options = {
+        name: [request and field.number(getattr(request.params, name)) for request in slots]
+        for name, field in SAMPLER_FIELDS.items()
+    }
+    return options | {
         "command_epoch": [request and request.placed.epoch for request in slots],
-        "temperature": [request and request.params.temperature for request in slots],
-        "top_k": [request and max(request.params.top_k, 0) for request in slots],
-        "top_p": [request and request.params.top_p for request in slots],
-        "min_p": [request and request.params.min_p for request in slots],
+        # The engine's draw, where the request brings none.
         "seed": [request and request.seed for request in slots],
         "stop_ids": [request and request.stop_ids for request in slots],
         "min_len": [request and request.min_len for request in slots],

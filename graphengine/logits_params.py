@@ -1,4 +1,4 @@
-"""What a request may ask of its logits: the checks of `SamplingParams`, by vLLM's names and ranges.
+"""What a request may ask of its logits: limits, by vLLM's names and ranges, and copies of lists.
 
 `processing.py` makes what the device reads of it, once the engine's limits are known.
 """
@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from graphengine.checks import check_number, is_int
-
-if TYPE_CHECKING:
-    from graphengine.sampling_params import SamplingParams
 
 # That of the kernels, which a test compares: options are made without importing torch.
 MAX_LOGPROBS = 20
@@ -24,23 +20,15 @@ MAX_BIAS = 1e20
 BadWord = str | Sequence[int]
 
 
-def check_logits_params(params: SamplingParams) -> None:
-    """ValueError, with the value and the limits, for what no engine could do."""
-    if not MIN_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY:
-        raise ValueError(
-            f"repetition_penalty={params.repetition_penalty} must be in "
-            f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, name)
-        if not -MAX_PENALTY <= value <= MAX_PENALTY:
-            raise ValueError(f"{name}={value} must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None and not (is_int(value) and 0 <= value <= MAX_LOGPROBS):
-            raise ValueError(
-                f"{name}={value!r} must be an integer in [0, {MAX_LOGPROBS}], or None for none"
-            )
+def token_bias(text: str) -> tuple[int, float]:
+    """A token id and its bias, of `ID=V`. ValueError for any other text."""
+    token, equals, value = text.partition("=")
+    try:
+        if equals:
+            return int(token), float(value)
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} must be ID=V, a token id and a number")
 
 
 def frozen_logit_bias(bias: object) -> dict[int, float] | None:

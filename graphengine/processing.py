@@ -24,12 +24,10 @@ from graphengine.config import EngineConfig
 from graphengine.kernels import (
     USES_BAD_WORDS,
     USES_BIAS,
-    USES_COUNTS,
     USES_MASK,
-    USES_REPETITION,
 )
 from graphengine.prompts import token_id
-from graphengine.sampling_params import SamplingParams
+from graphengine.sampling_params import LOGITS_FIELDS, SamplingParams
 from graphengine.text import Tokenizer
 
 GROUP = "options"
@@ -76,13 +74,11 @@ def make_processing(
         _check_count("logit_bias", len(params.logit_bias), "max_logit_bias", config)
         values["bias_ids"] = [token_id(token, vocabulary) for token in params.logit_bias]
         values["bias_values"] = [float(value) for value in params.logit_bias.values()]
-    if params.repetition_penalty != 1:
-        flags |= USES_REPETITION
-        values["repetition_penalty"] = params.repetition_penalty
-    if params.frequency_penalty or params.presence_penalty:
-        flags |= USES_COUNTS
-        values["frequency_penalty"] = params.frequency_penalty
-        values["presence_penalty"] = params.presence_penalty
+    for name, field in LOGITS_FIELDS.items():
+        number = field.number(getattr(params, name))
+        if number != field.pad:
+            flags |= field.flag
+            values[name] = number
     if params.logprobs is not None:
         _check_count("logprobs", params.logprobs, "max_logprobs", config)
         values["logprobs_wanted"] = params.logprobs
@@ -139,7 +135,7 @@ def processing_fields(
 
     width  W
     """
-    S, int32, float32 = config.max_batch, torch.int32, torch.float32
+    S, int32 = config.max_batch, torch.int32
     words = -(-vocab_size // 32)
 
     def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
@@ -147,18 +143,25 @@ def processing_fields(
             name=name, shape=shape, dtype=dtype, owner="host", pad=pad, meaning=meaning, group=GROUP
         )
 
-    number: Callable[..., Field] = partial(host, dtype=float32)
     ids: Callable[..., Field] = partial(host, dtype=int32)
     bad_words = (config.max_bad_words, config.max_bad_word_tokens)
     sequences = (config.max_stop_sequences, config.max_stop_sequence_tokens)
     noted: dict[str, Any] = {"dtype": int32, "owner": "device"}
     return [
         ids("logits_flags", S, pad=0, meaning="which of these change logits; 0 for none"),
-        number("repetition_penalty", S, pad=1, meaning="1 changes nothing"),
-        number("presence_penalty", S, pad=0, meaning="0 changes nothing"),
-        number("frequency_penalty", S, pad=0, meaning="0 changes nothing"),
+        *(
+            host(name, S, dtype=field.dtype, pad=field.pad, meaning=field.meaning)
+            for name, field in LOGITS_FIELDS.items()
+        ),
         ids("bias_ids", S, config.max_logit_bias, pad=-1, meaning="ids with a bias; -1 for none"),
-        number("bias_values", S, config.max_logit_bias, pad=0, meaning="their biases"),
+        host(
+            "bias_values",
+            S,
+            config.max_logit_bias,
+            dtype=torch.float32,
+            pad=0,
+            meaning="their biases",
+        ),
         Field(
             name="allowed_bits",
             shape=(S, width, words),
@@ -184,9 +187,7 @@ def processing_fields(
 
 _HOST_FIELDS = (
     "logits_flags",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *LOGITS_FIELDS,
     "bias_ids",
     "bias_values",
     "bad_words",

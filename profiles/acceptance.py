@@ -19,8 +19,9 @@ from typing import Any, cast
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.checkpoint import Checkpoint
-from graphengine.config import DTYPES, EngineOptions
+from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path, heldout_text
+from graphengine.engine_options import EngineOptions
 from graphengine.environment import environment
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import check_out

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 
 from graphengine import Engine, EngineConfig
-from graphengine.config import EngineOptions
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, OwnGraphEagle
+from graphengine.engine_options import EngineOptions
 from graphengine.memory import plan_memory
 from graphengine.profiles.shapes import Subject, fill_random, random_module, random_tokens
 from graphengine.speculative import MTP, NGram, describe

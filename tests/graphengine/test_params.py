@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from graphengine.config import DTYPES, EngineConfig, EngineOptions
+from graphengine.config import DTYPES, EngineConfig
+from graphengine.engine_options import EngineOptions
 from graphengine.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams
 

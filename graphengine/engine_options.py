@@ -1,0 +1,152 @@
+"""Keyword arguments of `Engine.from_pretrained`, for type checkers and editors.
+
+Made by `python -P -m graphengine.option_files`: change the table there, not this file.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+
+from graphengine.buckets import WaitMode
+from graphengine.config import LogprobsMode
+from graphengine.kernels import RowFamily
+from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig`."""
+
+    device: str
+    """one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds one as the config is
+    made
+    """
+
+    dtype: torch.dtype | str | None
+    """of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None: the checkpoint's on a
+    GPU, float32 on a CPU
+    """
+
+    max_batch: int
+    """slots, and the largest bucket; at most 64"""
+
+    max_seq_len: int | None
+    """prompt plus generated tokens of one request; None: the model's limit, at most 4,096"""
+
+    buckets: tuple[int, ...] | None
+    """row buckets to capture; None: 1, 2, 4, 8, then steps of 8"""
+
+    prefill_buckets: tuple[int, ...]
+    """token buckets; a prompt is cut at multiples of the largest"""
+
+    max_prefill_tokens_per_step: int | None
+    """prompt tokens that one step may feed: the largest token bucket is cut to it, so that a long
+    prompt lengthens others' gaps by less; None: no cut
+    """
+
+    block_size: int
+    """tokens of one KV block, a power of two from 8 to 128"""
+
+    kv_blocks: int | None
+    """blocks of the pool, the dummy block 0 not counted; None: enough for every slot at
+    max_seq_len, or what memory_fraction leaves
+    """
+
+    swap_blocks: int | None
+    """pinned host blocks for paused requests; None: what a short pool can need, within half of
+    what the host, or a limit of the container, leaves
+    """
+
+    prefix_caching: bool
+    """whether the blocks of a prompt's KV are kept, and found again by prompts that begin with the
+    same tokens
+    """
+
+    session_blocks: int | None
+    """blocks of the pool that idle sessions and cached prefixes hold at most, of a longer session
+    the first; None: as many as nobody else needs
+    """
+
+    lookahead: int
+    """replays launched before the oldest one is collected, 0 or 1; it is 0 while a request with a
+    grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0
+    """
+
+    memory_fraction: float
+    """share of the device's free memory that the engine may plan with"""
+
+    max_waiting: int | None
+    """requests that may wait for a slot, those submitted since the last step among them; one more
+    is refused with `QueueFull`; None: any number
+    """
+
+    max_stop_ids: int
+    """EOS and stop token ids that one request may have, up to 1,024"""
+
+    max_logit_bias: int
+    """ids that one request's logit_bias may name"""
+
+    max_bad_words: int
+    """sequences of tokens that one request's bad words may come to"""
+
+    max_bad_word_tokens: int
+    """tokens of one of its bad words"""
+
+    max_stop_sequences: int
+    """stop token sequences that one request may have"""
+
+    max_stop_sequence_tokens: int
+    """tokens of one of them"""
+
+    max_logprobs: int
+    """logprobs and prompt_logprobs that one request may ask for, up to 20"""
+
+    prompt_logprobs: bool
+    """whether requests may ask for log-probabilities of their prompts, which takes prefill graphs
+    of their own
+    """
+
+    logprobs_mode: LogprobsMode
+    """of which logits log-probabilities are: "raw_logprobs", the model's, or "processed_logprobs",
+    after penalties, bias and bans (but, unlike vLLM's, before min_tokens, temperature and
+    filters)
+    """
+
+    pdl: bool
+    """programmatic dependent launch between the kernels of a GPU"""
+
+    row_family: RowFamily | None
+    """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:
+    "fma" where a step has a single lane, "dot" elsewhere
+    """
+
+    speculative: Speculative | None
+    """who drafts, of `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then feeds k + 1
+    tokens a row; None: nobody
+    """
+
+    gate: GateOptions | None
+    """when to stop speculating and when to try again; None: always speculate"""
+
+    relaxed_acceptance: RelaxedAcceptance | None
+    """drafts that a thinking, greedy request takes beside its best token; None: the tokens are
+    those of plain decoding
+    """
+
+    forced_acceptance: int | None
+    """drafts that every row takes, right or wrong, or all that it has: for measuring speed alone"""
+
+    seed: int
+    """of the generator that seeds requests which bring no seed of their own"""
+
+    wait: WaitMode
+    """how the host waits for the mailbox"""
+
+    wait_limit_s: float
+    """seconds after which a replay that published nothing breaks the engine"""
+
+    collect_while_waiting: bool
+    """whether a step that has to wait first runs Python's garbage collector, if that is due soon
+    anyway (all but full collections), `gc` is enabled and the oldest replay is not done yet
+    """
