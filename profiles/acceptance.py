@@ -24,6 +24,7 @@ from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.engine_options import EngineOptions
 from graphengine.environment import environment
 from graphengine.kernels import RowFamily
+from graphengine.option_flags import add_flags
 from graphengine.profiles.arguments import check_out
 from graphengine.profiles.eager import require_equal
 from graphengine.profiles.engines import engine_options, freed
@@ -82,9 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, default=128, help="of each continuation, at most")
     add("--prompts", type=int, help=f"spread over the text (default: all; {CPU_PROMPTS} on a CPU)")
     add("--max-batch", type=int, default=1, help="continuations at a time")
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add_flags(parser, EngineConfig, only=("device", "row_family"))
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, float32 on a CPU")
-    add("--row-family", choices=("fma", "dot"), help="arithmetic of the decode kernels")
     add("--out", type=Path, help="JSON file to write")
     add("--json", action="store_true", help="print the JSON instead of tables")
     add("--verbose", action="store_true", help="log budget and captures")

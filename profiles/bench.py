@@ -23,6 +23,7 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.config import DTYPES
 from graphengine.environment import environment
+from graphengine.option_flags import add_flags
 from graphengine.profiles import measure, speculation
 from graphengine.profiles.arguments import check_apart, check_out, integers
 from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling
@@ -49,6 +50,7 @@ from graphengine.speculative import describe
 
 SCHEMA = 1
 TTFT_TOKENS = (128, 1024)
+ENGINE_FLAGS = ("device", "row_family", "max_prefill_tokens_per_step")
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
 """What an engine takes that is not told, of a model that holds as many."""
@@ -109,11 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, help="slots of every engine (default: the row's batch)")
     add("--max-seq-len", type=int, help="of every engine (default: what the row needs)")
     add("--ttft-tokens", help="prompt lengths (default: 128,1024 where the model holds them)")
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add_flags(parser, EngineConfig, only=ENGINE_FLAGS)
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--no-pdl", action="store_true", help="without programmatic dependent launch")
-    add("--row-family", choices=("fma", "dot"), help="arithmetic of the decode kernels")
-    add("--max-prefill-tokens-per-step", type=int, help="longest prompt chunk of a step")
     add(
         "--long",
         type=int,

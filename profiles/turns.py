@@ -27,8 +27,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from graphengine import Engine, Result, SamplingParams
+from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.environment import environment
+from graphengine.option_flags import add_flags
 from graphengine.profiles.arguments import check_out, integers, write_out
 from graphengine.profiles.eager import require_equal
 from graphengine.profiles.engines import build_engine, engine_options, freed
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--shape", choices=NAMES, default="demo", help="a shape with random weights, or the demo")
     add("--checkpoint", help="directory or hub id, instead of a shape")
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add_flags(parser, EngineConfig, only=("device",))
     add("--dtype", help="bfloat16, float16 or float32")
     add("--max-batch", type=int, default=1, help="slots of the engine")
     add("--context", default="128,512", help="tokens of prompt and reply, comma-separated")

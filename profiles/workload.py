@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from graphengine import Engine
+from graphengine import Engine, EngineConfig
 from graphengine.config import DTYPES
+from graphengine.option_flags import add_flags
 from graphengine.profiles.engines import build_engine, engine_options, freed
 from graphengine.profiles.measure import SAMPLERS, Work
 from graphengine.profiles.shapes import NAMES, Subject
@@ -79,9 +80,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
     add("--max-batch", type=int, help="slots (default: --live)")
     add("--max-seq-len", type=int, help="default: what the requests need")
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add_flags(parser, EngineConfig, only=("device", "lookahead"))
     add("--dtype", choices=tuple(DTYPES))
-    add("--lookahead", type=int, help="replays ahead of the host, 0 or 1")
     add("--no-pdl", action="store_true", help="kernels one after another, so that times add up")
     add("--verbose", action="store_true", help="log budget and captures")
 
