@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import torch
 
@@ -27,6 +27,7 @@ from graphengine.opening import open_checkpoint
 from graphengine.prompts import Prompt
 from graphengine.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.request import Event, Request
+from graphengine.result import Result
 from graphengine.runtime import Runtime
 from graphengine.sampling_params import SamplingParams
 from graphengine.sessions import Session, open_session, restore_session
@@ -187,6 +188,25 @@ class Engine:
             raise ValueError(f"stop_callback={callback!r} cannot be called")
         self.core.delivery.stop_callback = callback
 
+    # Text is a sequence of texts, too: what fits both is one prompt.
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: Prompt,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: runs.Progress | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: runs.Progress | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> list[Result]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

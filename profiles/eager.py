@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -84,7 +84,7 @@ def check_against_eager(
     replayed, eager = both_ways(engine, lambda: engine.generate(prompts, params))
     for index, pair in enumerate(zip(eager, replayed, strict=True)):
         require_equal(pair, f"the eager step and the graphs, prompt {index}:")
-    return cast(list[Result], eager)
+    return eager
 
 
 def require_begins(result: Result, beginning: Result, what: str) -> None:
