@@ -49,14 +49,38 @@ class SamplingTensors(NamedTuple):
     min_len: torch.Tensor
     """int32 [S]: tokens of the sequence, prompt included, before which no stop id is sampled."""
 
+    @classmethod
+    def neutral(
+        cls, slots: int, *, stop_ids: int = 1, device: torch.device | str = "cpu"
+    ) -> SamplingTensors:
+        """New tensors for slots that ask for nothing: greedy, without filters and stop ids."""
+        none = torch.full((slots, stop_ids), -1, dtype=torch.int32, device=device)
+        numbers = {
+            name: torch.full((slots,), value, dtype=dtype, device=device)
+            for name, (dtype, value) in _NUMBERS.items()
+        }
+        return cls(**numbers, stop_ids=none)
+
+
+# Of each parameter that is one number a slot: its dtype, and what asks for nothing.
+_NUMBERS: dict[str, tuple[torch.dtype, int]] = {
+    "temperature": (torch.float32, 0),
+    "top_k": (torch.int32, 0),
+    "top_p": (torch.float32, 1),
+    "min_p": (torch.float32, 0),
+    "seed": (torch.int64, 0),
+    "min_len": (torch.int32, 0),
+}
+
 
 def check_parameters(params: SamplingTensors) -> int:
     """The number of stop ids a slot; ValueError unless all are dense and of one number of slots."""
     slots = params.temperature.numel()
-    for name in ("temperature", "top_p", "min_p"):
-        check_vector(name, getattr(params, name), slots, torch.float32)
-    check_lanes(slots, top_k=params.top_k, min_len=params.min_len)
-    check_vector("seed", params.seed, slots, torch.int64)
+    for name, (dtype, _) in _NUMBERS.items():
+        if dtype == torch.int32:
+            check_lanes(slots, **{name: getattr(params, name)})
+        else:
+            check_vector(name, getattr(params, name), slots, dtype)
     return check_stop_ids(params.stop_ids, slots)
 
 

@@ -340,20 +340,11 @@ class ChainBench:
         random = torch.Generator(self.device).manual_seed(1)
         self._x = torch.randn((lanes, hidden), generator=random, device=self.device)
         self._slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
-        zeros, zero = torch.zeros_like(self._x[:, 0]), torch.zeros_like(self._slot)
         # Greedy, so that the winners are known; without stop ids.
-        self._sampling = SamplingTensors(
-            temperature=zeros,
-            top_k=zero,
-            top_p=zeros + 1,
-            min_p=zeros,
-            seed=zero.long(),
-            stop_ids=zero[:, None].repeat(1, 16) - 1,
-            min_len=zero,
-        )
+        self._sampling = SamplingTensors.neutral(lanes, stop_ids=16, device=self.device)
         # Two for each tile, of which none has fewer than 16 rows.
         most = max(linear.rows for linear in model.config.linears.values())
-        self._arrivals = zero.new_zeros(2 * triton.cdiv(most, 16))
+        self._arrivals = self._slot.new_zeros(2 * triton.cdiv(most, 16))
         self._failures: dict[LinearPlans, str | None] = {}
         # A forked process could not use CUDA.
         spawn = multiprocessing.get_context("spawn")

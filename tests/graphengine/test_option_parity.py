@@ -20,6 +20,7 @@ from vanilla_checkpoints import target_model, write_agreeing
 from graphengine import Engine, Result, SamplingParams
 from graphengine.kernels import SamplingTensors
 from graphengine.kernels.sampling import sample_reference
+from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, NGram, Speculative
 from stepping import OTHER, PROMPT, assert_idle, greedy, open_engine, run
 
@@ -189,14 +190,10 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 def drawn_by(logits_V: torch.Tensor, params: SamplingParams, position: int) -> int:
     """The sampler's plain twin of one row behind `position`."""
-    tensors = SamplingTensors(
-        temperature=torch.tensor([params.temperature]),
-        top_k=torch.tensor([params.top_k], dtype=torch.int32),
-        top_p=torch.tensor([params.top_p]),
-        min_p=torch.tensor([params.min_p]),
-        seed=torch.tensor([params.seed]),
-        stop_ids=torch.full((1, 1), -1, dtype=torch.int32),
-        min_len=torch.zeros(1, dtype=torch.int32),
+    tensors = SamplingTensors.neutral(1)
+    asked = {name: getattr(params, name) for name in SAMPLER_FIELDS}
+    tensors = tensors._replace(
+        **{name: torch.full_like(getattr(tensors, name), asked[name]) for name in asked}
     )
     slot, at = (torch.tensor([value], dtype=torch.int32) for value in (0, position))
     return int(sample_reference(logits_V[None], slot, at, tensors))

@@ -16,6 +16,7 @@ from graphengine import option_files
 from graphengine.buckets import Field
 from graphengine.config import EngineConfig
 from graphengine.fields import field_table
+from graphengine.kernels import SamplingTensors
 from graphengine.option_files import files, keyword_arguments, markdown, with_tables
 from graphengine.option_flags import add_flags, given_options
 from graphengine.options import (
@@ -312,6 +313,17 @@ def test_every_number_of_a_request_has_its_field() -> None:
             assert (field.owner, field.group) == ("host", group)
     assert {"temperature", "top_k", "seed"} < SAMPLER_FIELDS.keys()
     assert "repetition_penalty" in LOGITS_FIELDS
+
+
+def test_a_padded_slot_is_neutral_to_the_sampler() -> None:
+    neutral = SamplingTensors.neutral(3)._asdict()
+    assert neutral.keys() == {*SAMPLER_FIELDS, "stop_ids", "min_len"}
+    found = static_fields()
+    for name, tensor in neutral.items():
+        assert (tensor.dtype, {*tensor.flatten().tolist()}) == (
+            found[name].dtype,
+            {found[name].pad},
+        )
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLER_FIELDS | LOGITS_FIELDS))

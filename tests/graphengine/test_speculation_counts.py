@@ -189,15 +189,8 @@ def nearly(oracle: Any, folder: Path) -> Any:
 
 def one_slot(params: SamplingParams) -> SamplingTensors:
     """The parameters of a request without filters and stops."""
-    none = torch.zeros(1, dtype=torch.int32)
-    return SamplingTensors(
-        temperature=torch.tensor([params.temperature]),
-        top_k=none,
-        top_p=torch.ones(1),
-        min_p=torch.zeros(1),
-        seed=torch.tensor([params.seed]),
-        stop_ids=none[None] - 1,
-        min_len=none,
+    return SamplingTensors.neutral(1)._replace(
+        temperature=torch.tensor([params.temperature]), seed=torch.tensor([params.seed])
     )
 
 

@@ -35,7 +35,7 @@ def make_params(slots, vocabulary, *, device="cpu", temperatures=(0.0, 0.7, 1.5)
     """Every temperature in turn; stop ids within the vocabulary, at the edge and behind it."""
     generator = torch.Generator().manual_seed(seed)
     stop_ids = torch.randint(-1, vocabulary + 1, (slots, STOP_IDS), generator=generator)
-    params = SamplingTensors(
+    params = SamplingTensors.neutral(slots)._replace(
         temperature=torch.tensor(temperatures).repeat(slots)[:slots],
         # The fast sampler looks at no filter.
         top_k=torch.full((slots,), 3, dtype=torch.int32),
@@ -49,11 +49,9 @@ def make_params(slots, vocabulary, *, device="cpu", temperatures=(0.0, 0.7, 1.5)
 
 
 def without_filters(params):
-    return params._replace(
-        top_k=torch.zeros_like(params.top_k),
-        top_p=torch.ones_like(params.top_p),
-        min_p=torch.zeros_like(params.min_p),
-    )
+    neutral = SamplingTensors.neutral(params.seed.numel(), device=params.seed.device)
+    kept = ("temperature", "seed", "stop_ids", "min_len")
+    return neutral._replace(**{name: getattr(params, name) for name in kept})
 
 
 def positions(lanes, device="cpu"):

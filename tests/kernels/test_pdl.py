@@ -56,14 +56,9 @@ PLANS = [*((plan, lanes) for plan in (DOT, DOT_SPLIT) for lanes in DOT_LANES), (
 
 def params_of_slots(slots: int, device: str) -> SamplingTensors:
     """Every other slot is greedy; no filters, no stop ids."""
-    return SamplingTensors(
+    return SamplingTensors.neutral(slots, device=device)._replace(
         temperature=torch.arange(slots, device=device) % 2.0,
-        top_k=torch.zeros(slots, dtype=torch.int32, device=device),
-        top_p=torch.ones(slots, device=device),
-        min_p=torch.zeros(slots, device=device),
         seed=torch.arange(slots, device=device),
-        stop_ids=torch.full((slots, 1), -1, dtype=torch.int32, device=device),
-        min_len=torch.zeros(slots, dtype=torch.int32, device=device),
     )
 
 

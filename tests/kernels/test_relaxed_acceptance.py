@@ -59,7 +59,7 @@ class Twin:
         min_len: int = 0,
     ) -> SamplingTensors:
         """The same for every slot; what only other samplers read is poison."""
-        return SamplingTensors(
+        return SamplingTensors.neutral(slots, device=self.device)._replace(
             temperature=torch.full((slots,), temperature, device=self.device),
             top_k=self.ints([HUGE] * slots),
             top_p=torch.full((slots,), NAN, device=self.device),

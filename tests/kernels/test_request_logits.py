@@ -78,14 +78,8 @@ class Engine:
             counts=ints([[77] * VOCABULARY] * SLOTS),
             history=ints([[0] * POSITIONS] * SLOTS),
         )
-        self.params = SamplingTensors(
-            temperature=floats(temperature),
-            top_k=ints([0] * SLOTS),
-            top_p=floats(1.0),
-            min_p=floats(0.0),
-            seed=torch.arange(SLOTS, device=twin.device),
-            stop_ids=ints([[-1]] * SLOTS),
-            min_len=ints([0] * SLOTS),
+        self.params = SamplingTensors.neutral(SLOTS, device=twin.device)._replace(
+            temperature=floats(temperature), seed=torch.arange(SLOTS, device=twin.device)
         )
         sequences = [[[-1] * (2 - len(s)) + s] for s in (STOP.get(n, [-1]) for n in range(SLOTS))]
         starts = [len(PROMPTS.get(n, [])) for n in range(SLOTS)]

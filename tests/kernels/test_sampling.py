@@ -65,15 +65,7 @@ class Params:
 
 def tensors(params: Sequence[Params], device: str = "cpu") -> SamplingTensors:
     """The parameters of slots 0 .. len(params) - 1."""
-    dtypes = {
-        "temperature": torch.float32,
-        "top_k": torch.int32,
-        "top_p": torch.float32,
-        "min_p": torch.float32,
-        "seed": torch.int64,
-        "stop_ids": torch.int32,
-        "min_len": torch.int32,
-    }
+    dtypes = {name: tensor.dtype for name, tensor in SamplingTensors.neutral(1)._asdict().items()}
     columns = {name: [asdict(slot)[name] for slot in params] for name in dtypes}
     return SamplingTensors(
         **{name: torch.tensor(columns[name], dtype=dtypes[name], device=device) for name in dtypes}
