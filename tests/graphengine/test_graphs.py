@@ -28,6 +28,7 @@ from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
 from graphengine.graph_key import Sampler, prefill_key
 from graphengine.processing import processing_fields
+from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.scheduler import Plan
 from graphengine.step import StepOutputs
 
@@ -76,11 +77,7 @@ UNFILTERED: dict[str, Any] = {
 HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 SLOT_PARAMETERS = (
     "block_table",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
+    *SAMPLER_FIELDS,
     "stop_ids",
     "min_len",
     "max_len",

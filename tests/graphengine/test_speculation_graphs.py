@@ -22,6 +22,7 @@ from speculating import DEMO, open_speculating, write_draft_model
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
 from graphengine.profiles.eager import check_against_eager
+from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative, UserProvided
 
 Tensors = dict[str, torch.Tensor]
@@ -37,8 +38,8 @@ MODES: dict[str, Callable[[Path], Speculative]] = {
     "user": lambda folder: UserProvided(K),
 }
 SLOT_FIELDS = (
-    "block_table", "temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "min_len",
-    "max_len", "next_token", "kv_len", "draft_tokens", "token_history", "relaxed_delta",
+    "block_table", *SAMPLER_FIELDS, "stop_ids", "min_len", "max_len",
+    "next_token", "kv_len", "draft_tokens", "token_history", "relaxed_delta",
     "ngram_unmatched",
 )  # fmt: skip
 STATE = ("next_token", "kv_len", "running")
