@@ -93,6 +93,14 @@ class SamplingParams:
         flag=Flag(),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 keeps all tokens", filters=True),
     )
+    top_n_sigma: float = option(
+        0.0,
+        Bound("be finite and not negative", lambda value: 0 <= value <= FLOAT32_MAX),
+        doc="""keep tokens whose logit is at most so many standard deviations of all logits below
+        the largest, before top_k and top_p; 0 keeps all""",
+        flag=Flag(),
+        slot=SlotField(dtype=torch.float32, pad=0, meaning="0 keeps all tokens", filters=True),
+    )
     seed: int | None = option(
         None,
         SEED,

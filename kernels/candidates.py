@@ -42,6 +42,8 @@ class SamplingTensors(NamedTuple):
     """float32 [S]: 1 for off."""
     min_p: torch.Tensor
     """float32 [S]: 0 for off."""
+    top_n_sigma: torch.Tensor
+    """float32 [S]: 0 for off."""
     seed: torch.Tensor
     """int64 [S]"""
     stop_ids: torch.Tensor
@@ -68,6 +70,7 @@ _NUMBERS: dict[str, tuple[torch.dtype, int]] = {
     "top_k": (torch.int32, 0),
     "top_p": (torch.float32, 1),
     "min_p": (torch.float32, 0),
+    "top_n_sigma": (torch.float32, 0),
     "seed": (torch.int64, 0),
     "min_len": (torch.int32, 0),
 }
@@ -122,3 +125,13 @@ def scaled_tile(logits, temperature):
     scaled = tl.div_rn(logits, temperature)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     return tl.where(logits > float("-inf"), scaled, float("-inf"))
+
+
+@triton.jit
+def row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr):
+    """Logits of the ids start .. start + BLOCK - 1, -inf where there is no candidate; or NaN."""
+    ids = start + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
+    if waits:
+        logits = mask_stop_ids(logits, ids, True, stop_ids_ptr, stop_ids)
+    return logits

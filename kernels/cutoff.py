@@ -1,4 +1,4 @@
-"""The set that top-k, top-p and min-p keep of each row, found without a sort.
+"""The set that top-n-sigma, top-k, top-p and min-p keep of each row, found without a sort.
 
 Each filter keeps a prefix of the row's candidates, ordered by scaled logit and then by lower id;
 `sampling.py` says which one. So key and id of the last candidate that is kept say it all. They are
@@ -19,13 +19,14 @@ from graphengine.kernels.candidates import (
     NO_KEY,
     SamplingTensors,
     is_coarse,
-    mask_stop_ids,
+    row_tile,
     scaled_tile,
     sortable_key,
     value_of_key,
 )
 from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.sigma import sigma_floor
 
 _BLOCK = 4096
 _WARPS = 32
@@ -64,6 +65,7 @@ def find_cutoffs(
         params.top_k,
         params.top_p,
         params.min_p,
+        params.top_n_sigma,
         params.stop_ids,
         params.min_len,
         key_RW,
@@ -158,10 +160,7 @@ def _row_keys(
     logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr
 ):
     """Keys of the ids start .. start + BLOCK - 1; `NO_KEY` where there is no candidate."""
-    ids = start + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
-    if waits:
-        logits = mask_stop_ids(logits, ids, True, stop_ids_ptr, stop_ids)
+    logits = row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK)
     return sortable_key(scaled_tile(logits, temperature))
 
 
@@ -170,6 +169,7 @@ def _gather_keys(
     logits_ptr,
     key_ptr,
     floor,
+    least,
     largest,
     weighs,
     width,
@@ -180,9 +180,9 @@ def _gather_keys(
     stop_ids,
     BLOCK: tl.constexpr,
 ):
-    """Write the keys >= floor, in any order, to key_ptr[0 .. first result).
+    """Write the keys >= floor and >= least, in any order, to key_ptr[0 .. first result).
 
-    The second result is the mass of the whole row, if `weighs`.
+    The second result is the mass of all keys >= least, if `weighs`.
 
     Of the row, [width / BLOCK, BLOCK], each column moves its keys to its front: every thread keeps
     count of its own columns. What a column lacks is filled with `NO_KEY`.
@@ -197,8 +197,8 @@ def _gather_keys(
             logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
         )
         if weighs:
-            mass += _mass_tile(key, largest)
-        taken = key >= floor
+            mass += tl.where(key >= least, _mass_tile(key, largest), 0)
+        taken = key >= tl.maximum(floor, least)
         tl.store(key_ptr + count * BLOCK + column, key, mask=taken)
         count += taken.to(tl.int32)
     depth = tl.max(count, 0)
@@ -248,6 +248,7 @@ def _cutoff_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    top_n_sigma_ptr,
     stop_ids_ptr,
     min_len_ptr,
     key_ptr,
@@ -271,6 +272,7 @@ def _cutoff_kernel(
     top_k = tl.load(top_k_ptr + slot, mask=live, other=0)
     top_p = tl.load(top_p_ptr + slot, mask=live, other=1.0)
     min_p = tl.load(min_p_ptr + slot, mask=live, other=0.0)
+    top_n_sigma = tl.load(top_n_sigma_ptr + slot, mask=live, other=0.0)
     wait_for_inputs(PDL)
     if slot < 0:
         return
@@ -279,7 +281,8 @@ def _cutoff_kernel(
     by_mass = top_p < 1.0
     cut = tl.full((), NO_KEY, tl.int32)
     cut_id = tl.full((), LAST_ID, tl.int32)
-    if (temperature > 0) & (by_count | by_mass | (min_p > 0)):
+    by_sigma = top_n_sigma > 0
+    if (temperature > 0) & (by_count | by_mass | by_sigma | (min_p > 0)):
         waits = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
         logits_ptr += row.to(tl.int64) * logits_stride
         stop_ids_ptr += slot * stop_ids
@@ -295,6 +298,20 @@ def _cutoff_kernel(
         if largest_key > NO_KEY:
             largest = value_of_key(largest_key)
             ties = tl.full((), 0, tl.int64)
+            # What lies below counts for nothing from here on.
+            least_key = tl.full((), NO_KEY, tl.int32)
+            if by_sigma:
+                reached = sigma_floor(
+                    logits_ptr,
+                    width,
+                    top_n_sigma,
+                    vocabulary,
+                    waits,
+                    stop_ids_ptr,
+                    stop_ids,
+                    BLOCK,
+                )
+                least_key = sortable_key(scaled_tile(reached, temperature))
             if by_count | by_mass:
                 # Where so many columns of the row hold a key >= floor, so many keys are. The few
                 # that the cut lies among are worth gathering: it takes many passes over them.
@@ -310,6 +327,7 @@ def _cutoff_kernel(
                     logits_ptr,
                     key_ptr,
                     floor,
+                    least_key,
                     largest,
                     by_count == 0,
                     width,
@@ -324,7 +342,9 @@ def _cutoff_kernel(
                     cut, above = _select(
                         key_ptr, used, top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
                     )
-                    # With fewer candidates than k, `cut` is `NO_KEY`: all of them are above it.
+                    # With fewer candidates than k all are above it, and fewer keys than k may have
+                    # been gathered: then nothing was found, not even `NO_KEY`.
+                    cut = tl.maximum(cut, NO_KEY)
                     ties = top_k - above
                 if by_mass:
                     gathered = _mass_above(key_ptr, used, cut, largest, BLOCK=BLOCK)
@@ -338,6 +358,7 @@ def _cutoff_kernel(
                             logits_ptr,
                             key_ptr,
                             NO_KEY,
+                            least_key,
                             largest,
                             False,
                             width,
@@ -353,14 +374,15 @@ def _cutoff_kernel(
                         key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK
                     )
                     ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
-            floor = tl.full((), NO_KEY, tl.int32)
+            floor = least_key
             if min_p > 0:
                 share = tl.log(tl.minimum(min_p, 1.0))
                 least = largest + share
-                floor = sortable_key(least)
+                min_p_key = sortable_key(least)
                 # Rounded down, it would let candidates in that lie below it.
                 if is_coarse(least) & (share - (least - largest) > 0):
-                    floor += 1
+                    min_p_key += 1
+                floor = tl.maximum(floor, min_p_key)
             if floor > cut:
                 cut = floor
             elif cut > NO_KEY:

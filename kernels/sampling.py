@@ -1,4 +1,4 @@
-"""Sampling one token a row by Gumbel-max, with top-k, top-p and min-p found without a sort.
+"""Sampling one token a row by Gumbel-max, with filters (top-n-sigma, top-k, ...) without a sort.
 
     cutoff   one program a row   the set that the filters keep, as a threshold (`cutoff.py`)
     tile     (row, vocab tile)   best of the tile: value and id
@@ -17,9 +17,11 @@ What is sampled, for a live row whose query sits at position p and whose token w
 1. If p + 1 < min_len, the logits of the slot's stop ids are -inf. Ids at -inf are never sampled.
    A row with a NaN left, or with no finite logit, yields token -1.
 2. temperature 0: the largest logit. Else l = logit / temperature, clamped to the finite floats.
-3. Candidates are ordered by l, then by lower id. top-k keeps the first k. top-p keeps, of those,
-   the shortest prefix that holds the share p of their mass, at least one. min-p keeps, of those,
-   the ones of at least min_p times the largest probability, that is l >= max l + log(min_p).
+3. Candidates are ordered by l, then by lower id. top-n-sigma keeps those of at least
+   floor / temperature, where floor = max - n * sigma of the logits of 1 (`sigma.py`). top-k keeps,
+   of those, the first k. top-p keeps, of those, the shortest prefix that holds the share p of
+   their mass, at least one. min-p keeps, of those, the ones of at least min_p times the largest
+   probability, that is l >= max l + log(min_p).
 4. token = argmax(l + gumbel(seed, p + 1, id)) over what is kept: a draw from softmax(l) over it.
 
 Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
@@ -66,6 +68,7 @@ from graphengine.kernels.lanes import check_lanes
 from graphengine.kernels.launching import launcher
 from graphengine.kernels.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
+from graphengine.kernels.sigma import sigma_floor_reference
 
 MAX_VOCABULARY = 1 << 22
 
@@ -270,6 +273,7 @@ def _candidates(
     top_k: np.int32,
     top_p: np.float32,
     min_p: np.float32,
+    top_n_sigma: np.float32,
     seed: np.int64,
     stop_ids_E: NDArray[np.int32],
     min_len: np.int32,
@@ -285,9 +289,12 @@ def _candidates(
     error = np.zeros(value.size, np.int32)
     if temperature > 0 and columns.size:
         with np.errstate(over="ignore"):
+            least = -np.float32(np.inf)
+            if top_n_sigma > 0:
+                least = sigma_floor_reference(value, top_n_sigma) / temperature
             value = np.clip(value / temperature, -LARGEST.value, LARGEST.value)
-        if 0 < top_k < columns.size or top_p < 1 or min_p > 0:
-            kept = _kept(value, int(top_k), float(top_p), min_p)
+        if 0 < top_k < columns.size or top_p < 1 or min_p > 0 or top_n_sigma > 0:
+            kept = _kept(value, least, int(top_k), float(top_p), min_p)
             columns, value = columns[kept], value[kept]
         noise = gumbel(philox_uint32(seed, position, id_V[columns]))
         scaled, value = value, value + noise
@@ -312,14 +319,15 @@ def _second(error: NDArray[np.int32], ids: NDArray[np.integer[Any]]) -> NDArray[
 
 
 def _kept(
-    scaled: NDArray[np.float32], top_k: int, top_p: float, min_p: np.float32
+    scaled: NDArray[np.float32], least: np.float32, top_k: int, top_p: float, min_p: np.float32
 ) -> NDArray[np.bool_]:
-    """Which of the candidates, given in the order of their ids, the three filters keep."""
+    """Which of the candidates, given in the order of their ids, the filters keep, of those that are
+    at least `least`; the largest is one of them."""
     # Values alone sort much faster than their indices, and are enough: what is kept is a prefix
     # of the candidates by (value, lower id), so all but a tie at its end follows from the values.
     descending = -np.sort(-scaled)
     largest = descending[0]
-    count = descending.size
+    count = int(np.count_nonzero(descending >= min(least, largest)))
     if 0 < top_k < count:
         count = top_k
     if top_p < 1:

@@ -171,6 +171,7 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
     assert run("--temperature", "1.5", "--top-k", "1")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--top-p", "1e-6")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--min-p", "1")["token_ids"] == greedy["token_ids"]
+    assert run("--temperature", "1.5", "--top-n-sigma", "1e-9")["token_ids"] == greedy["token_ids"]
     # A filter takes the sampler that knows filters; greedy needs none.
     assert "decode/1/fast" in hot["replays"] and "decode/1/full" not in hot["replays"]
     filtered = run("--temperature", "1.5", "--top-k", "9")["replays"]

@@ -184,7 +184,15 @@ DRAWN: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 1.3, "top_k": 12, "seed": 2**62 + 5},
     "top_p": {"top_p": 0.7, "seed": 13},
     "min_p": {"min_p": 0.05, "temperature": 1.7, "seed": 0},
-    "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "temperature": 0.9, "seed": 15},
+    "top_n_sigma": {"top_n_sigma": 1.5, "temperature": 1.7, "seed": 17},
+    "all": {
+        "top_n_sigma": 3.0,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "temperature": 0.9,
+        "seed": 15,
+    },
 }
 
 

@@ -45,7 +45,9 @@ VLLM_DEFAULTS = {
     "structured_outputs": None,
 }
 # What vLLM has no name for: it changes nothing unless it is given.
-OWN_DEFAULTS = {"remove_eos": False, "add_bos": None, "stop_token_sequences": ()}
+OWN_DEFAULTS = {
+    "top_n_sigma": 0.0, "remove_eos": False, "add_bos": None, "stop_token_sequences": (),
+}  # fmt: skip
 DEFAULTS = VLLM_DEFAULTS | OWN_DEFAULTS
 
 
@@ -102,6 +104,10 @@ def test_sampling_defaults_are_vllms() -> None:
         ({"min_p": -0.25}, "min_p=-0.25 must be in [0, 1]"),
         ({"min_p": 1.5}, "min_p=1.5 must be in [0, 1]"),
         ({"min_p": math.nan}, "min_p=nan must be in [0, 1]"),
+        ({"top_n_sigma": -0.5}, "top_n_sigma=-0.5 must be finite and not negative"),
+        ({"top_n_sigma": math.inf}, "top_n_sigma=inf must be finite and not negative"),
+        ({"top_n_sigma": math.nan}, "top_n_sigma=nan must be finite and not negative"),
+        ({"top_n_sigma": "1"}, "top_n_sigma='1' must be a number"),
         ({"seed": "7"}, "seed='7' must be an integer"),
         ({"seed": True}, "seed=True must be an integer"),
         ({"seed": -1}, "seed=-1 must be in [0, 2**63)"),
@@ -169,6 +175,7 @@ def test_sampling_errors_name_the_field_and_its_value(
         {"top_k": 2**31 - 1},
         {"top_p": 1e-9},
         {"min_p": 1.0},
+        {"top_n_sigma": 3e38},
         {"seed": 0},
         {"seed": 2**63 - 1},
         {"max_tokens": 1},
@@ -208,6 +215,8 @@ def test_stop_strings_are_always_a_tuple(stop: Any, strings: tuple[str, ...]) ->
         ({"top_k": 1}, True),
         ({"top_p": 0.99}, True),
         ({"min_p": 0.01}, True),
+        ({"top_n_sigma": 0.01}, True),
+        ({"temperature": 0, "top_n_sigma": 1.0}, False),
         ({"temperature": 0, "top_k": 1, "top_p": 0.5, "min_p": 0.5}, False),
         ({"temperature": 1e-6, "top_k": 2**31 - 1}, True),
     ],

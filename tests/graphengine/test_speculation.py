@@ -326,7 +326,7 @@ def test_seeded_requests_sample_what_they_sample_without_drafts(
     """Both samplers, and both in one step."""
     settings: list[dict[str, Any]] = [
         {"temperature": 0.6}, {"temperature": 1.0}, {"temperature": 1.5},
-        {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.0},
+        {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_n_sigma": 1.0}, {"temperature": 0.0},
     ]  # fmt: skip
     jobs = [
         Job(prompt, SamplingParams(**({"max_tokens": 14, "seed": seed, "min_tokens": 3} | options)))

@@ -39,6 +39,7 @@ WRONG: dict[str, list[Any]] = {
     "top_k": [*NO_INTEGERS, -2, 2**31],
     "top_p": [*NO_NUMBERS, 0, -0.1, 1.01, INF],
     "min_p": [*NO_NUMBERS, -0.1, 1.01, INF],
+    "top_n_sigma": [*NO_NUMBERS, -0.1, INF, -INF, 1e39, 10**400],
     "seed": [*but(NO_INTEGERS, None), -1, 2**63],
     "max_tokens": [*but(NO_INTEGERS, None), 0, -1],
     "min_tokens": [*NO_INTEGERS, -1, 17, 2**31],

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.candidates import SamplingTensors
+from graphengine.kernels.cutoff import find_cutoffs
 from graphengine.kernels.dispatch import INTERPRETED
 from graphengine.kernels.philox import gumbel, philox_uint32
 from graphengine.kernels.sampling import (
@@ -58,6 +60,7 @@ class Params:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int = 0
     stop_ids: tuple[int, ...] = (-1,) * STOP_IDS
     min_len: int = 0
@@ -84,10 +87,16 @@ def right_tokens(
     Where float32 is coarse, its sums are exact.
     """
     variants = [params]
+    if params.top_n_sigma:
+        # Fixed point against the doubles of the slow sampler, whose sums round.
+        factors = (1 - 1e-9, 1 + 1e-9)
+        variants = [replace(params, top_n_sigma=params.top_n_sigma * each) for each in factors]
     if tolerance:
         factors = (1 - tolerance, 1 + tolerance)
-        variants += [replace(params, top_p=params.top_p * factor) for factor in factors]
-        variants += [replace(params, min_p=params.min_p * factor) for factor in factors]
+        first = variants[:]
+        for name in ("top_p", "min_p"):
+            values = [getattr(params, name) * factor for factor in factors]
+            variants += [replace(each, **{name: value}) for each in first for value in values]
     return set().union(*(_right_tokens(logits, position, each, tolerance) for each in variants))
 
 
@@ -102,6 +111,22 @@ def _right_tokens(
     if params.temperature == 0:
         return {max(range(len(row)), key=lambda i: (row[i], -i))}
 
+    order, scaled = _kept(row, params)
+    noise = {i: gumbel(philox_uint32(params.seed, position + 1, [i]))[0] for i in order}
+    value = {i: scaled[i] + noise[i] for i in order}
+    best = max(value.values())
+    if not tolerance:
+        tied = [i for i in order if value[i] == best]
+        if COARSE <= abs(best) < np.finfo(np.float32).max:
+            # To 22 bits of the noise; no two of a test are so close.
+            return {max(tied, key=lambda i: Fraction(float(scaled[i])) + Fraction(float(noise[i])))}
+        return {min(tied)}
+    slack = tolerance * max(1.0, abs(float(best)))
+    return {i for i in order if float(best) - float(value[i]) <= slack}
+
+
+def _kept(row: Sequence[np.float32], params: Params) -> tuple[list[int], list[np.float32]]:
+    """The ids that the filters keep, the best first, and all ids' scaled logits."""
     largest_float = np.finfo(np.float32).max
     with np.errstate(over="ignore"):
         scaled = [x / np.float32(params.temperature) for x in row]
@@ -109,6 +134,14 @@ def _right_tokens(
     order = [i for i in range(len(row)) if row[i] > -INF]
     order.sort(key=lambda i: (-scaled[i], i))
     top = scaled[order[0]]
+    if params.top_n_sigma > 0:
+        row64 = [min(max(float(x), -float(largest_float)), float(largest_float)) for x in row]
+        sigma = float(np.std([row64[i] / 2**64 for i in order])) * 2**64
+        reach = params.top_n_sigma * sigma
+        beside = [row64[i] for i in order if row64[order[0]] - row64[i] <= reach]
+        with np.errstate(over="ignore"):
+            least = np.float32(min(beside)) / np.float32(params.temperature)
+        order = [i for i in order if scaled[i] >= min(least, top)]
     if params.top_k > 0:
         order = order[: params.top_k]
     top_p = Fraction(float(np.float32(params.top_p)))
@@ -116,24 +149,14 @@ def _right_tokens(
         with np.errstate(over="ignore"):
             mass = [int(np.exp(scaled[i] - top) * np.float32(2**40)) for i in order]
         share = top_p * sum(mass)
-        order = order[: next(n for n in range(1, len(mass) + 1) if sum(mass[:n]) >= share)]
+        order = order[: 1 + next(n for n, sum_n in enumerate(accumulate(mass)) if sum_n >= share)]
     if params.min_p > 0:
         share = np.log(np.float32(min(params.min_p, 1.0)))
         floor = top + share
         if COARSE <= abs(floor) < largest_float:
             floor = Fraction(float(top)) + Fraction(float(share))
         order = [i for i in order if scaled[i] >= floor]
-    noise = {i: gumbel(philox_uint32(params.seed, position + 1, [i]))[0] for i in order}
-    value = {i: scaled[i] + noise[i] for i in order}
-    best = max(value.values())
-    if not tolerance:
-        tied = [i for i in order if value[i] == best]
-        if COARSE <= abs(best) < largest_float:
-            # To 22 bits of the noise; no two of a test are so close.
-            return {max(tied, key=lambda i: Fraction(float(scaled[i])) + Fraction(float(noise[i])))}
-        return {min(tied)}
-    slack = tolerance * max(1.0, abs(float(best)))
-    return {i for i in order if float(best) - float(value[i]) <= slack}
+    return order, scaled
 
 
 @dataclass(frozen=True)
@@ -190,6 +213,7 @@ PARAMS = st.builds(
     top_k=st.sampled_from([0, 1, 2, 3, 7, 10**6]),
     top_p=st.sampled_from([0.0, 1e-9, 0.25, 0.5, 0.9, 0.99, 1.0, 1.0]),
     min_p=st.sampled_from([0.0, 0.0, 1e-3, 0.3, 1.0]),
+    top_n_sigma=st.sampled_from([0.0, 0.0, 1e-3, 0.5, 1.0, 2.0, 1e30]),
     seed=st.integers(-(2**63), 2**63 - 1),
     stop_ids=st.tuples(*[st.sampled_from([-1, 0, 1, 4, HUGE])] * STOP_IDS),
     min_len=st.integers(0, 4),
@@ -235,6 +259,8 @@ FILTERS = [
     Params(top_k=50),
     Params(top_p=0.9, temperature=1.5),
     Params(min_p=0.02),
+    Params(top_n_sigma=1.0, temperature=3.0),
+    Params(top_n_sigma=1.5, top_p=0.9, min_p=0.01),
     Params(top_k=40, top_p=0.8, min_p=0.01, temperature=0.7),
 ]
 
@@ -277,6 +303,9 @@ def test_filters_of_long_rows(device: str, rest: str):
         *({"top_k": k} for k in (1, 29, 31, 1024, 2048, 2049, 9000, vocabulary - 1)),
         *({"top_p": p} for p in (0.0, 0.1, 0.9, 0.999, 0.9999999)),
         {"top_k": 2500, "top_p": 0.9},
+        {"top_n_sigma": 1.0, "top_k": 9000, "top_p": 0.9},
+        {"top_n_sigma": 2.5, "top_p": 0.97},
+        {"top_n_sigma": 0.5, "top_k": 60},
         {"top_k": 60, "top_p": 0.97, "stop_ids": (int(row.argmax()), 5, 6), "min_len": HUGE},
         {"top_p": 0.6, "stop_ids": (int(row.argmax()), 5, 6), "min_len": HUGE},
     ]
@@ -293,6 +322,43 @@ def test_filters_of_long_rows(device: str, rest: str):
         if token != same:
             assert device == "cuda", (token, same, slot)
             assert token in right_tokens(row.tolist(), position, slot, tolerance=TOLERANCE), slot
+
+
+SIGMA_CUTS = [
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 1.0, "top_k": 9000},
+    {"top_n_sigma": 1.0, "top_k": 9001, "top_p": 0.6},
+    {"top_n_sigma": 1.0, "top_p": 0.6},
+    {"top_n_sigma": 3.0, "top_p": 0.999},
+    {"top_n_sigma": 2.0, "top_k": 20, "top_p": 0.9, "temperature": 3.0},
+    {"top_n_sigma": 1.5, "min_p": 0.5, "temperature": 5.0},
+]
+
+
+@pytest.mark.parametrize("rest", ["close", "tied"])
+def test_what_is_kept_within_top_n_sigma(device: str, rest: str):
+    """All of the set, where one draw would show a single token of it."""
+    vocabulary, generator = 12_289, torch.Generator().manual_seed(21)
+    row = torch.randn(vocabulary, generator=generator)
+    row = (2 * row).round() if rest == "tied" else row
+    row[::7] = -INF
+    cuts = [Params(**cut) for cut in SIGMA_CUTS]
+    logits, slots = (
+        row.expand(len(cuts), -1).contiguous().to(device),
+        ints(range(len(cuts)), device),
+    )
+    key, last = find_cutoffs(logits, slots, slots, tensors(cuts, device), pdl=False)
+    for params, cut_key, cut_id in zip(cuts, key.tolist(), last.tolist(), strict=True):
+        order, scaled = _kept(row.numpy(), params)
+        bits = (np.array(scaled, np.float32) + np.float32(0)).view(np.int32)
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        kept = (keys > cut_key) | ((keys == cut_key) & (np.arange(vocabulary) <= cut_id))
+        kept &= row.numpy() > -INF
+        found, wanted = {*np.flatnonzero(kept).tolist()}, {*order}
+        if device == "cpu":
+            assert found == wanted, params
+        # A GPU's exp differs by some ulps.
+        assert len(found ^ wanted) <= 2, params
 
 
 @pytest.mark.parametrize("by", ["top_k", "top_p"])
@@ -606,6 +672,13 @@ LOGITS = np.array([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.0, -2.0, 0.25, -INF, 0
         (Params(top_k=5, top_p=0.8), [0, 1, 2, 7]),
         (Params(min_p=0.2), [0, 1, 2, 3, 7]),
         (Params(top_p=0.9, min_p=0.3), [0, 1, 2, 7]),
+        # Of the logits above -inf sigma is 1.049, at any temperature.
+        (Params(top_n_sigma=1.0), [0, 1, 2, 7]),
+        (Params(top_n_sigma=1.5, temperature=2.5), [0, 1, 2, 3, 7]),
+        # Of the masses that 1.5 keeps, 2.33, half is reached by two; of all it takes three.
+        (Params(top_n_sigma=1.5, top_p=0.5), [0, 1]),
+        (Params(top_n_sigma=1.5, min_p=0.3), [0, 1, 2, 7]),
+        (Params(top_n_sigma=1.0, top_k=20), [0, 1, 2, 7]),
     ],
 )
 def test_draws_follow_the_exact_distribution(params: Params, kept: list[int]):

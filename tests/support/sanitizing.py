@@ -325,9 +325,10 @@ def run_engine(name: str, *, tokens: int, pdl: bool, device: str) -> None:
     sampling: dict[str, Any] = {"temperature": 0.0}
     if name == "full":
         sampling = {
-            "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3, "repetition_penalty": 1.1,
-            "frequency_penalty": 0.5, "logit_bias": {5: 1.0}, "bad_words": [[7, 8]], "logprobs": 3,
-            "min_tokens": min(2, tokens), "stop_token_sequences": [[1, 2]],
+            "top_n_sigma": 3.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3,
+            "repetition_penalty": 1.1, "frequency_penalty": 0.5, "logit_bias": {5: 1.0},
+            "bad_words": [[7, 8]], "logprobs": 3, "min_tokens": min(2, tokens),
+            "stop_token_sequences": [[1, 2]],
         }  # fmt: skip
     with Engine.from_pretrained(
         checkpoint_path(),
