@@ -1,8 +1,8 @@
 """Static buffers, bucket ladders and captured graphs for any step program.
 
 A *bucket* is a fixed shape with one captured CUDA graph; the *ladder* lists them and picks the
-smallest that holds the work at hand. *Static buffers* are the tensors a graph sees, changed by the
-host in one way only; the *mailbox* is how the host hears back, without a synchronisation:
+smallest that holds the work at hand. *Static buffers* are the tensors a graph sees, which the host
+changes only by `load`. Through the *mailbox* the host reads results without a synchronisation:
 
     buffers = StaticBuffers(fields, device, staging_blocks=3)
     graphs = capture_all({str(n): partial(step, n) for n in reversed(ladder.sizes)}, ...)
@@ -12,9 +12,9 @@ host in one way only; the *mailbox* is how the host hears back, without a synchr
     payloads = mailbox.wait(n, len(tokens))
     buffers.acknowledge(n)                              # its staging block may be reused
 
-On CUDA `load` copies on the current stream, which must be the graphs'; a replay goes to its graph's
-stream whichever is current. On a CPU device the same classes call the step instead of replaying it.
-Nothing here knows what a step computes.
+On CUDA `load` copies on the current stream, which must be the graphs' stream. A replay runs on its
+graph's stream, whichever stream is current. On a CPU device the same classes call the step instead
+of replaying it. Nothing here knows what a step computes.
 """
 
 from graphengine.buckets.budget import BudgetLine, MemoryBudget, OutOfBudget, Where, format_bytes

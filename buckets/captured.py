@@ -27,7 +27,7 @@ from graphengine.buckets.runtime import runtime
 from graphengine.buckets.static import StaticBuffers
 
 CHECK_EVERY = 64
-"""Replays of a graph between two looks at the addresses of its buffers."""
+"""Replays of a graph between two checks of its buffers' addresses."""
 
 Step = Callable[[], object]
 PoolHandle = tuple[int, int]
@@ -36,13 +36,13 @@ PoolHandle = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
-    """What capturing one bucket took. On a CPU device nothing was captured: no nodes, no bytes.
+    """What capturing one bucket cost. On a CPU device nothing is captured: no nodes, no bytes.
 
-    `node_kinds` counts nodes by kind, as `count_nodes`; None where that cannot be known.
+    `node_kinds` counts nodes by kind, as `count_nodes` does; None where they cannot be counted.
     `warm_up_ms` holds compilation, `capture_ms` recording and instantiation, both wall time.
     `allocated_bytes` is what torch's allocator still holds as live after the capture,
-    `reserved_bytes` by how much it grew the pool, `driver_bytes` by how much the driver's free
-    memory fell: the pool's growth and the graph's own memory, but also what others took meanwhile.
+    `reserved_bytes` how much the pool grew, `driver_bytes` how much the driver's free memory fell:
+    the pool's growth and the graph's own memory, but also what other processes took meanwhile.
     """
 
     name: str
@@ -67,11 +67,11 @@ class CaptureReport:
 class CapturedGraph:
     """One bucket: `step` captured under `name` on `stream`, its memory taken from `pool`.
 
-    `stream` is a CUDA stream other than the default one, by default a new one; `pool` by default
-    is the graph's own. `buffers`, where given, are the static buffers that `step` uses: replays
-    after one of them has moved raise, the 64th at the latest. `step` is kept until `close()`, so
-    that all it refers to lives as long as the graph. Errors of the step come as RuntimeError with
-    the bucket's name and the step's exception as its cause.
+    `stream` is a CUDA stream other than the default stream; None makes a new one. Without `pool`
+    the graph gets a pool of its own. `buffers`, where given, are the static buffers that `step`
+    uses: once one of them has moved, a replay raises, the 64th at the latest. `step` is kept until
+    `close()`, so that everything it refers to lives as long as the graph. An error in the step is
+    raised as a RuntimeError with the bucket's name, with the step's exception as its cause.
     """
 
     __slots__ = (
@@ -125,7 +125,7 @@ class CapturedGraph:
 
     @property
     def report(self) -> CaptureReport:
-        """What the capture took; RuntimeError before `capture()`."""
+        """What the capture cost; RuntimeError before `capture()`."""
         if self._report is None:
             raise RuntimeError(f"bucket {self.name!r} is not captured yet")
         return self._report
@@ -145,8 +145,8 @@ class CapturedGraph:
     def warm_up(self) -> None:
         """Run the step `warmups` times, for real, and wait for the stream.
 
-        Kernels are compiled and workspaces allocated here, so that the capture needs neither. What
-        the step did to the static buffers is for the caller to reset.
+        Kernels are compiled and workspaces allocated here, so that the capture needs neither. The
+        caller resets what the step did to the static buffers.
         """
         step = self.step
         started = time.perf_counter()
@@ -165,10 +165,10 @@ class CapturedGraph:
     def capture(self) -> CaptureReport:
         """Record the step, warming it up first if that was not done; from then on `replay` works.
 
-        A step that raises, or does what cannot be captured (a synchronisation, `.item()`), makes a
-        RuntimeError "capture of bucket 'decode/8' failed: ..." with the cause chained. The
-        process, the stream and the pool remain usable; close this object and make another. (One
-        exception: after a stream that the step forked and did not join, take a new pool.)
+        A step that raises, or does what cannot be captured (a synchronisation, `.item()`), raises
+        RuntimeError "capture of bucket 'decode/8' failed: ..." with the cause chained. The process,
+        the stream and the pool remain usable; close this object and make another. (One exception:
+        after a stream that the step forked and did not join, take a new pool.)
         """
         step = self.step
         if self._report is not None or self._graph is not None:
@@ -191,7 +191,7 @@ class CapturedGraph:
                     kinds = count_nodes(graph)
             except Exception as cause:
                 raise RuntimeError(f"capture of bucket {self.name!r} failed: {cause}") from cause
-            # torch's replay also tells the graph how far its random numbers have come.
+            # torch's replay also tells the graph the offset of its random number generator.
             library = None if self._draws else runtime()
             self.is_direct = library is not None
             launch = partial(_launch_by_torch, graph, self.stream)
@@ -212,14 +212,15 @@ class CapturedGraph:
         return self._report
 
     def replay(self) -> None:
-        """Launch the graph, asynchronously, on its stream, whichever is the current one.
+        """Launch the graph asynchronously on its own stream, whichever stream is current.
 
-        One call into CUDA (`is_direct`), unless the step draws torch's random numbers, was captured
-        without a warm-up that could show it, or torch's runtime library was not found: then it is
-        torch's replay, inside a change of the current stream.
+        This is one call into CUDA (`is_direct`), with three exceptions: the step draws torch's
+        random numbers, it was captured without a warm-up that would have shown this, or torch's
+        runtime library was not found. Then it is torch's replay, with the graph's stream made
+        current around it.
 
-        On a CPU device: call the step. ValueError after `close()`; RuntimeError before `capture()`
-        and when a static buffer has moved since, which the first and every 64th replay look at.
+        On a CPU device: call the step. ValueError after `close()`; RuntimeError before `capture()`,
+        and when a static buffer has moved since, which the first and every 64th replay check.
         """
         if self._replays % CHECK_EVERY == 0 and self._buffers is not None:
             self._buffers.check_addresses()
@@ -227,7 +228,7 @@ class CapturedGraph:
         self._launch()
 
     def close(self) -> None:
-        """Wait for the stream and free the graph and its share of the pool. Again is fine."""
+        """Wait for the stream; free the graph and its share of the pool. May be called again."""
         self._launch = partial(_refuse, ValueError, f"bucket {self.name!r} is closed")
         self._step = self._buffers = None
         graph, self._graph = self._graph, None
@@ -243,7 +244,7 @@ class CapturedGraph:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Make `stream` current, behind what the caller's stream holds; neither may capture."""
+        """Make `stream` current, after the work on the caller's stream; neither may capture."""
         if self.stream is None:
             yield
             return
@@ -271,7 +272,7 @@ def capture_all(
     """Warm up and capture the named steps, in the order given, on one stream and in one pool.
 
     Put the largest bucket first: the others then reuse its memory. `on_capture` is called with each
-    report (for a progress bar); `around(name)` is entered for the time of one graph's warm-up and
+    report (for a progress bar); `around(name)` is a context entered around each graph's warm-up and
     capture. If a capture fails, those made before it are closed.
     """
     device = torch.device(device)
@@ -306,7 +307,7 @@ def _record(
     device: torch.device,
     pool: PoolHandle | None,
 ) -> None:
-    """Capture `step` into `graph`; `stream` is current. Whatever fails, no capture is left open."""
+    """Capture `step` into `graph`; `stream` is current. After any failure no capture is open."""
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with _blas_workspaces_in_pool():
         # thread_local: other threads of the host program may use CUDA meanwhile.
@@ -327,14 +328,14 @@ def _record(
 
 @contextlib.contextmanager
 def _blas_workspaces_in_pool() -> Iterator[None]:
-    """Have torch take the workspace that a captured product uses from the graph's pool.
+    """Make torch take the workspace of a captured matrix product from the graph's pool.
 
-    torch keeps a workspace for each stream, for good: the one of the warm-up would stay behind when
-    the graph is closed, and be pulled from under it where somebody clears them (pytorch #193402).
-    There is no call for one stream alone: every stream allocates its workspace again when it next
-    needs one. What that can hurt, as torch.compile's graphs can too, is a graph of the host program
-    on whose stream products had run before its capture: its workspace is not in its pool. README.md
-    says so.
+    torch keeps a workspace for each stream and never frees it. The warm-up's workspace would
+    outlive the closed graph; and if somebody cleared the workspaces, a live graph would lose its
+    own (pytorch #193402). torch can only clear those of all streams: each stream allocates its
+    workspace again when it next needs one. This can hurt a graph of the host program, as
+    torch.compile's graphs can too: if products ran on its stream before its capture, its workspace
+    is not in its pool. README.md says so.
     """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:
@@ -348,7 +349,7 @@ def _blas_workspaces_in_pool() -> Iterator[None]:
 
 
 def _require_valid_capture(stream: torch.cuda.Stream) -> None:
-    """RuntimeError if the capture was invalidated by an error that the step has swallowed."""
+    """RuntimeError if an error that the step swallowed has invalidated the capture."""
     library = driver()
     if library is None:
         return
@@ -365,10 +366,10 @@ def _abandon(
     """End a failed capture so that torch's allocators and random generators leave it too.
 
     `capture_end` would raise on an invalidated capture and leave its bookkeeping half done: torch
-    2.11 goes on recording into the pool, 2.13 never gives its share of it back (pytorch #180395,
+    2.11 keeps recording into the pool, 2.13 never returns its share of it (pytorch #180395,
     #190348). So the driver ends the bad capture and begins an empty one in its place, and torch
-    ends that one: all is then as after a success. `graph` is left empty and holds the pool, so
-    that other captures can share it, until it is reset.
+    ends that one; the state is then the same as after a success. `graph` is left empty. Until it is
+    reset it holds the pool, so that other captures can share it.
     """
     try:
         library = driver()
@@ -388,8 +389,8 @@ _unfinished_graphs: list[torch.cuda.CUDAGraph] = []
 def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle) -> None:
     """After `capture_end` has failed: make the allocator of device memory leave the pool.
 
-    That of pinned memory cannot be reached from Python. In torch 2.11 it goes on asking this graph
-    whether an allocation belongs to its capture, so the graph must never be freed.
+    The allocator of pinned memory cannot be reached from Python. In torch 2.11 it keeps asking this
+    graph whether an allocation belongs to its capture, so the graph must never be freed.
     """
     _unfinished_graphs.append(graph)
     with contextlib.suppress(RuntimeError):  # it has left already: torch 2.13
@@ -398,7 +399,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Hold the collector back: what it would free (events, modules) can invalidate a capture."""
+    """Disable Python's collector: what it would free (events, modules) can invalidate a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -421,8 +422,8 @@ def _direct_launch(
 ) -> Step:
     """A launch of `graph` on `stream` that neither looks at nor changes what is current.
 
-    What the runtime refuses (a thread of another device, an earlier error) goes `otherwise`, so
-    that torch does it or says in its own words what is wrong.
+    Where the runtime refuses (a thread of another device, an earlier error), `otherwise` is called,
+    so that torch launches the graph or raises its own error.
     """
     launch = library.cudaGraphLaunch
     graph_handle = ctypes.c_void_p(int(graph.raw_cuda_graph_exec()))
@@ -442,7 +443,7 @@ def _launch_by_torch(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> 
 
 
 def _random_numbers_drawn(device: torch.device) -> int:
-    """How far torch's generator of the device has come; 0 on a CPU, where it does not matter."""
+    """The offset of torch's generator of the device; 0 on a CPU, where it does not matter."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.default_generators[device.index].get_offset())
@@ -453,7 +454,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _memory(device: torch.device) -> tuple[int, int, int]:
-    """Bytes live in and reserved by torch's allocator, and in use as the driver counts them."""
+    """Bytes live in torch's allocator, bytes it has reserved, and bytes in use on the device."""
     if device.type != "cuda":
         return 0, 0, 0
     free, total = torch.cuda.mem_get_info(device)

@@ -96,7 +96,7 @@ def _dot_lines(
                 yield f"{indent}{link} [lhead=cluster_{inner}, style=dotted, arrowhead=none];"
     for edge in graph.edges:
         words = edge.describe()
-        # The usual programmatic edge is told by its looks; a label on each would fill the picture.
+        # The usual programmatic edge shows by its style; a label on each would fill the picture.
         options = [] if words in ("", edge.type) else [f"label={_quote(words)}"]
         if edge.programmatic:
             options += ["style=dashed", "color=blue"]
@@ -105,6 +105,6 @@ def _dot_lines(
 
 
 def _quote(text: str) -> str:
-    """A string of DOT that shows `text`, on as many lines."""
+    """A DOT string that shows `text`, with its line breaks."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -1,9 +1,9 @@
 """The few functions of the CUDA driver that a capture needs, called directly.
 
-cuda-bindings would do, but at its first call they ask the driver for every function that they know,
-and each one that is newer than the driver is an error that a sanitizer reports. The driver's and
-not the runtime's functions: a failing one leaves no "last error" behind for torch to trip over.
-Handles are integers.
+cuda-bindings would do, but their first call asks the driver for every function that they know, and
+a sanitizer reports an error for each one that is newer than the driver. These are functions of the
+driver, not of the runtime: a failing one sets no "last error" that torch would find later. Handles
+are integers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HANDLE = ctypes.c_void_p
 _HANDLES = ctypes.POINTER(ctypes.c_void_p)
 _ENUM = ctypes.POINTER(ctypes.c_int)
 _SIZE = ctypes.POINTER(ctypes.c_size_t)
-# By the names that the library exports, which cuda.h maps its own to.
+# The names that the library exports; cuda.h maps its own names to them.
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamIsCapturing": (_HANDLE, _ENUM),
     "cuStreamBeginCapture_v2": (_HANDLE, ctypes.c_int),
@@ -52,7 +52,7 @@ class Driver:
         return _STATUSES[status.value]
 
     def begin_capture(self, stream: int) -> None:
-        """Of this thread alone: others may use CUDA meanwhile."""
+        """Begin a capture of this thread alone: other threads may use CUDA meanwhile."""
         self._call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
 
     def drop_capture(self, stream: int) -> None:
@@ -90,7 +90,7 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver | None:
-    """That of this process, once something is on a GPU; None without one."""
+    """The driver of this process, once something is on a GPU; None without a GPU."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):

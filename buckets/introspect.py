@@ -61,8 +61,9 @@ def inspect_graph(
     without cuda-bindings (they come with torch's CUDA wheels), and for a torch graph that was not
     kept.
 
-    The driver of CUDA 13.0 has no call for the bodies of a conditional node (13.2 has). Who made
-    the node has their handles and may give them: `bodies` is {handle of the node: its bodies}.
+    The driver of CUDA 13.0 has no call for the bodies of a conditional node (13.2 has). The code
+    that made the node has their handles and may pass them: `bodies` is {handle of the node: its
+    bodies}.
     """
     if low_level.driver is None:
         raise RuntimeError("looking inside a graph needs cuda-bindings (cuda.bindings.driver)")
@@ -71,7 +72,7 @@ def inspect_graph(
 
 
 def programmatic_edges(graph: torch.cuda.CUDAGraph | SupportsInt) -> tuple[int, int]:
-    """Numbers of programmatic edges and of all edges of `graph`, which is as `inspect_graph`'s.
+    """Numbers of programmatic edges and of all edges of `graph`, which is as for `inspect_graph`.
 
     Equal in a graph all of whose kernels were launched with programmatic dependent launch.
     """
@@ -79,8 +80,8 @@ def programmatic_edges(graph: torch.cuda.CUDAGraph | SupportsInt) -> tuple[int, 
 
 
 def demangle(name: str) -> str:
-    """A C++ symbol as it reads in the source; other names, and all without torch's help, as is."""
-    # Any other name is one of C, which the demangler would take for a type: "f" for "float".
+    """A C++ symbol as in the source. Other names, and all names without torch, stay as they are."""
+    # Any other name is a C name, which the demangler would take for a type: "f" for "float".
     if not name.startswith("_Z"):
         return name
     function = getattr(torch._C, "_demangle", None)
@@ -198,7 +199,7 @@ def _place_of_edge(edge: GraphEdge) -> tuple[int, int, str, int, int]:
 
 
 def _topological_order(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The places 0 to count - 1, sources before targets, otherwise the lowest place first."""
+    """The indices 0 to count - 1: sources before targets, otherwise the lowest index first."""
     waits = [0] * count
     followers: list[list[int]] = [[] for _ in range(count)]
     for source, target in edges:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 class BucketLadder:
     """The sorted row counts that graphs are captured for; it ends at exactly `max_batch`.
 
-    By default 1, 2, 4, 8, then steps of 8, then `max_batch`. `sizes` replaces that: positive ints
+    By default 1, 2, 4, 8, then steps of 8, then `max_batch`. `sizes` replaces these: positive ints
     in any order, duplicates allowed, the largest equal to `max_batch`. Immutable.
 
     Raises ValueError, with the numbers, for a size or `max_batch` that is not a positive int and

@@ -2,7 +2,7 @@
 
 An item is one aligned 64-bit word: the replay's sequence number (its low 32 bits, the *tag*) in the
 high half and 32 bits of payload in the low half. The device writes it with a single store, so an
-item is either wholly old or wholly new, and it is believed because of its own tag only: nothing is
+item is either wholly old or wholly new. Only its own tag says that it is valid: nothing is
 concluded from the order in which items arrive. Replay number `sequence`, counted from 1, writes
 entry `sequence % entries`. The reader must have collected an entry before the replay that is
 `entries` later is launched.
@@ -32,7 +32,7 @@ class MailboxBroken(RuntimeError):
 
 
 class Queryable(Protocol):
-    """What is asked of a stream: `query()`, True when idle, raises after a sticky CUDA error."""
+    """A stream as it is used here: `query()`, True when idle, raises after a sticky CUDA error."""
 
     def query(self) -> bool: ...
 
@@ -70,12 +70,12 @@ class Mailbox:
         )[..., 1]
         # For reading: a Python memoryview costs a third of NumPy's calls on so few items.
         self._words = self._items.reshape(-1).data
-        # Among 32-bit halves, low half first: where the payloads of each of a lane's items are.
+        # Where the payload of each item of a lane is among the 32-bit halves, low half first.
         self._columns = [slice(2 * i, None, 2 * items_per_lane) for i in range(items_per_lane)]
         self._stream_checked_at = time.perf_counter()
 
     def clear(self, sequence: int = 0) -> None:
-        """Forget everything; `sequence` is the last replay launched, the next is one more.
+        """Forget everything; `sequence` is the last replay launched, `sequence + 1` comes next.
 
         Only with no replay in flight. The tags are set to `sequence`, which no entry will wait
         for again within 2**32 replays.
@@ -111,10 +111,10 @@ class Mailbox:
     ) -> Payloads | None:
         """The payloads of replay `sequence` as from `read`, once its first `lanes` lanes arrived.
 
-        None if they have not within `timeout` seconds; 0 looks once, None waits on. No wait goes
-        beyond `limit` seconds. "spin" polls without a pause, "yield" offers the processor between
-        polls, "block" sleeps 50 us between them. The `stream` the replay was launched on is asked
-        every 2 ms, across calls, whether it still works.
+        None if they have not within `timeout` seconds; 0 looks once, None waits without a timeout.
+        No wait goes beyond `limit` seconds. "spin" polls without a pause, "yield" yields the
+        processor between polls, "block" sleeps 50 us between them. Every 2 ms, across calls,
+        `stream`, on which the replay was launched, is queried for errors.
 
         Raises TimeoutError after `limit`, saying what was waited for and which tags were found;
         MailboxBroken when the stream reports an error (its cause) or is idle without the replay
@@ -156,8 +156,8 @@ class Mailbox:
     def _take(self, sequence: int, lanes: int) -> Payloads | None:
         count = lanes * self.items_per_lane
         start = sequence % self.entries * self.lanes * self.items_per_lane
-        # Copied first, then judged: on a processor that reorders loads (Grace), a tag read before
-        # its payload would prove nothing. A copy of aligned words takes no word in two parts.
+        # Copied first, then checked: on a processor that reorders loads (Grace), a tag read before
+        # its payload would prove nothing. A copy of aligned words never splits a word.
         words = self._words[start : start + count].tobytes()
         halves = memoryview(words).cast("I").tolist()
         if halves[1::2].count(sequence & TAG_MASK) != count:
@@ -169,7 +169,7 @@ class Mailbox:
             idle = stream.query()
         except Exception as cause:
             raise MailboxBroken(f"the stream failed before replay {sequence}: {cause}") from cause
-        # Looked at again after the query: what a finished kernel stored is visible by then.
+        # Read again after the query: what a finished kernel stored is visible by then.
         if idle and not self.ready(sequence, lanes):
             raise MailboxBroken(
                 f"replay {sequence} finished without publishing, or was never launched: the stream "

@@ -1,9 +1,9 @@
 """Looking inside a captured graph, through NVIDIA's cuda-bindings (they come with torch's wheels).
 
-Counting its nodes goes past them, as every capture does it: `driver.py` says why.
+Counting nodes does not use them, as every capture does it: `driver.py` says why.
 
-The driver interface is used throughout, never the runtime's: a failing driver call leaves no
-"last error" behind for torch to trip over.
+The driver interface is used throughout, never the runtime's: a failing driver call sets no "last
+error" that torch would find later.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class RawEdge(NamedTuple):
 def read_edges(graph: int) -> list[RawEdge]:
     """All edges of the graph with the CUgraph handle `graph`, in the driver's order.
 
-    RuntimeError when the driver refuses. Calls it past cuda-bindings' own function, whose edge data
-    lie in freed memory before 13.3 and 12.9.7 (cuda-python #1804).
+    RuntimeError when the driver refuses. Calls the driver directly, not through cuda-bindings'
+    function: before 13.3 and 12.9.7 its edge data lie in freed memory (cuda-python #1804).
     """
-    # As of CUDA 12.3 the function that goes by this name fills in edge data.
+    # Since CUDA 12.3 the function of this name fills in edge data.
     address, _ = driver_call("cuGetProcAddress", b"cuGraphGetEdges", 12030, 0)
     if not int(address):
         raise RuntimeError("the driver has no cuGraphGetEdges of CUDA 12.3")

@@ -1,8 +1,8 @@
 """The CUDA runtime library that torch has loaded, called directly where a step has no time to lose.
 
-Its functions return a status, 0 for success. The runtime's and not the driver's, because its calls
-are what torch's profiler shows. Its "last error" is cleared behind a failure, so that torch never
-finds it.
+Its functions return a status, 0 for success. These are functions of the runtime, not of the driver,
+because torch's profiler shows the runtime's calls. The "last error" is cleared after a failure, so
+that torch never finds it.
 """
 
 from __future__ import annotations

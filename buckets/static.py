@@ -7,9 +7,10 @@ field's pad value, so that a padded lane never holds what an earlier load left t
 
 The host-owned fields of a *group* share one block of bytes: a load edits the host's image of it,
 copies that into the next *staging block* (pinned on CUDA), and queues a single copy to the device;
-groups that it does not name are left alone. So what is large and seldom changes has a group of its
-own. A staging block may be overwritten only when the copy out of it is known to be done, which
-nobody waits for: the replay behind the copy has published, and `acknowledge` says so.
+groups that it does not name are left alone. So large fields that seldom change have a group of
+their own. A staging block may be overwritten only when the copy out of it is known to be done.
+Nothing waits for that copy: it is done once the replay after it has published, and `acknowledge`
+says so.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a load: `values` for the field's lanes from `first` on, while the others stay as they are.
+    """In a load: `values` for the field's lanes from `first` on; the other lanes stay as they are.
 
-    Where a load has nothing else for a group, only the bytes of these lanes are copied.
+    If a load changes nothing else in a group, only the bytes of these lanes are copied.
     """
 
     first: int
@@ -82,9 +83,9 @@ class StaticBuffers:
     """The tensors of a field table, on `device`, with `staging_blocks` staging blocks.
 
     `buffers["name"]` and `buffers.name` are the device tensor of a field, at one address until
-    `close()`; read it, hand it to kernels, but do not write to a host-owned one. All fields start
-    at their pad value. `nbytes` counts device bytes and `staging_nbytes` those of the staging
-    ring. ValueError for a table that cannot be laid out.
+    `close()`; read it, pass it to kernels, but do not write to a host-owned one. All fields start
+    at their pad value. `nbytes` counts device bytes and `staging_nbytes` those of the staging ring.
+    ValueError for a table that cannot be laid out.
 
     Not thread-safe; copies go to the caller's current stream, which must be the replays' stream.
     """
@@ -169,16 +170,16 @@ class StaticBuffers:
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
         takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
         named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
-        queued on `stream`, or on the current one. torch is not told of one on `stream`: wait for it
-        before these buffers are closed or dropped.
+        queued on `stream`, or on the current one. torch does not know of a copy on `stream`: wait
+        for it before these buffers are closed or dropped.
 
-        `sequence` is the number of the first replay that will be launched behind this copy. The
+        `sequence` is the number of the first replay that will be launched after this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
 
         Raises ValueError, with the field and the numbers, for a field that is unknown or
-        device-owned, too many lanes, a lane too long, values that are no numbers of the field's
-        kind or out of its dtype's range, and a `sequence` that goes back. RuntimeError if every
-        staging block is still in flight. Nothing is changed then.
+        device-owned, too many lanes, a lane too long, values that are not numbers of the field's
+        kind or are out of its dtype's range, and a `sequence` that goes back. RuntimeError if every
+        staging block is still in flight. After an error nothing has changed.
         """
         self._require_open()
         prepared = {name: self._lanes_of(name).prepare(value) for name, value in updates.items()}
@@ -200,7 +201,7 @@ class StaticBuffers:
             group.send(sequence, stream)
 
     def _groups_of(self, names: Iterable[str]) -> list[_Group]:
-        """The groups of these fields; the first of all where none is named."""
+        """The groups of these fields; the first group where no field is named."""
         return list(dict.fromkeys(self._lanes[name].group for name in names)) or self._groups[:1]
 
     def acknowledge(self, sequence: int) -> None:
@@ -271,13 +272,13 @@ class StaticBuffers:
         )
 
     def close(self) -> None:
-        """Drop all tensors, after the graphs that use them were closed. Calling again is fine."""
+        """Drop all tensors, after the graphs that use them were closed. May be called again."""
         self._closed = True
         self._tensors = {}
         self._lanes = {}
         self._groups = []
         self._pointers = []
-        self._recorded = [0]  # equal to no list of addresses: `check_addresses` says what is wrong
+        self._recorded = [0]  # equals no list of addresses, so that `check_addresses` raises
 
     def _lanes_of(self, name: str) -> _Lanes:
         lanes = self._lanes.get(name)
@@ -295,7 +296,7 @@ class StaticBuffers:
 class _Group:
     """The block of bytes that one load copies: the host's image, its staging blocks, the device's.
 
-    last    the replay behind the newest copy; 0 when there was none
+    last    the replay after the newest copy; 0 when there was none
     """
 
     __slots__ = (
@@ -321,7 +322,7 @@ class _Group:
         self._staging_arrays = [block.numpy() for block in self._staging]
         self._address = self.block.data_ptr()
         self._staging_addresses = [block.data_ptr() for block in self._staging]
-        # The replay behind the copy out of each staging block; 0 when there was none.
+        # The replay after the copy out of each staging block; 0 when there was none.
         self._in_flight = [0] * staging_blocks
         self._next = 0
         self._changed = (size, 0)
@@ -333,15 +334,15 @@ class _Group:
 
     @property
     def oldest(self) -> int:
-        """The replay behind the copy out of the staging block that is next."""
+        """The replay after the copy out of the next staging block."""
         return self._in_flight[self._next]
 
     def change(self, start: int, stop: int) -> None:
-        """The next copy has these bytes of the image, and all between them and others."""
+        """Put these bytes of the image, and all between them and earlier ones, in the next copy."""
         self._changed = (min(self._changed[0], start), max(self._changed[1], stop))
 
     def send(self, sequence: int, stream: torch.cuda.Stream | None) -> None:
-        """Queue the copy of the image in front of replay `sequence`: of all where none changed."""
+        """Queue the copy before replay `sequence`: of the whole image if no bytes changed."""
         index = self._next
         start, stop = self._changed
         if start >= stop:
@@ -356,9 +357,9 @@ class _Group:
         self._next = (index + 1) % len(self._staging)
 
     def _copy_directly(self, index: int, start: int, size: int, stream: torch.cuda.Stream) -> bool:
-        """One call into CUDA, without a change of torch's stream; False where it cannot be.
+        """One call into CUDA that leaves torch's current stream alone; False where that cannot be.
 
-        torch would also note that the staging block is in use, which the owner's sequence says.
+        torch would also note that the staging block is in use; here the owner's sequence says so.
         """
         library = runtime()
         if library is None:
@@ -408,8 +409,7 @@ class _Lanes:
         self.group.change(start, start + len(values) * lane_bytes)
 
     def prepare(self, value: Any) -> tuple[int | None, NDArray[Any]]:
-        """The first lane of a `Part`, or None, and what is to be stored. ValueError if it cannot
-        be."""
+        """The first lane of a `Part` or None, and the values; ValueError if they do not fit."""
         if not isinstance(value, Part):
             return None, self._prepare(value)
         values = self._prepare(value.values)
@@ -441,10 +441,10 @@ class _Lanes:
         return self._padded(array, self.field.shape)
 
     def _plain_numbers(self, value: Any) -> NDArray[Any] | None:
-        """`value` where it is a list of Python's numbers, or None, for a field of numbers.
+        """`value` if it is a list of Python's numbers, or None, for a field of numbers.
 
-        What most loads bring: checks by arrays take 10 us a field, and a request that starts
-        brings 15 of them. None for all else, and for what may be out of range.
+        Most loads have such values: a check with arrays takes 10 us a field, and a request that
+        starts sets 15 fields. None for all else, and for values that may be out of range.
         """
         if not isinstance(value, list | tuple) or len(value) > len(self.array):
             return None
@@ -456,7 +456,7 @@ class _Lanes:
         plain = {int, float} if dtype == np.float32 else {int} if dtype.kind == "i" else set()
         if not types or not types <= plain:
             return None
-        # NaN is not below anything, and integers of more than 64 bits are none for an array.
+        # NaN is not below anything, and an array holds no integers of more than 64 bits.
         if dtype.kind == "f" and not all(abs(item) < 2**63 for item in value):
             return None
         try:
@@ -465,9 +465,9 @@ class _Lanes:
             return None
 
     def _plain_lists(self, value: Any) -> NDArray[Any] | None:
-        """`value` where it is a list of lists of Python's integers, or None, that fit their lanes.
+        """`value` if it is a list of lists of Python's integers, or None, that fit their lanes.
 
-        Block tables come so. None for all else.
+        Block tables are such lists. None for all else.
         """
         if not isinstance(value, list) or not 0 < len(value) <= len(self.array):
             return None
@@ -491,7 +491,7 @@ class _Lanes:
     def _store_integers(self, lane: NDArray[Any], item: Any) -> bool:
         """Put a list of integers that fits into its lane; False for all else.
 
-        Checks by arrays take 6 us a lane.
+        A check with arrays takes 6 us a lane.
         """
         if not isinstance(item, list | tuple) or lane.ndim != 1 or lane.dtype.kind not in "iu":
             return False
@@ -535,7 +535,7 @@ class _Lanes:
 
 
 def _as_array(value: Any) -> NDArray[Any] | None:
-    """`value` as an array; None where numpy finds no rectangle of numbers in it."""
+    """`value` as an array; None if numpy cannot make a rectangular array of numbers of it."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -567,8 +567,8 @@ def field_groups(fields: Sequence[Field]) -> list[list[Field]]:
 
 
 def buffer_bytes(fields: Sequence[Field]) -> tuple[int, int]:
-    """What `StaticBuffers` of these fields takes: bytes on the device, and those of them that the
-    host owns, which its image and each of the staging blocks take again.
+    """Bytes that `StaticBuffers` of these fields takes on the device, and how many of them the host
+    owns. The host's image and each staging block take the host-owned bytes again.
     """
     owned = sum(_layout(group)[1] for group in field_groups(fields))
     return owned + sum(field.nbytes for field in fields if field.owner == "device"), owned

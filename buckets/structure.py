@@ -1,8 +1,8 @@
 """The structure of a captured graph as plain data: what `inspect_graph` returns.
 
-It holds numbers and strings alone: it outlives the graph, compares by value, and has no address in
-it, so two captures of the same program give the same structure. JSON goes out and comes in here;
-text and drawings are made in `drawing.py`.
+It holds only numbers and strings: it outlives the graph, compares by value, and has no address in
+it, so two captures of the same program give the same structure. JSON is written and read here; text
+and drawings are made in `drawing.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from graphengine.buckets.budget import format_bytes
 
 FULL, PROGRAMMATIC = "full", "programmatic"
 
-# Where a programmatic edge leaves its kernel. Launch order waits for the start of the blocks only.
+# The port where a programmatic edge leaves its kernel. Launch order waits only for the start of the
+# blocks.
 _PORTS = ("default", "programmatic", "launch order")
 
 _VERSION = 1
@@ -28,19 +29,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphNode:
-    """One node. What its kind does not have, or the driver does not tell, is None or empty.
+    """One node. A field that its kind lacks, or that the driver does not tell, is None or empty.
 
     `index` is its place in `GraphStructure.nodes`, a topological order. `kind` is "kernel",
     "memcpy", "memset", "host", "child_graph", "empty", "event_wait", "event_record",
-    "semaphores_signal", "semaphores_wait", "mem_alloc", "mem_free", "batch_mem_op", "conditional",
-    for one that CUDA 13.0 does not know "type_14" and the like, or "unknown" where cuda-bindings
+    "semaphores_signal", "semaphores_wait", "mem_alloc", "mem_free", "batch_mem_op", "conditional";
+    for a kind that CUDA 13.0 does not know "type_14" and the like, or "unknown" where cuda-bindings
     hide the number.
 
     Kernels have `name` (demangled where that is possible), `grid`, `block` (x, y, z) and
     `shared_bytes`, the dynamic shared memory. `bytes` is what a memcpy, memset or mem_alloc moves,
-    sets or allocates. `detail` is, of a memcpy, where from and to ("HtoD"; H host, D device,
-    A array, U unified address), of a memset its value and element size ("0 x 4 B"), of a
-    conditional "if", "while" or "switch", of a batch_mem_op the number of its operations.
+    sets or allocates. `detail` is the direction of a memcpy ("HtoD"; H host, D device, A array, U
+    unified address), the value and element size of a memset ("0 x 4 B"), "if", "while" or "switch"
+    of a conditional, the number of operations of a batch_mem_op.
 
     `graphs` holds a child graph, or the bodies of a conditional. The bodies are None where they are
     unknown: see `inspect_graph`.
@@ -79,8 +80,8 @@ class GraphEdge:
     """`target` waits for `source`, both indices of nodes of the same graph.
 
     `type` is "full" (all of the source's work) or "programmatic" (the target may start early and
-    waits inside, as programmatic dependent launch has it). The ports are the driver's numbers: 0
-    but where an edge leaves a kernel programmatically (1), or on the start of its blocks (2).
+    waits inside: programmatic dependent launch). The ports are the driver's numbers: 1 where an
+    edge leaves a kernel programmatically, 2 where it leaves on the start of its blocks, else 0.
     """
 
     source: int
@@ -94,7 +95,7 @@ class GraphEdge:
         return self.type == PROGRAMMATIC
 
     def describe(self) -> str:
-        """Type and ports in words; of a full edge with default ports: nothing."""
+        """Type and ports in words; empty for a full edge with default ports."""
         parts = [] if self.type == FULL else [self.type]
         if self.from_port != int(self.programmatic):
             parts.append(f"from port {_port(self.from_port)}")
@@ -149,7 +150,7 @@ class GraphStructure:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GraphStructure:
-        """What `to_dict` was called on; ValueError for anything else."""
+        """The inverse of `to_dict`; ValueError for anything else."""
         _require_fields("graph", data, required=("nodes", "edges"))
         nodes, edges = (_typed(data[key], list, key) for key in ("nodes", "edges"))
         return cls(
@@ -168,7 +169,7 @@ class GraphStructure:
 
     @classmethod
     def from_json(cls, text: str) -> GraphStructure:
-        """What `to_json` was called on; ValueError for other text and for another version."""
+        """The inverse of `to_json`; ValueError for other text and for another version."""
         try:
             data = json.loads(text)
             version = data.pop("version", None) if isinstance(data, dict) else None
@@ -272,7 +273,7 @@ def _require_fields(
 
 
 def _typed(value: object, kind: type[T], what: str) -> T:
-    # True is no number here, though it is an int to Python.
+    # True does not count as a number here, though it is an int in Python.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{what} is {_brief(value)}, not of type {kind.__name__}")
     return value

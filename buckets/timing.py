@@ -1,8 +1,8 @@
 """How long replays take on the device: pairs of CUDA events around them, in a ring.
 
-An event that times costs a call into CUDA and a timestamp on the device, and never a wait: a time
-is read when a later replay shows that it is there. Events are made once. Recording one that the
-ring has come round to forgets what it said.
+A timing event costs a call into CUDA and a timestamp on the device, and never a wait: a time is
+read when a later replay shows that it is there. Events are made once. When the ring wraps round, an
+event is recorded again and its old time is lost.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from graphengine.buckets.runtime import runtime
 class ReplayTimer:
     """`pairs` pairs of events on `stream`, numbered from 0.
 
-    One call into CUDA's runtime each, as for a replay; through torch's events where its runtime
-    library was not found. Making it records every event once, which is when CUDA creates them.
+    Recording one is a call into CUDA's runtime, as for a replay, or uses torch's events where
+    torch's runtime library was not found. The constructor records every event once, as CUDA creates
+    an event when it is first recorded.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pairs: int) -> None:
@@ -39,11 +40,11 @@ class ReplayTimer:
         self._result = ctypes.byref(self._milliseconds)
 
     def begin(self, pair: int) -> None:
-        """The next replay on the stream is the one that `pair` times."""
+        """Record the first event: `pair` times the next replay on the stream."""
         self._record(2 * pair)
 
     def end(self, pair: int) -> None:
-        """The latest replay on the stream was the one that `pair` times."""
+        """Record the second event: `pair` timed the latest replay on the stream."""
         self._record(2 * pair + 1)
 
     def _record(self, index: int) -> None:
@@ -53,7 +54,7 @@ class ReplayTimer:
             self._library.cudaGetLastError()
 
     def microseconds(self, pair: int) -> float:
-        """From one event of `pair` to the other; NaN where the device has not passed both."""
+        """Time between the events of `pair`; NaN where the device has not passed both."""
         before, after = 2 * pair, 2 * pair + 1
         if self._library is None:
             return _by_torch(self._events[before], self._events[after])
