@@ -1,7 +1,7 @@
-"""Chat templates: the jinja program a checkpoint brings to turn messages into a prompt.
+"""Chat templates: the jinja program in a checkpoint that turns messages into a prompt.
 
-A template comes with the weights from a stranger: `graphengine.sandbox` says what it may do, and
-how much of it.
+Like the checkpoint, a template is untrusted: `graphengine.sandbox` limits what it may do, and how
+much.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from graphengine.sandbox import Sandbox
 
 MAX_MESSAGE = 1000
-"""Characters of what a template says when it fails."""
+"""Characters of a failing template's message that are shown."""
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -39,7 +39,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt's text. Every fault of the messages or the template is a ValueError.
+        """The prompt's text. Every error in the messages or the template is a ValueError.
 
         special_tokens          what the template sees as `bos_token`, `eos_token`, ...
         continue_final_message  end with the text of the last message, as in transformers
@@ -64,7 +64,7 @@ class ChatTemplate:
         try:
             text = "".join(self._sandbox.limited(template.generate(variables)))
         except Exception as error:
-            # What a template raises is its own affair: KeyError, RecursionError, MemoryError, ...
+            # A template may raise anything: KeyError, RecursionError, MemoryError, ...
             raise ValueError(f"the chat template failed: {_describe(error)}") from error
         return _up_to_mark(text, final) if continue_final_message else text
 
@@ -81,9 +81,9 @@ class ChatTemplate:
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """A copy in plain JSON types, since objects have methods that no sandbox knows.
+    """A copy in plain JSON types, since objects have methods that the sandbox does not know.
 
-    Keys whose value is None are dropped, as transformers does: templates write out "None".
+    Keys whose value is None are dropped, as in transformers: templates would write "None".
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"chat messages must be a list that is not empty, got {messages!r}")
@@ -113,12 +113,12 @@ def _check_message(index: int, message: Any) -> None:
         )
 
 
-# Behind the last message's text while it is rendered. The space shows whether the template strips.
+# Added after the last message's text during rendering. The space shows whether the template strips.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def _mark_final(messages: list[dict[str, Any]]) -> str:
-    """Put the mark behind the text of the last message; returns that text."""
+    """Add the mark after the text of the last message; returns that text."""
     message = messages[-1]
     content = message.get("content")
     if isinstance(content, str):
@@ -160,7 +160,7 @@ def _plain_json(what: str, value: Any) -> Any:
 
 
 def _describe(error: Exception) -> str:
-    """The message; with the exception's name where neither jinja2 nor the template speaks."""
+    """The exception's message, with its name unless jinja2 or the template wrote the message."""
     spoken = isinstance(error, TemplateError)
     message = str(error) if spoken else f"{type(error).__name__}: {error}"
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."

@@ -1,13 +1,13 @@
-"""Grammars: what a request's next tokens may be, by `llguidance`, on the host.
+"""Grammars, through `llguidance` on the host: which tokens a request may sample next.
 
-A grammar is compiled when its request is submitted. The masks of a request, W of them, are for the
-W lanes of its row: mask 0 is for the next token, mask j for the one behind drafts 1 .. j. Behind a
-draft that the grammar forbids, or that ends the output, masks allow nothing: no token comes from
-there, so that a step emits what plain decoding would.
+A grammar is compiled when its request is submitted. A request has W masks, one for each lane of its
+row: mask 0 is for the next token, mask j for the token after drafts 1 .. j. After a draft that the
+grammar forbids, or that ends the output, masks allow nothing: those lanes emit no token, so that a
+step emits what plain decoding would.
 
 A grammar alone decides where its output ends: where nothing more can follow, or where the output is
-whole and the model says an end-of-sequence token. So other ways to stop, and those not to, are
-refused beside it.
+complete and the model samples an end-of-sequence token. So options that end the output otherwise,
+or keep it from ending, are refused together with a grammar.
 
 Letters: W tokens of a row in the widest step, V ids of the model's vocabulary.
 """
@@ -35,23 +35,24 @@ log = logging.getLogger(__name__)
 
 Masks = NDArray[np.int32]
 
-# Behind the name of a special token, a noncharacter: so the text of a grammar does not hold it.
+# A noncharacter, put after the name of a special token, so that no text of a grammar contains it.
 _HIDDEN = "\ufffe"
 # Characters with a meaning in a regular expression.
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
-# A name of a token in Lark; strings, comments and expressions, which hold none, come before it.
+# A token's name in Lark. Strings, comments and expressions are matched first: they hold no names.
 _LARK_NAME = re.compile(
     r'"(?:\\.|[^"\\])*"|(?://|\#)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><[^<>\s]+>)', re.DOTALL
 )
 
 
 class Guide:
-    """How far the output of one request has come in its grammar.
+    """The state of one request's output in its grammar.
 
-    masks  int32 [W, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 where the id may come. Of
-           the next step, once `take` and `follow` have run; valid until they run again
+    masks  int32 [W, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 where the id is allowed.
+           They are those of the next step once `take` and `follow` have run, and valid until these
+           run again
 
-    Raises nothing for what a model says: what goes wrong with a grammar ends its request.
+    Whatever a model samples, nothing is raised: a failing grammar ends its request.
     """
 
     __slots__ = (
@@ -76,11 +77,11 @@ class Guide:
         allowed: Masks | None,
         inside: Masks | None = None,
     ) -> None:
-        """`grammar` is in llguidance's form; `allowed`, of up to `words`, limits the tokens, too,
-        and `inside`, of `words`, limits them where the output is not whole.
+        """`grammar` is in llguidance's form; `allowed`, of up to `words` words, limits the tokens
+        further, and `inside`, of `words` words, limits them while the output is not complete.
 
-        ValueError, with llguidance's words, for a grammar that is none or that nothing meets, and
-        for one that fails behind a first token.
+        ValueError, with llguidance's message, for an invalid grammar, for one that no output meets,
+        and for one that fails after a first token.
         """
         self._tokenizer, self._grammar = tokenizer, grammar
         self._vocabulary = vocabulary
@@ -97,7 +98,7 @@ class Guide:
         self._try_token()
 
     def _try_token(self) -> None:
-        """Go behind a token and come back: too large a grammar may fail only there."""
+        """Consume a token and roll back: a grammar that is too large may fail only then."""
         bits = np.unpackbits(self.masks[0].view(np.uint8), bitorder="little")
         ends = self._tokenizer.eos_tokens
         token = next((int(token) for token in np.flatnonzero(bits) if token not in ends), None)
@@ -119,7 +120,7 @@ class Guide:
     def take(self, tokens: Sequence[int], *, more: bool = True) -> tuple[int, FinishReason | None]:
         """Follow what a step emitted; unless it is the last one (not `more`), mask 0 is made.
 
-        Returns how many of the tokens count, and why the request ends behind them, if it does.
+        Returns how many of the tokens count, and why the request ends after them, if it does.
         """
         matcher = self.matcher
         for index, token in enumerate(tokens):
@@ -132,7 +133,7 @@ class Guide:
         return len(tokens), self._fill(0) if more else None
 
     def follow(self, drafts: Sequence[int]) -> None:
-        """Make masks 1 .. W - 1, behind the drafts of the next step; less than 0 is no draft."""
+        """Make masks 1 .. W - 1, after the drafts of the next step; a value below 0 is no draft."""
         matcher, made = self.matcher, 0
         self.masks[1:] = 0
         for draft in drafts:
@@ -147,7 +148,7 @@ class Guide:
                 self.masks[made] = 0
                 break
         if matcher.is_error():
-            # By what may never be said; the matcher cannot come back from it.
+            # Failed by a token that may never come; the matcher cannot recover from it.
             log.warning("a grammar failed behind %d drafts: %s", made, _first_lines(matcher))
             self.matcher = self._compile()
             self.matcher.consume_tokens(self._said)
@@ -158,11 +159,11 @@ class Guide:
         return bool(int(self.masks[index, token // 32]) >> token % 32 & 1)
 
     def _fill(self, index: int) -> FinishReason | None:
-        """Make mask `index` for the matcher's state; why nothing can follow, if so."""
+        """Make mask `index` for the matcher's state; returns why nothing can follow, or None."""
         mask, matcher = self.masks[index], self.matcher
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_stopped():
-            # That nothing more can follow may be found out only here.
+            # Only here it may turn out that nothing more can follow.
             return self._ended()
         if self._allowed is not None:
             np.bitwise_and(mask, self._allowed, out=mask)
@@ -175,7 +176,7 @@ class Guide:
 
     @property
     def trouble(self) -> str:
-        """What is wrong, where the request ends with "error"; for people."""
+        """What went wrong, where the request ends with "error", as a message for people."""
         if self.matcher.is_error():
             return _first_lines(self.matcher)
         return "no token that the grammar allows is one that may be sampled"
@@ -186,7 +187,7 @@ class Grammars:
 
     width       W
     vocab_size  V
-    eos_ids     tokens that end an output where it is whole
+    eos_ids     tokens that end a complete output
     """
 
     def __init__(self, *, width: int, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -201,10 +202,10 @@ class Grammars:
     def guide(
         self, params: SamplingParams, tokenizer: Tokenizer | None, allowed: Masks | None
     ) -> Guide | None:
-        """The guide of a request with these parameters, None without a grammar. ValueError for a
-        grammar that cannot be compiled or met, and for what contradicts it.
+        """The guide of a request with these parameters; None without a grammar. ValueError for a
+        grammar that cannot be compiled or met, and for options that contradict it.
 
-        allowed  the mask of `allowed_token_ids`, of its first words: it has no ids behind them
+        allowed  the first words of the mask of `allowed_token_ids`, up to the last one with an id
         """
         asked = params.structured_outputs
         if asked is None:
@@ -263,15 +264,15 @@ class Grammars:
         try:
             text, self._special = _hidden(tokenizer.to_json(), self._eos_ids)
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
-        except Exception as error:  # the library's own kinds
+        except Exception as error:  # the library has its own exception types
             raise ValueError(
                 f"structured_outputs: llguidance cannot use the tokenizer: {error}"
             ) from error
 
     def _make_inside(self, tokenizer: LLTokenizer) -> Masks | None:
-        """[words] without the end-of-sequence ids that are text as well; None without such ids.
+        """[words] without the end-of-sequence ids that are also text; None if there are none.
 
-        llguidance takes them for text where that fits, but they end the output wherever they come.
+        llguidance takes them for text where that fits the grammar, but they always end the output.
         """
         ids = [token for token in self._eos_ids if not tokenizer.is_special_token(token)]
         if not ids:
@@ -282,10 +283,10 @@ class Grammars:
 
 
 def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
-    """A `tokenizer.json` whose special tokens have other names, and their ids by their own names.
+    """A `tokenizer.json` whose special tokens are renamed, and their ids by their original names.
 
-    llguidance reads what a grammar forces with this tokenizer, which would find such a name in the
-    midst of text. Added tokens that end an output are special whatever the file says of them.
+    llguidance tokenises forced text with this tokenizer, which would otherwise find such a name
+    inside text. Added tokens that end an output are special whatever the file says about them.
     """
     content = json.loads(text)
     special: dict[str, int] = {}
@@ -307,14 +308,14 @@ def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
     if isinstance(unknown := model.get("unk_token"), str):
         model["unk_token"] = renamed(unknown)
     if merges := model.get("merges"):
-        # Those that make such a token of text, as converted files have them.
+        # Converted files have entries that make such a token out of text.
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & special.keys()]
     return json.dumps(content), special
 
 
 def _with_ids(lark: str, special: Mapping[str, int]) -> str:
-    """The grammar with ids of special tokens in place of their names."""
+    """The grammar with the ids of special tokens in place of their names."""
 
     def by_id(found: re.Match[str]) -> str:
         index = special.get(found["name"] or "")
@@ -324,7 +325,7 @@ def _with_ids(lark: str, special: Mapping[str, int]) -> str:
 
 
 def _source(asked: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """The grammar in llguidance's form. ValueError for what is none."""
+    """The grammar in llguidance's form. ValueError for an invalid one."""
     from llguidance import LLMatcher
 
     if asked.regex is not None:
@@ -332,7 +333,7 @@ def _source(asked: StructuredOutputsParams, special: Mapping[str, int]) -> str:
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(_with_ids(asked.grammar, special))
     if asked.choice is not None:
-        # An expression: of Lark's alternatives there may be only so many.
+        # As a regular expression: Lark limits the number of alternatives.
         choices = (_META.sub(r"\\\g<0>", choice) for choice in asked.choice)
         return LLMatcher.grammar_from_regex("|".join(choices))
     options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
@@ -342,7 +343,7 @@ def _source(asked: StructuredOutputsParams, special: Mapping[str, int]) -> str:
 
 
 def _shown(asked: StructuredOutputsParams) -> str:
-    """The one that was asked for, shortened: schemas may be long."""
+    """The option that was given, shortened: schemas may be long."""
     name = next(
         name
         for name in ("json", "regex", "choice", "grammar", "json_object")

@@ -1,23 +1,22 @@
 """Where chat templates run: jinja2's immutable sandbox, with a limit on what a rendering may take.
 
 It has the additions that transformers makes (`raise_exception`, `strftime_now`, `tojson`, loop
-controls, the `generation` tag). Unlike there a rendering has a budget of MAX_STEPS steps, which are
-counted, not timed: the same template and messages end at the same place on every machine.
+controls, the `generation` tag). Unlike there, a rendering has a budget of MAX_STEPS steps. They are
+counted, not timed: the same template and messages stop at the same place on every machine.
 
 What is promised:
-- Whatever takes longer with its operands is charged before it is done, in proportion to what it is
-  going to do: each turn of a loop, call, filter, test, comparison, operator, slice, output. A step
-  is about what one turn of a loop takes, and pays for 4 to 4096 characters or items, by what is
-  done with them (`graphengine.template_costs`). So a rendering ends after a few seconds at most.
+- Every operation whose time grows with its operands is charged before it runs, in proportion to its
+  work: each turn of a loop, call, filter, test, comparison, operator, slice, output. A step is
+  about the time of one turn of a loop, and pays for 4 to 4096 characters or items, depending on the
+  operation (`graphengine.template_costs`). So a rendering ends after a few seconds at most.
 - No text, list or integer is kept that exceeds MAX_SIZE or MAX_BITS. Where the size of a result
-  follows from the operands it is refused before it is made; elsewhere it is at most some times as
-  large as they are, and refused after.
-- Values nest at most MAX_DEPTH deep where all of one is gone through.
-- Names that a template may not touch, by jinja2's rules, and methods that pad to a width are
-  refused.
+  follows from the operands, it is refused before it is made. Elsewhere it is at most a few times as
+  large as the operands, and is refused afterwards.
+- Where a whole value is traversed, it nests at most MAX_DEPTH deep.
+- Names that jinja2's rules forbid to a template, and methods that pad to a width, are refused.
 
-No promise is made for the time that it takes to compile a source of any length, and none for
-memory: a template that sets out to can hold a few gigabytes, in texts each within MAX_SIZE.
+The time to compile a source of any length is not bounded, and neither is memory: a hostile template
+can hold a few gigabytes, in texts each within MAX_SIZE.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ MAX_STEPS = 1_000_000
 MAX_SIZE = 16_000_000
 """Characters of a text, or items of a list, that a template may make."""
 MAX_WRITTEN = 4 * MAX_SIZE
-"""Characters that it may write: into the prompt, or into what a macro or a block returns."""
+"""Characters that it may write, into the prompt or into the result of a macro or a block."""
 MAX_BITS = 4096
 """Bits of an integer that it may compute."""
 MAX_DEPTH = 500
-"""Lists in lists that it may hold."""
+"""Depth of nested lists that it may hold."""
 
-# A width is all these need to make a text of any size.
+# Methods that make a text of any size from a width alone.
 _PADDING_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"})
 _VIEWS = (ItemsView, KeysView, ValuesView, Set)
 _SCOPES = ("_loop_vars", "_block_vars")
-# Parts of a template's syntax that a step pays for, of a body that runs over and over.
+# Syntax nodes in the body of a loop or macro that one step pays for.
 _PARTS = 64
 
 
@@ -95,7 +94,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             (self.filters, template_costs.FILTERS),
             (self.tests, template_costs.TESTS),
         ):
-            # What a later jinja2 brings and nobody has looked at is not to be had.
+            # What a later jinja2 adds is refused, as nobody has reviewed it.
             operations: dict[str, Any] = {name: table[name] for name in costs if name in table}
             table.clear()
             table |= {name: self._charged(operations[name], costs[name]) for name in operations}
@@ -117,7 +116,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.steps = self.written = 0
 
     def compile_counted(self, source: str) -> Template:
-        """The template, rewritten so that all it does is counted."""
+        """The template, rewritten so that everything it does is counted."""
         return self.from_string(_Counted(self).visit(self.parse(source)))
 
     # The meter.
@@ -151,7 +150,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     continue
                 weight += 1 + _own_size(item)
                 if isinstance(item, range):
-                    # It holds nothing, but whoever goes through it makes all of it.
+                    # It holds no items, but iterating over it creates all of them.
                     self.charge(len(item) // 2)
                 if (inner := _inside(item)) is not None:
                     held.append(inner)
@@ -171,10 +170,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self.charge(self.weigh(item) // 16)
             yield item
 
-    # What the rewritten template calls beside its own operations.
+    # What the rewritten template calls in addition to its own operations.
 
     def made(self, value: Any) -> Any:
-        """A result, whose size is checked."""
+        """A result, after a check of its size."""
         self.charge(1)
         if isinstance(value, (str, bytes, list, tuple, dict)):
             self.check_size(len(value))
@@ -185,32 +184,32 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def read(self, value: Any) -> Any:
-        """A value that is gone through: compared, hashed, made a text."""
+        """Charge for a value that is traversed: compared, hashed, made a text."""
         weight = self._go_through(value)
         self.check_size(weight)
         return value
 
     def _go_through(self, value: Any) -> int:
-        """Charge for it; returns what it weighs."""
+        """Charge for the value; returns its size."""
         weight = self.weigh(value)
         self.charge(weight // (COPY if isinstance(value, str) else SCAN))
         return weight
 
     def within(self, value: Any) -> Any:
-        """A value that something is looked for in."""
+        """Charge for a value that is searched."""
         if isinstance(value, Iterator):
             return self.counted(value)
         if not isinstance(value, Mapping):
-            # In a short text every place is tried.
+            # In a short text every position is tried.
             self.charge(self.weigh(value) // (SCAN // 8))
         return value
 
     def copied(self, value: Any) -> Any:
-        """A value that is sliced."""
+        """Charge for a value that is sliced."""
         return template_costs.by_length(self, value)
 
     def handed(self, value: Any) -> Any:
-        """A value whose items become arguments."""
+        """Charge for a value whose items become arguments."""
         if isinstance(value, Iterator):
             return self.counted(value)
         if hasattr(value, "__len__"):
@@ -218,14 +217,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def body(self, parts: int, characters: int) -> str:
-        """One run of a body that has so many parts, and of its text; nothing to write."""
+        """Charge for one run of a body of this many nodes, and for its text; writes nothing."""
         self.charge(parts // _PARTS)
         self._wrote(characters)
         return ""
 
     @pass_context
     def _write(self, _context: Context, value: Any) -> Any:
-        """An output before it is made a text."""
+        """Charge for an output before it is made a text."""
         self.charge(1)
         self._wrote(self._go_through(value))
         return value
@@ -245,7 +244,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             yield piece
 
     def _charged(self, operation: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
-        """A filter or test that is charged for. As it takes the context, none is a constant."""
+        """A filter or test with its charge. It takes the context, so none is a constant."""
         passed = getattr(operation, "jinja_pass_arg", None)
 
         @pass_context
@@ -278,12 +277,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _prepared(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments of what is no part of the template, which is charged for."""
-        # jinja2 adds what only a function that takes the context is to see.
+        """The arguments of a callable from outside the template, which is charged for."""
+        # jinja2 adds arguments meant only for functions that take the context.
         kwargs = {name: kwargs[name] for name in kwargs if name not in _SCOPES}
         for argument in chain(args, kwargs.values()):
             self.read(argument)
-        # The method `format` comes wrapped by jinja2.
+        # jinja2 wraps the method `format`.
         method = getattr(function, "__wrapped__", function)
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if name == "join" and isinstance(owner, (str, bytes)) and len(args) == 1:
@@ -321,7 +320,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _sum(
         self, context: Context, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
     ) -> Any:
-        """jinja2's filter, where what is no number is added by the sandbox's operator."""
+        """jinja2's filter, but values that are not numbers are added by the sandbox's operator."""
         items = list(iterable)
         if attribute is not None:
             items = list(map(make_attrgetter(self, attribute), items))
@@ -333,19 +332,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _without_context(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """As a filter that takes the context, so that jinja2 runs it at each rendering."""
+    """The filter, taking the context, so that jinja2 runs it at each rendering."""
     return lambda _context, *args: hook(*args)
 
 
 def _own_size(value: Any) -> int:
-    """Characters or items of a value, without what it holds."""
+    """Number of characters or items of a value, without those of its items."""
     if isinstance(value, (str, bytes, range)):
         return len(value)
     return value.bit_length() // 3 if isinstance(value, int) else 0
 
 
 def _inside(value: Any) -> Iterator[Any] | None:
-    """What a value holds."""
+    """The values that a value holds."""
     if isinstance(value, (list, tuple)):
         return iter(value)
     if isinstance(value, dict):
@@ -356,9 +355,9 @@ def _inside(value: Any) -> Iterator[Any] | None:
 
 
 def _check_product(operator: str, left: Any, right: Any) -> int:
-    """Refuse before it is computed what `made` would refuse only afterwards; the steps it takes."""
+    """Refuse in advance what `made` would refuse only afterwards; returns the steps it takes."""
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
-        # At least so many: what passes has at most about twice the limit, and `made` counts them.
+        # A lower bound: what passes has at most about twice the limit, and `made` counts its bits.
         bits = (left.bit_length() - 1) * right + 1
         if bits > MAX_BITS:
             raise SecurityError(
@@ -377,10 +376,10 @@ def _check_product(operator: str, left: Any, right: Any) -> int:
 
 
 class _Counted(NodeTransformer):
-    """Rewrites a template so that what jinja2 has no hook for goes through the sandbox.
+    """Rewrites a template so that operations without a hook in jinja2 go through the sandbox.
 
-    Filters and tests are charged for where they are found by their names, calls, subscripts and
-    arithmetic by hooks.
+    Filters and tests are charged for where they are looked up by name; calls, subscripts and
+    arithmetic in hooks.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -402,7 +401,7 @@ class _Counted(NodeTransformer):
         self,
         node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block,
     ) -> nodes.Node:
-        """Have each run of its body charge for the parts of it."""
+        """Make each run of its body charge for the body's nodes."""
         parts = sum(1 for _ in node.find_all(nodes.Node))
         self.generic_visit(node)
         if isinstance(node, nodes.For):
@@ -412,7 +411,7 @@ class _Counted(NodeTransformer):
         return node
 
     def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:
-        """Text of the template is written as often as its output runs."""
+        """The template's own text is written each time its output node runs."""
         self.generic_visit(node)
         data = (part.data for part in node.nodes if isinstance(part, nodes.TemplateData))
         characters = sum(map(len, data))
@@ -434,7 +433,7 @@ class _Counted(NodeTransformer):
         self.generic_visit(node)
         operands = [node.expr, *(operand.expr for operand in node.ops)]
         if len(node.ops) == 1 and any(map(_is_small, operands)):
-            # Against a number or a short text nothing takes long, but to look for it.
+            # Comparing with a number or a short text is quick; searching for it is not.
             if node.ops[0].op in ("in", "notin"):
                 node.ops[0].expr = self._through("_within", operands[1])
             return node
@@ -499,7 +498,7 @@ class _GenerationTag(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace that cannot pretend to be something else by way of `__class__` and the like."""
+    """A namespace that cannot pretend to be another type through `__class__` and the like."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         attributes = dict(*args, **kwargs)
@@ -512,7 +511,7 @@ class _PlainNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        # What it holds may hold it.
+        # Its values may refer to it.
         return "<Namespace>"
 
 
@@ -528,7 +527,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter escapes HTML."""
+    """JSON without escapes: jinja2's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

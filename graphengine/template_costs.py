@@ -1,9 +1,9 @@
 """What the filters, tests, methods and operators of jinja2 cost, charged before they run.
 
-A step is about what one turn of a loop takes. Each function here is called with a meter, the value
-and the arguments of an operation. It charges the meter in proportion to what the operation is going
-to do, refuses what would be too large, and returns the value that the operation is to be given: an
-iterator comes as one that counts, or as a list where all of it is read anyway.
+A step is about the time of one turn of a loop. Each function here is called with a meter, and the
+value and the arguments of an operation. It charges the meter in proportion to the operation's work,
+refuses what would be too large, and returns the value to pass to the operation: an iterator becomes
+one that counts, or a list where all of it is read anyway.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from jinja2.exceptions import SecurityError
 MAX_DIGITS = 1024
 """Decimal places, of either sign, that `round` may be asked for."""
 
-# Characters that one step pays for: to copy them, to go through them in C, to do more than a little
-# for each. Items of a list that it pays for, to copy them.
+# Characters that one step pays for: to copy them, to scan them in C, to do more work for each. And
+# the items of a list that one step pays to copy.
 COPY, SCAN, WORK = 4096, 512, 64
 ITEMS = 64
-# Encodings whose codecs take linear time. That of punycode, for one, is quadratic.
+# Encodings whose codecs take linear time. Punycode's, for example, is quadratic.
 _LINEAR = frozenset({"ascii", "iso8859-1", "utf-8", "utf-16", "utf-32"})
 
 
 class Meter(Protocol):
-    """Counts steps, and knows how large a value is. All raise SecurityError beyond a limit."""
+    """Counts steps and measures values. All methods raise SecurityError beyond a limit."""
 
     def charge(self, steps: int) -> None:
-        """Count so many steps."""
+        """Count this many steps."""
 
     def measure(self, value: Any) -> tuple[int, int, int]:
         """(characters and items in all that `value` holds, values in it, how deep they nest).
 
-        What it holds twice counts twice, as for whoever goes through it.
+        A value that it holds twice counts twice, as in a traversal.
         """
 
     def weigh(self, value: Any) -> int:
-        """The first of them."""
+        """The first of these three numbers."""
 
     def check_size(self, size: float) -> None:
-        """Refuse a text or list of so many characters or items."""
+        """Refuse a text or list of this many characters or items if they are too many."""
 
     def counted(self, items: Iterable[Any], each: int = 1, weighed: bool = False) -> Iterator[Any]:
         """The items, each of which is charged for as it is taken."""
@@ -60,7 +60,7 @@ def cheap(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
 
 
 def by_weight(per_step: int) -> Prepare:
-    """It goes once through all that the value holds."""
+    """It traverses everything that the value holds once."""
 
     def prepare(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
         meter.charge(meter.weigh(value) // per_step)
@@ -79,7 +79,7 @@ def by_length(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
 
 
 def iterated(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
-    """It goes through the items, but not into them."""
+    """It iterates over the items, but does not look inside them."""
     if hasattr(value, "__len__"):
         meter.charge(len(value) // 16)
         return value
@@ -87,7 +87,7 @@ def iterated(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
 
 
 def lazily(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """It goes through the items as somebody asks for results, and does something for each."""
+    """It iterates lazily over the items, and does something for each."""
     return meter.counted(value, 1 + _named(args, kwargs) // 4) if value else value
 
 
@@ -96,17 +96,17 @@ def _unique(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _named(args: Iterable[Any], kwargs: Mapping[str, Any]) -> int:
-    """Characters of all arguments that are texts: paths of attributes are among them."""
+    """Characters of all text arguments, which include paths of attributes."""
     return sum(len(value) for value in (*args, *kwargs.values()) if isinstance(value, str))
 
 
 def listed(meter: Meter, value: Any) -> Any:
-    """`value`, or where nobody knows how many items it has, a list of them."""
+    """`value`, or a list of its items where their number is unknown."""
     return value if hasattr(value, "__len__") else list(meter.counted(value))
 
 
 def ordered(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """It compares items with each other, about as often as sorting does."""
+    """It compares the items with each other, about as often as sorting does."""
     items = listed(meter, value)
     count = len(items)
     rounds = max(1, count.bit_length())
@@ -169,7 +169,7 @@ def _wordwrap(
     if isinstance(value, str):
         meter.charge(len(value) // 8)
         longest = max(map(len, value.splitlines()), default=0)
-        # What is left of a long word is copied for each line of it.
+        # The rest of a long word is copied for each of its lines.
         step = max(1, width) if isinstance(width, int) else 1
         meter.charge(longest * longest // step // COPY)
         if isinstance(wrapstring, str):
@@ -179,7 +179,7 @@ def _wordwrap(
 
 def _striptags(meter: Meter, value: Any) -> Any:
     weight = meter.weigh(value)
-    # Each tag is taken out by a copy of the text.
+    # Removing a tag copies the text.
     tags = value.count("<") if isinstance(value, str) else weight
     meter.charge(weight // 16 + tags * weight // COPY)
     return value
@@ -189,7 +189,7 @@ def _urlize(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
     weight = meter.weigh(value)
     meter.charge(weight // 8)
     words = value.split() if isinstance(value, str) else [" " * weight]
-    # The patterns that find an end of a link try every place of a word.
+    # The patterns that find the end of a link try every position in a word.
     longest = max(map(len, words), default=0)
     meter.charge(len(words) + longest * longest // 16)
     written = sum(meter.weigh(argument) for argument in (*args, *kwargs.values()))
@@ -246,7 +246,7 @@ def _json(
 
 def _pprint(meter: Meter, value: Any) -> Any:
     weight, values, depth = meter.measure(value)
-    # What is in it is written anew at each level, to see whether it fits on a line.
+    # The contents are formatted again at each level, to see whether they fit on a line.
     meter.charge((values + weight // 16) * (1 + depth))
     return value
 
@@ -258,10 +258,10 @@ def _urlencode(meter: Meter, value: Any) -> Any:
 
 
 def percent(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """`value % args`, as of the filter `format`."""
+    """`value % args`, as in the filter `format`."""
     given = kwargs or args
     if not isinstance(value, (str, bytes)):
-        # The filter makes a text of it.
+        # The filter converts it to text.
         meter.charge(meter.weigh(value) // SCAN)
         value = str(value)
     text = value.decode("latin-1") if isinstance(value, bytes) else value
@@ -313,14 +313,14 @@ def _split(meter: Meter, value: Any, sep: Any = None, *_: Any, **__: Any) -> Any
 
 
 def _find(meter: Meter, value: Any, part: Any = "", *_: Any, **__: Any) -> Any:
-    """A search from the front is linear but for short texts, where it may try every place."""
+    """A search from the front is linear, except in short texts, where it may try every position."""
     tried = min(len(part), 128) if isinstance(part, (str, bytes)) else 1
     meter.charge(len(value) * (1 + tried // 16) // SCAN)
     return value
 
 
 def _rfind(meter: Meter, value: Any, part: Any = "", *args: Any, **kwargs: Any) -> Any:
-    """One from the end has no such limit."""
+    """A search from the end may try every position in any text."""
     tried = len(part) if isinstance(part, (str, bytes)) else 1
     meter.charge(len(value) * (1 + tried // 16) // SCAN)
     return value

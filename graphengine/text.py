@@ -38,11 +38,11 @@ class Tokenizer:
         add_bos: bool | None = None,
         add_eos: bool | None = None,
     ) -> None:
-        """Takes `library` over: truncation and padding are switched off.
+        """Takes ownership of `library`: truncation and padding are switched off.
 
         special_tokens  by role: {"bos_token": "<s>", ...}; what chat templates see
         chat_templates  jinja source by name: "default", "tool_use", ...
-        add_bos         whether `encode` puts the token there, None: as the post-processor does
+        add_bos         whether `encode` adds BOS; None: as the post-processor does
         """
         library.no_truncation()
         library.no_padding()
@@ -60,13 +60,13 @@ class Tokenizer:
         self.has_byte_fallback = "ByteFallback" in kinds
         self._byte_ids = self._find_byte_ids() if self.has_byte_fallback else {}
         self._byte_of_id = {index: byte for byte, index in self._byte_ids.items()}
-        # What a byte-level token adds to a text, by whether special tokens are skipped; filled as
-        # tokens come, for all requests.
+        # What a byte-level token adds to a text, by whether special tokens are skipped. All
+        # requests share it; it is filled as tokens come.
         self.known_bytes: dict[bool, dict[int, bytes]] = {False: {}, True: {}}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
-        """Read a Hugging Face directory: `tokenizer.json`, and where they are there
+        """Read a Hugging Face directory: `tokenizer.json`, and where present
         `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`,
         `chat_template.jinja` and `additional_chat_templates/*.jinja`. ValueError names the file at
         fault.
@@ -87,7 +87,7 @@ class Tokenizer:
 
     @property
     def largest_id(self) -> int:
-        """The last id that has a token; a model's vocabulary may go on behind it."""
+        """The last id that has a token; a model's vocabulary may have more ids after it."""
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -147,7 +147,7 @@ class Tokenizer:
             return self._library.encode(text, add_special_tokens=add_special_tokens)
 
     def _with_bos(self, ids: list[int], wanted: bool) -> list[int]:
-        """`ids` behind one BOS token, or behind none."""
+        """`ids` with exactly one BOS token before them, or with none."""
         bos = self.bos_token_id
         if bos is None:
             if wanted:
@@ -162,14 +162,14 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, remove_eos: bool = False
     ) -> str:
-        """Text of `ids`: what `tokenizers` makes of them, with one exception.
+        """The text of `ids` as `tokenizers` decodes them, with one exception.
 
-        remove_eos  the tokenizer's EOS has no text wherever it stands, even where special tokens
-                    do (`remove_EOD` of Megatron's text generation controller)
+        remove_eos  the tokenizer's EOS has no text anywhere, even where special tokens have text
+                    (`remove_EOD` of Megatron's text generation controller)
 
         Where a run of byte fallback tokens is not UTF-8, `tokenizers` replaces every byte of the
-        run, complete characters included; here those are kept, as text that has been streamed
-        cannot be called back, and each byte that belongs to none becomes U+FFFD.
+        run, complete characters included; here those are kept, as streamed text cannot be taken
+        back, and each byte that belongs to no character becomes U+FFFD.
 
         ValueError where the library fails.
         """
@@ -248,7 +248,7 @@ class Tokenizer:
     def _explicit_affixes(
         self, add_bos: bool | None, add_eos: bool | None
     ) -> tuple[list[int], list[int]] | None:
-        """Tokens before and after a text, or None where the post-processor knows them."""
+        """Tokens to add before and after a text; None where the post-processor adds them."""
         if add_bos is None and add_eos is None:
             return None
         affixes: list[list[int]] = []
@@ -268,8 +268,8 @@ class Tokenizer:
     def _automatic_affixes(self) -> tuple[list[int], list[int]]:
         """Tokens that the post-processor puts before and after a text.
 
-        Where they stand is seen around a text of at least one token, of the first ones to be had.
-        Where there is no such text all of them count as both.
+        They are found by encoding a text of at least one token, from the first tokens of the
+        vocabulary. If no token gives such a text, all of them count as both.
         """
         vocabulary = self._library.get_vocab(with_added_tokens=False)
         for text in ("a", " ", *islice(vocabulary, 16)):
@@ -282,7 +282,7 @@ class Tokenizer:
         with suppress(ValueError):
             ids = self._encoding("", True).ids
             return ids, ids
-        # No text can be encoded: each one will say so.
+        # No text can be encoded: each call of `encode` will say so.
         return [], []
 
     def _find_byte_ids(self) -> dict[int, int]:
@@ -294,13 +294,13 @@ class IncrementalDecoder:
     """Turns token ids into text one at a time.
 
     All deltas together, `flush` included, are `tokenizer.decode` of all ids. A delta never ends in
-    half a character: up to three bytes are held back until the character is complete or cannot
-    be. What else a decoder holds back, `graphengine.text_decoders` says. A push costs the same
-    however many came before it.
+    half a character: up to three bytes are held back until the character is complete or can no
+    longer be completed. `graphengine.text_decoders` says what else a decoder holds back. The cost
+    of a push does not depend on how many came before it.
 
     hidden  ids that have no text, beside the special ones if those are skipped
 
-    A token that the library cannot decode is a ValueError.
+    ValueError for a token that the library cannot decode.
     """
 
     def __init__(
@@ -318,9 +318,9 @@ class IncrementalDecoder:
         self._pipeline = None if tokenizer.is_byte_level else tokenizer.pipeline()
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often empty."""
+        """The text that this token made certain; often empty."""
         if self._pipeline is None:
-            # 1.0 would find what 1 left.
+            # 1.0 would find the entry of 1.
             shown = self._known_bytes.get(token_id) if type(token_id) is int else None
             if shown is None:
                 shown = self._known_bytes[token_id] = self._bytes_of(token_id) or b""
@@ -349,18 +349,18 @@ class IncrementalDecoder:
 
 
 class TextStream:
-    """A request's text: token ids in, text out up to a stop string.
+    """A request's text: token ids in, text out, up to a stop string.
 
     include_stop         whether a stop string that ends the text stays in it
     skip_special_tokens  whether special tokens have no text
-    hidden               ids that have none either
-    min_tokens           a stop string that is complete with one of the first so many tokens is text
+    hidden               other ids without text
+    min_tokens           a stop string that one of the first `min_tokens` tokens completes is text
 
-    `lengths[i]` counts the characters that became certain with token i, those of a stop string and
-    of what follows it included. A push costs the same however many came before it.
+    `lengths[i]` counts the characters that token i made certain, including those of a stop string
+    and of the text after it. The cost of a push does not depend on how many came before it.
 
-    `failure` is why a token could not be decoded. That token and all after it have no text and no
-    length; what was held back before it is lost.
+    `failure` says why a token could not be decoded. That token and all after it have no text and no
+    length; text held back before it is lost.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class TextStream:
         self._silent = False
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """(text that became certain, the stop string that has ended the text)."""
+        """(text that became certain, the stop string that ended the text)."""
         try:
             text = self._decoder.push(token_id)
         except ValueError as error:
@@ -395,7 +395,7 @@ class TextStream:
         return self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
 
     def take(self, token_ids: Sequence[int], silent: bool = False) -> tuple[str, int, str | None]:
-        """(text that became certain, tokens up to the end of the text, the stop string there).
+        """(text that became certain, tokens up to the end of the text, the stop string at its end).
 
         silent  the last token has no text
         """
@@ -413,7 +413,7 @@ class TextStream:
         return text, len(token_ids), None
 
     def flush(self) -> str:
-        """The text still held back; nothing after a stop string. To be called once, at the end."""
+        """The text still held back; nothing after a stop string. Call it once, at the end."""
         if self.failure is not None:
             return ""
         try:

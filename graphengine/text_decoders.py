@@ -1,18 +1,18 @@
 """The decoders of `tokenizers`, one token at a time.
 
 The library decodes all tokens at once: each member of a decoder turns a list of texts into another
-one, and the last list is joined. Here each member is a stage that takes the texts in pieces and
-passes on what later tokens can no longer change. All that a stage passes on, `flush` included, is
-what the library makes of the same texts. What it keeps until then:
+list, and the last list is joined. Here each member is a stage that takes the texts in pieces and
+passes on what later tokens can no longer change. Everything that a stage passes on, `flush`
+included, equals what the library makes of the same texts. What each stage holds back:
 
     ByteFallback  an incomplete character: up to three bytes
-    BPEDecoder    of the last token what follows its first suffix, usually nothing
-    Strip, Fuse   after Fuse, or after ByteLevel: characters at the end that would be taken away
-    Replace       after those: what may begin the pattern; of a regular expression everything
-    others        after those: everything, as a member may do anything to a text that has no end;
-                  so does a decoder that is not known here, wherever it stands
+    BPEDecoder    what follows the first suffix in the last token, usually nothing
+    Strip, Fuse   after Fuse or ByteLevel: characters at the end that may be stripped
+    Replace       after those: what may begin the pattern; everything if it is a regular expression
+    others        after those: everything, as a member may do anything to a text that has not ended.
+                  A decoder that is not known here always holds back everything
 
-A stage hands whole texts to the library's own member where there is one: its text, its faults.
+Where the library has a member of its own, a stage passes whole texts to it: same text, same errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Piece(NamedTuple):
     """A part of one text of a list; `begins` and `ends` say whether it is the first and the last.
 
-    A text that is whole is one piece that does both.
+    A whole text is one piece with both set.
     """
 
     text: str
@@ -44,14 +44,14 @@ class Stage(Protocol):
     """A member of a decoder."""
 
     def push(self, piece: Piece) -> Iterable[Piece]:
-        """The pieces that have become certain with this one."""
+        """The pieces that this one made certain."""
 
     def flush(self) -> Iterable[Piece]:
-        """Those that are certain as no more will come. To be called once."""
+        """The remaining pieces, as no more will come. Call it once."""
 
 
 class Pipeline:
-    """The stages of a library's decoder. ValueError and panics of the library pass."""
+    """The stages of a library's decoder. ValueError and panics of the library pass through."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._stages: list[Stage] = []
@@ -65,12 +65,12 @@ class Pipeline:
         self._began = False
 
     def push(self, token: str) -> str:
-        """The text that became certain with this token."""
+        """The text that this token made certain."""
         self._began = True
         return self._through([Piece(token)], 0)
 
     def flush(self) -> str:
-        """The text that is left."""
+        """The rest of the text."""
         if not self._began:
             return ""
         return "".join(
@@ -84,7 +84,7 @@ class Pipeline:
 
 
 def decoder_members(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Descriptions of the decoder's members in order, those of sequences in sequences too."""
+    """Descriptions of the decoder's members in order, with nested sequences flattened."""
     if library.decoder is None:
         return []
     return list(_flatten(json.loads(library.decoder.__getstate__())))
@@ -99,7 +99,7 @@ def _flatten(description: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _make_stage(member: dict[str, Any]) -> Stage | None:
-    """The stage of this member; None where its kind is not known."""
+    """The stage of this member; None for an unknown kind."""
     match member:
         case {"type": "ByteLevel"}:
             return _ByteLevel()
@@ -130,7 +130,7 @@ def _make_stage(member: dict[str, Any]) -> Stage | None:
 
 
 class _Whole:
-    """A member that treats each text by itself, of which it needs the whole."""
+    """A member that treats each text by itself and needs the whole of it."""
 
     def __init__(self, member: Any) -> None:
         self._member = member
@@ -147,7 +147,7 @@ class _Whole:
         return self.take(text)
 
     def take(self, text: str) -> Iterable[Piece]:
-        """What becomes of the next text."""
+        """The next text, decoded."""
         return [Piece(self._member.decode([text]))]
 
     def flush(self) -> Iterable[Piece]:
@@ -155,7 +155,7 @@ class _Whole:
 
 
 class _WordPiece(_Whole):
-    """All but the first text have a space in front, or lose their prefix."""
+    """All texts but the first get a space in front, or lose their prefix."""
 
     _first = True
 
@@ -166,7 +166,7 @@ class _WordPiece(_Whole):
 
 
 class _CTC(_Whole):
-    """A text that follows on itself is dropped, and one of which nothing is left."""
+    """A text that repeats the one before it is dropped, and so is one that becomes empty."""
 
     _last: str | None = None
 
@@ -179,7 +179,7 @@ class _CTC(_Whole):
 
 
 class _Suffixed(_Whole):
-    """BPEDecoder: the suffix is a space, in the last text nothing."""
+    """BPEDecoder: the suffix becomes a space, or nothing in the last text."""
 
     def __init__(self, suffix: str) -> None:
         super().__init__(None)
@@ -203,7 +203,7 @@ class _Suffixed(_Whole):
 
 
 class _Spaced(_Whole):
-    """No decoder: texts with spaces in between."""
+    """No decoder: the texts are joined with spaces."""
 
     _first = True
 
@@ -217,7 +217,7 @@ class _Spaced(_Whole):
 
 
 class _Joined(_Whole):
-    """A member that makes one text of all; it begins with the first piece that has text."""
+    """A member that makes one text of all texts; it begins with the first piece that has text."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -235,7 +235,7 @@ class _Joined(_Whole):
         return [*self.grow(self.rest()), Piece("", not self._begun, True)]
 
     def rest(self) -> str:
-        """Its text that only the end makes certain."""
+        """The text that only the end makes certain."""
         return ""
 
 
@@ -259,16 +259,16 @@ class _ByteLevel(_Joined):
 class _ByteFallback(_Whole):
     """Texts like `<0xE2>` are bytes. A run of them is one text, if it is UTF-8.
 
-    The library replaces every byte of a run that is not, complete characters included. Here those
-    are kept, as text that has been passed on cannot be called back: a byte that belongs to none
-    ends the text and is one of its own.
+    If a run is not UTF-8, the library replaces every byte of it, complete characters included. Here
+    those are kept, as text that was passed on cannot be taken back: a byte that belongs to no
+    character ends the text and is a text of its own.
     """
 
     _byte = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 
     def __init__(self) -> None:
         super().__init__(None)
-        # Surrogates tell a byte that belongs to no character from U+FFFD in the text.
+        # Surrogates distinguish a byte that belongs to no character from U+FFFD in the text.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._running = False
 
@@ -296,7 +296,7 @@ class _ByteFallback(_Whole):
 
 
 class _Metaspace:
-    """The replacement is a space, in the first text nothing."""
+    """The replacement character becomes a space, or nothing in the first text."""
 
     def __init__(self, replacement: str, *, drops_first: bool) -> None:
         self._replacement = replacement
@@ -332,7 +332,7 @@ class _Replace:
         return [Piece(text, begins, piece.ends)]
 
     def _beginning(self, rest: str) -> int:
-        """Characters at the end of `rest` that the pattern begins with."""
+        """Number of characters at the end of `rest` with which the pattern begins."""
         longest = min(len(self._pattern) - 1, len(rest))
         return next((n for n in range(longest, 0, -1) if self._pattern.startswith(rest[-n:])), 0)
 
@@ -341,15 +341,15 @@ class _Replace:
 
 
 class _Strip:
-    """Up to `start` times the content is taken from the beginning, `stop` times from the end."""
+    """The content is stripped up to `start` times at the beginning and `stop` times at the end."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content = content
         self._start = start
         self._stop = stop
         self._member = decoders.Strip(content, start, stop)
-        # Of a text in pieces: whether it has begun to be anything else, how often the content has
-        # stood at its beginning, then at its end, and how many of those were passed on.
+        # For a text in pieces: whether it had other characters yet, how often the content stood at
+        # its beginning, then at its end, and how many of those were passed on.
         self._inside = False
         self._count = 0
         self._passed = 0
@@ -361,7 +361,7 @@ class _Strip:
             self._inside, self._count, self._passed = False, 0, 0
         text = self._grow(piece.text)
         if piece.ends and not self._inside:
-            # The member itself knows what becomes of a text of nothing else.
+            # The library's member decides what becomes of a text that holds nothing else.
             text += self._member.decode([self._content * self._count])[self._passed :]
         return [Piece(text, piece.begins, piece.ends)]
 
@@ -381,7 +381,7 @@ class _Strip:
         return body + self._pass_on()
 
     def _pass_on(self) -> str:
-        """Of the content at the end what cannot be taken away."""
+        """The part of the content at the end that cannot be stripped."""
         taken = self._stop + (0 if self._inside else self._start)
         certain = max(0, self._count - taken) - self._passed
         self._passed += certain
@@ -392,10 +392,10 @@ class _Strip:
 
 
 class _Held(_Whole):
-    """The members from one of unknown kind on: the library has them make one text of all."""
+    """The members from an unknown one on: the library runs them over all texts at once."""
 
     def __init__(self, members: list[dict[str, Any]]) -> None:
-        # The library reads a decoder from nothing smaller than the JSON of a tokenizer.
+        # The library reads a decoder only as part of a whole tokenizer's JSON.
         empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
         described = empty | {"decoder": {"type": "Sequence", "decoders": members}}
         super().__init__(tokenizers.Tokenizer.from_str(json.dumps(described)).decoder)
@@ -410,7 +410,7 @@ class _Held(_Whole):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: graphic ones stand for themselves, others from U+0100 on."""
+    """GPT-2's characters for bytes: printable ones stand for themselves, others from U+0100 on."""
     graphic = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(graphic))
     return {chr(byte): byte for byte in graphic} | {
@@ -422,7 +422,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Added tokens may be written in any characters: those stand for themselves."""
+    """Added tokens may contain any characters, which stand for themselves."""
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

@@ -1,7 +1,7 @@
-"""What the files beside a `tokenizer.json` say: roles, added tokens, flags, chat templates.
+"""Reads the files beside a `tokenizer.json`: roles, added tokens, flags, chat templates.
 
-They come from strangers. Each value is checked for its kind where it is read, and a ValueError
-names the file and the key at fault.
+The files are untrusted. The type of each value is checked where it is read, and a ValueError names
+the file and the key at fault.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenizerFiles:
 
     special_tokens  by role: {"bos_token": "<s>", ...}
     chat_templates  jinja source by name
-    add_bos         whether texts begin with BOS, None: as the post-processor does
+    add_bos         whether texts begin with BOS; None: as the post-processor does
     """
 
     library: tokenizers.Tokenizer
@@ -42,11 +42,11 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Read `tokenizer.json` and what is there of the others. ValueError names the file at fault.
+    """Read `tokenizer.json` and the other files that exist. ValueError names the file at fault.
 
-    Tokens of `added_tokens_decoder` (of `tokenizer_config.json`), or without it of
+    Tokens in `added_tokens_decoder` (in `tokenizer_config.json`), or without it in
     `added_tokens.json`, are added where `tokenizer.json` lacks them, as in transformers: in the
-    order of their ids, which have to follow on those of `tokenizer.json`.
+    order of their ids, which must directly follow those of `tokenizer.json`.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -77,9 +77,9 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
 def library_errors(what: str) -> Iterator[None]:
     """Whatever `tokenizers` raises here becomes a ValueError that begins with `what`.
 
-    It raises plain Exception, and where its Rust code panics a BaseException that no
-    `except Exception` sees. What a user or the interpreter raises passes, and so does a ValueError
-    that says what is wrong already.
+    It raises plain Exception, and where its Rust code panics a BaseException, which `except
+    Exception` does not catch. Exceptions of the user or the interpreter pass through, and so does a
+    ValueError that already says what is wrong.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty where there is no such file."""
+    """The JSON object in `file`; empty where there is no such file."""
     if not file.is_file():
         return {}
     text = _read_text(file)
@@ -123,7 +123,7 @@ def _content(token: Any) -> str | None:
 
 
 def _role_content(role: str, token: Any) -> str | None:
-    """None where there is no such token. Keys like `add_bos_token` are no roles."""
+    """None where there is no such token. Keys like `add_bos_token` are not roles."""
     content = _content(token)
     if content is None and token is not None and role in _ROLES:
         raise _wrong(_CONFIG, role, token, "a string, an object with `content`, or null")
@@ -131,7 +131,7 @@ def _role_content(role: str, token: Any) -> str | None:
 
 
 def _unnamed_special_tokens(named: Mapping[str, Any]) -> list[str]:
-    """Special tokens that have no role."""
+    """Special tokens without a role."""
     contents = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         group = named.get(key)
@@ -148,7 +148,7 @@ def _unnamed_special_tokens(named: Mapping[str, Any]) -> list[str]:
 def _added_tokens(
     directory: Path, config: Mapping[str, Any], special: Sequence[str]
 ) -> dict[int, tokenizers.AddedToken]:
-    """Tokens that are to be there beside those of `tokenizer.json`, by id."""
+    """Tokens to add to those of `tokenizer.json`, by id."""
     described = config.get("added_tokens_decoder")
     if described is None:
         listed = _read_json_object(directory / _ADDED)
@@ -187,7 +187,7 @@ def _added_token(index: str, token: Any) -> tokenizers.AddedToken:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, tokenizers.AddedToken]) -> None:
-    """Add those that are not there, or that are there with other flags."""
+    """Add the tokens that are missing or have other flags."""
     there = {repr(token) for token in library.get_added_tokens_decoder().values()}
     missing = {index: token for index, token in sorted(tokens.items()) if repr(token) not in there}
     library.add_tokens(list(missing.values()))
@@ -203,7 +203,7 @@ def _add_tokens(library: tokenizers.Tokenizer, tokens: Mapping[int, tokenizers.A
 
 
 def _mark_special(library: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    """Make tokens of the vocabulary special; ones that a model cannot know are left out."""
+    """Make tokens of the vocabulary special; tokens that a model cannot know are left out."""
     known = {
         token.content for token in library.get_added_tokens_decoder().values() if token.special
     }
