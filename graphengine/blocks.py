@@ -1,14 +1,15 @@
-"""KV blocks and who holds them: requests, idle sessions, and prefixes that may come again.
+"""KV blocks and their holders: requests, idle sessions, and prefixes that may come again.
 
 A block has *users*, the requests whose tables name it, and *keepers*: sessions, and the index of
-prefixes. One with neither is vacant. One that is only kept is *idle*: it counts as free, since it
-is evicted when somebody needs its place. What is evicted, and in which order, is said at
-`Reuse.evict`.
+prefixes. A block with neither is vacant. A block that is only kept is *idle*: it counts as free,
+since it is evicted when its place is needed. `Reuse.evict` says what is evicted, and in which
+order.
 
-Only whole blocks are reused, and of those only such as hold for every position what a prefill of
-the same tokens would write there. `behind` is how many tokens behind a position its entries depend
-on: 0 in the target's cache, more in that of a drafter that looks ahead. Nobody writes into a reused
-block, but for a drafter of several modules, which writes what is there already.
+Only whole blocks are reused, and only blocks that hold, at every position, what a prefill of the
+same tokens would write there. `behind` is the number of tokens after a position on which its
+entries depend: 0 in the target's cache, more in the cache of a drafter that looks ahead. Nothing
+writes into a reused block, except a drafter of several modules, which writes the values that are
+there already.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class BlockPool:
-    """Blocks `first .. first + count - 1`; of the vacant ones the last one freed is taken first.
+    """Blocks `first .. first + count - 1`; the vacant block that was freed last is taken first.
 
-    idle      blocks without a user that somebody keeps
-    indexed   the blocks that the index of prefixes keeps, for whoever looks after it to fill
-    unwanted  of the idle ones those that the index alone keeps, the longest so first
-    evict     called with a number of blocks that it has to make vacant, out of idle ones
+    idle      blocks without a user but with a keeper
+    indexed   the blocks that the index of prefixes keeps; its owner fills this
+    unwanted  the idle blocks that only the index keeps, longest idle first
+    evict     called with a number of idle blocks that it must make vacant
     max_idle  more idle blocks than this are evicted at once; None: as many as there are
     """
 
@@ -39,7 +40,7 @@ class BlockPool:
         self.max_idle = max_idle
         self.idle: dict[int, None] = {}
         self.indexed: dict[int, bytes] = {}
-        # Unlike a dict's, its first item is found at once when many before it are gone.
+        # Unlike a dict, it finds its first item quickly after many items before it were deleted.
         self.unwanted: OrderedDict[int, None] = OrderedDict()
         self.evict: Callable[[int], None] | None = None
         self._vacant = list(range(first + count - 1, first - 1, -1))
@@ -48,7 +49,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that could be taken: vacant and idle ones."""
+        """Blocks that can be taken: vacant and idle ones."""
         return len(self._vacant) + len(self.idle)
 
     @property
@@ -62,7 +63,7 @@ class BlockPool:
         return self._keepers[block]
 
     def take(self, count: int) -> list[int]:
-        """Blocks that nobody else holds, each with one user; idle ones are evicted for them."""
+        """Blocks without other holders, each with one user; idle ones are evicted for them."""
         assert count <= self.free, f"{count=} of {self.free} free blocks"
         missing = count - len(self._vacant)
         if missing > 0:
@@ -73,7 +74,7 @@ class BlockPool:
         return blocks
 
     def use(self, blocks: Sequence[int]) -> None:
-        """One user more for each of these, which somebody keeps or uses already."""
+        """One more user for each of these blocks, which must have a user or keeper already."""
         for block in blocks:
             assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
             self.idle.pop(block, None)
@@ -81,7 +82,7 @@ class BlockPool:
             self._users[block] += 1
 
     def give_back(self, blocks: list[int]) -> None:
-        """One user less for each, and `blocks` is emptied; the first are the last to be evicted."""
+        """One user less for each, and `blocks` is emptied; the first are evicted last."""
         for block in reversed(blocks):
             self._users[block] -= 1
             assert self._users[block] >= 0, f"{block=} has no user"
@@ -96,14 +97,14 @@ class BlockPool:
         self._limit()
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """One keeper more for each of these, which somebody uses or keeps already."""
+        """One more keeper for each of these blocks, which must have a user or keeper already."""
         for block in blocks:
             assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
             self._keepers[block] += 1
             self.unwanted.pop(block, None)
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """One keeper less for each of these."""
+        """One keeper less for each of these blocks."""
         for block in reversed(blocks):
             self._keepers[block] -= 1
             assert self._keepers[block] >= 0, f"{block=} has no keeper"
@@ -135,8 +136,8 @@ class BlockPool:
 class Context:
     """The KV that a session keeps: blocks of its first `len(blocks) * block_size` tokens.
 
-    evicted  its blocks were taken away; a turn that gives it new ones clears this
-    closed   no turn gives it blocks any more
+    evicted  whether its blocks were taken away; a turn that gives it new ones clears this
+    closed   whether no turn may give it blocks any more
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -145,18 +146,18 @@ class Context:
 
 
 class Reuse:
-    """Which blocks a request begins with, and what becomes of them when it ends.
+    """Decides which blocks a request begins with, and what happens to its blocks when it ends.
 
-    pool        of the KV cache
-    behind      tokens behind a position that its entries depend on, in the engine's caches
-    prefixes    whether blocks of prompts are found again by their tokens
-    counters    `prefix/...` and `sessions/...` are counted here
+    pool        the blocks of the KV cache
+    behind      tokens after a position on which its entries depend, in the engine's caches
+    prefixes    whether prompts find blocks of earlier prompts by their tokens
+    counters    where `prefix/...` and `sessions/...` are counted
 
-    A prefix is found by a chain of SHA-256: a block's key is of the key before it, of the block's
-    tokens, and of the `behind` tokens that follow, so that equal keys mean equal entries. Only
-    blocks that prefill has written as a whole are in the index; in those of a reply the entries are
-    the decode kernels', which may differ in their last bits, so a turn of a session that builds on
-    one adds none.
+    A prefix is found by a chain of SHA-256: a block's key is the hash of the previous block's key,
+    the block's tokens, and the `behind` tokens that follow, so that equal keys mean equal entries.
+    The index has only blocks that prefill has written as a whole. The blocks of a reply are written
+    by the decode kernels and may differ in their last bits, so a turn of a session that builds on a
+    reply adds none.
     """
 
     def __init__(
@@ -183,7 +184,8 @@ class Reuse:
     def begin_with(self, request: Request) -> tuple[list[int], bool]:
         """Blocks of the request's first tokens, all but one of them at most.
 
-        And whether they are its session's: they are, unless the index has more of the prompt.
+        Also returns whether they are its session's: they are, unless the index has more of the
+        prompt.
         """
         found, context = self.find(request), request.context
         if context is not None and request.params.prompt_logprobs is None:
@@ -193,8 +195,8 @@ class Reuse:
         return found, False
 
     def find(self, request: Request) -> list[int]:
-        """What the index has of the request's first tokens, all but one of them at most."""
-        # The log-probabilities of a prompt follow from the logits behind each of its tokens.
+        """Blocks in the index for the request's first tokens, all but one of them at most."""
+        # The log-probabilities of a prompt need the logits after each of its tokens.
         if not self.prefixes or request.params.prompt_logprobs is not None:
             return []
         found = []
@@ -208,11 +210,11 @@ class Reuse:
     def took(self, request: Request) -> None:
         """The turn of a session was admitted with blocks that its session keeps."""
         self._counters["sessions/reused_tokens"] += request.cached_tokens
-        # What it writes behind a reply's blocks is no prefill of its tokens alone.
+        # What it writes after a reply's blocks is not a prefill of its tokens alone.
         request.placed.indexed = request.prompt_len
 
     def begun(self, request: Request) -> None:
-        """The request is about to be fed, with what the index has of its prompt."""
+        """The request is about to be prefilled, with the blocks the index has of its prompt."""
         cached = request.cached_tokens
         request.placed.indexed = cached // self._block_size
         if request.params.prompt_logprobs is None:
@@ -222,7 +224,7 @@ class Reuse:
             self._counters["prefix/hit_tokens"] += cached
 
     def fed(self, request: Request) -> None:
-        """Put the blocks that prefill has filled into the index, its replays being launched."""
+        """Put the blocks into the index whose prefill replays have been launched."""
         placement = request.placed
         done = (placement.prefilled - self._behind) // self._block_size
         if done <= placement.indexed:
@@ -238,9 +240,10 @@ class Reuse:
     def ended(self, request: Request) -> None:
         """Hand a finished turn's blocks to its session; the request is still one of their users.
 
-        Replays in flight write behind what is handed over. A turn that was cancelled, late or
-        failed leaves the session as it was, and so does one that has no more to hand over: that was
-        stopped while it was fed, or ends while it is paused, its blocks not in the pool.
+        Replays in flight write after what is handed over. A turn that was cancelled, late or failed
+        leaves the session as it was. So does a turn with nothing more to hand over: one that was
+        stopped during its prefill, or that ends while it is paused and its blocks are not in the
+        pool.
         """
         context, blocks = request.context, request.placed.blocks
         if context is None or context.closed or request.finish_reason not in ("stop", "length"):
@@ -248,7 +251,7 @@ class Reuse:
         self.touch(context)
         fed = request.placed.prefilled
         known = fed if fed < request.prompt_len else request.prompt_len + len(request.token_ids)
-        # The last token was sampled and has no KV.
+        # The last sampled token has no KV.
         count = self.whole_blocks(known - 1 + min(1, self._behind))
         if len(blocks) >= count > len(context.blocks):
             self.give(context, blocks[:count])
@@ -260,10 +263,10 @@ class Reuse:
         return max(0, tokens - self._behind) // self._block_size
 
     def give(self, context: Context, blocks: Sequence[int]) -> None:
-        """Let `context` keep these instead of what it keeps; others may hold them too.
+        """Let `context` keep these blocks in place of its own; others may hold them too.
 
-        The first of them, where they are more than may be idle: or they would evict every other
-        session, and this one at the end.
+        If they are more than may be idle, only the first are kept: all of them would evict every
+        other session, and in the end this one.
         """
         kept = list(blocks[: self._pool.max_idle])
         self._pool.keep(kept)
@@ -272,13 +275,13 @@ class Reuse:
         self.touch(context)
 
     def touch(self, context: Context) -> None:
-        """Note that `context` was used last; one without blocks is not noted at all."""
+        """Note that `context` was used last; a context without blocks is not noted."""
         self.contexts.pop(context, None)
         if context.blocks:
             self.contexts[context] = None
 
     def cut(self, context: Context, tokens: int) -> None:
-        """Let go of what depends on more than the first `tokens` tokens."""
+        """Release the blocks that depend on more than the first `tokens` tokens."""
         count = self.whole_blocks(tokens)
         self._pool.let_go(context.blocks[count:])
         del context.blocks[count:]
@@ -286,7 +289,7 @@ class Reuse:
             self.contexts.pop(context, None)
 
     def close(self, context: Context) -> None:
-        """Let go of everything; calling it again is fine."""
+        """Release all blocks; may be called again."""
         self._pool.let_go(context.blocks)
         context.blocks = []
         context.closed = True
@@ -297,10 +300,10 @@ class Reuse:
     def evict(self, count: int) -> None:
         """Make `count` idle blocks vacant.
 
-        First go those that the index of prefixes alone keeps, the longest so first, of one
-        request's from its end. Then whole sessions, least recently used first: those of which no
-        block is in use. What two sessions keep goes with the second of them. At last those of which
-        some are, such as the session of a turn under way, from the first idle block on.
+        First go blocks that only the index of prefixes keeps: longest idle first, and within one
+        request from its end. Then whole sessions without a block in use, least recently used first;
+        a block that two sessions keep goes with the second of them. Last come sessions with some
+        blocks in use, such as that of a running turn, from their first idle block on.
         """
         pool = self._pool
         enough = pool.vacant + count
@@ -321,7 +324,7 @@ class Reuse:
             self._evict_session(context, used)
 
     def _evict_session(self, context: Context, left: int) -> None:
-        """Take all but its first `left` blocks from a session; it is evicted if that is all."""
+        """Take all but its first `left` blocks from a session; with `left` = 0 it is evicted."""
         self._pool.let_go(context.blocks[left:])
         del context.blocks[left:]
         if not left:
@@ -330,7 +333,7 @@ class Reuse:
             self._counters["sessions/evicted"] += 1
 
     def _evict_prefixes(self, enough: int) -> bool:
-        """Evict until so many blocks are vacant; False if that takes a session."""
+        """Evict until this many blocks are vacant; False if that would take a session."""
         pool = self._pool
         while pool.vacant < enough and pool.unwanted:
             block = next(iter(pool.unwanted))
@@ -340,11 +343,11 @@ class Reuse:
         return pool.vacant >= enough
 
     def _most(self, request: Request) -> int:
-        """Blocks that a request may begin with: it feeds a token of its prompt at least."""
+        """Blocks that a request may begin with: at least one token of its prompt must be fed."""
         return (request.prompt_len - 1) // self._block_size
 
     def _keys(self, request: Request) -> list[bytes]:
-        """Of every block of the prompt whose entries depend on the prompt alone."""
+        """The keys of all blocks of the prompt whose entries depend on the prompt alone."""
         keys = request.block_keys
         if keys is None:
             size, behind = self._block_size, self._behind

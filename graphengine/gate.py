@@ -1,7 +1,8 @@
 """When to speculate: a gate among the draft lengths that an engine has captured.
 
 TensorRT-LLM's gate switches speculation off for good once a rolling mean of accepted drafts is
-low; this one comes back. It sees only numbers, so the same calls give the same lengths.
+low; this gate can switch it on again. It sees only numbers, so the same calls give the same
+lengths.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ class Gate:
     """Chooses the draft length of each step by how many drafts are accepted.
 
     lengths      draft lengths that may be used, ascending; it starts with the last one
-    window       records that it takes to judge a length
-    off_below    mean accepted drafts a step below which a length gives way to the one before
-    on_above     mean accepted drafts a step that the next length must exceed to be kept
-    probe_every  steps after which the next length is tried
-    max_live     rows above which the shortest length is used; None: however many
-    counters     where it counts; of its own by default
+    window       records needed to judge a length
+    off_below    mean accepted drafts a step below which the next shorter length is used
+    on_above     mean accepted drafts a step that the next longer length must exceed to be kept
+    probe_every  steps after which the next longer length is tried
+    max_live     rows above which the shortest length is used; None: no limit
+    counters     where it counts; None: counters of its own
 
-    The rule. A *settled* length is judged by the `window` latest records since it was settled, once
-    there are that many: with a mean below `off_below` the length before it is settled. And each
-    `probe_every` steps planned at a settled length that is not the last start a *probe*: the next
-    length is used until it has `window` records, which must have a mean above `on_above` for it to
-    be settled; else the length before the probe is settled again. Records are forgotten at each of
-    these changes, so that a length is kept for `window` records or `probe_every` steps. A mean is
-    that of steps: of accepted drafts, over the steps of the records.
+    The rule: a *settled* length is judged by its `window` latest records, once there are that many.
+    If their mean is below `off_below`, the next shorter length is settled. After every
+    `probe_every` steps planned at a settled length that is not the longest, a *probe* starts: the
+    next longer length is used until it has `window` records. If their mean is above `on_above` it
+    is settled; otherwise the length before the probe is settled again. Records are dropped at each
+    of these changes, so that a length is kept for `window` records or `probe_every` steps. A mean
+    is over steps: accepted drafts divided by the steps of the records.
 
-    `max_live` stands apart: while more rows live, steps use the first length and count for nothing;
-    behind them the gate goes on where it was.
+    `max_live` is independent of this: while more rows are live, steps use the first length and are
+    not counted; afterwards the gate continues where it was.
 
     Counters: `gate/off` and `gate/on` (a shorter, a longer length was settled), `gate/probes`,
     `gate/overloaded` (steps at the first length due to `max_live`), `gate/steps/K` (steps of
@@ -73,7 +74,7 @@ class Gate:
 
     @property
     def drafts(self) -> int:
-        """The length in use, `max_live` aside."""
+        """The length in use, ignoring `max_live`."""
         return self.lengths[self._level]
 
     @property
@@ -83,14 +84,14 @@ class Gate:
 
     @property
     def mean(self) -> float | None:
-        """Mean accepted drafts a step of the records it has of that length; None without any."""
+        """Mean accepted drafts a step in the records of that length; None without records."""
         return self._accepted / self._recorded if self._recorded else None
 
     def record(self, accepted: int, steps: int) -> None:
-        """Add what `steps` steps that verified drafts accepted: a request's, or a single row's.
+        """Add the drafts that `steps` verifying steps accepted: those of a request or a single row.
 
-        Without a step it is no record. While the length is 0 there is nothing to judge: what comes
-        then was in flight at the change.
+        With `steps` = 0 nothing is recorded. Nor while the length is 0: what comes then was in
+        flight at the change.
         """
         assert accepted >= 0 and steps >= 0, f"{accepted=} {steps=}"
         if not steps or not self.drafts:
@@ -106,11 +107,11 @@ class Gate:
             self._judge(self._accepted / self._recorded)
 
     def next_drafts(self, live_rows: int) -> int:
-        """The drafts of the next step, while `live_rows` rows live. Nothing is counted."""
+        """The drafts of the next step with `live_rows` live rows. Counts nothing."""
         return self.lengths[0] if self._overloaded(live_rows) else self.drafts
 
     def launched(self, live_rows: int) -> None:
-        """Count a step that decodes, of `next_drafts(live_rows)` drafts."""
+        """Count a decode step of `next_drafts(live_rows)` drafts."""
         self.counters[f"gate/steps/{self.next_drafts(live_rows)}"] += 1
         if self._overloaded(live_rows):
             self.counters["gate/overloaded"] += 1
@@ -124,7 +125,7 @@ class Gate:
         return self.max_live is not None and live_rows > self.max_live
 
     def _judge(self, mean: float) -> None:
-        """A full window says `mean`."""
+        """Judge a full window by its `mean`."""
         if self._probing:
             kept = mean > self.on_above
             self.counters["gate/on"] += kept

@@ -1,30 +1,30 @@
 """Which requests run in the next step, and where their KV lives. Pure Python: no tensor, no device.
 
-The scheduler sees only what the host knows. Replays in flight may have stopped a row that it still
+The scheduler sees only what the host knows. A replay in flight may have stopped a row that it still
 plans; such a row is a no-op on the device. Everything it decides takes effect in stream order,
-behind the replays already launched, so blocks and slots may be given away once they are freed.
+after the replays already launched, so blocks and slots may be reused as soon as they are freed.
 
 A step of `width` tokens a row (W: one and its drafts) samples 1 to W of them, and the host learns
 how many when it reads the step (`collected`). Until then a request has two bounds: blocks are
-reserved and copied for the `most` tokens that may have been sampled, and it is planned while the
-`least` leave one to sample. At W = 1 both are the number itself.
+reserved and copied for the `most` tokens that may have been sampled, and it is planned as long as
+the `least` leave one to sample. At W = 1 both bounds are the number itself.
 
-Pauses always succeed: a request is admitted only while either every admitted request fits the pool
-at its greatest need, or every one but the oldest fits the swap area. No bound asks for more than
-the greatest need: positions past the request's end are never written, its drafter's few aside,
-which are part of that need. So the pool holds all of them, or each pause finds its swap blocks. The
-oldest is never paused and its greatest need fits the pool, so it advances in every plan, by a token
-at least, until all its tokens are in flight; it finishes, and so does everyone after it.
+Pauses always succeed: a request is admitted only while either all admitted requests fit the pool at
+their greatest need, or all but the oldest fit the swap area. No bound exceeds the greatest need:
+positions past the request's end are never written, except a few by its drafter, and those are part
+of that need. So the pool holds all requests, or each pause finds its swap blocks. The oldest is
+never paused and its greatest need fits the pool, so it advances by at least one token in every plan
+until all its tokens are in flight. It finishes, and so does every request after it.
 
-Blocks that a request shares with others, or with a session (`blocks.py`), change nothing of that.
-Each request is reckoned as if all its blocks were its own, so that together they use no more than
-the sum. Blocks that nobody uses are free, as they are evicted on demand: so the pool lacks a block
-only while other requests use some, and once those are paused the oldest has all of it. A pause
-copies shared blocks as well, and it resumes into blocks of its own; so it may free fewer blocks
-than it copies, but whoever needs them goes on to the next youngest.
+Blocks that a request shares with others, or with a session (`blocks.py`), do not change this. Each
+request is counted as if all its blocks were its own, so together they use no more than the sum.
+Blocks without a user are free, as they are evicted on demand. So the pool lacks a block only while
+other requests use some, and once those are paused the oldest has the whole pool. A pause copies
+shared blocks as well, and the request resumes into blocks of its own. So a pause may free fewer
+blocks than it copies; then the next youngest request is paused too.
 
-In a roomy pool, which holds every slot's longest request, nobody pauses: what a request may yet
-need is free, whether it has taken it at once or takes it as it grows.
+In a roomy pool, which holds the longest request of every slot, no request pauses: the blocks that a
+request may yet need are free, whether it takes them at once or as it grows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ Move = Literal["paused", "resumed", "finished"]
 class PrefillChunk:
     """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token.
 
-    noted  their KV is there already: they are only noted, for whatever reads a prompt's tokens
+    noted  their KV is there already: the tokens are only noted, for kernels that read a prompt's
+           tokens
     """
 
     request: Request
@@ -63,12 +64,12 @@ class PrefillChunk:
 class Plan:
     """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
 
-    `rows[i]` runs in decode row i, in its stay `epochs[i]`; `bucket` is the rows of the graph that
-    serves them, 0 where nobody decodes. `full` says whether one of them needs a graph of the full
-    sampler. A plan swaps out or in, never both. The other flags say which host-owned fields differ
-    from those of the plan before; with a grammar `masks_changed` always, for others it is as
-    `options_changed`. In steady state, where nothing differs, plans are one and the same object.
-    `width` is the tokens that a decode row feeds.
+    `rows[i]` runs in decode row i, in epoch `epochs[i]`; `bucket` is the number of rows of the
+    graph that serves them, 0 if no request decodes. `full` says whether one of them needs a graph
+    of the full sampler. A plan swaps out or in, never both. The other flags say which host-owned
+    fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
+    otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
+    same object. `width` is the number of tokens that a decode row feeds.
     """
 
     rows: tuple[Request, ...]
@@ -115,28 +116,28 @@ class _Changes:
 class Scheduler:
     """Admits, pauses, resumes and retires requests; first come, first served.
 
-    Of those that wait the lowest priority comes first, and the first come of equal ones. Priority
-    decides when a request starts and nothing else: it is nobody's reason to pause another.
+    Of the waiting requests the one with the lowest priority number starts first, and of equal ones
+    the first to come. Priority decides only when a request starts: no request is paused for it.
 
     slots             requests that can hold a slot at once
-    ladder            rows of the decode graphs; None: all slots', in one
+    ladder            rows of the decode graphs; None: one graph with a row for every slot
     kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
     swap_blocks       host blocks for paused requests
     max_chunk         prompt tokens of a prefill replay; chunks are cut at its multiples
-    tokens_per_step   the greatest width of a step, and the one to begin with
+    tokens_per_step   the greatest width of a step, which is also the first
     reserve_extra     positions that a drafter may write past those of the step or prompt it follows
-    max_seq_len       positions that a block table has; no drafter writes past them
+    max_seq_len       positions in a block table; no drafter writes past them
     max_waiting       requests that may wait for a slot; None: any number
-    lookahead         replays that may be launched before the one before them is read
-    prefix_caching    whether a prompt's blocks are found again by their tokens
-    kept_blocks       blocks that idle sessions and prefixes hold at most; None: all that are free
-    look_behind       tokens behind a position that its entries in the caches depend on
-    note_all          whether what every request skips of its prompt is to be noted on the device;
-                      otherwise that of requests that ask something of their logits
+    lookahead         replays that may be launched before an earlier one has been read
+    prefix_caching    whether prompts find blocks of earlier prompts by their tokens
+    kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
+    look_behind       tokens after a position on which its entries in the caches depend
+    note_all          whether the prompt tokens that a request skips are noted on the device for
+                      every request; otherwise only for requests with options on their logits
 
-    While a request with a grammar holds a slot, what it samples must be read before its next step
-    can be launched: `guided` counts such requests, and `lookahead` is 0 while there are any.
-    `moves` notes who was paused, resumed and finished; to be cleared by whoever reads it.
+    While a request with a grammar holds a slot, its sampled tokens must be read before its next
+    step can be launched: `guided` counts such requests, and `lookahead` is 0 while there are any.
+    `moves` notes which requests were paused, resumed and finished; its reader clears it.
     """
 
     def __init__(
@@ -184,14 +185,14 @@ class Scheduler:
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
-        # A pool that holds every slot's longest request has nothing to save: a request gets all its
-        # blocks at once, and the tables stay as they are while it decodes. But no session goes for
-        # tokens that it may never sample: where too few blocks are vacant it gets its prompt's,
-        # and more as it grows, for which there is room.
+        # A pool that holds the longest request of every slot need not save blocks: a request gets
+        # all its blocks at once, and the tables stay as they are while it decodes. But no session
+        # is evicted for tokens that the request may never sample: if too few blocks are vacant, it
+        # gets those of its prompt, and more as it grows, for which there is room.
         self._roomy = slots * self.blocks_for(self._max_seq_len) <= kv_blocks
         self._width = tokens_per_step
         self._changes = _Changes()
-        # The plan before; the next `_repeats` calls return it again, unless requests come or go.
+        # The previous plan; the next `_repeats` calls return it again, unless requests come or go.
         self._last = _NOTHING
         self._repeats = 0
         self._epoch = 0
@@ -206,7 +207,7 @@ class Scheduler:
 
     @property
     def width(self) -> int:
-        """Tokens a row of the plans to come, 1 .. tokens_per_step; may be set between plans."""
+        """Tokens a row of the next plans, 1 .. tokens_per_step; may be set between plans."""
         return self._width
 
     @width.setter
@@ -219,7 +220,7 @@ class Scheduler:
     def _reach(self, request: Request, tokens: int) -> int:
         """Positions that may be written once the target may have written its first `tokens`.
 
-        The target writes none past the request's end, and not that of its last token.
+        The target writes no position past the request's end, and not that of its last token.
         """
         end = min(tokens, request.max_len - 1) + self._reserve_extra
         return min(end, self._max_seq_len)
@@ -257,7 +258,7 @@ class Scheduler:
         self._repeats = 0
 
     def retire(self, request: Request) -> None:
-        """Take a request out, wherever it stands, and free what it holds."""
+        """Remove a request in any phase, and free what it holds."""
         self._repeats = 0
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
@@ -277,7 +278,7 @@ class Scheduler:
         self.moves.append(("finished", request.id))
 
     def close(self) -> None:
-        """Cancel and retire all requests, and let go of the blocks of all sessions."""
+        """Cancel and retire all requests, and release the blocks of all sessions."""
         for request in [*self.active, *self.waiting]:
             request.cancel()
             self.retire(request)
@@ -285,9 +286,9 @@ class Scheduler:
             self.reuse.close(context)
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can be launched before something is collected.
+        """The next step; None if nothing can be launched before something is collected.
 
-        Where the plan before said for how long it holds, this only counts: no request is looked at.
+        While the previous plan is known to hold, this only counts: no request is looked at.
         """
         if self._repeats:
             self._repeats -= 1
@@ -308,7 +309,7 @@ class Scheduler:
         plan = Plan(
             rows=tuple(rows),
             bucket=self._ladder.pick(len(rows)) if rows else 0,
-            # A request has one stay: these can have changed only with the rows.
+            # A request has one epoch: these can have changed only with the rows.
             epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
             width=self._width,
             full=self._last.full if same else any(row.full for row in rows),
@@ -336,10 +337,10 @@ class Scheduler:
         return plan
 
     def collected(self, request: Request, width: int, count: int) -> None:
-        """A decode row of `request`, launched at `width`, was read: it had sampled `count` tokens.
+        """A decode row of `request`, launched at `width`, was read: it sampled `count` tokens.
 
-        To be called once for each row of a launch at a width above 1, in any order with `retire`;
-        `count` is 0 for a row that was a no-op or invalid.
+        Call it once for each row of a launch at a width above 1, before or after `retire`; `count`
+        is 0 for a row that was a no-op or invalid.
         """
         assert 0 <= count <= width, f"{count=} of {width=}"
         placement = request.placement
@@ -348,17 +349,17 @@ class Scheduler:
         placement.least += count - 1
         placement.in_doubt -= width - 1
         assert placement.in_doubt >= 0, f"{request!r} had no row of {width=} in flight"
-        # Repeats were counted at a token each: with more, the row has none left to sample sooner.
-        # A no-op may give one back to a row that had none.
+        # Repeats were counted at one token each: with more, the row runs out of tokens sooner. A
+        # no-op may give one back to a row that had none left.
         left = max(0, request.max_new_tokens - placement.least) if count else 0
         self._repeats = min(self._repeats, left)
 
     def _holds_for(self, plan: Plan) -> int:
-        """How many plans after this one have its rows and change nothing, if nobody comes or goes.
+        """How many later plans have the same rows and change nothing, if no request comes or goes.
 
-        None have where a request is fed, paused or stalled: what becomes of it is for the next plan
-        to find out. Nobody who waits can be admitted meanwhile, as nothing is freed. What is
-        collected meanwhile only lowers the need for blocks.
+        None if a request is being prefilled, paused or stalled: the next plan decides about it. No
+        waiting request can be admitted meanwhile, as nothing is freed. What is collected meanwhile
+        only lowers the need for blocks.
         """
         if plan.prefill is not None or plan.swap_out or plan.swap_in:
             return 0
@@ -374,7 +375,7 @@ class Scheduler:
         return steps
 
     def _room(self, request: Request) -> int:
-        """Tokens behind those that may be written for which the request has blocks."""
+        """Further tokens, past those that may be written, for which the request has blocks."""
         placement = request.placed
         held = len(placement.blocks) * self.block_size
         if held >= placement.reach:
@@ -384,8 +385,8 @@ class Scheduler:
     def _grow_or_pause(self) -> list[Request]:
         """Rows that decode, oldest first, each with blocks for the positions of its next step.
 
-        When the pool is short the youngest request pauses for an older one. One that has no younger
-        to take from sits the step out and keeps its blocks.
+        When the pool is short the youngest request pauses for an older one. A request without a
+        younger one skips the step and keeps its blocks.
         """
         rows: list[Request] = []
         for request in self.active:
@@ -415,7 +416,7 @@ class Scheduler:
         return True
 
     def _pause(self, request: Request) -> None:
-        """Copy out what may have been written, by the launches in flight too."""
+        """Copy out all blocks that may have been written, also by the launches in flight."""
         placement = request.placed
         used = self.blocks_for(self._reach(request, _kv_len(request)))
         placement.swap_blocks = self.swap.take(used)
@@ -430,8 +431,8 @@ class Scheduler:
     def _resume(self) -> list[Request]:
         """Bring paused requests back, oldest first, while every running row can still grow.
 
-        What was collected during the pause may have lowered the bound by which blocks were copied
-        out; those past it hold nothing that counts, and stay behind.
+        Tokens collected during the pause may have lowered the bound up to which blocks were copied
+        out. Blocks past it hold nothing valid and are not copied back.
         """
         rows: list[Request] = []
         paused = [request for request in self.active if request.phase is Phase.PAUSED]
@@ -461,8 +462,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Give waiting requests slots and blocks; paused ones go first.
 
-        The blocks are those of the prompt, or all that the request may ever need where the pool is
-        roomy and so many are vacant. Those that hold its first tokens already are shared, the
+        The blocks are those of the prompt, or all that the request may ever need if the pool is
+        roomy and enough are vacant. Blocks that already hold its first tokens are shared, the
         others are its own.
         """
         while self.waiting and None in self.slots:
@@ -474,7 +475,7 @@ class Scheduler:
             if not self._roomy or need > self.pool.vacant:
                 prompt = self._reach(request, request.prompt_len)
                 need = self.blocks_for(prompt) - len(found)
-            # Found blocks that nobody uses are free, and no longer are.
+            # Found blocks without a user counted as free until now.
             taken = need + sum(not self.pool.users(block) for block in found)
             headroom = self._headroom(len(self.active))
             if taken + headroom > self.pool.free or not self._can_always_pause(request):
@@ -482,7 +483,8 @@ class Scheduler:
             self.waiting.popleft()
             slot = self.slots.index(None)
             self._epoch += 1
-            # First, or they, and the rest of the session, might be evicted for the others.
+            # First these: otherwise they, and the rest of the session, might be evicted for the
+            # others.
             self.pool.use(found)
             if request.context is not None:
                 self.reuse.touch(request.context)
@@ -536,7 +538,7 @@ class Scheduler:
         return None
 
     def _look_again(self, request: Request) -> None:
-        """Share what others have fed of the prompt since the request was admitted."""
+        """Share the prompt's blocks that others have prefilled since the request was admitted."""
         placement = request.placed
         if not self.reuse.prefixes or placement.indexed:
             return
@@ -555,7 +557,7 @@ class Scheduler:
         self.reuse.begun(request)
 
     def _is_noted(self, request: Request) -> bool:
-        """Whether what it skips of its prompt has to be noted on the device."""
+        """Whether the prompt tokens that it skips must be noted on the device."""
         return self._note_all or request.processing is not None
 
     def _advance_prefill(self, chunk: PrefillChunk) -> None:
@@ -572,7 +574,7 @@ class Scheduler:
 
 
 def _count_launch(plan: Plan) -> None:
-    """Each row samples a token, and perhaps as many more as it has drafts."""
+    """Each row samples one token, and up to as many more as it has drafts."""
     for request in plan.rows:
         request.placement.least += 1  # type: ignore[union-attr]
     if plan.width > 1:
@@ -581,9 +583,9 @@ def _count_launch(plan: Plan) -> None:
 
 
 def _kv_len(request: Request) -> int:
-    """At most so many tokens' KV is written once all that was launched has run.
+    """At most this many tokens' KV is written once all that was launched has run.
 
-    The last sampled has none. A bound that may lie past the request's end: `_reach` cuts it.
+    The last sampled token has none. The bound may lie past the request's end: `_reach` cuts it.
     """
     placement = request.placed
     if not placement.least:
