@@ -1,4 +1,4 @@
-"""What became of the drafts: tokens a step, and how often the draft at each position was right."""
+"""Acceptance of drafts: tokens a step, and how often the draft at each position was right."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Acceptance:
     """Counts over decode steps that could verify drafts, of one request or of a whole engine.
 
     steps    rows recorded
-    tokens   what they emitted; each emits one token of its own behind the drafts it accepted
+    tokens   tokens they emitted; each emits one token of its own after the drafts it accepted
 
-    Positions are those of a step's drafts, 0 the first; the draft at one is accepted only with all
-    before it.
+    Positions are those of a step's drafts, 0 the first; a draft is accepted only if all before it
+    are.
     """
 
     steps: int = 0
     tokens: int = 0
-    # Steps by the drafts that were verified, and by those accepted: [n] had n of them.
+    # Numbers of steps by verified drafts, and by accepted drafts: [n] counts steps with n of them.
     _verified: list[int] = field(default_factory=list)
     _matched: list[int] = field(default_factory=list)
 
@@ -28,10 +28,10 @@ class Acceptance:
         """Count one row of one step.
 
         width    tokens it fed that were verified: 1 and its live drafts. Drafts past the request's
-                 end or behind a stop are not among them, as nobody judged them
+                 end or after a stop do not count, as they were not judged
         count    tokens it emitted, 0 .. width
         matched  drafts accepted, 0 .. width - 1; None where acceptance was forced: then the row
-                 counts for the tokens a step alone
+                 counts only for the tokens a step
         """
         assert 0 <= count <= width, f"{count=} of {width=}"
         self.steps += 1
@@ -47,7 +47,7 @@ class Acceptance:
         self._matched[matched] += 1
 
     def reset(self) -> None:
-        """Start from nothing, as a benchmark does behind its warm-up."""
+        """Set all counts to zero, as a benchmark does after its warm-up."""
         self.steps = self.tokens = 0
         self._verified.clear()
         self._matched.clear()
@@ -84,7 +84,7 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """Share of the steps with a draft at each position that accepted it."""
+        """For each position, the share of the steps with a draft there that accepted it."""
         pairs = zip(self.per_position, self.proposed_per_position, strict=True)
         return [accepted / proposed for accepted, proposed in pairs]
 
@@ -119,5 +119,5 @@ class Acceptance:
 
 
 def _at_least(histogram: list[int]) -> list[int]:
-    """Of `histogram[n]` steps with n drafts: [p], those with more than p."""
+    """From `histogram[n]`, steps with n drafts: at [p] the steps with more than p drafts."""
     return list(accumulate(reversed(histogram[1:])))[::-1]

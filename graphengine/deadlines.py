@@ -10,8 +10,8 @@ from graphengine.request import Request
 class Deadlines:
     """Requests that have a deadline, the next one first.
 
-    `heap` is empty where nobody has one: then there is nothing to ask. Requests that end in time
-    are let go as their deadlines pass, or before, once they are the larger part of the heap.
+    `heap` is empty if no request has one, so nothing need be called. Requests that end in time are
+    dropped when their deadlines pass, or earlier, once they are more than half of the heap.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Deadlines:
             self._crowd = 64 + 2 * len(self.heap)
 
     def late(self, now: float) -> list[Request]:
-        """Unfinished requests whose deadline has come, in the order of deadlines; forgotten now."""
+        """Remove and return unfinished requests that are past their deadlines, in that order."""
         late = []
         while self.heap and self.heap[0][0] <= now:
             request = heappop(self.heap)[-1]

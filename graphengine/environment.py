@@ -1,4 +1,4 @@
-"""What figures were measured on and with."""
+"""The device and software that figures were measured with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Device, versions, commit and date; None for what cannot be told."""
+    """Device, versions, commit and date; None for what is unknown."""
     on_gpu = torch.device(device).type == "cuda"
     git = ("git", "-C", str(Path(__file__).resolve().parent))
     changes = _output(*git, "status", "--porcelain")

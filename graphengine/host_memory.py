@@ -1,9 +1,9 @@
-"""How much memory this process may still take on its host, container limits included.
+"""How much memory this process may still take on its host, with container limits.
 
-In a container /proc/meminfo is the host's. The limit of a pod is that of a cgroup: of the process's
-own or of one around it. Both versions of cgroups are read, from the files that the kernel documents
-(Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst). A file that is missing, or that
-holds something else, limits nothing.
+In a container /proc/meminfo is the host's. The limit of a pod is set on a cgroup: the process's own
+or one around it. Both versions of cgroups are read, from the files that the kernel documents
+(Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst). A file that is missing or has
+other contents sets no limit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ROOT = Path("/")
 
 
 class _Files(NamedTuple):
-    """Names of a version's files: what limits a group, what it uses, and what of that is page cache
-    that the kernel gives up first, as `docker stats` has it.
+    """Names of a cgroup version's files: a group's limit, its use, and the part of it that is page
+    cache which the kernel reclaims first, as in `docker stats`.
     """
 
     limits: tuple[str, ...]
@@ -37,8 +37,8 @@ _FILES = {
 
 
 def available_host_bytes(root: Path = ROOT) -> int:
-    """Bytes that this process could take now: the least of the host's MemAvailable and what each
-    cgroup around the process leaves. `root` holds `proc` and what is mounted.
+    """Bytes that this process could take now: the minimum of the host's MemAvailable and what each
+    cgroup around the process leaves. `root` is the folder that holds `proc` and the mounts.
     """
     with open(root / "proc/meminfo", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)
@@ -53,7 +53,7 @@ def _left(group: Path, files: _Files) -> int | None:
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
-    # "name value" a line.
+    # Each line is "name value".
     stat = dict(re.findall(r"^(\w+) (\d+)$", _text(group / "memory.stat"), re.MULTILINE))
     cache = next((int(stat[name]) for name in files.reclaimable if name in stat), 0)
     used = max(0, (_number(_text(group / files.used)) or 0) - cache)
@@ -61,15 +61,13 @@ def _left(group: Path, files: _Files) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """The folders of the process's groups that can be seen, with their version; those around a
-    group too.
-    """
+    """Folders of the process's cgroups and those around them, as far as visible; with versions."""
     paths = _paths(_text(root / "proc/self/cgroup"))
     for kind, mounted_root, mount_point in _mounts(_text(root / "proc/self/mountinfo")):
         if kind not in paths:
             continue
         path = PurePosixPath(paths[kind])
-        # Of a namespace or a bind mount, whose path lies elsewhere, the mount itself is the group.
+        # In a namespace or a bind mount, whose path lies elsewhere, the mount itself is the group.
         below = path.relative_to(mounted_root) if path.is_relative_to(mounted_root) else path
         if ".." in below.parts or below.is_absolute():
             below = PurePosixPath()
@@ -101,7 +99,7 @@ def _mounts(mountinfo: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _unescaped(path: str) -> str:
-    """A path of mountinfo, where spaces and backslashes are octal."""
+    """A path from mountinfo, where spaces and backslashes are octal."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
@@ -113,6 +111,6 @@ def _text(file: Path) -> str:
 
 
 def _number(text: str) -> int | None:
-    """None for "max" too."""
+    """The integer in a file; None if there is none, also for "max"."""
     stripped = text.strip()
     return int(stripped) if stripped.isascii() and stripped.isdecimal() else None

@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, and its token ids."""
+"""The forms of a prompt, and its token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Chat:
                             message is continued
     continue_final_message  end with the text of the last message, for the model to go on with
 
-    Nothing is checked before the prompt is used; then every fault is a ValueError.
+    It is checked only when the prompt is used; then every error is a ValueError.
     """
 
     messages: Messages
@@ -32,7 +32,7 @@ class Chat:
     continue_final_message: bool = False
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """What `tokenizer.apply_chat_template` makes of it."""
+        """Token ids by `tokenizer.apply_chat_template`."""
         generation = self.add_generation_prompt
         return tokenizer.apply_chat_template(
             self.messages,
@@ -58,9 +58,9 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Token ids of text, of a conversation, or of ids given as they are.
 
-    add_bos  of `Tokenizer.encode`; only text can have it
-    known    tokens in front of it, of a session; behind some a text has no special tokens, and no
-             chat begins
+    add_bos  as for `Tokenizer.encode`; only for text
+    known    tokens of a session before it; if there are any, a text gets no special tokens, and
+             chat messages are refused
 
     ValueError, with the value and the limit, for a prompt that cannot be served.
     """
@@ -109,10 +109,10 @@ def token_ids_of(
     limit: int,
     too_many: Callable[[str], str],
 ) -> tuple[int, ...]:
-    """`tokens` as ids. ValueError where they are none, which says `what` they are to be.
+    """`tokens` as ids. ValueError if they are not ids; it says `what` they should be.
 
-    Of an iterator `limit` ids are read, and one more: it may have no end. If there are more, the
-    ValueError is what `too_many` makes of their number.
+    At most `limit` + 1 ids are read from an iterator, which may have no end. If there are more than
+    `limit`, `too_many(number)` is the message of the ValueError.
     """
     no_tokens = isinstance(tokens, str | bytes | Mapping) or getattr(tokens, "ndim", 1) == 0
     if no_tokens or not isinstance(tokens, Iterable):
@@ -123,14 +123,14 @@ def token_ids_of(
     ids = tuple(islice(tokens, limit + 1))
     if len(ids) > limit:
         raise ValueError(too_many(f"more than {limit}"))
-    # Of a long prompt one check by one would take a good part of the host's time for it.
+    # Checking the ids of a long prompt one by one would take a large part of its host time.
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     return tuple(token_id(token, vocab_size) for token in ids)
 
 
 def token_id(token: object, vocab_size: int) -> int:
-    """`token` as an id, from NumPy's and torch's integers too. ValueError if it is none."""
+    """`token` as an id, also from NumPy's and torch's integers. ValueError if it is no id."""
     index = -1
     if hasattr(token, "__index__") and not isinstance(token, bool):
         with suppress(TypeError):  # an array of several
@@ -156,7 +156,7 @@ def is_batch(prompts: object) -> bool:
     first = prompts[0]
     if isinstance(first, Chat):
         return True
-    # A tensor of no dimension is a token id that only claims to be iterable.
+    # A zero-dimensional tensor is a token id, though it has `__iter__`.
     return (
         isinstance(first, Iterable)
         and not isinstance(first, Mapping)

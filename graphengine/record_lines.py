@@ -1,4 +1,4 @@
-"""What a recorder's file says of each capture, replay and request: objects for its lines."""
+"""The lines of a recorder's file, as objects: one for each capture, replay and request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphengine.graph_key import GraphKey
 from graphengine.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAMPS
 
 SCHEMA = 1
-"""Of the file; keys may be added within it."""
+"""The file's version. Adding keys does not change it."""
 
 
 def capture_object(key: GraphKey, capture: CaptureReport) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def replay_object(
     buckets: Sequence[str],
     origin: int,
 ) -> dict[str, Any]:
-    """Of a record of `REPLAY` with its lanes; times count from `origin`, None where none came."""
+    """The line of a `REPLAY` record and its lanes; times from `origin`, None where missing."""
     values = dict(zip(REPLAY.names or (), record.item(), strict=True))
     lanes, kind, microseconds = (values.pop(name) for name in ("lanes", "kind", "device_us"))
     return {
@@ -51,7 +51,7 @@ def replay_object(
 
 
 def request_object(record: np.void, origin: int) -> dict[str, Any]:
-    """Of a record of `FINISHED`, times as of a replay's."""
+    """The line of a `FINISHED` record, with times as in a replay's line."""
     values = dict(zip(FINISHED.names or (), record.item(), strict=True))
     times = {name: _since(values[name], origin) for name in ("submitted", "first", "finished")}
     return {"kind": "request", **values, **times, "reason": REASONS[values["reason"]]}

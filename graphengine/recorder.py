@@ -1,23 +1,23 @@
-"""The recorder: what each replay did and when, in a ring that is allocated before the first one.
+"""The recorder: what each replay did and when, in a ring that is allocated before the first replay.
 
-Off until `engine.recorder.start()`. Then a step costs a few clock reads, two writes into the ring
-and two CUDA events around each replay; it waits for nothing.
+It is off until `engine.recorder.start()`. Then it adds a few clock reads to a step, two writes into
+the ring and two CUDA events around each replay, and never waits.
 
     engine.recorder.start()
     ...                                       # any use of the engine
     engine.recorder.stop()
     engine.recorder.write("run.jsonl")        # or look at `replays()`, `requests()`, `stages()`
 
-A step is what one plan launches: at most a prefill, a decode and a drafter's own graph. These share
-all times but `replay` and `launched`:
+A step is what one plan launches: at most a prefill, a decode and a drafter's own graph. These
+replays share all times but `replay` and `launched`:
 
     plan       the scheduler began
-    load       it was done; what changed is staged, copied, swapped, until the first launch
+    load       it had finished; changes are staged, copied and swapped until the first launch
     replay     the launch of this replay began
     launched   it returned
-    collect    the call of `Engine.step` that read the step began to wait for it
-    read       its tokens were there: the time of its events
-    delivered  its callbacks had run: that `Engine.step` returned
+    collect    the `Engine.step` call that read the step began to wait for it
+    read       its tokens had arrived: the time of its events
+    delivered  its callbacks had run: that `Engine.step` call returned
 
 With a lookahead the next step is planned and launched between `launched` and `collect`. A drafter's
 own graph publishes nothing, so its last three never come.
@@ -60,17 +60,17 @@ _NO_REQUESTS: tuple[Request, ...] = ()
 
 
 class Recorder:
-    """Records the replays and the finished requests of one engine, which makes and feeds it.
+    """Records the replays and finished requests of one engine, which creates it and calls it.
 
     buckets      names of the engine's graphs, as the records count them
-    description  what is told of the engine: at least its `device`
-    graphs       of the engine, and in `captures` what each took to capture
-    lanes        requests of a replay at most
-    in_flight    replays launched and not collected at most
-    stream       of the replays; None on a CPU
+    description  facts about the engine: at least its `device`
+    graphs       the engine's graphs; `captures` has what each took to capture
+    lanes        most requests of a replay
+    in_flight    most replays launched and not collected
+    stream       the replays' stream; None on a CPU
 
-    What was recorded stays until `clear()`, also behind the engine's `close()`. The methods behind
-    `write` are the engine's to call, and only while `recording`.
+    Records stay until `clear()`, also after the engine's `close()`. Only the engine calls the
+    methods after `write`, and only while `recording`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Recorder:
         self._lanes = lanes
         self._stream = stream
         self._closed = False
-        # Records whose replay is in flight, by its sequence number; and as many pairs of events.
+        # Records whose replay is in flight, by sequence number; and a pair of events for each.
         self._launches = [(NEVER, NEVER)] * max(16, 4 * in_flight)
         self._timer: ReplayTimer | None = None
         self._timed = 0
@@ -103,11 +103,11 @@ class Recorder:
         self._step = NEVER
         self._starts = 0
         self._undelivered: list[int] = []
-        # Lanes change seldom, so that their ids are packed once for many replays.
+        # Lanes seldom change, so their ids are packed once for many replays.
         self._requests, self._ids = _NO_REQUESTS, b""
 
     def _allocate(self, capacity: int, requests: int) -> None:
-        """New rings, or, where there is no room for all of them, those that were there."""
+        """Make new rings; if memory has no room for all of them, keep the old ones."""
         made = (
             Ring(REPLAY, capacity),
             Ring(np.int64, capacity, self._lanes),
@@ -122,17 +122,17 @@ class Recorder:
     def start(
         self, capacity: int = 65536, *, requests: int = 4096, device_times: bool = True
     ) -> None:
-        """Begin to record, or go on behind a `stop()`: other sizes than before drop what is there.
+        """Begin to record, or continue after a `stop()`. New sizes drop the old records.
 
-        What is recorded behind another start has a number of its own, and no gap between tokens
-        reaches from one into the other.
+        The records of each start have its number, and no gap between tokens spans two starts.
 
-        capacity      replays to keep, each 128 bytes and 9 for each slot of the engine
+        capacity      replays to keep, each 128 bytes and 9 bytes for each slot of the engine
         requests      finished requests to keep
         device_times  time each replay with a pair of CUDA events; no effect on a CPU
 
-        Replays in flight by now are not recorded. ValueError while it records, for capacities below
-        64 and 1 and those that memory has no room for, and once the engine is closed.
+        Replays already in flight are not recorded. ValueError while it records, for `capacity`
+        below 64 or `requests` below 1, for sizes that memory has no room for, and once the engine
+        is closed.
         """
         if self._closed:
             raise ValueError("the engine is closed: nothing is left to record")
@@ -146,7 +146,7 @@ class Recorder:
                 raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
         if not isinstance(device_times, bool):
             raise ValueError(f"device_times={device_times!r} must be True or False")
-        # Of what was in flight at a stop; its events are about to be used again.
+        # Replays that were in flight at a stop; their events are about to be reused.
         self._read_times(self._replays.made)
         if (capacity, requests) != (self._replays.capacity, self._finished.capacity):
             try:
@@ -163,13 +163,13 @@ class Recorder:
         self.recording = True
 
     def stop(self) -> None:
-        """Record no more; what is there stays. Replays in flight remain without their ends."""
+        """Stop recording; records stay. Replays in flight remain without their later times."""
         self.recording = False
         self._read_times(self._replays.made)
         self._forget_launches()
 
     def clear(self) -> None:
-        """Forget what was recorded; go on recording if it does."""
+        """Drop all records; recording continues if it was on."""
         self._replays.made = self._finished.made = self._timed = 0
         self._step = NEVER
         self._forget_launches()
@@ -180,31 +180,31 @@ class Recorder:
         self._requests, self._ids = _NO_REQUESTS, b""
 
     def __len__(self) -> int:
-        """Replays that are kept."""
+        """Number of replays kept."""
         return len(self._replays)
 
     @property
     def dropped(self) -> int:
-        """Replays that were overwritten by later ones."""
+        """Number of replays overwritten by later ones."""
         return self._replays.dropped
 
     @property
     def dropped_requests(self) -> int:
-        """Finished requests that were overwritten by later ones."""
+        """Number of finished requests overwritten by later ones."""
         return self._finished.dropped
 
     def replays(self) -> NDArray[np.void]:
-        """The replays, oldest first, as columns: `replays()["device_us"]`, the names of `REPLAY`.
+        """The replays, oldest first: a column for each name of `REPLAY`, `replays()["device_us"]`.
 
-        A view that further replays change; a copy once the ring has come round.
+        A view that further replays change; a copy once the ring has wrapped round.
         """
         self._read_times(self._replays.made)
         return self._replays.oldest_first()
 
     def lanes(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Request ids and tokens given, both [replays, slots], in the order of `replays()`.
+        """Request ids and token counts, both [replays, slots], in the order of `replays()`.
 
-        The first `lanes` of a row count.
+        Only the first `lanes` entries of a row are valid.
         """
         made = self._replays.made
         return self._lane_ids.oldest_first(made), self._lane_tokens.oldest_first(made)
@@ -214,7 +214,7 @@ class Recorder:
         return self._finished.oldest_first()
 
     def stages(self) -> dict[str, NDArray[np.float64]]:
-        """Microseconds of each replay in each of `STAGES`; NaN where one of its ends never came.
+        """Microseconds of each replay in each of `STAGES`; NaN where a begin or end is missing.
 
         Replays of one step share all but "launch".
         """
@@ -230,7 +230,7 @@ class Recorder:
         return found
 
     def header(self) -> dict[str, Any]:
-        """The first line of a file: what was recorded, where, and how much of it is there."""
+        """The first line of a file: what was recorded, on what, and how much of it was kept."""
         return {
             "schema": SCHEMA,
             "kind": "header",
@@ -248,10 +248,10 @@ class Recorder:
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The lines of a file behind its header: the replays, then the finished requests.
+        """The lines of a file after its header: the replays, then the finished requests.
 
-        Times are nanoseconds since the first replay's plan began; None where one did not come. A
-        request that was submitted before has a negative one.
+        Times are nanoseconds since the first replay's plan began; None where there is none. A
+        request that was submitted earlier has a negative time.
         """
         replays, (ids, tokens) = self.replays(), self.lanes()
         origin = int(replays["plan"][0]) if len(replays) else 0
@@ -273,7 +273,7 @@ class Recorder:
         self._plan = time.perf_counter_ns()
 
     def loading(self) -> None:
-        """There is a plan: a step begins."""
+        """The scheduler has made a plan: a step begins."""
         self._load = time.perf_counter_ns()
         self._step += 1
 
@@ -286,10 +286,10 @@ class Recorder:
         width: int,
         fed: int,
     ) -> None:
-        """Launch a graph with `replay(key)` and record that; a launch that raises is not.
+        """Launch a graph with `replay(key)` and record it; a launch that raises is not recorded.
 
-        live, width  requests, and tokens fed to each by a decode
-        fed          prompt tokens, by a prefill
+        live, width  requests, and tokens that a decode feeds to each
+        fed          prompt tokens that a prefill feeds
         """
         ring = self._replays
         timer = self._timer if self._times_device else None
@@ -325,7 +325,7 @@ class Recorder:
         drafted: int = 0,
         accepted: int = 0,
     ) -> None:
-        """Replay `sequence` was read at `now` seconds; lane i's request was `given[i]` tokens."""
+        """Replay `sequence` was read at `now` seconds; lane i's request got `given[i]` tokens."""
         launched, number = self._launches[sequence % len(self._launches)]
         if launched != sequence:
             return
@@ -368,17 +368,17 @@ class Recorder:
         ring.made += 1
 
     def close(self) -> None:
-        """The engine closes, its stream idle or broken: take the last times, let the events go."""
+        """The engine closes, its stream idle or broken: read the last times, release the events."""
         self.stop()
         self._closed = True
         self._timer = self._stream = None
 
     def _read_times(self, until: int) -> None:
-        """Take the device times of the records before number `until`, as far as they are there."""
+        """Read the device times of the records before number `until`, as far as they have come."""
         timer, ring = self._timer, self._replays
         if timer is None or not self._times_device:
             return
-        # What the ring of events has come round to is lost.
+        # Times whose events the ring has reused are lost.
         self._timed = max(self._timed, ring.made - timer.pairs)
         while self._timed < until:
             microseconds = timer.microseconds(self._timed % timer.pairs)
@@ -390,5 +390,5 @@ class Recorder:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Of `time.perf_counter()`, as `time.perf_counter_ns()` counts them, to a fraction of one."""
+    """Seconds of `time.perf_counter()` as nanoseconds of `time.perf_counter_ns()`, within 1 ns."""
     return int(seconds * 1e9)

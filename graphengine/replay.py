@@ -11,8 +11,8 @@ from graphengine.scheduler import PrefillChunk
 class Replay(NamedTuple):
     """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
 
-    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. One of
-    prefill fed `chunk`; a decode is of a bucket of `rows`. One that is `full` may have published
+    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. A
+    prefill fed `chunk`; a decode ran in a bucket of `rows`. A `full` one may have published
     log-probabilities.
     """
 

@@ -17,12 +17,12 @@ STAGES = {
     "wait": ("collect", "read"),
     "deliver": ("read", "delivered"),
 }
-"""Parts of a step on the host, each between two times. "wait" is the one that is no work.
+"""Parts of a step on the host, each between two times. All but "wait" are work.
 
 "load" ends with the first launch of its step: `first_launches`.
 """
 NEVER = -1
-"""A time that did not come."""
+"""Stands for a missing time."""
 
 REPLAY = np.dtype(
     [
@@ -49,23 +49,24 @@ REPLAY = np.dtype(
         ("lanes", "<i4"),
     ]
 )
-"""One replay. Times are nanoseconds of `time.perf_counter_ns`, `NEVER` where one did not come.
+"""One replay. Times are nanoseconds of `time.perf_counter_ns`, `NEVER` where one is missing.
 
-recording      which `start()` it came behind, from 1
-step           which of the recorder's steps launched it, from 0
-sequence       the engine's number of the replay; of a draft graph, of the decode replay before it
-prompt_tokens  fed by a prefill
+recording      number of the `start()` before it, from 1
+step           number of the recorder's step that launched it, from 0
+sequence       the engine's number of the replay; for a draft graph, that of the decode replay
+               before it
+prompt_tokens  tokens that a prefill fed
 bucket         index into `Recorder.buckets`
-rows, live     rows of the bucket, and those of them that served a request; of a prefill the tokens
-               of the bucket, and the prompt tokens among them
-width          tokens that a row was fed: 1 and its drafts
+rows, live     rows of the bucket, and how many of them served a request; for a prefill the tokens
+               of the bucket, and how many of them were prompt tokens
+width          tokens fed to a row: 1 and its drafts
 kind           index into `KINDS`
-device_us      microseconds between the events around it; NaN if unknown, as on a CPU. On a stream
-               that was idle the launch's way to the device is in it
-emitted        tokens that requests were given
+device_us      microseconds between the events around it; NaN if unknown, as on a CPU. On an idle
+               stream it includes the launch's latency
+emitted        tokens given to requests
 drafted        drafts that were verified
-accepted       those of them that were right
-lanes          requests that were read; 0 until then
+accepted       verified drafts that were right
+lanes          requests in it, once it was read; 0 until then
 """
 
 FINISHED = np.dtype(
@@ -80,32 +81,33 @@ FINISHED = np.dtype(
         ("pauses", "<i4"),
     ]
 )
-"""One finished request; times as of `REPLAY`, `reason` an index into `REASONS`."""
+"""One finished request; times as in `REPLAY`, `reason` an index into `REASONS`."""
 
 
 def first_launches(load: NDArray[Any], replay: NDArray[Any]) -> NDArray[Any]:
-    """For each replay, in order of launches, the `replay` of the first one of its step.
+    """For each replay, in launch order, the `replay` time of the first replay of its step.
 
-    Replays of one step share their `load`; a later one's own `replay` lies behind the launches
-    before it, which are no loading.
+    Replays of one step share their `load`; the `replay` of a later one comes after earlier
+    launches, which are not part of loading.
     """
     _, first, step = np.unique(load, return_index=True, return_inverse=True)
     return replay[first][step]
 
 
 class Ring:
-    """`capacity` records of one type, the newest in place of the oldest once it is full.
+    """`capacity` records of one type; once full, the newest replaces the oldest.
 
     array   the records, number n at `n % capacity`; each may have `width` values
-    memory  its bytes, for `struct.pack_into`, which writes neighbouring fields in one call
-    made    records written so far; whoever writes one counts it
+    memory  the bytes of `array`, for `struct.pack_into`, which writes neighbouring fields in one
+            call
+    made    records written so far; the writer counts each
     """
 
     def __init__(self, dtype: Any, capacity: int, width: int | None = None) -> None:
         self.capacity = capacity
         shape = (capacity,) if width is None else (capacity, width)
         self.array: NDArray[Any] = np.empty(shape, dtype)
-        # Zeros are written, which touches every page: none is missing on the hot path.
+        # Writing zeros touches every page, so that no page fault comes on the hot path.
         every_byte = self.array.reshape(-1).view(np.uint8)
         every_byte.fill(0)
         self.memory = every_byte.data
@@ -121,9 +123,9 @@ class Ring:
         return self.made - len(self)
 
     def oldest_first(self, made: int | None = None) -> NDArray[Any]:
-        """Its records: a view that further ones change, or a copy once the ring has come round.
+        """Its records: a view that further ones change, or a copy once the ring has wrapped round.
 
-        made  to be told where another ring is written beside this one
+        made  number of records written; given when another ring is written in step with this one
         """
         made = self.made if made is None else made
         if made <= self.capacity:

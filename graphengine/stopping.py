@@ -1,4 +1,4 @@
-"""Stop strings: found in streamed text, with as little of it held back as can be."""
+"""Stop strings: found in streamed text, with as little text held back as possible."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on until one of `stops` has appeared in it.
 
-    The match that ends first wins, whatever pieces the text comes in; of those that end at the same
-    character the first of the list wins. This is what vLLM does (`check_stop_strings` of its v1
-    detokenizer: the string that is complete first, ties in the order of the list). What follows the
-    stop string is dropped, and so is the string itself unless it is to be included.
+    The match that ends first wins, however the text is split into pieces; of matches that end at
+    the same character the first of the list wins. vLLM does the same (`check_stop_strings` of its
+    v1 detokenizer: the string that is complete first, ties in the order of the list). Text after
+    the stop string is dropped, and so is the string itself unless it is to be included.
 
-    Text is held back only while it is the beginning of a stop string that may have to be dropped:
-    where stop strings are included nothing is. Each string is tracked with Knuth, Morris and
-    Pratt's automaton: amortised O(len(stops)) a character, however long they are.
+    Text is held back only while it may be the beginning of a stop string that will be dropped;
+    where stop strings are included, nothing is held back. Each string is tracked with the
+    Knuth-Morris-Pratt automaton: amortised O(len(stops)) a character, however long the strings are.
     """
 
     def __init__(self, stops: str | Sequence[str], *, include: bool = False) -> None:
@@ -24,7 +24,7 @@ class StopStrings:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"a stop string must be a string that is not empty, got {stop!r}")
         self._fallbacks = [_fallback_lengths(stop) for stop in self._stops]
-        # Characters of each stop string that the end of the text so far agrees with.
+        # How many first characters of each stop string the end of the text so far matches.
         self._agreeing = [0] * len(self._stops)
         self._include = include
         self._held = ""
@@ -50,7 +50,7 @@ class StopStrings:
         return pending[:held_from], None
 
     def flush(self) -> str:
-        """The text still held back. To be called once, when no more text can come."""
+        """The text still held back. Call it once, when no more text can come."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""Safetensors files that others may read at any time."""
+"""Safetensors files that other processes may read at any time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 def save_whole(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, which appears whole or not at all.
+    """Write a safetensors file atomically: it appears whole or not at all.
 
-    Whatever that raises goes on, OSError and SafetensorError as a rule, and leaves nothing behind.
+    Errors pass through, usually OSError or SafetensorError, and leave no partial file.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

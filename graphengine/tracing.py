@@ -1,4 +1,4 @@
-"""NVTX ranges: what a profiler shows of the engine beside CUDA's own calls.
+"""NVTX ranges: what a profiler shows of the engine in addition to CUDA's own calls.
 
 One domain, `graphengine`; the first part of a range's name is its category:
 
@@ -11,18 +11,18 @@ One domain, `graphengine`; the first part of a range's name is its category:
     capture/BUCKET  warm-up and capture of one graph
     load            weights onto the device
 
-A range's payload packs two counts, `rows << 32 | live`: rows of the bucket, and those of them that
-serve a request (`unpack` takes it apart). Of a prefill they are the bucket's tokens and the prompt
-tokens fed; of step/plan, which has no bucket yet, 0 and the requests that hold a slot. Where a step
+A range's payload packs two counts, `rows << 32 | live`: rows of the bucket, and how many of them
+serve a request (`unpack` takes it apart). For a prefill they are the bucket's tokens and the prompt
+tokens fed; for step/plan, which has no bucket yet, 0 and the requests that hold a slot. If a step
 decodes nothing, its rows are 0. The payload of capture/BUCKET, compile and load is 0: a capture's
 rows are in its name, and the others have none.
 
-A range in the code of a captured step fires once, at capture: a replay runs no Python. That is why
-all of these are around launches and none is inside a graph.
+A range in the code of a captured step fires once, at capture: a replay runs no Python. So all of
+these ranges are around launches and none is inside a graph.
 
-Tools attach when a process first calls NVTX, so what `enabled` says holds for good. Without a tool,
-without the nvtx package or with NVTX_DISABLE=1 no range is made: `span` returns one and the same
-object, which does nothing. Even that is too much four times a step, so the ranges of a step are put
+Tools attach when a process first calls NVTX, so `enabled` never changes. Without a tool, without
+the nvtx package or with NVTX_DISABLE=1 no range is made: `span` always returns the same object,
+which does nothing. Even that costs too much four times a step, so the ranges of a step are put
 around its methods (`ranged`), and only where a tool listens.
 """
 
@@ -48,11 +48,11 @@ COLORS = {
     "load": 0xFF6A1B9A,
     "compile": 0xFF9E9D24,
 }
-"""Of each category, as ARGB."""
+"""Colour of each category, as ARGB."""
 
 
 class Domain(Protocol):
-    """What is used of an NVTX domain. One that no tool listens to has no attributes to give."""
+    """The part of an NVTX domain used here. The attributes are None if no tool listens."""
 
     def get_event_attributes(
         self, *, message: str, color: int, category: str, payload: int
@@ -64,14 +64,14 @@ class Domain(Protocol):
 
 
 class _Nothing:
-    """The range where nobody looks."""
+    """The range without a tool: does nothing."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
         pass
 
-    # Three names cost less than a tuple of them.
+    # Three named parameters cost less than a tuple of them.
     def __exit__(self, _kind: object, _error: object, _trace: object, /) -> None:
         pass
 
@@ -96,13 +96,13 @@ class _Range:
 
 
 class Tracer:
-    """The ranges of one domain, each made once; of no domain, `NOTHING` throughout."""
+    """The ranges of one domain, each made once; always `NOTHING` without a domain."""
 
     __slots__ = ("_domain", "_ranges")
 
     def __init__(self, domain: Domain | None) -> None:
         self._domain = domain
-        # As many as there are names and pairs of counts: some hundreds.
+        # One for each name and pair of counts: some hundreds.
         self._ranges: dict[tuple[str, int], _Range] = {}
 
     @property
@@ -126,7 +126,7 @@ class Tracer:
 
 
 def unpack(payload: int) -> tuple[int, int]:
-    """(rows, live) of a range's payload."""
+    """(rows, live) from a range's payload."""
     return payload >> 32, payload & 0xFFFF_FFFF
 
 
@@ -147,8 +147,8 @@ span = tracer.span
 
 
 def ranged(name: str, counts: Callable[..., tuple[int, int]]) -> Callable[[Method], Method]:
-    """Makes each call of a method the range `name`, of (rows, live) as `counts` has them from the
-    method's arguments. Where no tool listens the method stays as it is, and costs nothing.
+    """Makes each call of a method a range `name`, whose (rows, live) `counts` returns from the
+    method's arguments. Where no tool listens, the method is left unchanged and costs nothing extra.
     """
 
     def decorate(method: Method) -> Method:
@@ -160,7 +160,7 @@ def ranged(name: str, counts: Callable[..., tuple[int, int]]) -> Callable[[Metho
 
             return call
 
-        # For tests, whose tracers come later.
+        # For tests, which set their tracers later.
         vars(method)["traced_by"] = traced_by
         return cast(Method, traced_by(tracer)) if tracer.enabled else method
 
