@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face layout: what is in them, and their weights on the way to the device.
+"""Checkpoints in Hugging Face layout: their contents, and loading their weights to the device.
 
 Only JSON and safetensors are read: nothing in a checkpoint is ever executed or unpickled.
 Everything a file's header says is checked against the file before a byte of weights is touched.
@@ -31,13 +31,13 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
-# The same weights in other layouts, as some repositories carry them.
+# The same weights in other layouts, which some repositories also hold.
 _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
-# Of weights.
+# Dtypes of weights.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of what stands beside the weights, such as the offsets of a draft vocabulary and masks.
+# Dtypes of other tensors, such as the offsets of a draft vocabulary and masks.
 _OTHER_DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -54,7 +54,7 @@ _OTHER_DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _OTHER_DTYPES).items()}
-# Parts of a model that may be saved alone, without the prefix that they have in the whole one.
+# Parts of a model that may be saved alone, without their prefix in the whole model.
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
 # safetensors itself refuses larger headers.
@@ -83,9 +83,10 @@ class Checkpoint:
 
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
-    tensors            by name; with an index, only what the index names. Those of a model saved
-                       alone ("layers.0.") have the names of the whole one ("model.layers.0.")
-    stored_names       of the tensors whose names in the files are others
+    tensors            by name; with an index, only what the index names. Those of a base model
+                       saved alone ("layers.0.") have the names of the whole model
+                       ("model.layers.0.")
+    stored_names       names in the files, where they differ
     """
 
     path: Path
@@ -98,8 +99,8 @@ class Checkpoint:
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
         """Read configs and headers of a local directory, or of a hub id ("org/name").
 
-        A hub id is taken from huggingface_hub's cache or downloaded into it. ValueError where
-        something is missing, damaged or in a format that is not read.
+        A hub id is read from huggingface_hub's cache or downloaded into it. ValueError if something
+        is missing, damaged or in an unsupported format.
         """
         directory = _find_directory(path_or_hub_id)
         config = directory / "config.json"
@@ -127,13 +128,13 @@ class Checkpoint:
     def load(self, destinations: Destinations, progress: Progress | None = None) -> list[str]:
         """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
 
-        destinations  per name the tensor, or all the tensors, that receive it whole; views of fused
-                      parameters may be among them. Values are cast to the tensor's dtype.
+        destinations  for each name the tensor, or all tensors, that receive it whole; they may be
+                      views of fused parameters. Values are cast to the destination's dtype.
         progress      called with (bytes read, bytes to read), first with 0 read
 
-        Returns the sorted names of the checkpoint's tensors that no destination asks for. Names,
-        shapes and file sizes are checked before anything is read. Files are read one after another,
-        mapped into memory: the host holds at most one file and a part of a tensor.
+        Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
+        and file sizes are checked before anything is read. Files are mapped into memory one after
+        another: the host holds at most one file and a part of a tensor.
         """
         targets = self._check(destinations)
         names_by_file: dict[Path, list[str]] = {}
@@ -154,11 +155,11 @@ class Checkpoint:
         return sorted(self.tensors.keys() - targets.keys())
 
     def check(self, destinations: Destinations) -> None:
-        """Raise the errors of `load` that the names, shapes and dtypes of tensors tell of."""
+        """Raise the errors of `load` that follow from the names, shapes and dtypes of tensors."""
         self._check(destinations)
 
     def have_equal_values(self, one: str, other: str) -> bool:
-        """Whether two weights are the same. ValueError where one cannot be read."""
+        """Whether two weights are equal. ValueError if one cannot be read."""
         first, second = self.tensors[one], self.tensors[other]
         if first.shape != second.shape or {first.dtype, second.dtype} - set(_DTYPES.values()):
             return False
@@ -175,7 +176,7 @@ class Checkpoint:
         return all(equal)
 
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors mapped from `file`, each valid until the next one is asked for."""
+        """Tensors mapped from `file`, each valid until the next one is yielded."""
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in names:
@@ -184,7 +185,7 @@ class Checkpoint:
             raise ValueError(f"{file} cannot be read: {error}") from error
 
     def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor, ...]]:
-        """The destinations of each name, checked against what is stored."""
+        """The destinations of each name, checked against the stored tensors."""
         targets = {
             name: (wanted,) if isinstance(wanted, Tensor) else tuple(wanted)
             for name, wanted in destinations.items()
@@ -232,7 +233,7 @@ class Checkpoint:
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """End-of-sequence ids: `generation_config.json`'s, else `config.json`'s, else none.
 
-    -1 stands for none, as transformers takes it. ValueError for anything else but token ids.
+    -1 stands for none, as in transformers. ValueError for anything else but token ids.
     """
     for source, config in (
         ("generation_config.json", checkpoint.generation_config),
@@ -255,7 +256,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype that `config.json` names, else that of the first weight.
 
-    ValueError where no tensor has the dtype of a weight.
+    ValueError if no tensor has the dtype of a weight.
     """
     for config in (checkpoint.config, _text_config(checkpoint)):
         named = config.get("dtype") or config.get("torch_dtype")
@@ -287,7 +288,7 @@ def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
 
 
 def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
-    """The rows of a tensor in parts of about `_COPY_BYTES`, were its values of so many bytes."""
+    """The rows of a tensor in parts of about `_COPY_BYTES`, at this many bytes a value."""
     rows = max(1, _COPY_BYTES // max(1, math.prod(tensor.shape[1:]) * itemsize))
     for start in range(0, tensor.shape[0], rows):
         yield slice(start, start + rows)
@@ -343,7 +344,7 @@ def _download(hub_id: str) -> Path:
 
 
 def _whole_name(name: str, names: Collection[str]) -> str:
-    """The name of a base model's tensor in the whole model, as `AutoModelForCausalLM` reads it."""
+    """The name in the whole model of a base model's tensor, as `AutoModelForCausalLM` reads it."""
     whole = _BASE_MODEL + name
     return whole if name.startswith(_BASE_MODEL_PARTS) and whole not in names else name
 
@@ -389,7 +390,7 @@ def _read_sharded(index: Path) -> dict[str, TensorInfo]:
 
 
 def _is_plain_name(shard: str) -> bool:
-    """Whether the file can only lie in the index's own directory, and is no pickle."""
+    """Whether the name is that of a safetensors file in the index's own directory."""
     return shard.endswith(".safetensors") and not re.search(r"[/\\\0]", shard)
 
 

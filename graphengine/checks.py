@@ -1,7 +1,7 @@
-"""Which numbers an option takes: one set of rules for everything that has options.
+"""Checks of the numbers that options take: one set of rules for all options.
 
-Integers are Python's and NumPy's, numbers also fractions; True is neither, and a Decimal is none.
-What has been checked is kept as Python's own numbers, as NumPy's wrap around.
+Integers are Python's and NumPy's; numbers are these, floats and fractions. True and a Decimal are
+neither. Checked values are stored as Python's own numbers, as NumPy's overflow.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_number(name: str, value: object) -> None:
-    """ValueError unless `value` is a real number, as of `is_number`."""
+    """ValueError unless `value` is a real number as for `is_number`."""
     if not is_number(value):
         raise ValueError(f"{name}={value!r} must be a number")
 
 
 def is_finite(value: float) -> bool:
-    """Whether it is a finite number that a float can hold: an integer may be too large for one."""
+    """Whether it is a finite number that a float can hold: an integer may be too large."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -39,7 +39,7 @@ def is_finite(value: float) -> bool:
 
 
 def seconds(name: str, value: object) -> float:
-    """A time as a float, infinite where no float is as large; ValueError for NaN and no number."""
+    """A time as a float, infinite if it is too large for one; ValueError for NaN or no number."""
     if not is_number(value) or value != value:
         raise ValueError(f"{name}={value!r} must be seconds, or None")
     try:
@@ -49,7 +49,7 @@ def seconds(name: str, value: object) -> float:
 
 
 def keep_plain_numbers(options: Any) -> None:
-    """Put Python's own numbers into the fields of a frozen dataclass that has been checked."""
+    """Store Python's own numbers in the fields of a frozen dataclass that was checked."""
     for name in (field.name for field in fields(options)):
         value = getattr(options, name)
         if is_int(value):

@@ -1,4 +1,4 @@
-"""From a replay's record to what the caller sees: tokens and text, events, callbacks."""
+"""Turns a replay's record into what the caller sees: tokens and text, events, callbacks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 
 StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
 
-# Makes an event of a tuple. The class itself is a Python function, of twice the time.
+# Makes an event from a tuple. Calling the class runs a Python function and takes twice as long.
 _make = tuple.__new__
 
 
 class Delivery:
     """Reads mailbox lanes, finishes requests, and keeps events until a caller has had them.
 
-    scheduler  retires what finishes, and learns how many tokens a speculative row came to
-    gate       learns how many drafts were accepted
-    recorder   learns who finished, while it records
-    forced     whether acceptance is, so that nothing was judged
+    scheduler  retires finished requests, and is told how many tokens a speculative row emitted
+    gate       is told how many drafts were accepted
+    recorder   is told which requests finished, while it records
+    forced     whether acceptance is forced, so that no draft is judged
 
-    `cancelled` collects requests that their owners end, `deadlines` those that may be late;
-    `acceptance` is of all requests. A wait or a callback that raises, or a `generate` in between,
+    `cancelled` collects requests that their callers cancel, `deadlines` those that may be late;
+    `acceptance` counts all requests. A wait or a callback that raises, or a `generate` in between,
     delays events but loses none.
     """
 
@@ -61,7 +61,8 @@ class Delivery:
         self._gate = gate
         self._recorder = recorder
         self._forced = forced
-        # Events whose callbacks have yet to run, and those that no step has returned, in order.
+        # Events whose callbacks have yet to run, and events that no step has returned yet, in
+        # order.
         self._undelivered: list[Event] = []
         self._unreturned: list[Event] = []
 
@@ -71,12 +72,12 @@ class Delivery:
         return bool(self.cancelled or self._undelivered or self._unreturned)
 
     def clear(self) -> None:
-        """Drop all that is left, as the engine closes."""
+        """Drop everything that is left, as the engine closes."""
         for left in (self.cancelled, self._undelivered, self._unreturned, self.deadlines.heap):
             left.clear()
 
     def keep(self, events: list[Event]) -> None:
-        """Take the list that a step has returned: the next step returns it, and adds its own."""
+        """Take back the list that a step returned: the next step adds its events and returns it."""
         self._unreturned = events
 
     def read_replay(
@@ -86,7 +87,7 @@ class Delivery:
         logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None,
         now: float,
     ) -> None:
-        """All lanes of a replay's mailbox entry and of its log-probabilities, read at `now`."""
+        """Deliver all lanes of a replay's mailbox entry and log-probabilities, read at `now`."""
         read, width = self.read, replay.width
         lanes = zip(replay.requests, replay.epochs, record, strict=True)
         if logprobs is None:
@@ -112,12 +113,12 @@ class Delivery:
         now: float,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> int:
-        """One lane of a mailbox entry, of a graph that feeds `width` tokens a row.
+        """Deliver one lane of a mailbox entry, from a graph that feeds `width` tokens a row.
 
-        `logprobs` are those of its tokens, where the request asks for them.
+        `logprobs` are those of its tokens, if the request asks for them.
 
-        Its tokens go to the request, unless that has ended; the event awaits its callback. Returns
-        how many the request was given.
+        Its tokens go to the request, unless it has ended; the event waits for its callback. Returns
+        how many tokens the request got.
         """
         state = items[-1]
         flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
@@ -146,12 +147,12 @@ class Delivery:
                 silent = bool(flags & STOP) and request.hides(tokens[-1])
                 text, taken, stopped = request.stream.take(tokens, silent)
                 if taken < count:
-                    # What the step emitted behind a stop string is none of the caller's.
+                    # Tokens after a stop string are not given to the caller.
                     self.counters["discarded_tokens"] += count - taken
                     tokens = tokens[:taken]
             request.pieces.append(text)
             if request.stream.failure is not None:
-                # The token that failed, and those behind it, are none of the caller's.
+                # The token that failed and those after it are not given to the caller.
                 taken = len(request.stream.lengths) - len(request.token_ids)
                 self.counters["discarded_tokens"] += len(tokens) - taken
                 tokens, stopped, ended = tokens[:taken], None, "error"
@@ -180,15 +181,15 @@ class Delivery:
         return len(tokens)
 
     def _announce(self, event: Event) -> None:
-        """The next step to end returns the event, and its request's callback, if any, is to run."""
+        """Queue the event for the next step to return, and for its request's callback, if any."""
         if event.request.callback is not None:
             self._undelivered.append(event)
         if not event.request.private:
             self._unreturned.append(event)
 
     def _log_invalid(self, request: Request) -> None:
-        """Say that no token could be chosen, and what the request bans: that may be all that its
-        grammar allows, as masks know nothing of it.
+        """Log that no token could be chosen, and what the request bans: it may ban all that its
+        grammar allows, as masks do not take bans into account.
         """
         params, bans, where = request.params, [], ""
         if params.bad_words:
@@ -209,7 +210,7 @@ class Delivery:
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
     ) -> tuple[int, FinishReason | None]:
-        """Of what a step emitted, how many tokens the grammar lets count; why it ends, if so."""
+        """How many of a step's tokens the grammar accepts, and why it ends, if it does."""
         taken, ended = guide.take(tokens, more=flags == EMITTED)
         self.counters["discarded_tokens"] += len(tokens) - taken
         if ended == "error":
@@ -220,7 +221,7 @@ class Delivery:
     def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
         """Tell the scheduler, the statistics and the gate what a speculative row came to.
 
-        verified  tokens that it fed and that were judged: drafts that were not there are not
+        verified  tokens that it fed and that were judged: without missing drafts
         """
         placement = request.placement
         if placement is None or placement.epoch != epoch:
@@ -241,7 +242,7 @@ class Delivery:
         now: float,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
-        """Retire the request; its last event brings the text that was held back."""
+        """Retire the request; its last event has the text that was held back."""
         tail = ""
         if request.stream is not None:
             known = request.stream.failure
@@ -263,7 +264,7 @@ class Delivery:
         self._announce(Event(request, token_ids, text + tail, reason, now, logprobs))
 
     def end_due(self) -> None:
-        """Finish what was cancelled since the last call, and what is late."""
+        """Finish the requests that were cancelled since the last call, and those that are late."""
         while self.cancelled:
             request = self.cancelled.pop(0)
             self._finish(request, "cancelled", (), "", time.perf_counter())
@@ -273,7 +274,7 @@ class Delivery:
                 self._finish(request, "deadline", (), "", now)
 
     def _ask(self, callback: StopCallback) -> BaseException | None:
-        """Finish what `stop_callback` says; returns what it raised, or what is wrong with it."""
+        """Finish what `stop_callback` returns; returns what it raised, or what is wrong with it."""
         active = {
             request.id: request
             for request in self._scheduler.active
@@ -292,15 +293,16 @@ class Delivery:
             return error
         now = time.perf_counter()
         for number in ended:
-            # The callback may have cancelled it itself.
+            # The callback itself may have cancelled it.
             if active[number].finish_reason is None:
                 self._finish(active[number], "stop", (), "", now)
         return None
 
     def run_callbacks(self) -> list[Event]:
-        """Run the callbacks of new events; return these behind those left from earlier steps.
+        """Run the callbacks of new events; return these after the events left from earlier steps.
 
-        What the first of them raises is raised behind the last; `stop_callback` comes before all.
+        The first exception of a callback is raised after the last callback; `stop_callback` runs
+        first.
         """
         failure = None if self.stop_callback is None else self._ask(self.stop_callback)
         while self._undelivered:
@@ -318,7 +320,7 @@ class Delivery:
 
 
 def drafts_of(record: Payloads) -> tuple[int, int]:
-    """Drafts that the lanes of a speculative step verified, and those of them that were right."""
+    """Drafts that the lanes of a speculative step verified, and how many of them were right."""
     drafted = accepted = 0
     for items in record:
         lane = unpack_state(items[-1])

@@ -1,8 +1,8 @@
-"""Log-probabilities as the host reads them: from a mailbox of their own, for those who asked.
+"""Log-probabilities on the host, read from a mailbox of their own for requests that ask for them.
 
-`kernels/logprobs_mailbox.py` has the layout. Of an entry only the items that a replay has written
-are looked at: which these are follows from the replay's record in the first mailbox and from what
-its requests asked for.
+`kernels/logprobs_mailbox.py` has the layout. Only the items of an entry that a replay has written
+are read: which these are follows from the replay's record in the first mailbox and from what its
+requests asked for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NO_ID = 0xFFFF_FFFF
 
 
 Wanted = tuple[tuple[int, ...], int]
-"""Of a lane: its tokens, and how many of the most probable ones each has beside it."""
+"""For a lane: its tokens, and how many of the most probable tokens each has besides its own."""
 
 
 class LogprobMailbox:
     """A ring in step with the engine's mailbox: entry for entry, tag for tag.
 
-    tokens  of a row in the widest step
-    top     most probable tokens that a request gets at most
+    tokens  tokens of a row in the widest step
+    top     largest number of most probable tokens that a request may ask for
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class LogprobMailbox:
     def wait(
         self, sequence: int, lanes: Sequence[Wanted], **how: Any
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """For each lane the log-probabilities of its tokens; None for one without tokens. Waits as
-        `Mailbox.wait`: None if something is not there in time.
+        """For each lane the log-probabilities of its tokens; None for a lane without tokens. Waits
+        like `Mailbox.wait`: None if something has not arrived in time.
         """
         found: list[tuple[TokenLogprobs, ...] | None] = [None] * len(lanes)
         self._mailbox.written = [
@@ -78,7 +78,7 @@ class LogprobMailbox:
 class Logprobs:
     """All log-probabilities of an engine: of new tokens and, with `prompts`, of prompts.
 
-    In `prompts` a lane is one of a prompt's chunk, with the token behind it.
+    In `prompts` a lane stands for a token of a prompt's chunk and holds the token after it.
     """
 
     def __init__(self, tokens: LogprobMailbox, prompts: LogprobMailbox | None) -> None:
@@ -92,9 +92,9 @@ class Logprobs:
     def wait(
         self, replay: Replay, record: Payloads, **how: Any
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """For each lane of a replay with this record the log-probabilities of its tokens, None
-        where its request wants none. Those of a prompt go to the request. Waits as `Mailbox.wait`:
-        None if something is not there in time.
+        """For each lane of a replay with this record the log-probabilities of its tokens, None if
+        its request wants none. Those of a prompt go to the request. Waits like `Mailbox.wait`: None
+        if something has not arrived in time.
         """
         sequence = replay.sequence
         lanes = [_wanted(*lane) for lane in zip(replay.requests, record, strict=True)]
@@ -117,18 +117,18 @@ class Logprobs:
 
 
 def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
-    """What a lane with this record, of the mailbox of tokens, has of log-probabilities."""
+    """The log-probabilities that a lane with this record in the mailbox of tokens has."""
     top = request.params.logprobs
-    # Of one that has ended, and whose slot may be another's by now, nothing is read.
+    # Nothing is read for a request that has ended: its slot may have another request by now.
     if top is None or request.finish_reason is not None:
         return (), 0
     return items[: unpack_state(items[-1]).emitted], top
 
 
 class _PartOfMailbox(Mailbox):
-    """A mailbox of whose entries only a part is written: `written`, of the replay to wait for.
+    """A mailbox whose entries are written in part: `written` says which part a replay writes.
 
-    Of each lane in it, the first items, and how many there are behind each.
+    It lists the first items of each lane, and how many items follow each of them.
     """
 
     written: Sequence[tuple[int, list[int], int]] = ()
@@ -153,7 +153,7 @@ class _PartOfMailbox(Mailbox):
 
 
 def _token_logprobs(token: int, payloads: tuple[int, ...]) -> TokenLogprobs:
-    """Of a token and the most probable ones, in this order; each is there once."""
+    """Entries for a token and the most probable tokens, in this order, without duplicates."""
     found = {token: Logprob(_float(payloads[0]), payloads[1])}
     for rank, (top_id, value) in enumerate(zip(payloads[2::2], payloads[3::2], strict=True), 1):
         if top_id != _NO_ID:

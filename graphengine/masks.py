@@ -1,10 +1,11 @@
-"""The masks of a step, from the host to the device, and the drafts that they follow, back.
+"""Copies a step's masks to the device, and the drafts on which they depend back to the host.
 
-`allowed_bits` has W masks for each slot, one for each lane of its row. Those of `allowed_token_ids`
-are written once, when the request is admitted; those of a grammar before each step that it decodes
-in, for they follow its last tokens and the drafts behind these. Where the device drafts, its table
-is copied to pinned memory behind each step's replays while a request with a grammar is admitted,
-and the next step waits for that copy. Without such a request nothing is copied, and nobody waits.
+`allowed_bits` has W masks for each slot, one for each lane of its row. Masks of `allowed_token_ids`
+are written once, when the request is admitted; masks of a grammar before each of its decode steps,
+as they depend on its last tokens and the drafts after these. Where the device drafts, its table of
+drafts is copied to pinned memory after each step's replays while a request with a grammar is
+admitted, and the next step waits for that copy. Without such a request nothing is copied, and
+nothing waits.
 
 Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V vocabulary.
 """
@@ -29,14 +30,15 @@ from graphengine.scheduler import Plan
 class MaskTable:
     """The host's side of `allowed_bits`.
 
-    buffers      of the engine; held until it closes
-    host_drafts  whether the host writes the drafts, so that it need not ask the device
+    buffers      the engine's buffers; held until it closes
+    host_drafts  whether the host writes the drafts, so that none are copied from the device
     """
 
     def __init__(self, buffers: StaticBuffers, *, host_drafts: bool) -> None:
         field = buffers["allowed_bits"]
         self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
-        # Whose masks the table has, by slot: numbers, so that no request is kept alive.
+        # The request whose masks the table has, by slot: as a number, so that no request is kept
+        # alive.
         self._held: list[int | None] = [None] * len(self._table)
         self._drafts_SK: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -51,10 +53,10 @@ class MaskTable:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def updates(self, plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """The field as the plan's step needs it; nothing where it has not changed.
+        """The field's values for the plan's step; empty if they have not changed.
 
-        `wait` has said that the drafts are there; those of the host are not used up yet. The values
-        are a view of the table: to be loaded at once.
+        Call it once `wait` has returned True, and before the host's drafts are used up. The values
+        are a view of the table: load them at once.
         """
         changed: list[int] = []
         if plan.options_changed:
@@ -73,7 +75,7 @@ class MaskTable:
         return {"allowed_bits": Part(first, self._table[first : max(changed) + 1])}
 
     def _hold(self, slot: int, request: Request | None) -> bool:
-        """Give the slot the masks of its request; False where it has them."""
+        """Give the slot the masks of its request; False if it has them already."""
         processing = None if request is None else request.processing
         if processing is None or not processing.flags & USES_MASK:
             request = None
@@ -96,9 +98,7 @@ class MaskTable:
         return drafts
 
     def fetch_drafts(self) -> None:
-        """Queue the copy of what the device has drafted, on the current stream, which is that of
-        the replays.
-        """
+        """Queue the copy of the device's drafts on the current stream, which is the replays'."""
         if self._drafts_SK is not None:
             self._drafts_host.copy_(self._drafts_SK, non_blocking=True)
             if self._event is not None:
@@ -112,10 +112,10 @@ class MaskTable:
         limit: float,
         mode: WaitMode,
     ) -> bool | None:
-        """True once the drafts behind replay `sequence`, the last one, are there; None if they are
-        not within `timeout` seconds (None: however long it takes, up to `limit`).
+        """True once the drafts after the last replay, `sequence`, have arrived; None if they have
+        not within `timeout` seconds (None: no timeout but `limit`).
 
-        TimeoutError after `limit` seconds; what the device reports is raised.
+        TimeoutError after `limit` seconds; errors of the device are raised.
         """
         started = time.perf_counter()
         event: Any = self._event

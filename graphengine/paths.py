@@ -1,4 +1,4 @@
-"""Paths as a user writes them."""
+"""Paths as users write them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """The path with `~` and `~user` expanded. ValueError for a user that there is not."""
+    """The path with `~` and `~user` expanded. ValueError for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Relaxed acceptance, as the step's graphs run it: whose drafts pass, and who is thinking.
+"""Relaxed acceptance in the step's graphs: which drafts pass, and which requests are thinking.
 
 `kernels/relaxed_acceptance.py` has the rule. The state, a threshold by slot, is on the device.
 """
@@ -47,7 +47,7 @@ class Relaxation:
     def judge(
         self, logits_NV: Tensor, lanes: DecodeLanes, params: SamplingTensors, drafts: int, pdl: bool
     ) -> Tensor:
-        """int32 [N]: 1 where the next lane's draft passes whatever this lane samples."""
+        """int32 [N]: 1 where the next lane's draft passes, whatever this lane samples."""
         return relaxed_acceptance(
             logits_NV,
             lanes,
@@ -59,7 +59,7 @@ class Relaxation:
         )
 
     def follow(self, step: FinishedStep, lanes: DecodeLanes, pdl: bool) -> None:
-        """Take in what a decode step emitted."""
+        """Update the state with a decode step's tokens."""
         update_relaxed_delta(
             step.token_N,
             step.count_R,
@@ -72,7 +72,7 @@ class Relaxation:
         )
 
     def follow_prompt(self, prefilled: Prefilled) -> None:
-        """Take in a prompt chunk, and the token sampled behind the last."""
+        """Update the state with a prompt chunk, and the token sampled after the last chunk."""
         buffers = self._buffers
         relaxed_delta_prompt(
             prefilled.chunk.token,

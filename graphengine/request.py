@@ -1,4 +1,4 @@
-"""A request's life as its owner sees it: the handle, and the events of a step."""
+"""A request as its caller sees it: the handle, and the events of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as `max_waiting` allows; nobody's fault, so no ValueError."""
+    """`max_waiting` requests wait already. Not the caller's error, so not a ValueError."""
 
 
 class Phase(enum.Enum):
@@ -34,10 +34,10 @@ class Phase(enum.Enum):
 
 
 class Event(NamedTuple):
-    """What one step brought one request. (A tuple, because a step makes one for every row.)
+    """The news of one request from one step. (A tuple, because a step makes one for every row.)
 
-    token_ids      new tokens, in order; empty where only the state changed
-    text           text that became final with them; it may lag behind the tokens
+    token_ids      new tokens, in order; empty if only the state changed
+    text           text that they made final; it may come later than its tokens
     finish_reason  set on the request's last event
     time           `time.perf_counter()` when the host read the tokens
     logprobs       of each new token, where the request asks for them
@@ -53,20 +53,21 @@ class Event(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Placement:
-    """What the scheduler has granted a request. Only the scheduler changes it.
+    """What the scheduler has allocated to a request. Only the scheduler changes it.
 
-    slot           row of every per-slot tensor, for the request's whole life
-    epoch          names this stay in the slot; a record that carries another one is dead
-    reach          positions that it and its drafter can ever write
+    slot           its row in every per-slot tensor, for the request's whole life
+    epoch          identifies this use of the slot; a record with another epoch is ignored
+    reach          positions that it and its drafter can write at most
     blocks         pool blocks of positions 0, block_size, ...; empty while paused. Others may hold
                    the first of them, too
     swap_blocks    host blocks while paused
-    prefilled      prompt tokens whose prefill has been launched, or was not needed
-    noted          those whose prefill was not needed and that were noted on the device, or need not
+    prefilled      prompt tokens whose prefill was launched or not needed
+    noted          prompt tokens whose prefill was not needed, and that were noted on the device or
+                   need not be
     begun          whether a chunk of its prompt has been launched
-    indexed        blocks of the prompt that the index of prefixes has, or is not to have
-    least          tokens sampled at least, once all launches have run: each one counts for one
-    in_doubt       drafts in flight; as many more may have been sampled
+    indexed        blocks of the prompt that are in the index of prefixes, or must not be
+    least          fewest tokens sampled once all launches have run: one for each launch
+    in_doubt       drafts in flight; up to as many more tokens may have been sampled
     """
 
     slot: int
@@ -83,7 +84,7 @@ class Placement:
 
     @property
     def most(self) -> int:
-        """Tokens sampled at most, once all launches have run; it may exceed what was asked for."""
+        """Most tokens sampled once all launches have run; may exceed the number asked for."""
         return self.least + self.in_doubt
 
 
@@ -94,19 +95,19 @@ class Request:
     and `text` so far, `logprobs` of them, `prompt_logprobs`, `cached_tokens`, `finish_reason`,
     `stop_reason`, `timings`, `pauses`, `acceptance`.
 
-    id           its number in its engine, from 1: in `StepReport`, in the recorder, in
-                 `Engine.requests` and what `Engine.stop_callback` is called with
-    priority     the lowest of those that wait starts first, arrival decides among equals
-    deadline     `time.perf_counter()` from which on it is late; None: never
-    cached_tokens  of the prompt that were not prefilled, as their KV was there; 0 until it starts
-    context      KV of the session that it is a turn of
-    block_keys   of the prompt's blocks, by which prefixes are found
-    eos_ids      those of the stop ids that are the checkpoint's
-    private      its events are for its callback alone: no step returns them
+    id           its number in its engine, from 1; used by `StepReport`, the recorder,
+                 `Engine.requests` and the argument of `Engine.stop_callback`
+    priority     of the waiting requests the lowest starts first; arrival decides among equals
+    deadline     `time.perf_counter()` after which it is late; None: never
+    cached_tokens  prompt tokens that were not prefilled, as their KV was there; 0 until it starts
+    context      KV of its session, if it is a turn of one
+    block_keys   keys of the prompt's blocks, by which prefixes are found
+    eos_ids      the stop ids that come from the checkpoint
+    private      whether only its callback gets its events: no step returns them
     pieces       the text in pieces, so that a step adds to it without a copy
-    guide        how far its output has come in its grammar; None without one
-    drafts       what its caller proposed and no step has fed yet; `next_drafts` are those of its
-                 next step
+    guide        state of its output in its grammar; None without one
+    drafts       tokens that its caller proposed and no step has fed yet; `next_drafts` are those of
+                 its next step
     drafts_from  the output token that the first of them stands for, counted from 0
     """
 
@@ -216,13 +217,13 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The text so far. A string of all of it is made where a step has added to it."""
+        """The text so far. The pieces are joined when this is read, if a step has added any."""
         if len(self.pieces) > 1:
             self.pieces[:] = ["".join(self.pieces)]
         return self.pieces[0] if self.pieces else ""
 
     def reason_to_stop(self) -> int | tuple[int, ...] | None:
-        """Which stop token or sequence its last token is the end of; None for EOS."""
+        """The stop token or sequence that ends with its last token; None for EOS."""
         token = self.token_ids[-1]
         if token in self.eos_ids:
             return None
@@ -233,7 +234,7 @@ class Request:
         return next(map(tuple, ended))
 
     def hides(self, stop_token: int) -> bool:
-        """Whether this token, as it ends the request, has no text. Stop sequences keep theirs."""
+        """Whether this token has no text as it ends the request. Stop sequences keep theirs."""
         if stop_token not in self.eos_ids and stop_token not in self.params.stop_tokens:
             return False
         return not self.params.include_stop_str_in_output
@@ -246,15 +247,15 @@ class Request:
 
     @property
     def min_len(self) -> int:
-        """Tokens of the sequence, prompt included, before which no stop id may come."""
+        """Length of the sequence, prompt included, below which no stop id may come."""
         return self.prompt_len + self.params.min_tokens
 
     @property
     def next_drafts(self) -> tuple[int, ...]:
         """Drafts for the tokens that its next step samples.
 
-        Where tokens came since they were proposed, those behind the ones that came; none of them
-        where one that came is not as proposed.
+        Tokens that came since the proposal are skipped; if one of them differs from the proposal,
+        there are no drafts.
         """
         came = len(self.token_ids) - self.drafts_from
         if not came or not self.drafts:
@@ -263,7 +264,7 @@ class Request:
         return self.drafts[came:] if said == self.drafts[:came] else ()
 
     def belongs_to(self, cancelled: list[Request]) -> bool:
-        """Whether this list, which each engine has one of, is where it goes when cancelled."""
+        """Whether its engine is the one with this list of cancelled requests."""
         return self._cancelled is cancelled
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""What a finished request has produced."""
+"""The results of finished requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error", "deadline"]
 
 @dataclass(kw_only=True, slots=True)
 class Timings:
-    """Host times in seconds of `time.perf_counter()`, as tokens reached the host.
+    """Host times in seconds of `time.perf_counter()`; a token's is when it reached the host.
 
-    `submitted` is when the caller called: what turns its prompt into tokens comes behind it.
+    `submitted` is the time of the caller's call: tokenising the prompt comes after it.
     """
 
     submitted: float
@@ -34,21 +34,21 @@ class Timings:
 
 
 class Logprob(NamedTuple):
-    """Of a token: its log-probability, and its rank, of which 1 is the most probable."""
+    """A token's log-probability and its rank; rank 1 is the most probable token."""
 
     logprob: float
     rank: int
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Of a position, by token id: the token that came first, then the most probable ones in order."""
+"""For a position, by token id: first the token that came, then the most probable ones in order."""
 
 
 class Segment(NamedTuple):
     """The part of a text that one token made certain: characters `start` to `end`, without `end`.
 
-    A character of several tokens belongs to the one that completes it; a token without text of its
-    own has an empty segment.
+    A character made of several tokens belongs to the token that completes it; a token without text
+    of its own has an empty segment.
     """
 
     token_id: int
@@ -61,14 +61,16 @@ class Segment(NamedTuple):
 class Result:
     """A finished request. `token_ids` end with the stop token where one ended the request.
 
-    text_ends    characters of `text` up to and with each token; empty without a tokenizer
+    text_ends    number of characters of `text` up to and including each token; empty without a
+                 tokenizer
     stop_reason  the stop string, the stop token id or the stop token sequence that ended it; None
-                 for an end-of-sequence token, a `stop_callback` and whatever is no "stop"
-    acceptance   counts what became of its drafts; without speculation it is empty
-    cached_tokens  tokens of the prompt that were not prefilled, as their KV was there already: of
-                 a session, or of another prompt that begins with them
-    logprobs     if it asked for them: an entry for each of `token_ids`
-    prompt_logprobs  the same of the prompt's; the first, which follows from nothing, is None
+                 for an end-of-sequence token, a `stop_callback` and every reason but "stop"
+    acceptance   counts its verified and accepted drafts; empty without speculation
+    cached_tokens  prompt tokens that were not prefilled, as their KV was there already: from a
+                 session, or from another prompt that begins with them
+    logprobs     an entry for each of `token_ids`, if the request asked for them
+    prompt_logprobs  the same for the prompt's tokens; the first entry is None, as no token precedes
+                     it
     """
 
     request_id: int
@@ -87,7 +89,7 @@ class Result:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over the tokens; None without `logprobs`."""
+        """The sum of the tokens' log-probabilities; None without `logprobs`."""
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)
@@ -95,7 +97,7 @@ class Result:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """One segment a token; together they are `text`. None of them without a tokenizer."""
+        """One segment a token; together they are `text`. Empty without a tokenizer."""
         starts = (0, *self.text_ends[:-1])
         spans = zip(self.token_ids, starts, self.text_ends, strict=False)
         return tuple(
@@ -103,24 +105,24 @@ class Result:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The result in plain JSON types. These names stay as they are; more may come.
+        """The result in plain JSON types. These names will not change; names may be added.
 
         request_id        number of the request in its engine, from 1
         prompt_token_ids  list of ids
-        token_ids         list of ids, what ended the request included
-        text              what the tokens say; empty without a tokenizer
+        token_ids         list of ids, including what ended the request
+        text              text of the tokens; empty without a tokenizer
         segments          list of {"token_id", "text", "start", "end"}, one for each token
         finish_reason     "stop", "length", "cancelled", "error" or "deadline"
         stop_reason       the stop string (text), stop token (id) or stop token sequence (list of
                           ids) that ended it, or null
-        seed              of its random numbers, drawn by the engine where none was given
+        seed              of its random numbers, drawn by the engine if none was given
         timings           seconds from its submission: {"time_to_first_token" (null without one),
                           "tokens": when each reached the host, "finished"}
         cached_tokens     tokens of the prompt whose KV was there already
-        acceptance        `Acceptance.as_dict()`: what became of its drafts
+        acceptance        `Acceptance.as_dict()`: counts of its drafts
         logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
-                          token's own, then those of the most probable ones
-        prompt_logprobs   null, or the same of the prompt's tokens, null for the first
+                          token's own entry, then those of the most probable tokens
+        prompt_logprobs   null, or the same for the prompt's tokens, with null for the first
         """
         submitted, finished = self.timings.submitted, self.timings.finished
         reason = self.stop_reason

@@ -18,12 +18,11 @@ VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent 
 
 
 def parse_speculative(text: str) -> Speculative | None:
-    """The options that a `GRAMMAR` text names, what it leaves out at its default; None for "off".
+    """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
 
-    `mtp:K:own` is eagle in a graph of its own, `mtp:K:target` vanilla whose modules all read the
-    target's hidden states. The last part of `model:PATH:K` is K where it is a
-    number, so that a path may hold colons.
-    ValueError shows the text and the grammar, or says which value cannot be.
+    `mtp:K:own` is eagle in a graph of its own; `mtp:K:target` is vanilla with modules that all read
+    the target's hidden states. The last part of `model:PATH:K` is K where it is a number, so that a
+    path may hold colons. ValueError shows the text and the grammar, or says which value is invalid.
     """
     name, *values = text.split(":")
     match name, values:
@@ -57,7 +56,7 @@ def parse_draft_vocabulary(text: str) -> DraftVocabulary:
 def with_draft_vocabulary(
     speculative: Speculative | None, vocabulary: DraftVocabulary
 ) -> Speculative:
-    """The same mode over this part of the vocabulary. ValueError where it scores none."""
+    """The same mode over this part of the vocabulary. ValueError if the mode has no vocabulary."""
     if not isinstance(speculative, MTP):
         raise ValueError(f"a draft vocabulary is for mtp, not for speculative={speculative!r}")
     return replace(speculative, draft_vocab=vocabulary)

@@ -1,4 +1,4 @@
-"""What the output of a request must be, by the names of vLLM's `StructuredOutputsParams`."""
+"""The form a request's output must have; names as in vLLM's `StructuredOutputsParams`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whi
 class StructuredOutputsParams:
     """Exactly one of these five; checked when it is made, compiled when a request is submitted:
 
-    json         JSON that a schema describes: the schema as a mapping, which is kept as its text,
-                 or as text
+    json         JSON that a schema describes: the schema as text, or as a mapping, which is stored
+                 as text
     regex        text that matches as a whole, in the syntax of Rust's `regex` crate: no look-around
                  and no back references
     choice       one of these strings
@@ -25,11 +25,11 @@ class StructuredOutputsParams:
 
     And for the JSON ones:
 
-    disable_any_whitespace         none between its tokens, which also keeps a model from an endless
-                                   run of blanks
-    disable_additional_properties  objects of a schema have no properties but those that it names,
-                                   where it says nothing of others
-    whitespace_pattern             regular expression of what may stand between its tokens
+    disable_any_whitespace         no whitespace between its tokens, which also keeps a model from
+                                   an endless run of blanks
+    disable_additional_properties  objects of a schema have only the properties that it names,
+                                   unless it speaks of others
+    whitespace_pattern             regular expression of the whitespace allowed between its tokens
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -82,12 +82,12 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """ValueError unless it is a JSON schema's text, or a mapping that has one."""
+    """The text of a JSON schema or of a mapping; ValueError for anything else."""
     if isinstance(schema, Mapping):
         try:
             return json_text.dumps(dict(schema))
         except RecursionError as error:
-            # Its `repr` would raise the same.
+            # Its `repr` would raise the same error.
             raise ValueError(f"json is nested too deep: {error}") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"json={schema!r} is no JSON: {error}") from error
@@ -105,7 +105,7 @@ def _schema_text(schema: object) -> str:
 
 
 def _choices(choices: object) -> tuple[str, ...]:
-    """ValueError unless it is a list of strings, one at least."""
+    """ValueError unless it is a list of at least one string."""
     if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
         raise ValueError(f"choice={choices!r} must be a list of strings")
     if not choices:
@@ -117,7 +117,7 @@ def _choices(choices: object) -> tuple[str, ...]:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, where objects with named properties have no others unless it speaks of them."""
+    """The schema; its objects with named properties have no others unless it speaks of them."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
