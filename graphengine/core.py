@@ -1,8 +1,9 @@
-"""The core of an engine: what decides, and the loop of a step over one runtime.
+"""The core of an engine: it takes the decisions, and runs the loop of a step over one runtime.
 
     plan -> load -> replay -> collect
 
-`Engine` is its face. Ways to run requests (`runs`), sessions and snapshots work with the core, too.
+`Engine` is its public face. Ways to run requests (`runs`), sessions and snapshots use the core,
+too.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def _counts_of_oldest(core: EngineCore, timeout: float | None) -> tuple[int, int
 class EngineCore:
     """Scheduler, intake, delivery, gate and recorder around one `runtime`, which it closes.
 
-    in_flight    the replays of each step that was launched and not collected, oldest first
+    in_flight    replays of each step that was launched and not yet collected, oldest first
     description  what latency and numerics depend on, for reports
     closed       whether `close()` was called
-    broken       why only `close()` is left; None while all is well
+    broken       why only `close()` may still be called; None while all is well
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class EngineCore:
         self._busy_in: str | None = None
         self._counter_of = {key: f"replays/{key.name}" for key in runtime.graphs}
 
-    # The door.
+    # Entry.
 
     def check_open(self) -> None:
         """ValueError once closed, RuntimeError once broken."""
@@ -121,9 +122,9 @@ class EngineCore:
             raise RuntimeError(f"the engine is broken, close it: {self.broken}")
 
     def _break(self, error: BaseException) -> None:
-        """After such an exception nobody knows what host and device agree on: only close is left.
+        """Break the engine: after such an exception host and device may disagree.
 
-        An interrupt breaks a launch and a delivery, but not a wait, which can be repeated.
+        An interrupt breaks it in a launch or a delivery, but not in a wait, which can be repeated.
         """
         self.broken = f"{type(error).__name__}: {error}"
 
@@ -145,7 +146,7 @@ class EngineCore:
         return request
 
     def queue(self, request: Request) -> None:
-        """Let a request that the intake made wait for its turn."""
+        """Queue a request that the intake made."""
         self.scheduler.submit(request)
         if request.deadline is not None:
             self.delivery.deadlines.watch(request)
@@ -155,7 +156,7 @@ class EngineCore:
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
         return self.scheduler.busy or bool(self.in_flight) or self.delivery.pending
 
-    # One step, whole and piece by piece. Each piece is a range for profilers.
+    # One step, then its stages. Each stage is a range for profilers.
 
     def step(self, timeout: float | None) -> list[Event]:
         """What `Engine.step` says."""
@@ -188,7 +189,7 @@ class EngineCore:
 
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan(self) -> Plan | None:
-        """The scheduler's next plan, at the width that the gate allows."""
+        """The scheduler's next plan, at the width that the gate chooses."""
         if self.recorder.recording:
             self.recorder.planning()
         if self.gate is None:
@@ -209,7 +210,7 @@ class EngineCore:
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
         if plan.masks_changed:
-            # Before drafts of the host are used up.
+            # Before the host's drafts are used up.
             updates |= self.runtime.masks.updates(plan, self.scheduler.slots)
         if drafter is not None and drafter.host_drafts and plan.rows:
             updates |= draft_updates(plan, self.scheduler.slots, self.counters)
@@ -219,7 +220,7 @@ class EngineCore:
 
     @ranged("step/replay", _counts)
     def replay(self, plan: Plan) -> None:
-        """Queue the plan's swaps and replays on the stream; the graphs know theirs."""
+        """Queue the plan's swaps and replays on the stream."""
         if plan.swap_out or plan.swap_in:
             self.runtime.swap(len(plan.swap_out), len(plan.swap_in))
         replays = []
@@ -236,7 +237,7 @@ class EngineCore:
             key = decode_key(rows, drafts, self.runtime.program.samplers[-1 if full else 0])
             replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
             if self.drafter is not None and self.drafter.own_graph:
-                # It publishes nothing, so nobody waits for it.
+                # It publishes nothing, so nothing waits for it.
                 self._run(draft_key(rows, drafts), replays[-1])
         if plan.masks_changed and self.scheduler.guided:
             self.counters["guided/steps"] += 1
@@ -274,7 +275,7 @@ class EngineCore:
 
     @ranged("step/collect", _counts_of_oldest)
     def collect(self, timeout: float | None) -> None:
-        """Read the oldest launch, unless it is not done within `timeout` seconds."""
+        """Read the oldest launch if it is done within `timeout` seconds."""
         if self.recorder.recording:
             self.recorder.collecting()
         runtime, replays = self.runtime, self.in_flight[0]
@@ -313,7 +314,7 @@ class EngineCore:
                         self.drafter.collect(replay.chunk)
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
-        """Whether nothing is in flight and, within `timeout` seconds, what was drafted is here."""
+        """Whether nothing is in flight and the drafts arrive within `timeout` seconds."""
         if self.in_flight:
             return False
         try:
@@ -329,7 +330,7 @@ class EngineCore:
         if self.broken is None:
             self.runtime.synchronize()
             if self.drafter is not None:
-                self.counters.update(self.drafter.counters())  # the device holds them no longer
+                self.counters.update(self.drafter.counters())  # the device no longer holds them
         self.scheduler.close()
         self.closed = True
         self.recorder.close()
@@ -377,7 +378,7 @@ def prefill_kind(request: Request) -> PrefillKind:
 
 
 def chunk_key(chunk: PrefillChunk, ladder: BucketLadder) -> GraphKey:
-    """The graph for a chunk, of the token buckets that there are."""
+    """The graph for a chunk, among the captured token buckets."""
     if chunk.noted:
         return note_key(ladder.sizes[-1])
     return prefill_key(ladder.pick(chunk.count), prefill_kind(chunk.request))

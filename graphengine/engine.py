@@ -43,9 +43,9 @@ class Engine:
     In process and single-threaded: call every method from one thread. Use `from_pretrained` to make
     one, `close()` or a `with` block to free everything it holds. ValueError for what the caller
     did. A failing launch or wait raises its own error (RuntimeError; TimeoutError for a replay that
-    never published); from then on every call is a RuntimeError and the engine only closes. So does
-    an interrupt (Ctrl-C) inside a launch, which on a CPU is where the time goes: nobody can tell
-    how far the step had come. One inside a wait does no harm.
+    never published). From then on the engine is broken: every call but `close` is a RuntimeError.
+    An interrupt (Ctrl-C) inside a launch, which on a CPU takes most of the time, breaks it too: how
+    far the step had come is unknown. An interrupt inside a wait does no harm.
     """
 
     def __init__(
@@ -121,21 +121,21 @@ class Engine:
         prompt      text, token ids, chat messages (`{"role": ..., "content": ...}`) or a `Chat`
         on_event    called during `step()` with each of the request's events; it may submit and
                     cancel
-        priority    of those that wait the lowest number starts first, as in vLLM, and the first
-                    come among equals; who has started is paused for nobody's priority
-        deadline_s  seconds from now: a step that begins later finishes the request with reason
-                    "deadline", wherever it stands, and it keeps the tokens that were read
+        priority    of the waiting requests the lowest number starts first, as in vLLM, and of equal
+                    ones the first to come; no running request is paused for it
+        deadline_s  seconds from now: a step that begins later finishes the request in any phase,
+                    with reason "deadline", and it keeps the tokens that were read
 
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
-        `QueueFull`, a RuntimeError, where `max_waiting` requests wait already.
+        `QueueFull`, a RuntimeError, if `max_waiting` requests wait already.
         """
         return self.core.submit(prompt, params, on_event, **options)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Propose what `request` says behind its `token_ids` so far; `UserProvided` says more.
+        """Propose what `request` says after its `token_ids` so far; see `UserProvided`.
 
         Its next decode step verifies them. ValueError for more than k, for anything but token ids,
-        for a request that is finished or of another engine, and in an engine of other drafts.
+        for a request that is finished or of another engine, and in an engine with another drafter.
         """
         self.core.check_open()
         self.core.intake.draft(request, token_ids, self.core.drafter)
@@ -144,15 +144,15 @@ class Engine:
         """Launch what can be launched, then return the events of the oldest replay in flight.
 
         timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
-                 An empty list where it was not done in time, or only fed a part of a prompt, or
-                 where the drafts that a grammar's masks follow were not there in time. A run of
-                 Python's collector (`EngineConfig.collect_while_waiting`), with its finalizers and
-                 callbacks, is a part of the wait, which it may lengthen.
+                 The list is empty if it was not done in time or only fed a part of a prompt, or if
+                 drafts that a grammar's masks need did not arrive in time. A run of Python's
+                 collector (`EngineConfig.collect_while_waiting`), with its finalizers and
+                 callbacks, is part of the wait and may lengthen it.
 
-        What an event callback or `stop_callback` raises goes on to the caller once every callback
-        has run; the events come with the next step. Events of a `generate`, `stream` or `astream`
-        go to its caller alone; those that come while one of these runs, and have a callback, to
-        that alone.
+        An exception of an event callback or of `stop_callback` is raised once every callback has
+        run; the events come with the next step. Events of a `generate`, `stream` or `astream` go
+        only to its caller. While one of these runs, other events that have a callback go only to
+        that callback.
         """
         return self.core.step(None if timeout is None else seconds("timeout", timeout))
 
@@ -163,22 +163,22 @@ class Engine:
 
     @property
     def requests(self) -> dict[int, Request]:
-        """By id, the requests that are not finished, of `generate` and sessions too; a copy."""
+        """Unfinished requests by id, including those of `generate` and sessions; a copy."""
         return {each.id: each for each in (*self.scheduler.active, *self.scheduler.waiting)}
 
     def last_step(self) -> StepReport:
-        """Who the last `step()` left active, and who it paused, resumed and finished."""
+        """The requests that the last `step()` left active, paused, resumed and finished."""
         return describe_step(self.scheduler)
 
     @property
     def stop_callback(self) -> StopCallback | None:
-        """Who else ends requests; None: nobody. ValueError for what cannot be called.
+        """A callback that may finish requests; None: none. ValueError if it cannot be called.
 
-        Once in every `step()` that leaves a request active, in front of the events' callbacks, it
-        is called with the ids of all that are active (in a slot and not paused); `requests` has
-        them by id. It returns those to finish: with reason "stop", stop reason None and the tokens
-        they have. Any other id is a ValueError, and then nobody is finished. It may submit and
-        cancel.
+        In every `step()` that leaves a request active, it is called once, before the events'
+        callbacks, with the ids of all active requests (in a slot and not paused); `requests` has
+        them by id. It returns the ids of those to finish: with reason "stop", stop reason None and
+        the tokens they have. Any other id is a ValueError, and then none is finished. It may submit
+        and cancel.
         """
         return self.core.delivery.stop_callback
 
@@ -218,11 +218,11 @@ class Engine:
         """Run one prompt, or a list of them as a batch, to the end.
 
         progress  called with (requests finished, requests) after each step that finished one
-        options   `priority` and `deadline_s` of `submit`, for each of them
+        options   `priority` and `deadline_s` of `submit`, for each prompt
 
-        Returns a `Result`, or a list of them in the order of the prompts. Other requests go on
-        meanwhile; the next `step()` returns their events. What `progress` or one of their callbacks
-        raises ends this call, too, and cancels its requests.
+        Returns a `Result`, or a list of them in the order of the prompts. Other requests continue
+        meanwhile; the next `step()` returns their events. An exception of `progress` or of another
+        request's callback also ends this call and cancels its requests.
         """
         self.core.check_open()
         return runs.generate(self.core, prompts, params, progress, **options)
@@ -243,10 +243,10 @@ class Engine:
         """Submit a request now; `async for event in engine.astream(...)` brings its events.
 
         It steps the engine on the caller's asyncio loop, without a thread: a step that never waits,
-        then the loop's other tasks. Any number of them may run in one loop, beside a task that
-        calls `step(timeout=0)`. A task that is cancelled, an exception, or closing the iterator
-        early (`contextlib.aclosing` does so at once) cancels the request; whoever steps next frees
-        its slot. `options` as for `stream`.
+        then the loop's other tasks. Any number of them may run in one loop, together with a task
+        that calls `step(timeout=0)`. A cancelled task, an exception, or closing the iterator early
+        (`contextlib.aclosing` does so at once) cancels the request; the next step frees its slot.
+        `options` as for `stream`.
         """
         return runs.astream(self.core, partial(self.submit, prompt, params, **options))
 
@@ -261,7 +261,7 @@ class Engine:
         """The session that `Session.snapshot` copied, or the one in the file that it wrote.
 
         ValueError, with both values, for another model, dtype, `numerics_id`, device or layout, for
-        damage, and where it exceeds `max_seq_len`, the pool's free blocks or `session_blocks`.
+        damage, and if it exceeds `max_seq_len`, the pool's free blocks or `session_blocks`.
         """
         return restore_session(self.core, source)
 
@@ -272,7 +272,7 @@ class Engine:
 
     @property
     def acceptance(self) -> Acceptance:
-        """What became of the drafts of all requests."""
+        """Counts of verified and accepted drafts of all requests."""
         return self.core.delivery.acceptance
 
     @property
@@ -292,15 +292,16 @@ class Engine:
         return make_report(self.config, self.memory, self.core.runtime, self.scheduler)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, and what became of the drafts, since the engine opened; a copy.
+        """Counters and acceptance of drafts since the engine opened; a copy.
 
         acceptance  `Acceptance.as_dict()` of all requests: tokens a step, rates by position
         gate        the draft length in use; None without a gate
         kv          blocks of the pool: `blocks` in all, `vacant` ones, `idle` ones that sessions or
-                    cached prefixes keep, of which `session_blocks` may be idle; None: any number
+                    cached prefixes keep, and `session_blocks`, how many may be idle; None: any
+                    number
         counters    tokens, replays by graph, pauses, discarded tokens, what the gate did, ...
 
-        Of some drafters it waits for the device, which holds a counter.
+        With some drafters it waits for the device, which holds a counter.
         """
         core = self.core
         return statistics(core.scheduler, self.acceptance, core.gate, core.drafter)
@@ -308,8 +309,8 @@ class Engine:
     def close(self) -> None:
         """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled.
 
-        What describes the engine can still be read: `stats`, `report`, `numerics_id`, `last_step`,
-        the recorder. All else is a ValueError. Calling again is fine.
+        Descriptions can still be read: `stats`, `report`, `numerics_id`, `last_step`, the recorder.
+        All else is a ValueError. May be called again.
         """
         self.core.close()
 

@@ -1,8 +1,8 @@
-"""`graphengine graph`: the captured graphs of an engine as files, and what two dumps differ in.
+"""`graphengine graph`: an engine's captured graphs as files, and the differences of two dumps.
 
 A dump is a folder: a JSON file for each graph, and `index.json` with the name of each graph's file,
-the engine's configuration, and what the graphs were captured on and with. Two of them, made at two
-commits or with two configurations, can be compared anywhere.
+the engine's configuration, and the device and versions of the capture. Two dumps, from two commits
+or two configurations, can be compared on any machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Dump:
 class DumpDiff:
     """How a dump differs from another one; `changed` has no graph without changes.
 
-    `facts` are those that differ, as (before, after); they alone make no dump another one.
+    `facts` has the facts that differ, as (before, after); they alone do not count as a change.
     """
 
     facts: Mapping[str, tuple[Any, Any]]
@@ -54,7 +54,7 @@ class DumpDiff:
 
     @property
     def differs(self) -> bool:
-        """Whether any graph does."""
+        """Whether any graph differs."""
         return bool(self.added or self.removed or self.changed)
 
     def to_json(self) -> str:
@@ -75,7 +75,7 @@ class DumpDiff:
         )
 
     def to_text(self, limit: int) -> str:
-        """What differs, with at most `limit` changes of each graph, and a last line that counts."""
+        """The differences, at most `limit` changes of each graph, and a last line with counts."""
         lines = [
             f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
             for name, (old, new) in self.facts.items()
@@ -95,7 +95,7 @@ class DumpDiff:
 
 
 def prepare_dump(config: EngineConfig, out: Path, drawing: str | None) -> None:
-    """Make the folder `out`; ValueError, before anything is loaded, where a dump cannot be made."""
+    """Make the folder `out`; ValueError, before anything is loaded, if no dump can be made."""
     if torch.device(config.device).type != "cuda":
         raise ValueError(
             f"device={config.device!r} has no graphs to dump: steps are captured on a GPU only "
@@ -114,7 +114,7 @@ def prepare_dump(config: EngineConfig, out: Path, drawing: str | None) -> None:
 
 
 def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
-    """All graphs of `engine`, which is on a GPU, and what they were captured of, on and with."""
+    """All graphs of `engine`, which is on a GPU, and the facts about their capture."""
     device = engine.memory.device
     config = {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)}
     return Dump(
@@ -136,9 +136,9 @@ def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
 
 
 def write_dump(made: Dump, folder: Path, *, drawing: str | None = None) -> None:
-    """Write a dump into `folder`, which is there and empty.
+    """Write a dump into `folder`, which exists and is empty.
 
-    drawing  "dot" or "svg": each graph as that, too; None: neither
+    drawing  "dot" or "svg": also draw each graph in that format; None: no drawings
     """
     files = {name: f"{file_name(name)}.json" for name in made.graphs}
     assert len({*files.values(), INDEX}) == len(files) + 1, f"{files=}"
@@ -153,7 +153,7 @@ def write_dump(made: Dump, folder: Path, *, drawing: str | None = None) -> None:
 
 
 def read_dump(folder: Path) -> Dump:
-    """What `write_dump` wrote; ValueError, with the path, for anything else."""
+    """Read what `write_dump` wrote; ValueError, with the path, for anything else."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -182,7 +182,7 @@ def _parts_of_index(index: Any) -> tuple[dict[str, str], dict[str, Any]]:
     if not files:
         raise ValueError("'graphs' is {}, and no engine is without a graph")
     for name, file in files.items():
-        # Nothing outside of the folder is read, whatever an index says.
+        # No file outside the folder is read, whatever an index says.
         if not isinstance(file, str) or file != file_name(file):
             raise ValueError(f"graph {name!r} is in {file!r}, which names no file of a dump")
     return files, index["facts"]
@@ -215,7 +215,7 @@ def diff_dumps(
 
 
 def _plain(value: Any) -> Any:
-    """A value of a configuration as JSON has it, and reads it back."""
+    """A value of a configuration as it is after a round trip through JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return list(map(_plain, value)) if isinstance(value, tuple | list) else str(value)

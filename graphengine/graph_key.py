@@ -1,6 +1,6 @@
-"""Which graph: the key of each one that an engine captures.
+"""The key of each graph that an engine captures.
 
-A key is data. Its name is made for people (reports, files, counters), and nothing reads it back.
+A key is data. Its name is for people (reports, files, counters); nothing parses it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Sampler = Literal["fast", "full"]
-"""`fast`: greedy or by temperature, folded into lm_head. `full`: top-k, top-p and min-p as well,
-and all else that a request asks of its logits."""
+"""`fast`: greedy or by temperature, folded into lm_head. `full`: also top-k, top-p, min-p and every
+other option on a request's logits."""
 
 PrefillKind = Literal["fast", "full", "prompt"]
-"""`fast`: of requests that ask nothing of their logits. `full`: of others. `prompt`: of those that
-ask for log-probabilities of their prompts."""
+"""`fast`: for requests without options on their logits. `full`: for others. `prompt`: for requests
+that ask for log-probabilities of their prompts."""
 
 GraphKind = Literal["prefill", "decode", "draft"]
 
@@ -21,12 +21,12 @@ GraphKind = Literal["prefill", "decode", "draft"]
 class GraphKey(NamedTuple):
     """One captured graph.
 
-    kind     "prefill" takes in a prompt's chunk, "decode" advances rows, "draft" is a drafter's own
+    kind     "prefill" feeds a prompt's chunk, "decode" advances rows, "draft" is a drafter's own
              graph, which runs after the decode graph of the same rows and drafts
-    size     tokens of a prefill bucket, or rows of another
-    drafts   of each row that a decode graph verifies
-    variant  a decode's sampler, or what a prefill does: its `PrefillKind`, or "note" for tokens
-             whose KV is there already
+    size     tokens of a prefill bucket, or rows of another bucket
+    drafts   drafts that a decode graph verifies in each row
+    variant  sampler of a decode; for a prefill its `PrefillKind`, or "note" for tokens whose KV is
+             there already
     """
 
     kind: GraphKind
@@ -36,7 +36,7 @@ class GraphKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As reports and files call it: "decode/8/k3/fast", "prefill/64", "prefill/64/note"."""
+        """Its name in reports and files: "decode/8/k3/fast", "prefill/64", "prefill/64/note"."""
         parts = [self.kind, str(self.size)]
         if self.drafts or self.kind == "draft":
             parts.append(f"k{self.drafts}")
@@ -46,7 +46,7 @@ class GraphKey(NamedTuple):
 
     @property
     def publishes(self) -> bool:
-        """Whether it writes a record that the host waits for."""
+        """Whether the graph writes a record that the host waits for."""
         return self.kind != "draft"
 
 
@@ -56,15 +56,15 @@ def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast") -> GraphKe
 
 
 def draft_key(rows: int, drafts: int) -> GraphKey:
-    """The drafter's own graph after that of `decode_key`, where it has one."""
+    """The drafter's own graph, if it has one, that follows the graph of `decode_key`."""
     return GraphKey("draft", rows, drafts)
 
 
 def prefill_key(tokens: int, kind: PrefillKind = "fast") -> GraphKey:
-    """The graph that takes in up to `tokens` tokens; that of each kind has all filters."""
+    """The graph that feeds up to `tokens` tokens; that of each kind has all filters."""
     return GraphKey("prefill", tokens, variant=kind)
 
 
 def note_key(tokens: int) -> GraphKey:
-    """The graph that notes up to so many tokens of a prompt whose KV is there."""
+    """The graph that notes up to this many prompt tokens whose KV is there already."""
     return GraphKey("prefill", tokens, variant="note")

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Opened(NamedTuple):
-    """What an engine is made of: weights are loaded, nothing else is allocated."""
+    """The parts of an engine: weights are loaded, nothing else is allocated."""
 
     model: Model
     memory: MemoryPlan
@@ -32,7 +32,7 @@ class Opened(NamedTuple):
 def open_checkpoint(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
 ) -> Opened:
-    """Read a checkpoint as `config` wants it; `progress` is told (bytes loaded, bytes in all)."""
+    """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
     checkpoint = Checkpoint.open(path)
     model_config = read_model(checkpoint)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))

@@ -23,8 +23,8 @@ from graphengine.speculative import describe
 class EngineReport:
     """Budget, kernels, ladder, captures and counters of an engine; `str()` is the table.
 
-    kv           the blocks of the pool, as in `Engine.stats`
-    compilation  how the engine's opening came by its kernels; None on a CPU
+    kv           blocks of the pool, as in `Engine.stats`
+    compilation  kernels compiled or read from disk at opening; None on a CPU
     """
 
     memory: MemoryPlan
@@ -64,7 +64,7 @@ class EngineReport:
 def make_report(
     config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduler
 ) -> EngineReport:
-    """The report of the engine with these parts, also once it is closed."""
+    """The report of the engine with these parts, which may be closed."""
     lanes = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
     pdl = config.pdl and memory.device.type == "cuda"
     why = "asked for" if config.row_family else f"for {lanes}"
@@ -128,10 +128,10 @@ def _describe_kv(kv: Mapping[str, int | None]) -> str:
 class StepReport:
     """Ids of requests, each in the order in which it happened.
 
-    active    in a slot and not paused, when the report was made
+    active    in a slot and not paused when the report was made
     paused    paused by the step, to make room for older ones
     resumed   brought back by the step; one may be paused and resumed in the same step
-    finished  ended by the step, for whatever reason
+    finished  ended by the step, for any reason
     """
 
     active: tuple[int, ...]
@@ -153,8 +153,8 @@ def describe_step(scheduler: Scheduler) -> StepReport:
 def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> dict[str, Any]:
     """What latency and numerics depend on.
 
-    `plan_sources` says of each linear of a decode step where its plan came from: "user", "shipped"
-    or "heuristic". On a CPU no kernel runs by it.
+    `plan_sources` says where the plan of each linear of a decode step came from: "user", "shipped"
+    or "heuristic". On a CPU no kernel uses it.
     """
     return {
         "architecture": runtime.model.config.architecture,

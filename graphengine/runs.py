@@ -1,8 +1,8 @@
 """Ways to run requests to their end, each a thin shell over `Engine.step`.
 
-They hear of their own requests through callbacks, so that any number of them, and a loop of plain
-steps, may go on side by side: whoever steps brings everybody's requests forward, and no event goes
-to the wrong one. What another request's callback raises in a step ends the run that stepped.
+They get the events of their own requests through callbacks, so that any number of them, and a loop
+of plain steps, may run at the same time: every step advances all requests, and no event goes to the
+wrong run. An exception in another request's callback ends the run whose step called it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 
 class Submit(Protocol):
-    """Queues a request, whose events go to `on_event`."""
+    """Queues a request whose events go to `on_event`."""
 
     def __call__(self, *, on_event: Callable[[Event], None]) -> Request: ...
 
@@ -93,30 +93,30 @@ def finish(core: EngineCore, submit: Submit) -> Result:
 
 
 def stream(core: EngineCore, submit: Submit) -> Iterator[Event]:
-    """What `Engine.stream` says, of the request that `submit` makes."""
+    """`Engine.stream`, for the request that `submit` makes."""
     request, events = _submit(submit)
     generator = _events(core, request, events)
-    # To its first yield, so that closing an untouched iterator cancels the request too.
+    # Run it to its first yield, so that closing an unused iterator cancels the request too.
     next(generator)
     return cast(Iterator[Event], generator)
 
 
 def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
-    """What `Engine.astream` says, of the request that `submit` makes."""
+    """`Engine.astream`, for the request that `submit` makes."""
     request, events = _submit(submit)
     generator = _events_async(core, request, events)
-    # To its first yield, in front of which it awaits nothing.
+    # Run it to its first yield, before which it awaits nothing.
     with suppress(StopIteration):
         generator.__anext__().__await__().__next__()
     return cast(AsyncIterator[Event], generator)
 
 
 def _ignore(event: Event) -> None:
-    """The event of a private request that nobody asks for."""
+    """Ignores the events of a private request."""
 
 
 def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
-    """A request whose events go into a queue, and that queue."""
+    """Submit a request whose events go into a queue; returns it and the queue."""
     events: deque[Event] = deque()
     request = submit(on_event=events.append)
     request.private = True
@@ -124,10 +124,10 @@ def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
 
 
 def _step(core: EngineCore, timeout: float | None = None) -> None:
-    """A step for those who hear by callbacks.
+    """A step for runs that get their events through callbacks.
 
-    The next plain one returns the events of those who have none; others have heard of theirs, and
-    there may never be a plain one.
+    The next plain step returns the events of requests without a callback. Events with a callback
+    are dropped, as they were delivered and there may never be a plain step.
     """
     events = core.step(timeout)
     core.delivery.keep([event for event in events if event.request.callback is None])
@@ -168,6 +168,6 @@ async def _events_async(
 
 
 def _check_ended(core: EngineCore, last: Event | None) -> None:
-    """ValueError where the engine was closed before the request's last event."""
+    """ValueError if the engine was closed before the request's last event."""
     if last is None or last.finish_reason is None:
         core.check_open()

@@ -1,4 +1,4 @@
-"""A runtime: what one GPU holds of an engine, and what it is told to do with it.
+"""A runtime: the part of an engine that one GPU holds, and the operations on it.
 
 It owns the static buffers, the caches, the mailboxes, the captured graphs and the stream. The host
 decides; a runtime loads what the host changed, replays a graph by its key, and waits for what the
@@ -32,7 +32,7 @@ from graphengine.tuning import numerics_id
 
 
 class Graph(Protocol):
-    """What a runtime replays: a `CapturedGraph`, or what stands in for one."""
+    """What a runtime replays: a `CapturedGraph` or a stand-in for one."""
 
     def replay(self) -> None: ...
 
@@ -46,19 +46,20 @@ class Runtime:
     All tensors keep their addresses until `close()`. One thread calls it.
 
     model         weights and tables
-    buffers       every tensor that a replay can see, but for weights and caches
-    caches        (KV of every block of the pool, the dummy block 0 included, its swap area): the
-                  target's, then the drafter's if it has one
-    mailbox       tokens and flags of each replay; `logprobs` what requests asked for beside them
-    masks         the host's side of the masks of grammars and allowed ids
-    program       the steps that were captured
-    plans         of each linear, and in `plan_sources` where each came from
-    graphs        by key; `replaced` puts others in their places
-    captured      the graphs that were captured, in that order; `captures` says what each took
+    buffers       every tensor that a replay can see, except weights and caches
+    caches        pairs (KV of every block of the pool, including the dummy block 0; its swap area):
+                  the target's, then the drafter's if it has one
+    mailbox       tokens and flags of each replay; `logprobs` has the log-probabilities that
+                  requests asked for
+    masks         the host's side of the masks for grammars and allowed ids
+    program       the captured steps
+    plans         the plan of each linear; `plan_sources` says where each came from
+    graphs        graphs by key; `replaced` puts others in their places
+    captured      the graphs in the order of their capture; `captures` says what each took
     compilation   what was compiled for them; None on a CPU
     numerics_id   `Engine.numerics_id`
-    stream        of all replays and copies; None on a CPU
-    launched      replays that publish, so far: the sequence number of the last one
+    stream        the stream of all replays and copies; None on a CPU
+    launched      publishing replays so far: the sequence number of the last one
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class Runtime:
         self._capture(memory)
 
     def _capture(self, memory: MemoryPlan) -> None:
-        """Compile, warm up and capture every graph, largest first, on padded rows alone."""
+        """Compile, warm up and capture every graph, largest first, with padded rows only."""
         steps = graph_steps(self.program, memory)
-        # The pairs are padded, so nothing moves.
+        # The pairs are padded, so nothing is copied.
         pairs = min(1, memory.swap_blocks)
         swap = partial(self.swap, pairs, pairs)
         with self.on_stream():
@@ -111,10 +112,10 @@ class Runtime:
         self.mailbox.clear()
         self.logprobs.clear()
 
-    # What a step asks for.
+    # Calls of a step.
 
     def load(self, updates: Mapping[str, Any]) -> None:
-        """Bring host-owned fields that changed to the device: one staging block, one copy."""
+        """Copy host-owned fields that changed to the device: one staging block, one copy."""
         self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
 
     def swap(self, out: int, back: int) -> None:
@@ -129,16 +130,16 @@ class Runtime:
             self.launched += 1
 
     def fetch_drafts(self) -> None:
-        """Queue the copy of what was drafted, for the masks of a grammar to follow."""
+        """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
         with self.on_stream():
             self.masks.fetch_drafts()
 
-    # The waits: each returns None where what it waits for is not there within `timeout` seconds
-    # (None: however long it takes, up to the engine's `wait_limit_s`; 0: look once), and raises
-    # TimeoutError at that limit and MailboxBroken where the device failed.
+    # The waits. Each returns None if its data have not arrived within `timeout` seconds (None: up
+    # to the engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and
+    # MailboxBroken if the device failed.
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
-        """The first `lanes` lanes that replay `sequence` published."""
+        """The first `lanes` lanes published by replay `sequence`."""
         return self.mailbox.wait(
             sequence,
             lanes,
@@ -165,29 +166,29 @@ class Runtime:
         """True once the drafts of the last replay are on the host."""
         return self.masks.wait(self.launched, timeout=timeout, mode=self._mode, limit=self._limit)
 
-    # What others do with it.
+    # Calls from outside a step.
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Makes the stream current; nothing on a CPU."""
+        """A context in which the stream is current; does nothing on a CPU."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:
-        """Wait for all that was queued."""
+        """Wait for everything that was queued."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
-        """Copies of KV blocks on the host, [layers, blocks, ...] of each cache; waits for them."""
+        """Copies of KV blocks on the host, [layers, blocks, ...] for each cache; waits for them."""
         with self.on_stream():
             index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
-            # A layer at a time, as what is gathered lies on the device beside the budget.
+            # A layer at a time, as the gathered blocks take device memory outside the budget.
             return tuple(
                 torch.stack([layer.index_select(0, index).cpu() for layer in cache])
                 for cache, _ in self.caches
             )
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
-        """Copy what `read_blocks` returned into these blocks, after all that was queued."""
+        """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
         with self.on_stream():
             index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
             for (cache, _), parts in zip(self.caches, kept, strict=True):
@@ -223,7 +224,7 @@ class Runtime:
 
 
 def _numerics_id(model: Model, memory: MemoryPlan, held: Allocation) -> str:
-    """Of all that the bits of an engine depend on."""
+    """Hash of everything that the bits of an engine depend on."""
     prefill = memory.prefill_ladder.sizes
     return numerics_id(
         model.config.linears,

@@ -7,13 +7,13 @@
         second = session.generate(params)  # prefills what was appended, and a block's rest
 
 A session is its tokens, and blocks of KV for the first of them. A turn is a request whose prompt is
-all of the tokens; it begins with the blocks, prefills the rest, and leaves its own blocks to the
-session. So what a turn says is what a request with the whole conversation as its prompt says, but
-for last bits: the KV of earlier replies was written by the decode kernels, and on a GPU those of a
-prompt depend on where its chunks begin and how long they are.
+all of the tokens; it starts with the session's blocks, prefills the rest, and leaves its own blocks
+to the session. So a turn's output is that of a request with the whole conversation as its prompt,
+except for last bits: the KV of earlier replies was written by the decode kernels, and on a GPU a
+prompt's last bits depend on where its chunks begin and how long they are.
 
-A model with recurrent layers keeps no blocks: their states follow from every token, and exist for
-the newest one alone. Every turn prefills the whole conversation.
+A model with recurrent layers keeps no blocks: their states depend on every token, and only that of
+the newest token exists. Every turn prefills the whole conversation.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from graphengine.snapshots import SessionSnapshot, copy_out
 class Session:
     """Tokens that grow turn by turn, and the KV of the first of them. `Engine.session` makes one.
 
-    Between turns its blocks are idle: they are given to whoever needs them (`Reuse.evict` says in
-    which order), then the session is `evicted`, and its next turn prefills everything again. Its
-    tokens are never lost. Of a session with more than `session_blocks` blocks the first are kept.
+    Between turns its blocks are idle: when other requests need them they are taken (`Reuse.evict`
+    says in which order). Then the session is `evicted`, and its next turn prefills everything
+    again. Its tokens are never lost. A session with more than `session_blocks` blocks keeps only
+    the first ones.
 
-    One turn runs at a time. While it does, all that would change the session or read its KV is a
-    ValueError, as is every call but `close` once the session or its engine is closed; `token_ids`
-    and `len` stay what they were when the turn began.
+    One turn runs at a time. Until it ends, every call that would change the session or read its KV
+    is a ValueError, and `token_ids` and `len` are as they were when the turn began. Once the
+    session or its engine is closed, every call but `close` is a ValueError.
     """
 
     def __init__(self, core: EngineCore, tokens: list[int], context: Context) -> None:
@@ -68,18 +69,18 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What was appended and what was replied, in order; a copy.
+        """The tokens of appended prompts and of replies, in order; a copy.
 
-        A reply is there as `Result.token_ids` has it, with the token that stopped it: behind an
-        end-of-sequence token a chat template goes on with the next message. What a stop string ends
-        in the middle of a token stays, too.
+        A reply is included as in `Result.token_ids`, with the token that stopped it: after an
+        end-of-sequence token a chat template continues with the next message. A token that a stop
+        string ends in the middle is included, too.
         """
         self._settle()
         return tuple(self._tokens)
 
     @property
     def turn(self) -> Request | None:
-        """The turn that is under way."""
+        """The running turn."""
         self._settle()
         return self._turn
 
@@ -95,30 +96,30 @@ class Session:
 
     @property
     def evicted(self) -> bool:
-        """Whether its blocks were taken away, so that the next turn prefills everything.
+        """Whether its blocks were evicted, so that the next turn prefills everything.
 
-        All but what `prefix_caching` finds, that is. False again once a turn has left new ones.
+        `prefix_caching` may still find some of it. False again once a turn has left new blocks.
         """
         return self._context.evicted
 
-    # What the conversation is.
+    # The conversation.
 
     def append(self, prompt: Prompt, *, add_bos: bool | None = None) -> None:
         """Add to the end: text, token ids, or, to an empty session, chat messages or a `Chat`.
 
-        Text gets the special tokens that a prompt has (or as `add_bos` says) where it comes first,
-        else none. It is tokenised by itself: a token never spans two pieces. ValueError for what is
-        no prompt, and where the conversation would leave no room in `max_seq_len`.
+        The first text gets the special tokens of a prompt (or those that `add_bos` says), later
+        texts get none. A text is tokenised by itself: a token never spans two pieces. ValueError
+        for an invalid prompt, and if the conversation would leave no room in `max_seq_len`.
         """
         self._check_idle()
         intake = self._core.intake
         self._tokens += intake.session_ids(prompt, len(self._tokens), add_bos)
 
     def update(self, prompt: Prompt) -> None:
-        """Make this the conversation: keep what both begin with, rewind to there, add the rest.
+        """Make this the conversation: keep the common beginning, rewind to its end, add the rest.
 
-        For chat templates, which make the tokens of a conversation out of all its messages: give
-        the messages so far, and whatever the template leaves as it was is not prefilled again.
+        For chat templates, which tokenise a conversation from all its messages: pass all messages
+        so far. Tokens at the beginning that the template did not change are not prefilled again.
         """
         self._check_idle()
         ids = self._core.intake.session_ids(prompt, 0)
@@ -131,10 +132,10 @@ class Session:
         self._tokens += ids[same:]
 
     def rewind(self, n_tokens: int) -> None:
-        """Take the last `n_tokens` back, prompts' or replies'; their KV goes by whole blocks.
+        """Remove the last `n_tokens`, of prompts or replies; their KV is dropped by whole blocks.
 
-        To come back to a point, remember `len(session)` there and rewind by the difference.
-        ValueError unless 0 <= n_tokens <= len(session).
+        To return to a point, remember `len(session)` there and rewind by the difference. ValueError
+        unless 0 <= n_tokens <= len(session).
         """
         self._check_idle()
         if not is_int(n_tokens) or not 0 <= n_tokens <= len(self._tokens):
@@ -144,7 +145,7 @@ class Session:
             self._core.scheduler.reuse.cut(self._context, len(self._tokens))
 
     def fork(self) -> Session:
-        """Another session with the same tokens and the same blocks, of which nothing is copied."""
+        """Another session with the same tokens, which shares the blocks: nothing is copied."""
         self._check_idle()
         context = Context(evicted=self._context.evicted)
         if self._context.blocks:
@@ -162,9 +163,9 @@ class Session:
     ) -> Request:
         """Queue a turn; `Engine.submit` says what the arguments are and what is raised.
 
-        Once it has finished by "stop" or "length" the session ends with its tokens. One that was
-        cancelled, came too late or failed leaves the session as it was: to cut a reply short and
-        keep what was said, end it by `Engine.stop_callback`. ValueError for an empty session.
+        Once it has finished by "stop" or "length", the session includes its tokens. A turn that was
+        cancelled, missed its deadline or failed leaves the session as it was: to cut a reply short
+        and keep its tokens, end it through `Engine.stop_callback`. ValueError for an empty session.
         """
         submitted = time.perf_counter()
         self._check_idle()
@@ -186,7 +187,7 @@ class Session:
     def generate(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> Result:
-        """Run a turn to its end; other requests go on meanwhile, as with `Engine.generate`."""
+        """Run a turn to its end; other requests continue meanwhile, as with `Engine.generate`."""
         return runs.finish(self._core, partial(self.submit, params, **options))
 
     def stream(
@@ -198,7 +199,7 @@ class Session:
     def astream(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> AsyncIterator[Event]:
-        """The same for `async for`, as `Engine.astream`."""
+        """The same for `async for`, like `Engine.astream`."""
         return runs.astream(self._core, partial(self.submit, params, **options))
 
     # Life.
@@ -216,7 +217,7 @@ class Session:
         return made
 
     def close(self) -> None:
-        """Cancel the turn, if one runs, and let go of the blocks. Calling it again is fine."""
+        """Cancel the turn, if one runs, and release the blocks. May be called again."""
         self._settle()
         if self._turn is not None:
             self._turn.cancel()
@@ -234,7 +235,7 @@ class Session:
         self.close()
 
     def _settle(self) -> None:
-        """Take in the turn that has finished since."""
+        """Add the tokens of a turn that has finished since."""
         turn = self._turn
         if turn is not None and turn.finished:
             self._turn = None

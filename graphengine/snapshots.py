@@ -1,9 +1,9 @@
 """A session in host memory, or in a file: its tokens, and the blocks of every cache.
 
-A file is safetensors: `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size, G, D] of
-the target, and `cache_1` of the drafter where it has one; and in the metadata, as JSON under
-`session`, what must be equal in the engine that goes on with it, and SHA-256 digests of all this.
-The digests find damage and mix-ups. Somebody who changes a file on purpose can compute them anew.
+A file is safetensors. It holds `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size,
+G, D] of the target; and `cache_1` of the drafter if it has one. The metadata hold, as JSON under
+`session`, what must be equal in the engine that continues it, and SHA-256 digests of all this. The
+digests find damage and mix-ups, not tampering: they can be recomputed for a changed file.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from graphengine.models.contract import StoredWeights
 from graphengine.speculative import DraftModel, Speculative, describe
 from graphengine.tensor_files import save_whole
 
-# The first with digests is 3.
+# Schema 3 is the first with digests.
 _SCHEMA = 3
 _SAMPLES = 1024
-# A home that nobody has is a RuntimeError, and so is JSON that is nested too deep.
+# An unknown user's home is a RuntimeError, and so is JSON that is nested too deep.
 _UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What the engine of a session must have in common with one that goes on with it.
+    """What the engine of a session must have in common with an engine that continues it.
 
     device       "cpu", or the GPU's name: another kind computes other bits
     model        fingerprint of the configuration and of samples of the weights
-    caches       of each cache the shape of a block, layers first
-    speculative  who drafts, as reports say it, but without the path of a draft model
-    drafter      fingerprint of the drafter's configuration and weights, as of the model; "" where
-                 it has none
+    caches       shape of a block of each cache, layers first
+    speculative  the drafter, as in reports, but without the path of a draft model
+    drafter      fingerprint of the drafter's configuration and weights, like the model's; "" if it
+                 has none
     """
 
     device: str
@@ -59,12 +59,12 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SessionSnapshot:
-    """A session without an engine; what it holds is its own, and not to be changed.
+    """A session without an engine. It shares nothing with an engine; do not change its contents.
 
-    token_ids  of the conversation
-    caches     of each cache [layers, blocks, ...]: the first blocks of the conversation, on the
-               host; no blocks of a session that was evicted
-    digests    SHA-256 of "origin", "token_ids", "cache_0", ... as they were when it was made
+    token_ids  tokens of the conversation
+    caches     for each cache [layers, blocks, ...]: the first blocks of the conversation, on the
+               host; no blocks if the session was evicted
+    digests    SHA-256 of "origin", "token_ids", "cache_0", ... at the time it was made
     """
 
     origin: Origin
@@ -74,13 +74,13 @@ class SessionSnapshot:
 
     @classmethod
     def make(cls, origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]) -> Self:
-        """One with the digests of what it is made of."""
+        """A snapshot with the digests of its parts."""
         digests = dict(_digests(origin, token_ids, caches))
         return cls(origin=origin, token_ids=tuple(token_ids), caches=tuple(caches), digests=digests)
 
     @property
     def blocks(self) -> int:
-        """KV blocks that a session made of it takes."""
+        """KV blocks that a session restored from it takes."""
         return int(self.caches[0].shape[1])
 
     @property
@@ -90,7 +90,7 @@ class SessionSnapshot:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file, which appears whole or not at all; OSError if not.
 
-        ValueError for what is no path.
+        ValueError for an invalid path.
         """
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"path={path!r} must be that of a file")
@@ -109,13 +109,15 @@ class SessionSnapshot:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote; ValueError, with the path, for anything else.
 
-        Nothing refers to the file afterwards. The digests are read, and `check` compares them.
+        Nothing refers to the file afterwards. The digests are only read here; `check` compares
+        them.
         """
         path = Path(path)
         try:
             with safe_open(path.expanduser(), "pt") as file:
                 about = json.loads((file.metadata() or {})["session"])
-                # What is read is a view of the mapped file, which others may change or cut short.
+                # The tensors read are views of the mapped file, which others may change or
+                # truncate.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             origin, digests = _origin_in(about)
             caches = tuple(tensors[f"cache_{index}"] for index in range(len(origin.caches)))
@@ -132,8 +134,9 @@ class SessionSnapshot:
     def check(self, core: EngineCore) -> None:
         """ValueError, with both values, unless the KV is what `engine` would have computed.
 
-        That is known by where the session is from, and by the digests: token ids, KV and origin are
-        those that it was made with. They are read once, about a second a GB.
+        It compares the session's origin with the engine, and checks by the digests that token ids,
+        KV and origin are those that the snapshot was made with. This reads them once, about a
+        second a GB.
         """
         ours, ids = origin_of(core), self.token_ids
         for name, kind in (("origin", Origin), ("digests", Mapping)):
@@ -166,7 +169,7 @@ class SessionSnapshot:
         self._check_digests()
 
     def _check_digests(self) -> None:
-        """ValueError, naming the part, for one that is not as it was when the session was kept."""
+        """ValueError, naming the part, if a part differs from when the snapshot was made."""
         for name, found in _digests(self.origin, self.token_ids, self.caches):
             made = self.digests.get(name)
             if made != found:
@@ -179,7 +182,7 @@ class SessionSnapshot:
 def _digests(
     origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """The SHA-256 of each part of a snapshot; of a cache dtype and shape are a part."""
+    """The SHA-256 of each part of a snapshot; a cache's includes its dtype and shape."""
     about = json.dumps(asdict(origin), sort_keys=True)
     yield "origin", hashlib.sha256(about.encode()).hexdigest()
     yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
@@ -190,8 +193,7 @@ def _digests(
 
 
 def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
-    """Origin and digests that a file's metadata name; ValueError, with the value, for anything
-    else."""
+    """Origin and digests from a file's metadata; ValueError, with the value, for anything else."""
     if not isinstance(about, dict):
         raise ValueError(f"session={about!r:.99} in its metadata must be an object")
     about = dict(about)
@@ -220,7 +222,7 @@ def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
 
 
 def origin_of(core: EngineCore) -> Origin:
-    """Of a session of this engine. It reads samples of all weights: milliseconds on a GPU."""
+    """The origin of this engine's sessions. Reads samples of all weights: milliseconds on a GPU."""
     device = core.memory.device
     on_gpu = device.type == "cuda"
     return Origin(
@@ -236,7 +238,7 @@ def origin_of(core: EngineCore) -> Origin:
 
 
 def copy_out(core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:
-    """A session's tokens and blocks, copied to the host after all that was launched."""
+    """A session's tokens and blocks, copied to the host after everything that was launched."""
     return SessionSnapshot.make(origin_of(core), token_ids, core.runtime.read_blocks(blocks))
 
 
@@ -247,7 +249,7 @@ def _without_path(mode: Speculative | None) -> str:
 
 
 def _fingerprint_of(drafter: Drafter | None) -> str:
-    """Of what its KV follows from: a drafter without weights has none."""
+    """Fingerprint of what its KV depends on: empty for a drafter without weights."""
     if isinstance(drafter, DraftModelDrafter | ModuleDrafter):
         return _fingerprint(drafter.weights)
     return ""
