@@ -1,4 +1,4 @@
-"""A small real model in the box: the checkpoint, held-out text, and the script that trained it.
+"""A small real model in the package: the checkpoint, held-out text, and the training script.
 
 Nothing here imports torch; the training script is `python -m graphengine.demo.train`.
 """

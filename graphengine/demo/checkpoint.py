@@ -65,7 +65,7 @@ def save_model(
         for name, tensor in weights.items()
     }
     save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors makes it readable by its owner alone.
+    # safetensors makes the file readable only by its owner.
     (folder / "model.safetensors").chmod(0o644)
     write_json(folder / "config.json", hugging_face_config(config))
     generation = {"eos_token_id": [END_OF_TEXT_ID], "pad_token_id": END_OF_TEXT_ID}

@@ -21,7 +21,8 @@ FORMAT = "graphengine-demo-corpus-1"
 END_OF_TEXT = "<|endoftext|>"
 HELDOUT_BYTES = 64 * 1024
 
-# Of 1000 hash buckets: the first pick the best weights, the next are only ever reported on.
+# Numbers of hash buckets out of 1000: the first are for choosing the best weights, the next only
+# for reports.
 VALIDATION_BUCKETS = 10
 HELDOUT_BUCKETS = 20
 
@@ -44,7 +45,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where text came from. `size` is UTF-8 bytes."""
+    """A source of text. `size` is UTF-8 bytes."""
 
     name: str
     version: str
@@ -61,7 +62,7 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Whole documents; no text is in two of the three."""
+    """Whole documents in three parts; no text is in two of them."""
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
@@ -70,7 +71,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A distribution whose own files (never what it vendors) are under `licence`."""
+    """A distribution whose own files (without vendored ones) are under `licence`."""
 
     distribution: str
     folders: tuple[str, ...]
@@ -78,7 +79,7 @@ class Package:
     skip: tuple[str, ...] = ()
 
 
-# What a machine that runs this project carries anyway. Left out on purpose: hypothesis, tqdm and
+# Packages that a machine running this project has anyway. Left out on purpose: hypothesis, tqdm and
 # pathspec (MPL-2.0), transformers (its model files are copies of one another).
 PACKAGES = (
     Package(distribution="anyio", folders=("anyio",), licence="MIT"),
@@ -113,7 +114,7 @@ PACKAGES = (
         licence="BSD-3-Clause",
         skip=("sympy/parsing/latex/_antlr/", "sympy/parsing/autolev/"),
     ),
-    # The parts that people read, for the archive's size.
+    # Only the parts that people read, to limit the archive's size.
     Package(
         distribution="torch",
         folders=(
@@ -147,7 +148,7 @@ TOPICS = "pydoc_data/topics.py"
 
 
 def readable(text: str) -> bool:
-    """True for text a person wrote; False for stubs, tables and encoded data."""
+    """True for text written by a person; False for stubs, tables and encoded data."""
     if not 200 <= len(text) <= 1_000_000 or END_OF_TEXT in text:
         return False
     lines = text.splitlines()
@@ -192,7 +193,7 @@ def collect_stdlib(root: Path) -> list[Document]:
 
 
 def collect_package(package: Package) -> tuple[str, list[Document]]:
-    """(version, documents), or ("", []) where the distribution is not installed."""
+    """(version, documents), or ("", []) if the distribution is not installed."""
     try:
         distribution = importlib.metadata.distribution(package.distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -227,7 +228,7 @@ def collect(*, stdlib_only: bool = False) -> Corpus:
 
 
 def deduplicate(documents: Iterable[Document], seen: set[bytes]) -> Iterator[Document]:
-    """Drops what equals an earlier document but for white space; `seen` is updated."""
+    """Drops documents that equal an earlier one except for white space; `seen` is updated."""
     for document in documents:
         digest = hashlib.sha256(" ".join(document.text.split()).encode()).digest()
         if digest not in seen:
@@ -266,7 +267,7 @@ def load(paths: Sequence[Path]) -> Corpus:
 
 
 def bucket(path: str) -> int:
-    """0..999, from the path alone, so that a file keeps its side of the split for good."""
+    """0..999, from the path alone, so that a file always stays on its side of the split."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8]) % 1000
 
 
@@ -291,7 +292,7 @@ def split(documents: Sequence[Document]) -> Split:
 
 
 def familiar_lines(parts: Split) -> float:
-    """Share of the held-out lines of 40 characters or more that also stand in the training text."""
+    """Share of held-out lines of at least 40 characters that are also in the training text."""
     known = {
         line for document in parts.train for line in document.text.split("\n") if len(line) >= 40
     }

@@ -24,7 +24,7 @@ HELDOUT = Path(__file__).with_name("heldout.txt")
 
 
 def windows(tokens: torch.Tensor, *, length: int, batch: int) -> Iterator[torch.Tensor]:
-    """[B, length+1] pieces that overlap by one token, so each but the first is a target once.
+    """[B, length+1] pieces that overlap by one token: every token but the first is a target once.
 
     The last piece may be shorter.
     """
@@ -38,7 +38,7 @@ def windows(tokens: torch.Tensor, *, length: int, batch: int) -> Iterator[torch.
 
 @torch.no_grad()
 def mean_loss(model: DemoModel, tokens: torch.Tensor, *, batch: int) -> float:
-    """Nats a token of the main model alone: what training chooses the best weights by."""
+    """Nats a token of the main model alone, by which training chooses the best weights."""
     total, count = torch.zeros((), device=tokens.device), 0
     for piece in windows(tokens, length=model.config.max_positions, batch=batch):
         logits = model.logits(model.hidden(piece[:, :-1].long())).float()
@@ -52,11 +52,11 @@ def mean_loss(model: DemoModel, tokens: torch.Tensor, *, batch: int) -> float:
 def measure(model: DemoModel, tokens: torch.Tensor, *, size: int, batch: int) -> dict[str, Any]:
     """Metrics of `tokens`, the encoding of `size` bytes of text.
 
-    Bits per byte: all nats, those of the end-of-text tokens included, over the bytes; the context
-    starts anew every `max_positions` tokens. MTP at depth d = 1..DEPTH: at every position p of a
-    window that has the room, the module drafts d tokens with the text's own tokens p+1..p+d as
-    input (teacher-forced) and its own outputs as hidden states after the first step; its best
-    token d is compared with the target model's best after token p+d, and with the text's p+d+1.
+    Bits per byte: all nats, including those of end-of-text tokens, over the bytes; the context
+    restarts every `max_positions` tokens. MTP at depth d = 1..DEPTH: at every position p of a
+    window with enough room, the module drafts d tokens with the text's own tokens p+1..p+d as input
+    (teacher-forced) and its own outputs as hidden states after the first step; its best token d is
+    compared with the target model's best after token p+d, and with the text's p+d+1.
     """
     sums = torch.zeros(1 + 2 * DEPTH, dtype=torch.float64, device=tokens.device)
     targets_seen = anchors_seen = 0

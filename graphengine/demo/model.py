@@ -15,8 +15,8 @@ from torch import nn
 # Recursive steps of the MTP module in training: the draft length it is meant for.
 DEPTH = 3
 
-# Muon and Adam do not care for a loss's scale, so the MTP module's own matrices learn at full rate
-# all the same; small weights keep it from steering what it shares with the target model.
+# Muon and Adam do not depend on a loss's scale, so the MTP module's own matrices still learn at
+# full rate; small weights limit its influence on what it shares with the target model.
 MTP_WEIGHTS = (0.15, 0.10, 0.08)
 assert len(MTP_WEIGHTS) == DEPTH
 
@@ -84,17 +84,17 @@ class Rope(NamedTuple):
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [B,Q,T,D], k and v [B,G,T,D] -> [B,Q,T,D]."""
-    # Repeated by hand: every attention backend of every torch version takes that.
+    # Repeated explicitly: every attention backend of every torch version supports that.
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class ChainAttention:
-    """Attention of the MTP module's later steps, with the cache that inference would find.
+    """Attention of the MTP module's later steps, with the cache of inference.
 
     The query of an anchor p sees the first step's rows 0..p, made from the target's hidden states,
-    then one row of each step since, its own included. Calling it appends that row.
+    then one row of each step since, including its own. Calling it appends that row.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, anchors: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class DemoModel(nn.Module):
         return F.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype))
 
     def hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """[B,T,H] after the final norm: what lm_head and the MTP module are fed."""
+        """[B,T,H] after the final norm: the input of lm_head and the MTP module."""
         x = self.embed(tokens_BT)
         rope = Rope.of(self.config, torch.arange(x.shape[1], device=x.device))
         for layer in self.model.layers:
@@ -235,10 +235,10 @@ class DemoModel(nn.Module):
     ) -> list[torch.Tensor]:
         """The MTP module's outputs u at each anchor, [B,M,H] for each of DEPTH steps.
 
-        Step s at anchor p stands at position p+s, is fed token p+s+1 of the text (`next_BT` is the
-        text moved left by one) with the hidden state at p (s = 0) or the u of step s-1, and its
-        logits predict token p+s+2. Anchors are at most T - 1 - DEPTH. Keys and values are those
-        that the one-module drafter of the engine reads at inference.
+        Step s at anchor p is at position p+s, is fed token p+s+1 of the text (`next_BT` is the text
+        moved left by one) with the hidden state at p (s = 0) or the u of step s-1, and its logits
+        predict token p+s+2. Anchors are at most T - 1 - DEPTH. Keys and values are those that the
+        one-module drafter of the engine reads at inference.
         """
         layer = self.mtp.layers[0]
         embedding = self.embed(next_BT)
@@ -262,7 +262,7 @@ def training_losses(
     model's, then of each MTP step.
 
     An MTP step is trained towards the model's own distribution of the same token, not the text:
-    that is what a draft is accepted by.
+    this distribution decides whether a draft is accepted.
     """
     tokens, targets = windows_BT1[:, :-1], windows_BT1[:, 1:]
     hidden = model.hidden(tokens)
@@ -272,6 +272,6 @@ def training_losses(
         wanted = logits.detach().index_select(1, anchors_M + (step + 1)).float().softmax(-1)
         draft = model.logits(output).float()
         losses.append(F.cross_entropy(draft.flatten(0, 1), wanted.flatten(0, 1)))
-    # Weighted by Python numbers: a tensor of weights would be a copy that waits for the device.
+    # Weighted by Python numbers: a tensor of weights would need a copy that waits for the device.
     weighted = [weight * loss for weight, loss in zip(MTP_WEIGHTS, losses[1:], strict=True)]
     return torch.stack([losses[0], *weighted]).sum(), torch.stack(losses).detach()

@@ -2,8 +2,8 @@
 
 Muon is Keller Jordan's (momentum, then the nearest orthogonal matrix by Newton-Schulz), with the
 update size of Moonlight (arXiv 2502.16982), so that both optimisers take rates of one scale.
-torch.optim.Muon goes through the matrices one by one, which for these small ones is all launches;
-here matrices of one shape are one batch.
+torch.optim.Muon updates the matrices one by one, and for these small ones the time is all launches;
+here matrices of one shape form a batch.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def newton_schulz(matrices_NRC: torch.Tensor, *, iterations: int = 5) -> torch.Tensor:
-    """About the nearest semi-orthogonal matrix of each, R <= C; singular values 0.7 to 1.2."""
+    """Approximately the nearest semi-orthogonal matrices, R <= C; singular values 0.7 to 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices_NRC / (matrices_NRC.norm(dim=(1, 2), keepdim=True) + 1e-7)
     if x.is_cuda:
@@ -61,7 +61,7 @@ def wide(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Optimiser:
-    """Both, with the gradients clipped first. Rates are given at each step."""
+    """Both optimisers, after clipping the gradients. Rates are given at each step."""
 
     def __init__(self, model: nn.Module, *, weight_decay: float) -> None:
         embedding = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

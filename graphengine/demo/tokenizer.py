@@ -14,8 +14,8 @@ END_OF_TEXT_ID = 0
 SAMPLE_CHARACTERS = 40_000_000
 ENCODE_BATCH = 512
 
-# Qwen2's pattern: transformers' Qwen2Tokenizer, which AutoTokenizer takes for a qwen3 model, puts
-# its own in place of ours, so ours had better be the same. Newlines never merge with the
+# Qwen2's pattern: for a qwen3 model AutoTokenizer takes transformers' Qwen2Tokenizer, which
+# replaces our pattern by its own, so ours must be the same. Newlines never merge with the
 # indentation after them, so a prompt may end at either.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -24,7 +24,7 @@ PATTERN = (
 
 
 def train_tokenizer(documents: Sequence[Document], *, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` ids where the text has that many merges."""
+    """Byte-level BPE of exactly `vocab_size` ids if the text has that many merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> torch.Tensor:
-    """int32 [tokens]: each document with an end-of-text token before and after the lot."""
+    """int32 [tokens]: documents separated, preceded and followed by an end-of-text token."""
     texts = [document.text for document in documents]
     separator = np.array([END_OF_TEXT_ID], dtype=np.int32)
     parts = [separator]

@@ -23,7 +23,7 @@ from graphengine.demo.tokenizer import encode, train_tokenizer
 START = time.monotonic()
 
 WARMUP = 0.02
-# Parts of the run after which the validation files are looked at; the best weights are kept.
+# Parts of the run after which the validation files are evaluated; the best weights are kept.
 VALIDATE_AT = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97, 1.0)
 VALIDATION_TOKENS = 1 << 18
 # Seconds of --limit kept for the last validation, the held-out metrics and the export.
@@ -67,7 +67,7 @@ class Data:
 
 @dataclass(slots=True)
 class Progress:
-    """What a run has reached; `best` holds weights on the device."""
+    """The state of a run; `best` holds weights on the device."""
 
     step: int = 0
     best_loss: float = float("inf")
@@ -79,7 +79,7 @@ def log(text: str) -> None:
 
 
 def rate_factor(part: float) -> float:
-    """Learning rate over its peak after this part of the run: warm-up, then linearly to 0."""
+    """Learning rate relative to its peak after this part of the run: warm-up, then linear to 0."""
     return max(0.0, min(part / WARMUP, (1 - part) / (1 - WARMUP)))
 
 
@@ -96,7 +96,7 @@ def random_anchors(count: int, *, length: int, device: torch.device) -> torch.Te
 
 
 def compiled_losses(model: DemoModel, windows: torch.Tensor, anchors: torch.Tensor) -> Losses:
-    """The compiled loss after one run forward and backward, or the plain one if that fails."""
+    """The compiled loss, tried by one run forward and backward, or the plain one if that fails."""
     compiled: Losses = torch.compile(training_losses, dynamic=False)
     try:
         compiled(model, windows, anchors)[0].backward()  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class Trainer:
         return parts
 
     def report(self, losses: torch.Tensor, part: float, began: float) -> None:
-        """Logs, and ends the run if the loss is no number. Waits for the device."""
+        """Logs, and ends the run if the loss is not a number. Waits for the device."""
         values = losses.tolist()
         speed = self.progress.step * self.settings.batch * self.length / (time.monotonic() - began)
         text = " ".join(f"{value:.3f}" for value in values)
@@ -152,7 +152,7 @@ class Trainer:
             raise FloatingPointError(f"losses {text} at step {self.progress.step}: stopped")
 
     def validate(self, losses: torch.Tensor, part: float) -> None:
-        """Looks at the validation files; keeps and exports the weights if they are the best."""
+        """Evaluates the validation files; keeps and exports the weights if they are the best."""
         self.model.eval()
         loss = mean_loss(
             self.model, self.data.validation[:VALIDATION_TOKENS], batch=default_batch(self.device)
@@ -172,7 +172,7 @@ class Trainer:
     def fit(self, deadline: float) -> None:
         """Trains until `deadline` (time.monotonic); the schedule spans the time after compiling.
 
-        With `settings.steps` it trains and the schedule spans so many steps; there is no deadline.
+        With `settings.steps`, training and schedule span that many steps; there is no deadline.
         """
         self.model.train()
         losses_of: Losses = training_losses
@@ -210,7 +210,7 @@ def prepare(paths: Sequence[Path], stdlib_only: bool) -> tuple[corpora.Corpus, c
 
 
 def encode_parts(tokenizer: Tokenizer, parts: corpora.Split, *, length: int, device: str) -> Data:
-    # Shuffled, so that what a window holds of two documents is unrelated in training too.
+    # Shuffled, so that two documents in one window are unrelated in training too.
     order = torch.randperm(len(parts.train), generator=torch.Generator().manual_seed(0)).tolist()
     train = encode(tokenizer, [parts.train[index] for index in order])
     if len(train) < length + 1:

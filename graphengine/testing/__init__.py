@@ -1,4 +1,4 @@
-"""Tests for captured CUDA graphs: of any callable over static tensors, with any way to capture it.
+"""Tests for captured CUDA graphs of any callable over static tensors, captured in any way.
 
     from graphengine.testing import assert_replay_matches_eager, poison_padding
 
@@ -6,7 +6,7 @@
     poison_padding({"x": x, "y": y}, graph.replay, padding={"x": unused, "y": unused})
 
 Every check is a function here and a pytest fixture of the same name, and says what happened and
-where by raising `GraphCheckError`, an AssertionError. README.md in this folder is the way in.
+where by raising `GraphCheckError`, an AssertionError. Start with README.md in this folder.
 
 The names are imported when they are first used, so that the pytest plugin can be loaded without
 torch.
@@ -104,7 +104,7 @@ _MODULES = {
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
-# Type checkers know the names from above; to them, this function would allow any other too.
+# Type checkers take the names from above; this function would make them allow any other name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""What a check was asked to do: arguments with which it would check nothing are refused."""
+"""Checks of arguments: those with which a check would check nothing are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def require_callable(name: str, value: object) -> None:
 
 
 def require_end(result: object) -> None:
-    """ValueError if `result` is what a generator or `async def` gives, whose body did not run."""
+    """ValueError if `result` is a generator or coroutine, whose body did not run."""
     if isinstance(result, Coroutine | Generator | AsyncGenerator):
         if not isinstance(result, AsyncGenerator):
-            result.close()  # so that Python does not warn of it, too
+            result.close()  # so that Python does not also warn about it
         raise ValueError(
             f"the call returned a {type(result).__name__}, so none of its body ran: give a "
             "function that runs to its end, without `yield` or `async`"
@@ -43,7 +43,7 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
 def integers(
     name: str, values: object, *, least: int | None = None, most: int | None = None
 ) -> tuple[int, ...]:
-    """All of `values`, at least one, each as `integer` has it; an iterator is used up here."""
+    """All of `values`, at least one, each checked by `integer`; an iterator is consumed here."""
     try:
         found: tuple[object, ...] = tuple(values)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a failing check raises, and how pytest shows it."""
+"""The error of a failing check, and how pytest shows it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class GraphCheckError(AssertionError):
 def hide_frame(error: pytest.ExceptionInfo[BaseException]) -> bool:
     """The `__tracebackhide__` of the checks' modules: a fault is shown at the test's own line.
 
-    Errors that are no faults keep all their frames.
+    Other errors keep all their frames.
     """
     return error.errisinstance(GraphCheckError)

@@ -1,10 +1,10 @@
-"""What differs between two captured graphs, node by node and edge by edge.
+"""The differences of two captured graphs, node by node and edge by edge.
 
     old, new = normalise(before), normalise(after)     # names without what tuning changes
     changes = diff_structures(old, new)                # [] where they are the same
     print(diff_text(old, new))
 
-All of it works on `GraphStructure`s, so it needs no GPU: two files from another machine will do.
+Everything works on `GraphStructure`s, so it needs no GPU: two files from another machine will do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 from graphengine.buckets import GraphNode, GraphStructure
 from graphengine.buckets.structure import FULL
 
-# What a name may lose, in this order; `normalise_name` says why.
+# What is removed from a name, in this order; `normalise_name` says why.
 _NAME_RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -54,7 +54,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphChange:
-    """One node or edge that was added, removed or changed; `str()` is a line.
+    """One node or edge that was added, removed or changed; `str()` gives one line.
 
     `old` and `new` are its place in either graph: (index,) of a node, (source, target) of an edge,
     None where there is none. `graph` is "" for the outermost graph, "4/0" for graph 0 inside of
@@ -75,7 +75,7 @@ class GraphChange:
         places = [" -> ".join(map(str, place)) for place in (self.old, self.new) if place]
         if len(set(places)) == 1:
             places = places[:1]
-        # An edge has an arrow of its own.
+        # An edge's label has an arrow already.
         place = (" -> " if self.of == "node" else ", now ").join(places)
         inside = f" in graph {self.graph}" if self.graph else ""
         changed = f": {'; '.join(map(str, self.fields))}" if self.fields else ""
@@ -83,13 +83,13 @@ class GraphChange:
 
 
 def normalise_name(name: str) -> str:
-    """A kernel's name without what changes though the program does not.
+    """A kernel's name without the parts that may change while the program does not.
 
     - addresses ("0x7f3a..."), nvcc's hashed namespaces and " [clone ...]"
-    - of C++ names the return type, the parameters (they repeat the template's arguments), the
-      numbers of lambdas, and integers that are arguments of templates: vector widths, which follow
-      the alignment of pointers, and tile sizes
-    - tile shapes, as cuBLAS and Triton's `repr` write them: "64x128x32" becomes "#"
+    - in C++ names the return type, the parameters (they repeat the template's arguments), the
+      numbers of lambdas, and integer template arguments: vector widths, which depend on the
+      alignment of pointers, and tile sizes
+    - tile shapes as written by cuBLAS and Triton's `repr`: "64x128x32" becomes "#"
     - Triton's specialisation suffix ("_0d1d2c") and constants in a name ("_BLOCK_M_128")
     - the number that torch.compile gives its kernels ("triton_poi_fused_add_3"): one more kernel
       would rename all that follow
@@ -106,7 +106,7 @@ def normalise(
     """A copy with `normalise_name`d kernels, nested graphs included.
 
     names         False keeps names as they are
-    launch_sizes  False leaves out grid, block and shared memory, which tuning may change, too
+    launch_sizes  False leaves out grid, block and shared memory, which tuning may also change
     """
 
     def node(old: GraphNode) -> GraphNode:
@@ -122,12 +122,12 @@ def normalise(
 
 
 def diff_structures(old: GraphStructure, new: GraphStructure) -> list[GraphChange]:
-    """How `new` differs from `old`, as they are given; nodes before edges. Empty: they are equal.
+    """How `new` differs from `old`, without normalising; nodes before edges. Empty: they are equal.
 
-    Nodes are told apart by what they are and not by their index, so one more node is one change and
-    the edges it took part in. The alignment is the shortest there is (Myers), first of equal nodes,
-    then, between those, of equal kinds and names. What is left over in one place counts as renamed
-    where the kinds agree one to one, otherwise as removed and added.
+    Nodes are matched by their contents and not by their index, so an extra node is one change, plus
+    its edges. The alignment is the shortest edit (Myers), first of equal nodes, then, between
+    those, of equal kinds and names. Nodes left over in one place count as renamed if their kinds
+    agree one to one, otherwise as removed and added.
     """
     return [] if old == new else list(_diff(old, new, ""))
 
@@ -200,7 +200,7 @@ def _diff_nodes(old: GraphNode, new: GraphNode, graph: str) -> Iterator[GraphCha
             fields=fields,
             graph=graph,
         )
-    # Of unlike numbers the first ones are compared; the number itself was told above.
+    # If the numbers differ, the first graphs are compared; the numbers were reported above.
     for number, (before, after) in enumerate(zip(*nested, strict=False)):
         yield from _diff(before, after, f"{graph}{'.' if graph else ''}{old.index}/{number}")
 
@@ -208,7 +208,7 @@ def _diff_nodes(old: GraphNode, new: GraphNode, graph: str) -> Iterator[GraphCha
 def _diff_edges(
     old: GraphStructure, new: GraphStructure, kept: Sequence[tuple[int, int]], graph: str
 ) -> Iterator[GraphChange]:
-    """Edges between nodes that both graphs have; those of other nodes are told with the node."""
+    """Edges between nodes that both graphs have; other edges are reported with their node."""
     new_place = dict(kept)
     old_place = {after: before for before, after in kept}
     types_of_old, types_of_new = _types_by_ends(old), _types_by_ends(new)
@@ -254,8 +254,8 @@ def _align(
     new: Sequence[GraphNode],
     keys: Sequence[Callable[[GraphNode], Hashable]],
 ) -> Iterator[_Pair]:
-    """Each node of either once, in order, with its partner or None; equal by the strictest key
-    that gives it one.
+    """Each node of either graph once, in order, with its partner or None; partners by the strictest
+    key that finds one.
     """
     if not keys:
         if [node.kind for node in old] == [node.kind for node in new]:
@@ -276,11 +276,11 @@ def _align(
 def _common_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int, int]]:
     """Runs (start in old, start in new, length) of a longest common subsequence, in order.
 
-    Myers, "An O(ND) difference algorithm and its variations", 1986. Layers repeat themselves, and
-    there the heuristics of `difflib` find edits that are far from the fewest.
+    Myers, "An O(ND) difference algorithm and its variations", 1986. Layers repeat, and there the
+    heuristics of `difflib` find far more edits than needed.
     """
-    # By diagonal (place in old - place in new): how far in `old` so many edits reach, and the runs
-    # on the way there, linked from the last to the first.
+    # By diagonal (place in old - place in new): how far in `old` this many edits reach, and the
+    # runs on the way, linked from the last to the first.
     reached: dict[int, tuple[int, _Runs]] = {1: (0, None)}
     for edits in range(len(old) + len(new) + 1):
         for diagonal in range(-edits, edits + 1, 2):
@@ -325,7 +325,7 @@ def _numbered(
 
 
 def _content(node: GraphNode) -> Hashable:
-    """All of a node but its place."""
+    """Everything about a node but its place."""
     return replace(node, index=0)
 
 

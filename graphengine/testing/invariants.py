@@ -1,4 +1,4 @@
-"""What must hold of a graph whatever it computes: addresses, random numbers, kinds of nodes."""
+"""What must hold for every graph: addresses, random numbers, kinds of nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_LISTED = 10
 
 
 class PointerCheck:
-    """What `assert_pointers_stable` returns: remembers where tensors are, and looks again."""
+    """What `assert_pointers_stable` returns: remembers where tensors are, and checks again."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -39,7 +39,7 @@ class PointerCheck:
             raise ValueError(f"no buffers to watch: all {len(self._places)} have 0 elements")
 
     def check(self) -> None:
-        """GraphCheckError if a tensor is not where, or not what, it was."""
+        """GraphCheckError if a tensor has moved or changed."""
         now = _places(self._buffers)
         changes = [
             f"{name} was {place}, is {now.get(name, 'gone')}"
@@ -66,16 +66,16 @@ class PointerCheck:
 
 
 def assert_pointers_stable(buffers: Buffers) -> PointerCheck:
-    """Remembers address, shape, strides and dtype of the tensors, all of which a graph has frozen.
+    """Remembers address, shape, strides and dtype of the tensors, all of which a graph freezes.
 
-    Called right behind a capture: `check()` of what it returns raises GraphCheckError, with old and
-    new address, if a tensor has moved or changed since then. So does the end of a `with` block:
+    Call it right after a capture: `check()` of the returned object raises GraphCheckError, with old
+    and new address, if a tensor has moved or changed since then. So does the end of a `with` block:
 
         with assert_pointers_stable({"x": x}):
             serve(...)
 
     `buffers` is read again each time: give the object that the program itself uses (a module, its
-    dictionary of tensors), in which a tensor that is replaced can be seen.
+    dictionary of tensors), so that a replaced tensor can be seen.
     """
     return PointerCheck(buffers)
 
@@ -90,12 +90,12 @@ def _places(buffers: Buffers) -> dict[str, str]:
 def assert_rng_advances(
     replay: Callable[[], object], output: torch.Tensor, *, fixed: bool = False
 ) -> None:
-    """GraphCheckError if two replays leave the same in `output`; with `fixed`, if they do not.
+    """GraphCheckError if two replays leave the same values in `output`; with `fixed`, if not.
 
-    `output` is what `replay` writes its random numbers, or what was drawn from them, into. Where
-    state must be put back so that nothing but the random numbers differs, `replay` does it. Use
-    `fixed` for a step whose seed is an input that stays the same. Both replays count: torch's
-    generators have moved on when this returns, and `output` holds what the second one left.
+    `replay` writes its random numbers, or what was drawn from them, into `output`. If state must be
+    restored so that only the random numbers differ, `replay` does it. Use `fixed` for a step whose
+    seed is a constant input. Both replays have effects: torch's generators have advanced when this
+    returns, and `output` holds the second replay's values.
     """
     require_callable("replay", replay)
     require_tensor("the output", output)
@@ -123,8 +123,8 @@ def _after(replay: Callable[[], object], output: torch.Tensor) -> torch.Tensor:
 def assert_no_host_nodes(graph: Graph) -> None:
     """GraphCheckError if a replay would stop for a function on the host; nested graphs included.
 
-    A node inside of others is named by its path: "4/0/2" is node 2 of graph 0 of node 4. A node
-    that cannot be looked into is an error, too: it may hold one.
+    A nested node is named by its path: "4/0/2" is node 2 of graph 0 of node 4. A node whose
+    contents cannot be seen is an error, too: it may hold a host node.
     """
     structure = read_structure(graph)
     found = [
@@ -143,9 +143,8 @@ def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
 
     Edges of programmatic dependent launch let a kernel start before the one it waits for has ended.
     All edges count, also those that no launch can make programmatic (from and to a memcpy), and
-    those of nested graphs; a node that cannot be looked into is an error, since it may hold more.
-    ValueError for a graph without edges, of which nothing could be said, and for a share that is
-    not from 0 to 1.
+    those of nested graphs; a node whose contents cannot be seen is an error, since it may hold
+    more. ValueError for a graph without edges and for a share outside 0 to 1.
     """
     least = number("least", least, most=1.0)
     structure = read_structure(graph)

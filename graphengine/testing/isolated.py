@@ -1,4 +1,4 @@
-"""Code in a Python process of its own, for what must be allowed to break the CUDA context."""
+"""Runs code in a Python process of its own, so that it may break the CUDA context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from graphengine.testing.errors import GraphCheckError, hide_frame
 
 __tracebackhide__ = hide_frame
 
-# The child looks for modules where this process does, so that it finds what the test module
-# imports, and calls the function named in its last argument, if any.
+# The child searches modules where this process does, so that it finds the test module's imports. It
+# calls the function named in its last argument, if any.
 _CHILD = """
 import importlib.util, json, sys
 
@@ -39,7 +39,7 @@ _MOST_SHOWN = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolatedRun:
-    """How a process ended: its exit status (minus the signal that killed it) and its output."""
+    """How a process ended: its exit status (a signal's number negated) and its output."""
 
     status: int
     stdout: str
@@ -52,7 +52,7 @@ def run_isolated(
     timeout: float = 120.0,
     status: int | None = 0,
 ) -> IsolatedRun:
-    """Run `program` in a fresh Python process and return how that ended.
+    """Run `program` in a fresh Python process and return how it ended.
 
     `program` is a function without arguments at the top level of a file (of the test module, say,
     which the child imports anew), or source text. Nothing is pickled or forked: the child shares

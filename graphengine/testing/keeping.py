@@ -1,4 +1,4 @@
-"""Graphs that other code captures, kept so that they can be looked into."""
+"""Keeps graphs that other code captures, so that they can be inspected."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def keep_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
                 compiled(x)                # torch.compile(mode="reduce-overhead")
         assert_no_host_nodes(graphs[-1])
 
-    For captures that are somebody else's: those of torch.compile, which first makes an empty graph
-    for each device, or of `torch.cuda.make_graphed_callables`. They are in the order in which they
-    were made, and can be read as soon as their capture has ended. A kept graph is instantiated by
-    its first replay, which takes longer for it, where no one does it before. The list keeps graphs
-    and their pools alive: drop it when it is read.
+    For captures by other code: torch.compile, which first makes an empty graph for each device, or
+    `torch.cuda.make_graphed_callables`. The list is in the order of creation, and a graph can be
+    read as soon as its capture has ended. A kept graph that was not instantiated before is
+    instantiated by its first replay, which then takes longer. The list keeps graphs and their pools
+    alive: drop it after reading.
 
-    The constructor belongs to the process: graphs that other threads make meanwhile are kept too.
-    It is put back in the end. RuntimeError without a CUDA device.
+    The constructor is changed for the whole process: graphs that other threads make meanwhile are
+    kept too. It is restored at the end. RuntimeError without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("keep_graphs needs a CUDA device: torch.cuda.is_available() is False")
-    # On the class, so that those who imported it by name before are met as well.
+    # Patched on the class, so that code that imported it by name earlier is covered as well.
     kind: Any = torch.cuda.CUDAGraph
     own, original = kind.__dict__.get("__init__"), kind.__init__
     graphs: list[torch.cuda.CUDAGraph] = []

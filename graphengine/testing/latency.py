@@ -1,4 +1,4 @@
-"""Is a replay fast enough, as a ratio to something else that is measured beside it?"""
+"""Checks a replay's time as a ratio to a reference that is measured together with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __tracebackhide__ = hide_frame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Microseconds of one call, of `repeats` measured ones of each side."""
+    """Microseconds of one call, from `repeats` measured calls of each side."""
 
     repeats: int
     median_us: float
@@ -57,16 +57,17 @@ def latency_budget(
 ) -> Latency:
     """GraphCheckError if `replay` takes more than `median` times as long as `reference`.
 
-    The two are called in turns, so that a clock that changes or a neighbour on the machine meets
-    both; the ratio is that of the medians of `repeats` calls. `p99`, where given, bounds the ratio
-    of the 99th percentiles in the same way: with less than 100 calls, of the slowest ones. 1.0
-    says "not slower than". `warmup` turns before are not counted.
+    The two are called alternately, so that a changing clock or another program on the machine
+    affects both; the ratio is that of the medians of `repeats` calls. `p99`, if given, bounds the
+    ratio of the 99th percentiles in the same way; with less than 100 calls these are the slowest
+    calls. 1.0 means "not slower than". `warmup` pairs of calls come first and are not counted.
 
     On CUDA a call is measured by events on `stream`, by default the current one, which is also made
     current around both callables. A `CapturedGraph` replays on a stream of its own: give that one,
-    since what runs on others is not seen. Without CUDA, or before its first use in the process, the
-    host's clock measures. Other work of the device is waited for before each call. ValueError for a
-    budget that is not greater than 0, less than 1 of `repeats`, and a negative `warmup`.
+    since work on other streams is not measured. Without CUDA, or before its first use in the
+    process, the host's clock is used. Before each call, all other work of the device is waited for.
+    ValueError for a budget that is not greater than 0, less than 1 of `repeats`, and a negative
+    `warmup`.
     """
     require_callable("replay", replay)
     require_callable("reference", reference)

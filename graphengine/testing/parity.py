@@ -1,4 +1,4 @@
-"""Does a replay compute what the step computes when it is called?"""
+"""Checks that a replay computes what the step computes when it is called."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from graphengine.testing.tensors import (
 
 __tracebackhide__ = hide_frame
 
-# Of a tolerance: with an infinite one, everything is equal.
+# Upper limit of a tolerance: with an infinite one, everything would be equal.
 _LARGEST = sys.float_info.max
 
 Fill = Callable[[int, int | None], object]
-"""Called with a seed and a live size (None where there are none): writes a step's inputs."""
+"""Called with a seed and a live size (None without live sizes): writes a step's inputs."""
 
 
 def assert_replay_matches_eager(
@@ -50,25 +50,26 @@ def assert_replay_matches_eager(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> None:
-    """GraphCheckError where a replay of `graph` does not leave what calling `step` leaves.
+    """GraphCheckError if a replay of `graph` does not leave the same values as a call of `step`.
 
     `step` takes no arguments and works on `buffers`: the inputs, and all state and outputs that it
     writes in place. For every seed and live size the inputs are filled, the step is called, the
-    buffers are put back, the graph is replayed, and both results are compared: all buffers, and
-    what both returned. In the end the buffers hold what they held before.
+    buffers are restored, the graph is replayed, and both results are compared: all buffers, and
+    what both returned. At the end the buffers hold what they held before.
 
     `graph` is an object with `replay()`. `returned` is then what the step returned when it was
     captured: the tensors (in tuples, lists, mappings, dataclasses) into which every replay writes;
     leave it out where outputs are buffers. Or `graph` is a callable that replays and returns the
-    results, such as what torch.compile gives. Left out, `step` is warmed up and captured here, on
-    the current CUDA device; where the buffers are on a CPU, it is called a second time instead.
+    results, such as the result of torch.compile. Without `graph`, `step` is warmed up and captured
+    here, on the current CUDA device; if the buffers are on a CPU, it is called a second time
+    instead.
 
-    `fill(seed, live)` writes the inputs, in place, and whatever else the step reads: a Python
-    number that is frozen in the graph shows when it changes between two seeds. By default,
+    `fill(seed, live)` writes the inputs, in place, and everything else that the step reads: a
+    Python number that is frozen in the graph shows when it changes between two seeds. By default,
     floating-point tensors are drawn from a normal distribution and others left alone, since only
-    the caller knows which integers are valid. Of `StaticBuffers` it is the host-owned fields, whose
-    lanes from `live` on get the pad value. Random numbers of torch start from the seed, in both
-    runs.
+    the caller knows which integers are valid. For `StaticBuffers` the default fills the host-owned
+    fields, whose lanes from `live` on get the pad value. In both runs torch's random numbers start
+    from the seed.
 
     Bits are compared unless `rtol` or `atol` allow a difference (see `torch.isclose`); a NaN equals
     one with the same bits. ValueError if there is nothing to compare, if the step returns tensors
@@ -175,7 +176,7 @@ def _replaying(
     graph: Replayable | Callable[[], object] | None,
     returned: object,
 ) -> Iterator[Callable[[], object]]:
-    """A function that replays and returns what the replay wrote; closes what is captured here."""
+    """A function that replays and returns the replay's results; closes a graph captured here."""
     if graph is not None:
         yield graph if callable(graph) else functools.partial(_replay, graph, returned)
         return
@@ -189,7 +190,7 @@ def _replaying(
 
     def replay_and_return() -> object:
         captured.replay()
-        return kept  # on CUDA of the capture: a replay does not call the step
+        return kept  # on CUDA that of the capture: a replay does not call the step
 
     device = "cuda" if any(tensor.is_cuda for tensor in tensors.values()) else "cpu"
     captured = CapturedGraph(keep, name="of the test", device=device, warmups=1)
@@ -226,7 +227,7 @@ def _draw(tensor: torch.Tensor) -> None:
         return
     if tensor.element_size() > 1:
         tensor.detach().normal_()
-    else:  # numbers of one byte are drawn by none of torch's kernels
+    else:  # none of torch's kernels draws numbers of one byte
         tensor.detach().copy_(torch.randn(tensor.shape, device=tensor.device))
 
 

@@ -1,9 +1,9 @@
 """The pytest plugin: every check of `graphengine.testing` as a fixture of the same name.
 
-pytest loads this at every start where graphengine is installed, so nothing here imports torch until
-a fixture is used. What works with a GPU only skips its test without one, and `needs_gpu` does that
-for a test that captures a graph by itself; all others also work on CPU tensors, or on the structure
-of a graph that was read elsewhere.
+pytest loads this at every start if graphengine is installed, so nothing here imports torch until a
+fixture is used. A fixture that needs a GPU skips its test without one, and `needs_gpu` does so for
+a test that captures a graph by itself. All others also work on CPU tensors, or on the structure of
+a graph that was read elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-# Whose each golden file is, by the ids of the tests that asked for them.
+# The owner of each golden file: the id of the test that asked for it.
 _SNAPSHOTS = pytest.StashKey[dict[Path, str]]()
 
 
@@ -41,7 +41,7 @@ def needs_gpu() -> None:
 
 @pytest.fixture
 def graph_snapshot(request: pytest.FixtureRequest) -> Any:
-    """A `GraphSnapshot` whose golden files lie in `__snapshots__/<module>/` beside the test."""
+    """A `GraphSnapshot` whose golden files are in `__snapshots__/<module>/` next to the test."""
     folder = request.path.parent / "__snapshots__" / request.path.stem
     owner = request.node.nodeid
     return _check("graph_snapshot")(

@@ -1,4 +1,4 @@
-"""Does anything that is padding reach a result, and does a step write where it must not?"""
+"""Checks that no padding reaches a result, and that a step writes only where it may."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __tracebackhide__ = hide_frame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poison:
-    """What is written into padding: `floating` into floating-point tensors, `integer` into others.
+    """Values for padding: `floating` for floating-point tensors, `integer` for others.
 
-    A finite number outside of a dtype's range becomes the nearest in it; of bool, a negative one
-    is False and every other True.
+    A finite number outside a dtype's range becomes the nearest in it; for bool, a negative one is
+    False and every other True.
     """
 
     name: str
@@ -62,7 +62,7 @@ POISONS = (
 )
 
 
-# Any will do.
+# Any seed will do.
 _SEED = 0
 
 
@@ -75,23 +75,23 @@ def poison_padding(
     values: Iterable[Poison] = POISONS,
     canaries: CanaryPages | None = None,
 ) -> None:
-    """GraphCheckError where what padding holds changes anything that is not padding.
+    """GraphCheckError if the contents of padding change anything that is not padding.
 
     `run` (a step, or `graph.replay`) is called once with the buffers as they are, and once for each
-    poison with the padding overwritten. What it leaves outside of the padding, in all buffers, must
-    have the same bits each time. In the end the buffers hold what they held before. What it returns
-    is not compared, so it has to write its results into buffers: ValueError for a returned tensor
-    that is no part of one. Torch's random numbers start from the same seed each time.
+    poison with the padding overwritten. The contents of all buffers outside the padding must have
+    the same bits each time. At the end the buffers hold what they held before. Returned values are
+    not compared, so it has to write its results into buffers: ValueError for a returned tensor that
+    is not part of one. Torch's random numbers start from the same seed each time.
 
-    `padding` says by the buffer's name which part of it is padding: lanes of an input past the live
-    ones, tails such as the unused end of a block table, and lanes of an output that nobody reads.
-    Of `StaticBuffers`, `live` says it shorter: the number of live lanes of every host-owned field,
-    or of those named in a mapping; leave out fields whose pad value marks a lane as padded, as
-    these mean something. `canaries` are looked at after every run.
+    `padding` names, for each buffer, the part that is padding: lanes of an input past the live
+    ones, tails such as the unused end of a block table, and lanes of an output that are never read.
+    For `StaticBuffers`, `live` is shorter: the number of live lanes of every host-owned field, or
+    of those named in a mapping; leave out fields whose pad value marks a lane as padded, as it has
+    a meaning. `canaries` are checked after every run.
 
     On a CUDA device a step that uses a poisoned integer as an index may end in a device-side
-    assertion, which no later test of the process survives: see `run_isolated`. ValueError if
-    nothing is padding or nothing is not.
+    assertion, after which every later test of the process fails: see `run_isolated`. ValueError if
+    nothing is padding or everything is.
     """
     require_callable("run", run)
     poisons = _poisons(values)
@@ -145,7 +145,7 @@ def _fill(tensor: torch.Tensor, mask: torch.Tensor, poison: Poison) -> None:
         if tensor.dtype.is_complex:
             tensor.masked_fill_(mask, value)
         else:
-            # Not every dtype can be filled by itself; integers of its width can.
+            # Not every dtype has a fill; integers of the same width do.
             bits(tensor).masked_fill_(mask, bits(value))
 
 
@@ -180,23 +180,22 @@ def _require_same(
 
 
 class CanaryPages:
-    """Tensors between pages of known bytes, which show when a step writes outside of a tensor.
+    """Tensors between pages of known bytes, which show when a step writes outside a tensor.
 
         pages = CanaryPages("cuda")
         y = pages.empty("y", (8, 4), torch.float32)
         ...                                  # capture and replay a step that writes y
         pages.check()
 
-    A page of `page_bytes` stands right before the tensor's first and right behind its last byte, so
-    pages can surround only tensors that are made here. They live as long as this object or their
-    tensor. What a step writes further away than a page, or writes there with the same bytes as
-    before, is not seen.
+    A page of `page_bytes` lies right before the tensor's first byte and another right after its
+    last, so only tensors that are made here can have pages. They live as long as this object or
+    their tensor. Writes further away than a page, or of the same bytes as before, are not detected.
     """
 
     def __init__(self, device: torch.device | str, *, page_bytes: int = 4096) -> None:
         if page_bytes < 1 or page_bytes % 256:
             raise ValueError(f"{page_bytes=} is no multiple of 256, so tensors would lie askew")
-        # No short period: a copy of neighbouring pages or rows does not look like this one.
+        # Without a short period: a copy of neighbouring pages or rows does not look the same.
         numbers = torch.arange(page_bytes, dtype=torch.int64, device=device)
         self._page = ((numbers * numbers + 89 * numbers + 37) % 251).to(torch.uint8)
         self._regions: list[tuple[str, torch.Tensor, torch.Tensor]] = []

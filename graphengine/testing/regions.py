@@ -23,8 +23,8 @@ def padding_masks(
 ) -> dict[str, torch.Tensor]:
     """bool by name, of the tensor's shape: True where it is padding. `buffers` hold `tensors`.
 
-    ValueError where no element is padding or all are, and where the memory of one buffer's padding
-    is no padding to another one.
+    ValueError if no element is padding or all are, and if memory is padding in one buffer but not
+    in another.
     """
     if padding is not None and not isinstance(padding, Mapping):
         raise ValueError(f"{padding=} is no mapping of buffers' names to regions")
@@ -60,7 +60,7 @@ def _past_live(buffers: Buffers, live: int | Mapping[str, int] | None) -> dict[s
 
 
 def most_lanes(buffers: StaticBuffers) -> int:
-    """Lanes of the host-owned field that has the most."""
+    """The largest number of lanes of a host-owned field."""
     lanes = (lanes_of(buffers, field.name) for field in buffers.fields if field.owner == "host")
     return max(lanes, default=0)
 
@@ -97,7 +97,7 @@ def _is_region(region: object) -> bool:
 def _require_same_padding(
     tensors: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]
 ) -> None:
-    """ValueError where memory is padding by one buffer's name and none by another's."""
+    """ValueError if memory is padding in one buffer but not in another."""
     for name, mask in masks.items():
         memory = tensors[name].untyped_storage()
         others = {
@@ -122,7 +122,7 @@ def _require_same_padding(
 
 
 def _bytes_of(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Of `memory`, a byte for each of the tensor's storage, those of each element: [..., width]."""
+    """The bytes of each element, [..., width], from `memory`, the bytes of the tensor's storage."""
     width = tensor.element_size()
     strides = [stride * width for stride in tensor.stride()]
     return memory.as_strided((*tensor.shape, width), (*strides, 1), tensor.storage_offset() * width)

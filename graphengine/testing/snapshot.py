@@ -1,10 +1,10 @@
-"""Golden files of captured graphs: a test fails where a graph is no longer the one on file.
+"""Golden files of captured graphs: a test fails if a graph is no longer the one on file.
 
     def test_the_step_keeps_its_kernels(graph_snapshot):
         graph_snapshot(graph, max_kernels=12)
 
 The files are JSON with a line a node, to be committed; `pytest --graph-snapshot-update` writes
-them. Names of kernels are kept as `normalise_name` has them.
+them. Names of kernels are stored as normalised by `normalise_name`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __tracebackhide__ = hide_frame
 RECORD = "--graph-snapshot-update"
 """The option of pytest under which snapshots are written."""
 
-# Of the readable part of a file's name; file systems allow 255 for all of it.
+# Length of the readable part of a file's name; file systems allow 255 for all of it.
 _MOST_BYTES = 160
 
 
@@ -38,18 +38,18 @@ def graph_snapshot(
     owner: str | None = None,
     owners: dict[Path, str] | None = None,
 ) -> GraphSnapshot:
-    """What the fixture of this name is, with the fixture's folder and test name given by hand."""
+    """Like the fixture of this name, with the folder and the test's name given as arguments."""
     return GraphSnapshot(folder, name, update=update, owner=owner, owners=owners)
 
 
 class GraphSnapshot:
     """The golden files of one test; the fixture `graph_snapshot` is one of these.
 
-    folder  of the test's module: `__snapshots__/<test module>` beside it
-    name    of the test, with its class and parameters
+    folder  folder of the test's module: `__snapshots__/<test module>` next to it
+    name    name of the test, with its class and parameters
     update  write the files instead of comparing with them
-    owner   the test as errors name it; `name` where it is left out
-    owners  whose each file is: the same dictionary for all tests, so that no two share a file
+    owner   name of the test in errors; `name` if left out
+    owners  the owner of each file: the same dictionary for all tests, so that no two share a file
     """
 
     def __init__(
@@ -81,16 +81,17 @@ class GraphSnapshot:
         """Require that `graph` is the one on file, and that it keeps to its budget.
 
         graph         a `torch.cuda.CUDAGraph(keep_graph=True)`, a `CapturedGraph` or a structure
-        name          tells the graphs of one test apart
-        key           what the graph depends on beside the code, such as `environment_key()`: each
-                      key has files of its own, and one without them fails
+        name          distinguishes the graphs of one test
+        key           what the graph depends on besides the code, such as `environment_key()`: each
+                      key has files of its own, and a key without files fails
         launch_sizes  False leaves out grid, block and shared memory, for kernels tuned at run time
-        max_nodes     nodes that the graph may have, those of nested graphs included
-        max_kernels   kernels that it may have
+        max_nodes     most nodes of the graph, including nested graphs
+        max_kernels   most kernels
 
-        GraphCheckError for another graph, a file that is missing, unreadable or cannot be written,
-        and a budget overrun, or one that cannot be told; budgets also while files are written.
-        ValueError where a test asks for one file twice, or for another test's.
+        GraphCheckError for another graph, for a file that is missing, unreadable or cannot be
+        written, and for a budget that is overrun or cannot be checked; budgets are also checked
+        while files are written. ValueError if a test asks for one file twice, or for another test's
+        file.
         """
         path = self.path(name, key)
         if path in self._used:
@@ -112,7 +113,7 @@ class GraphSnapshot:
             )
 
     def path(self, name: str | None = None, key: str | None = None) -> Path:
-        """The file of a graph: `<folder>[/<key>]/<test>[-<name>].json`, as `unique_name` has it."""
+        """The file of a graph: `<folder>[/<key>]/<test>[-<name>].json`, made by `unique_name`."""
         folder = self.folder if key is None else self.folder / unique_name(key)
         return folder / f"{unique_name(self.name, *([] if name is None else [name]))}.json"
 
@@ -154,8 +155,7 @@ class GraphSnapshot:
 def check_budget(
     structure: GraphStructure, title: str, *, max_nodes: int | None, max_kernels: int | None
 ) -> None:
-    """GraphCheckError if there are more nodes or kernels than that, nested graphs included, or if
-    there may be."""
+    """GraphCheckError if the graph and its nested graphs have, or may have, more than that."""
     counts = structure.count()
     found = {"nodes": sum(counts.values()), "kernels": counts.get("kernel", 0)}
     allowed = {"nodes": max_nodes, "kernels": max_kernels}
@@ -170,7 +170,7 @@ def check_budget(
 
 
 def environment_key() -> str:
-    """What chooses the kernels beside the code: "nvidia-h200_torch-2.11.0+cu130_triton-3.6.0".
+    """What selects the kernels besides the code: "nvidia-h200_torch-2.11.0+cu130_triton-3.6.0".
 
     The current CUDA device, or "cpu", and the versions of torch and triton.
     """
@@ -185,14 +185,15 @@ def environment_key() -> str:
 
 
 def file_name(text: str) -> str:
-    """`text` as part of a path: runs of all but letters, digits and "_.+-" become one "-"."""
+    """`text` as part of a path: runs of other characters than letters, digits, "_.+-" become
+    "-"."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "-"
 
 
 def unique_name(*parts: str) -> str:
-    """The `file_name` of the parts, which no other parts have.
+    """A `file_name` of the parts that no other parts have.
 
-    A digest stands behind it, unless there is one part, which is a file name already.
+    It ends with a digest, unless there is one part that is a file name already.
     """
     if wrong := [part for part in parts if not isinstance(part, str)]:
         raise ValueError(f"{wrong[0]!r} is of type {type(wrong[0]).__name__}, and a name is text")
@@ -204,7 +205,7 @@ def unique_name(*parts: str) -> str:
 
 
 def _frequencies(structure: GraphStructure, most: int = 12) -> str:
-    """The kernels, and other kinds of node, by how often they occur, one a line."""
+    """The kernels and other kinds of node by number of occurrences, one a line."""
     names = Counter(node.name or node.kind for graph in structure.walk() for node in graph.nodes)
     lines = [f"  {count:>4} x {name}" for name, count in names.most_common(most)]
     if len(names) > most:

@@ -1,4 +1,4 @@
-"""Structures of graphs: read from what holds them, and walked with a path to each node."""
+"""Structures of graphs: reading them, and walking them with a path to each node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Graph = torch.cuda.CUDAGraph | CapturedGraph | GraphStructure
 
 
 def read_structure(graph: Graph) -> GraphStructure:
-    """The structure of any of these; ValueError for a `CapturedGraph` of a CPU, which has none."""
+    """The structure of any of these; ValueError for a `CapturedGraph` on a CPU, which has none."""
     if isinstance(graph, GraphStructure):
         return graph
     if isinstance(graph, CapturedGraph):
@@ -35,9 +35,9 @@ def _require_graph(graph: object) -> None:
 
 
 def walk(structure: GraphStructure, path: str = "") -> Iterator[tuple[str, GraphStructure]]:
-    """Each graph in `structure`, itself first, with what stands before its nodes in their paths.
+    """Each graph in `structure`, itself first, with the prefix of its nodes' paths.
 
-    A node inside of others is named by its path: "4/0/2" is node 2 of graph 0 of node 4.
+    A nested node is named by its path: "4/0/2" is node 2 of graph 0 of node 4.
     """
     yield path, structure
     for node in structure.nodes:
@@ -46,7 +46,7 @@ def walk(structure: GraphStructure, path: str = "") -> Iterator[tuple[str, Graph
 
 
 def require_known(structure: GraphStructure, what: str) -> None:
-    """GraphCheckError where a node may hold others that cannot be seen; `what` is then unknown."""
+    """GraphCheckError if a node may hold others that cannot be seen, so that `what` is unknown."""
     for path, nested in walk(structure):
         for node in nested.nodes:
             if not _is_known(node):

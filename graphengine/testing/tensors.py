@@ -1,4 +1,4 @@
-"""Tensors by name: read from what holds them, saved, put back, and compared bit by bit."""
+"""Tensors by name: read from their owner, saved, restored, and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Replayable(Protocol):
 
 
 def named_tensors(buffers: Buffers) -> dict[str, torch.Tensor]:
-    """The tensors as `buffers` holds them now, none of them copied; ValueError for other things."""
+    """The tensors that `buffers` holds now, not copied; ValueError for other objects."""
     if isinstance(buffers, StaticBuffers):
         return {field.name: buffers[field.name] for field in buffers.fields}
     if isinstance(buffers, torch.nn.Module):
@@ -45,7 +45,7 @@ def _of_mapping(buffers: object) -> dict[str, torch.Tensor]:
 
 
 def require_tensor(what: str, value: object) -> None:
-    """ValueError unless `value` is a tensor whose elements lie in memory."""
+    """ValueError unless `value` is a tensor whose elements are in memory."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{what} is of type {type(value).__name__}, not a torch.Tensor")
     if value.layout != torch.strided or value.is_meta:
@@ -99,7 +99,7 @@ def _find_tensors(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]
 def outside_of(
     buffers: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Those of `found` whose elements are not all in the memory of one buffer."""
+    """The tensors in `found` whose elements are not all in the memory of one buffer."""
     spans = [_span(tensor) for tensor in buffers.values()]
 
     def inside(tensor: torch.Tensor) -> bool:
@@ -110,7 +110,7 @@ def outside_of(
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address of the first byte, and of the one behind the last."""
+    """Address of the first byte, and of the byte after the last."""
     if not tensor.numel():
         return 0, 0
     steps = zip(tensor.stride(), tensor.shape, strict=True)
@@ -124,7 +124,7 @@ def cuda_in_use() -> bool:
 
 
 def wait_for_device() -> None:
-    """Wait for all streams of the current CUDA device, where CUDA is in use."""
+    """Wait for all streams of the current CUDA device, if CUDA is in use."""
     if cuda_in_use():
         torch.cuda.synchronize()
 
@@ -138,7 +138,7 @@ def save(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def restore(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    """Write what `save` returned back in place, complete when this returns."""
+    """Write the values from `save` back in place, complete when this returns."""
     wait_for_device()
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ def restore(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tenso
 
 
 def run_and_wait(step: Callable[[], object]) -> object:
-    """Call `step` behind, and before, all other work of the device; what it returns.
+    """Call `step` after all earlier and before all later work of the device; returns its result.
 
     ValueError for a generator function or an `async def`, of which a call runs nothing.
     """
@@ -160,7 +160,7 @@ def run_and_wait(step: Callable[[], object]) -> object:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """The block may seed torch's generators; behind it they are as they were."""
+    """The block may seed torch's generators; afterwards they are as they were."""
     devices = [torch.cuda.current_device()] if cuda_in_use() else []
     with torch.random.fork_rng(devices):
         yield
@@ -194,9 +194,9 @@ def describe_difference(
     *,
     sides: tuple[str, str],
 ) -> str:
-    """The first element where `wrong` is True, what each side has there, and how many there are.
+    """The first element where `wrong` is True, each side's value there, and how many differ.
 
-    `sides` says whose values `expected` and `actual` are.
+    `sides` names the sources of `expected` and `actual`.
     """
     place = tuple(int(index) for index in wrong.nonzero()[0])
     row = f"row {place[0]}, element {list(place)}" if place else "its only element"
@@ -221,7 +221,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _show(element: torch.Tensor) -> str:
-    """A value, and its bits where printing does not tell all: two NaNs may differ."""
+    """A value, with its bits if printing does not show everything: two NaNs may differ."""
     value = element.item()
     if isinstance(value, float) and value != value:
         return f"nan ({int(bits(element).item()):#x})"

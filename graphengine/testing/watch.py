@@ -1,4 +1,4 @@
-"""Does a block wait for the device, or take memory on it?"""
+"""Checks that a block does not wait for the device, or allocate memory on it."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ from graphengine.testing.errors import GraphCheckError, hide_frame
 
 __tracebackhide__ = hide_frame
 
-# What torch's sync debug mode says of an operation that waits.
+# The message of torch's sync debug mode for an operation that waits.
 _SYNC_MESSAGE = "called a synchronizing CUDA operation"
 
-# Explicit waits, which that mode lets pass: where each is looked up, and what to call it. Below
-# torch.cuda.synchronize, so that those who imported that one by name are watched too.
+# Explicit waits, which that mode lets pass: where each is looked up, and its name. One level below
+# torch.cuda.synchronize, so that code that imported that function by name is watched too.
 _WAITS: tuple[tuple[Any, str, str], ...] = (
     (torch._C, "_cuda_synchronize", "torch.cuda.synchronize()"),
     (torch._C, "_accelerator_synchronizeDevice", "torch.accelerator.synchronize()"),
     (torch.cuda.Stream, "synchronize", "Stream.synchronize()"),
     (torch.cuda.Event, "synchronize", "Event.synchronize()"),
 )
-# Modules of torch between such a wait and who asked for it.
+# Modules of torch between such a wait and its caller.
 _BETWEEN = ("torch.cuda", "torch.accelerator")
-# Beginning and ending a capture waits for the device, which is no fault of the captured step.
+# Beginning and ending a capture waits for the device, which is not the captured step's fault.
 _CAPTURING = ("torch.cuda.graphs", "graphengine.buckets.captured")
 
 
 class _Waited(RuntimeError):
-    """Raised in the place of an explicit wait."""
+    """Raised in place of an explicit wait."""
 
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
-    """GraphCheckError if the block waits for the device, with the stack of the call that did.
+    """GraphCheckError if the block waits for the device, with the stack of the call that waits.
 
-    Round replays, or round a capture: the waits by which `torch.cuda.graph` and `CapturedGraph`
-    begin and end one do not count (but those of a warm-up do: warm up before). Seen are the
-    operations that torch's sync debug mode knows, such as `item`, `tolist`, `nonzero` and copies to
-    pageable memory, and the `synchronize` of a device, a `torch.cuda.Stream` or a
-    `torch.cuda.Event`. Each raises where it is called and waits for nothing, so the rest of the
-    block does not run. If the block catches that error, only a `synchronize` is still reported,
-    also where the block raises something else later.
+    Put it around replays or around a capture: the waits by which `torch.cuda.graph` and
+    `CapturedGraph` begin and end a capture do not count (but those of a warm-up do: warm up
+    before). It sees the operations that torch's sync debug mode knows, such as `item`, `tolist`,
+    `nonzero` and copies to pageable memory, and the `synchronize` of a device, a
+    `torch.cuda.Stream` or a `torch.cuda.Event`. Each raises where it is called, without waiting, so
+    the rest of the block does not run. If the block catches that error, only a `synchronize` is
+    still reported, also if the block raises something else later.
 
-    The debug mode belongs to the process: other threads' operations raise too. It is put back in
-    the end. RuntimeError without a CUDA device.
+    The debug mode applies to the whole process: other threads' operations raise too. It is restored
+    at the end. RuntimeError without a CUDA device.
     """
     _require_cuda("no_sync")
     mode = torch.cuda.get_sync_debug_mode()
     waits: list[_Waited] = []
-    # Handled around the block: not the block's, though it is the context of what is raised in it.
+    # An error being handled around the block: not the block's, though it is the context of errors
+    # raised in it.
     outside = sys.exception()
     with contextlib.ExitStack() as undo:
         undo.callback(torch.cuda.set_sync_debug_mode, mode)
@@ -83,7 +84,7 @@ def no_sync() -> Iterator[None]:
 def _refuse(
     original: Callable[..., object], call: str, waits: list[_Waited]
 ) -> Callable[..., object]:
-    """What stands in for the wait `original`: raises, and adds to `waits`."""
+    """Replaces the wait `original`: raises, and adds to `waits`."""
 
     @functools.wraps(original)
     def wait(*arguments: object) -> object:
@@ -101,7 +102,7 @@ def _refuse(
 
 
 def _is_capturing_itself() -> bool:
-    """Whether it is the machinery of a capture that asked for the wait two frames above."""
+    """Whether torch's code for a capture called the wait two frames above."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
@@ -109,7 +110,7 @@ def _is_capturing_itself() -> bool:
 
 
 def _find_sync(error: BaseException | None, outside: BaseException | None) -> BaseException | None:
-    """The innermost error of a wait among `error` and what it was raised from, up to `outside`."""
+    """The innermost error of a wait among `error` and its causes, up to `outside`."""
     found = None
     while error is not None and error is not outside:
         if isinstance(error, _Waited) or _SYNC_MESSAGE in str(error):
@@ -129,7 +130,7 @@ def _is_of_user(frame: traceback.FrameSummary) -> bool:
     return frame.filename not in (__file__, contextlib.__file__)
 
 
-# Those that only ever grow, so that memory which is freed again is counted too.
+# Counters that only grow, so that memory that is freed again is counted too.
 _ALLOCATED_BYTES, _SEGMENT_BYTES = "allocated_bytes.all.allocated", "reserved_bytes.all.allocated"
 _ALLOCATIONS, _SEGMENTS = "allocation.all.allocated", "segment.all.allocated"
 
@@ -138,17 +139,17 @@ _ALLOCATIONS, _SEGMENTS = "allocation.all.allocated", "segment.all.allocated"
 def no_alloc(
     *, device: torch.device | str | int | None = None, tolerance_bytes: int = 0
 ) -> Iterator[None]:
-    """GraphCheckError if torch's allocator gives out memory of `device` in the block.
+    """GraphCheckError if torch's allocator allocates memory of `device` in the block.
 
-    That counts memory which the block frees again. `tolerance_bytes` is what may be given out, and
-    by how much the allocator may grow, in total. Memory that others take from the driver (NCCL, a
+    Memory that the block frees again counts, too. `tolerance_bytes` is the total that may be
+    allocated, and by which the allocator may grow. Memory taken directly from the driver (NCCL, a
     library's workspace, a kernel's own) is not seen: see `check_no_alloc`.
 
-    Round replays: a replay takes none, so it is the code beside it that does. Round what is
-    captured, `with torch.cuda.graph(graph), no_alloc():` (beginning a capture takes memory by
-    itself): what the step allocates comes from the graph's pool and stays with the graph; the
-    segments are what the pool grew by. A step that passes writes only into tensors that were there
-    before, and needs no workspace of cuBLAS.
+    Around replays: a replay allocates nothing, so an allocation comes from the code around it.
+    Around captured code, `with torch.cuda.graph(graph), no_alloc():` (beginning a capture itself
+    takes memory): the step's allocations come from the graph's pool and stay with the graph; the
+    segments are the pool's growth. A step that passes writes only into tensors that existed before,
+    and needs no cuBLAS workspace.
 
     `device` is the current one by default. RuntimeError without a CUDA device.
     """
@@ -173,12 +174,12 @@ def check_no_alloc(
     device: torch.device | str | int | None = None,
     tolerance_bytes: int = 0,
 ) -> None:
-    """GraphCheckError if `replays` calls of `replay` allocate, as `no_alloc` or the driver sees it.
+    """GraphCheckError if `replays` calls of `replay` allocate, by `no_alloc` or the driver.
 
-    The driver's free memory is compared before and after, behind one call that is not counted, so
-    memory that is taken past torch's allocator is seen; so is what other processes take meanwhile,
-    for which `tolerance_bytes` must allow on a shared GPU. ValueError if `replays` is less than 1,
-    RuntimeError without a CUDA device.
+    The driver's free memory is compared before and after, following one call that is not counted.
+    So memory taken without torch's allocator is seen; so is memory that other processes take
+    meanwhile, for which `tolerance_bytes` must allow on a shared GPU. ValueError if `replays` is
+    less than 1, RuntimeError without a CUDA device.
     """
     require_callable("replay", replay)
     integer("replays", replays, least=1)
@@ -201,5 +202,5 @@ def check_no_alloc(
 def _require_cuda(check: str) -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(f"{check} needs a CUDA device: torch.cuda.is_available() is False")
-    # Before its first use there are no statistics of the allocator.
+    # Before the allocator's first use it has no statistics.
     torch.cuda.init()  # type: ignore[no-untyped-call]
