@@ -149,7 +149,7 @@ class Guide:
                 break
         if matcher.is_error():
             # Failed by a token that may never come; the matcher cannot recover from it.
-            log.warning("a grammar failed behind %d drafts: %s", made, _first_lines(matcher))
+            log.warning("a grammar failed after %d drafts: %s", made, _first_lines(matcher))
             self.matcher = self._compile()
             self.matcher.consume_tokens(self._said)
         elif made:

@@ -85,14 +85,14 @@ def prompt_ids(
             prompt = tokenizer.encode(prompt, add_special_tokens=not known, add_bos=add_bos)
         else:
             prompt = prompt.token_ids(tokenizer)
-    behind = f" behind {known} of the session" if known else ""
+    after = f" after {known} of the session" if known else ""
     ids = token_ids_of(
         prompt,
         vocab_size,
         "a prompt is text, token ids or chat messages",
         limit=max_seq_len - known - 1,
         too_many=lambda count: (
-            f"prompt of {count} tokens{behind} leaves no room for a new one in "
+            f"prompt of {count} tokens{after} leaves no room for a new one in "
             f"max_seq_len={max_seq_len}"
         ),
     )

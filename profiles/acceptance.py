@@ -1,8 +1,8 @@
-"""`graphengine acceptance`: how many tokens a step drafters are worth on a text.
+"""`graphengine acceptance`: how many tokens a step different drafters give on a text.
 
 Prompts are cut from the text and continued, by each drafter at each temperature. A drafter's tokens
-must be those of plain decoding in its row family before its figures are told. Beside them stands
-the share of 4-grams that a continuation repeats: a model that loops is easily drafted for.
+must be those of plain decoding in its row family before its figures are reported. With them comes
+the share of 4-grams that a continuation repeats: a model that loops is easy to draft for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")
 TEMPERATURES = "0,1"
 GRAM = 4
 CPU_PROMPTS = 4
-"""Prompts on a CPU where nothing else is asked for; a GPU takes the whole text."""
+"""Default number of prompts on a CPU; a GPU takes the whole text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Study:
     options  of every engine
     modes    by the text that named them
     prompts  token ids, one list for each continuation
-    behind   what the text itself has behind each prompt, as long as a continuation
+    behind   the tokens that follow each prompt in the text, as many as in a continuation
     """
 
     name: str
@@ -63,7 +63,7 @@ class Study:
     new_tokens: int
 
     def params(self, temperature: float) -> list[SamplingParams]:
-        """Of each prompt: its own seed, the same for every engine."""
+        """Parameters for each prompt: its own seed, the same for every engine."""
         return [
             SamplingParams(temperature=temperature, seed=index, max_tokens=self.new_tokens)
             for index in range(len(self.prompts))
@@ -107,7 +107,7 @@ def acceptance(options: argparse.Namespace) -> None:
 
 
 def _read_options(options: argparse.Namespace) -> Study:
-    """The options, checked as far as can be done before anything is built."""
+    """The options, checked as far as possible before anything is built."""
     for name in ("stride", "prompt_tokens", "new_tokens", "prompts"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -177,14 +177,14 @@ def prompt_starts(
 ) -> list[int]:
     """Where prompts begin in a text of `tokens`, each with its continuation inside of it.
 
-    Every `stride` tokens; of more than `most` prompts those that are spread evenly. ValueError if
-    the text is too short for one.
+    One prompt every `stride` tokens; of more than `most` prompts an evenly spread selection.
+    ValueError if the text is too short for one.
     """
     last = tokens - prompt_tokens - new_tokens
     if last < 0:
         raise ValueError(
             f"a text of {tokens} tokens is too short for a prompt of {prompt_tokens} and "
-            f"{new_tokens} tokens behind it"
+            f"{new_tokens} tokens after it"
         )
     starts = list(range(0, last + 1, stride))
     if most is None or most >= len(starts):
@@ -193,7 +193,7 @@ def prompt_starts(
 
 
 def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
-    """The JSON document; `say` gets each row as it comes, and whether it is the first."""
+    """The JSON document; `say` is called with each row as it comes, and whether it is the first."""
     config = EngineConfig(**study.options)
     rows: list[dict[str, Any]] = []
     plain: dict[RowFamily, dict[float, _Run]] = {}
@@ -237,7 +237,7 @@ class _Run:
 
 def _run(engine: Engine, study: Study, temperature: float) -> _Run:
     params = study.params(temperature)
-    # What a first replay brings up is none of its speed.
+    # The first replay has one-time costs, so it is not timed.
     engine.generate(study.prompts[0], params[0])
     engine.acceptance.reset()
     started = time.perf_counter()
@@ -273,7 +273,7 @@ def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[
 
 
 def repeated_grams(texts: Sequence[Sequence[int]], size: int = GRAM) -> float | None:
-    """Share of the texts' n-grams that came before in the same text; None of texts too short."""
+    """Share of the texts' n-grams that came earlier in the same text; None if all are too short."""
     total = repeated = 0
     for text in texts:
         grams = [tuple(text[start : start + size]) for start in range(len(text) - size + 1)]

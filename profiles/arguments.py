@@ -19,14 +19,14 @@ def integers(text: str, name: str, least: int = 1) -> list[int]:
 
 
 def check_out(path: Path, option: str = "--out") -> None:
-    """ValueError unless this file can be written; one that is there stays as it is."""
+    """ValueError unless this file can be written; an existing file is left unchanged."""
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder: name a file in it")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: there is no such folder")
     is_new = not os.path.lexists(path)
     try:
-        # Nothing but the attempt tells it of every file system and user.
+        # Only the attempt shows it on every file system and for every user.
         path.open("ab").close()
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
@@ -35,9 +35,9 @@ def check_out(path: Path, option: str = "--out") -> None:
 
 
 def check_apart(read: Mapping[str, Path | None], written: Mapping[str, Path | None]) -> None:
-    """ValueError where a file to write, by its option, is one that is read or written besides.
+    """ValueError if an option's output file is also another option's input or output file.
 
-    Links count as what they lead to; options without a path are left out.
+    Links are resolved; options without a path are ignored.
     """
     outputs = [(option, path) for option, path in written.items() if path is not None]
     others = [(option, path) for option, path in read.items() if path is not None]
@@ -55,7 +55,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def write_out(path: Path, text: str, option: str = "--out") -> None:
-    """Write a file. ValueError, with the option, where there is no room for it or no way to it."""
+    """Write a file. ValueError, with the option, if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,10 +1,11 @@
-"""`graphengine bench`: how fast an engine decodes a shape, held against the memory it must read.
+"""`graphengine bench`: how fast an engine decodes a shape, compared with the memory it must read.
 
-Each row of the result is an engine of its own. Before a figure is told its tokens are checked
-against eager steps, which `eager.py` explains; `checked` says how many. What a figure means is said
-by the function that takes it, in `measure.py`, `recording.py`, `speculation.py`, `engines.py`,
-`ceiling.py`, `kernel_times.py` and `peers.py`; floors and shares are made here. All but a row's
-`speculation` is of engines that do not speculate. What only a GPU has is null on a CPU.
+Each row of the result is an engine of its own. Before a figure is reported its tokens are checked
+against eager steps, which `eager.py` explains; `checked` says how many. The function that takes a
+figure says what it means; these are in `measure.py`, `recording.py`, `speculation.py`,
+`engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`. Floors and shares are computed here.
+All but a row's `speculation` comes from engines that do not speculate. What only a GPU has is null
+on a CPU.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ TTFT_TOKENS = (128, 1024)
 ENGINE_FLAGS = ("device", "row_family", "max_prefill_tokens_per_step")
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
-"""What an engine takes that is not told, of a model that holds as many."""
+"""`max_seq_len` of an engine by default, for a model with at least as many positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
     """One invocation: what is measured, on which engines.
 
-    options         of every engine, beside the sizes that each measurement chooses
+    options         options of every engine, except the sizes that each measurement chooses
     default_engine  add a row with one live request in an engine of the default sizes
     ttft_tokens     prompt lengths; those that the model cannot hold are left out
-    long_tokens     gaps to take in the sized engines with one live request; 0: none
-    record          file for the recording of the one row there is then
+    long_tokens     gaps to measure in the sized engines with one live request; 0: none
+    record          file for a recording; then there is one row
     admission       length of the prompt that is admitted beside seven decoding requests; 0: none
-    sweep           the speculative engines beside each row's plain one
+    sweep           the speculative engines to compare with each row's plain one
     """
 
     subject: Subject
@@ -89,7 +90,7 @@ class Bench:
 
     @property
     def limit(self) -> int:
-        """Tokens of a request, prompt and new ones, in the engines of the rows."""
+        """Prompt and new tokens of a request in the engines of the rows."""
         return _given(self.max_seq_len, self.subject.model.max_positions)
 
     @property
@@ -106,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8; recorded 1)")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=256)
-    add("--runs", type=int, default=5, help="of each row, behind one to warm up")
+    add("--runs", type=int, default=5, help="runs of each row, after one to warm up")
     add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
     add("--max-batch", type=int, help="slots of every engine (default: the row's batch)")
     add("--max-seq-len", type=int, help="of every engine (default: what the row needs)")
@@ -189,8 +190,8 @@ def _read_options(options: argparse.Namespace) -> Bench:
     names = ("device", "dtype", "row_family", "max_prefill_tokens_per_step")
     wanted = {name: getattr(options, name) for name in names}
     wanted["pdl"] = False if options.no_pdl else None
-    # The engine of default sizes is no row where sizes are given, where it would be too short, and
-    # beside a row that is recorded.
+    # There is no row for the engine of default sizes if sizes are given, if it would be too short,
+    # or if a row is recorded.
     sized = (options.max_batch, options.max_seq_len) != (None, None) or options.record is not None
     too_long = options.prompt_tokens + options.new_tokens > DEFAULT_SEQ_LEN
     works = tuple(
@@ -224,7 +225,7 @@ def _read_options(options: argparse.Namespace) -> Bench:
 
 
 def _check_engines(bench: Bench) -> None:
-    """ValueError unless each engine of `bench` has a config that holds what it will do."""
+    """ValueError unless the config of each engine of `bench` is large enough for its work."""
     sizes = [sizes for _, sizes in _rows(bench)]
     if bench.admission:
         sizes.append(_admission_sizes(bench))
@@ -268,10 +269,10 @@ def _check_device(name: str) -> None:
 def measure_all(
     bench: Bench, *, say: Callable[[str], None], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Everything that `bench` asks for, as the JSON document.
+    """Run everything that `bench` asks for; returns the JSON document.
 
-    `say` gets the rows as they come. `save` gets the document after each measurement, so that what
-    fails late takes nothing with it.
+    `say` is called with the rows as they come. `save` is called with the document after each
+    measurement, so that a late failure loses nothing.
     """
     ceiling = measure_read_ceiling(bench.device)
     model = bench.subject.model
@@ -318,9 +319,9 @@ def measure_all(
 
 
 def _measure_ceiling_again(bench: Bench, document: dict[str, Any], first: ReadCeiling) -> None:
-    """Behind the rows, on a device that is warm by now.
+    """Measure the ceiling again after the rows, on a device that is now warm.
 
-    `tb_s_of_shares` is the larger rate, which the rows' floors and shares are made from anew: by
+    `tb_s_of_shares` is the larger rate; the rows' floors and shares are recomputed from it. With
     the lower one a step would look closer to the limit than it is.
     """
     after = measure_read_ceiling(bench.device)
@@ -332,7 +333,7 @@ def _measure_ceiling_again(bench: Bench, document: dict[str, Any], first: ReadCe
 
 
 def _rows(bench: Bench) -> Iterator[tuple[Work, dict[str, Any]]]:
-    """What each row runs, and the sizes of its engine."""
+    """The work of each row, and the sizes of its engine."""
     for work in bench.works:
         firsts = (min(n + CHECKED_FIRST_TOKENS, bench.limit) for n in bench.first_tokens)
         need = max([work.prompt_tokens + work.new_tokens, *firsts])
@@ -366,7 +367,7 @@ def _kernel_sizes(bench: Bench, work: Work) -> dict[str, Any]:
 def _measure_row(
     bench: Bench, work: Work, sizes: dict[str, Any], ceiling: ReadCeiling | None
 ) -> dict[str, Any]:
-    """One engine: its start, its steps, its first tokens, its host time."""
+    """Measure one engine: its start, its steps, its first tokens, its host time."""
     with _engine(bench, sizes) as (engine, start):
         row: dict[str, Any] = {
             "live": work.live,
@@ -383,7 +384,7 @@ def _measure_row(
         )
         on_gpu = engine.memory.device.type == "cuda"
         row["host"] = measure.host_time(engine, work) if on_gpu else None
-        # Of one live row, in the engine that was sized for it.
+        # With one live row, in the engine that was sized for it.
         wants_long = bench.long_tokens and work.live == 1 and sizes.get("max_seq_len") is not None
         row["long_plain"] = row["long"] = None
         if wants_long:
@@ -402,7 +403,7 @@ def _measure_row(
 def _measure_speculation(
     bench: Bench, work: Work, sizes: dict[str, Any], row: dict[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """The entries of `row["speculation"]`, after each one that was added."""
+    """Yields the entries of `row["speculation"]` after each new one."""
     if bench.sweep is None:
         return
     entries: list[dict[str, Any]] = []
@@ -426,7 +427,7 @@ def _measure_speculation(
 def _against_floor(
     engine: Engine, work: Work, ms_per_step: float, ceiling: ReadCeiling | None
 ) -> dict[str, Any]:
-    """`step_bytes`, the time that reading them takes at least, and its share of the step's."""
+    """`step_bytes`, the least time to read them, and its share of the step's time."""
     size = step_bytes(
         engine.model.config,
         context=work.prompt_tokens + work.new_tokens / 2,
@@ -442,7 +443,7 @@ def _floor(size: int, ms_per_step: float, ceiling: ReadCeiling | None) -> dict[s
 
 
 def _measure_admission(bench: Bench) -> dict[str, Any]:
-    """Seven decode in an engine of eight slots; the prompt comes."""
+    """Admit a prompt while seven requests decode in an engine of eight slots."""
     work = bench.works[0]
     with _engine(bench, _admission_sizes(bench)) as (engine, _):
         found = measure.admission(
@@ -452,7 +453,7 @@ def _measure_admission(bench: Bench) -> dict[str, Any]:
 
 
 def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
-    """Kernel by kernel, in an engine that launches them one after another."""
+    """Times kernel by kernel, in an engine that launches them one after another."""
     with _engine(bench, _kernel_sizes(bench, work) | {"pdl": False}) as (engine, _):
         step = measure.decode(engine, replace(work, runs=1))["ms_per_step"]
         times = kernel_times(engine, work)
@@ -467,7 +468,7 @@ def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
 
 
 def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
-    """The kernels of a prompt's graph, in an engine of one slot; its first token beside them."""
+    """The kernels of a prompt's graph, in an engine of one slot, and its time to first token."""
     sizes = {"max_batch": 1, "max_seq_len": _given(bench.max_seq_len, tokens + 1), "lookahead": 0}
     with _engine(bench, sizes) as (engine, _):
         first, _ = measure.time_to_first_token(engine, (tokens,), runs=bench.works[0].runs)
@@ -481,7 +482,7 @@ def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
 
 
 def _measure_peer(bench: Bench, peer: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The peer's figures; `ratio` is its time a step over that of our engine of the same batch."""
+    """The peer's figures; `ratio` is its time a step over our engine's at the same batch."""
     work = bench.works[0]
     dtype = rows[0]["engine"]["dtype"]
     answer = run_peer(

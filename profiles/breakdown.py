@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from graphengine.profiles.run_file import Floats, Gaps, Integers, Run
 
 OUTSIDE = "outside"
-"""The part of a gap in which the host was not in the engine: the caller's own code."""
+"""The part of a gap that the host spent outside the engine, in the caller's own code."""
 LEAST_EXCESS = 0.05
 DEVIATIONS = 5.0
 MAD_TO_SIGMA = 1.4826
@@ -19,19 +19,20 @@ MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:
-    """One gap a step: of requests that share a step, the longest; columns in order of their ends.
+    """The longest gap of each step that requests share; columns in order of their ends.
 
     gap         indices into the run's `gaps`
     parts       microseconds by part of the host's time: the stages, and `OUTSIDE`; empty where the
                 source has no stages
-    device_us   of the replays that the gap waited for: those launched behind the one that begins
-                it, to the one that ends it; on a CPU those that the host ran in it. NaN if unknown
-    rows, live  of the last of these
-    prefilled   prompt tokens fed by these
-    skipped     decode replays between that the request had no token from: it was paused
+    device_us   device time of the replays that the gap waited for: those launched after the one
+                that begins it, up to the one that ends it; on a CPU those that the host ran in it.
+                NaN if unknown
+    rows, live  of the last of these replays
+    prefilled   prompt tokens that these replays fed
+    skipped     decode replays in between from which the request got no token: it was paused
     behind_us   from the device's end of the gap's last replay to the nearest begin of a step on the
-                host, within the gap; NaN where that is not known or none is
-    limit_ms    a gap above it is an outlier; `outlier` are those
+                host, within the gap; NaN if unknown or if there is none
+    limit_ms    a gap above it is an outlier; `outlier` marks these
     """
 
     gap: Integers
@@ -51,7 +52,7 @@ class Breakdown:
         return len(self.gap)
 
     def usual(self, values: Floats) -> float:
-        """The median of what is no outlier; of all where everything is one; NaN of nothing."""
+        """The median without outliers; of all values if all are outliers; NaN without values."""
         kept = values[~self.outlier]
         kept = kept if len(kept) else values
         kept = kept[~np.isnan(kept)]
@@ -100,10 +101,10 @@ def break_down(run: Run) -> Breakdown:
 def _computed(
     run: Run, first: Integers, last: Integers, begin: Floats, end: Floats
 ) -> tuple[Integers, Integers]:
-    """The replays that each gap waited for: those behind the first index, to the second one.
+    """The replays that each gap waited for: those after the first index, up to the second one.
 
-    A CPU computes a replay when it is launched, with a lookahead in an earlier gap than the one it
-    ends.
+    A CPU computes a replay when it is launched; with a lookahead that is in an earlier gap than the
+    one it ends.
     """
     if not run.on_host:
         return first, last
@@ -115,8 +116,8 @@ def _computed(
 
 def _shared(run: Run, first: Integers, last: Integers) -> Integers:
     """1 where a gap begins with a prefill whose step decoded other requests, too; else 0."""
-    steps, behind = run.replays.step, np.minimum(first + 1, last)
-    same = (behind < last) & run.replays.decodes[behind] & (steps[behind] == steps[first])
+    steps, after = run.replays.step, np.minimum(first + 1, last)
+    same = (after < last) & run.replays.decodes[after] & (steps[after] == steps[first])
     return np.asarray(same, dtype=np.int64)
 
 
@@ -137,7 +138,7 @@ def _behind(run: Run, begin: Floats, end: Floats, last: Integers) -> Floats:
 
 
 def _one_a_step(gaps: Gaps, steps: Integers) -> Integers:
-    """Of the gaps that end with one replay the longest; indices in order of their ends."""
+    """For each replay, the longest of the gaps that end with it; indices in order of their ends."""
     order = np.lexsort((gaps.end - gaps.begin, gaps.last))
     last = np.append(np.diff(gaps.last[order]) != 0, True)
     chosen = order[last]
@@ -148,8 +149,8 @@ def _one_a_step(gaps: Gaps, steps: Integers) -> Integers:
 def outlier_limit(values: Floats) -> tuple[float, float]:
     """The median, and the limit above which a value stands out.
 
-    At least a twentieth above the median, and five standard deviations as the median absolute
-    deviation tells them (Hampel's identifier): outliers themselves do not move it.
+    The limit is at least a twentieth above the median, and at least five standard deviations,
+    estimated from the median absolute deviation (Hampel's identifier), which outliers do not move.
     """
     median = float(np.median(values))
     deviation = MAD_TO_SIGMA * float(np.median(np.abs(values - median)))
@@ -157,7 +158,7 @@ def outlier_limit(values: Floats) -> tuple[float, float]:
 
 
 def covered(spans: Floats, begin: Floats, end: Floats) -> Floats:
-    """How much of each interval [begin, end] the disjoint sorted `spans` (n, 2) cover."""
+    """How much of each interval [begin, end] is covered by the disjoint sorted `spans` (n, 2)."""
     if not len(spans):
         return np.zeros(len(begin))
     lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
@@ -179,7 +180,7 @@ def replay_times(run: Run) -> Floats:
 
 
 def _device_time(run: Run, first: Integers, last: Integers) -> Floats:
-    """Of the replays first + 1 to last, all together; NaN if one of them is unknown."""
+    """The sum over replays first + 1 to last; NaN if one of them is unknown."""
     times = replay_times(run)
     unknown = np.concatenate([[0], np.cumsum(np.isnan(times))])
     total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(times))])

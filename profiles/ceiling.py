@@ -1,8 +1,7 @@
-"""The rate at which this device reads memory: what a decode step is held against.
+"""The rate at which this device reads memory: the limit that a decode step is compared with.
 
 A persistent grid streams a buffer far larger than the caches and adds it up. Decoding reads weights
-and writes next to nothing, so a copy, which pays for turning the bus round, would be too low a
-limit.
+and writes almost nothing, so a copy, which pays for bus turnarounds, would give too low a limit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 GIB = 2**30
 BUFFER_BYTES = 4 * GIB
-# Integers of a program's load, programs of a multiprocessor, warps: the best of these counts.
+# Integers per load of a program, programs per multiprocessor, warps: the fastest of these is used.
 BLOCKS = (4096, 8192)
 PROGRAMS_PER_SM = (8, 16)
 WARPS = (4, 8)
@@ -53,8 +52,8 @@ def _sum_stream(x_ptr, sum_ptr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # t
 def sum_stream(x: Tensor, sums: Tensor, *, block: int, warps: int) -> None:
     """Add up int32 `x` `[n]` into int32 `sums`, one for each of the programs that share it.
 
-    They take blocks in turn, so `sums.sum()` is that of `x`, modulo 2**32. ValueError unless every
-    program gets the same number of blocks.
+    The programs take blocks alternately, so `sums.sum()` is that of `x`, modulo 2**32. ValueError
+    unless every program gets the same number of blocks.
     """
     rounds = _rounds(x, sums, block)
     _sum_stream[(len(sums),)](x, sums, ROUNDS=rounds, BLOCK=block, num_warps=warps)
@@ -75,10 +74,10 @@ def _rounds(x: Tensor, sums: Tensor, block: int) -> int:
 def measure_read_ceiling(
     device: str | torch.device, *, buffer_bytes: int = BUFFER_BYTES, repeats: int = 5
 ) -> ReadCeiling | None:
-    """The median rate of the fastest launch; None on a device that is no GPU.
+    """The median rate of the fastest launch; None on a device that is not a GPU.
 
-    Takes `buffer_bytes` of device memory meanwhile; each launch reads all of it but a rest that
-    does not divide among its programs.
+    Takes `buffer_bytes` of device memory meanwhile; each launch reads all of it except a remainder
+    that its programs cannot share equally.
     """
     device = torch.device(device)
     if device.type != "cuda":

@@ -1,14 +1,15 @@
-"""Two runs side by side: what changed, and how sure that is.
+"""Two runs compared: what changed, and with what confidence.
 
 Gaps are not independent of their neighbours (a busy host, a hot device, a long context last for
 many steps), so they are drawn in blocks of consecutive steps, each step with all gaps that end
 with it: the circular block bootstrap (D. N. Politis, J. P. Romano, "A circular block-resampling
-procedure for stationary data", 1992). Both runs are drawn afresh each time, and the interval is the
-middle of the ratios so found.
+procedure for stationary data", 1992). Both runs are redrawn each time, and the interval is the
+middle of the resulting ratios.
 
 A block has as many steps as D. N. Politis and H. White ("Automatic block-length selection for the
-dependent bootstrap", 2004) derive for an autoregression with the series' own correlation, that of
-ranks, which outliers do not sway; n^(1/2) at least, and a tenth of all at most.
+dependent bootstrap", 2004) derive for an autoregression with the series' own correlation. The
+correlation is that of ranks, which outliers do not sway. A block has at least n^(1/2) and at most a
+tenth of all steps.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from graphengine.profiles.run_file import Floats, Gaps, Integers, Kernel, Run
 DRAWS = 1000
 CONFIDENCE = 95.0
 LEAST_VALUES = 20
-"""Below as many a bootstrap of either run says nothing."""
+"""With fewer values than this in either run a bootstrap says nothing."""
 LEAST_BEYOND = 2
-"""Values expected beyond a percentile: of fewer, draws show one value again and again."""
+"""Least number of values beyond a percentile: with fewer, draws repeat a single value."""
 LEAST_BLOCKS = 10
 COMPARABLE = ("numerics_id", "dtype", "max_batch", "speculative", "lookahead")
-"""Of the engine: what two runs should share, beside device and source."""
+"""Facts about the engine that two runs should share, besides device and source."""
 CHUNK = 2**22
 """Values drawn at a time."""
 
 Statistic = Callable[[Floats], Floats]
-"""Of each row of (draws, values)."""
+"""Computes a statistic of each row of (draws, values)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """One figure in two runs.
 
-    change    of `after` over `before`, as a fraction; None where that is 0
-    low, high its interval; None where the values are too few for one
+    change    `after` over `before` minus 1; None where `before` is 0
+    low, high its interval; None if there are too few values
     verdict   "slower", "faster", "no change shown" or "too few values"
     """
 
@@ -63,9 +64,9 @@ class Change:
 def compare(before: Run, after: Run, *, draws: int = DRAWS, seed: int = 0) -> dict[str, Any]:
     """All gaps by percentile, and kernels by their time a replay, as a JSON document.
 
-    `notes` say what else differs, `steps` how many gaps are separate. `kernels` are those of both
-    runs, by bucket, and `only` those of one. It is None where a source has no kernels. The same
-    runs and seed give the same document.
+    `notes` say what else differs, `steps` how many gaps are separate. `kernels` has those of both
+    runs, by bucket, and `only` those of one run; None if a source has no kernels. The same runs and
+    seed give the same document.
     """
     random = np.random.default_rng(seed)
     steps = [break_down(run).milliseconds for run in (before, after)]
@@ -99,7 +100,7 @@ def compare(before: Run, after: Run, *, draws: int = DRAWS, seed: int = 0) -> di
 
 
 def differences(before: Run, after: Run) -> list[str]:
-    """What is not the same in two runs though it is in a fair comparison."""
+    """Differences of two runs that a fair comparison would not have."""
     old, new = (
         {"source": run.source, "time between tokens": run.gap_basis}
         | {name: value for name, value in (run.engine or {}).items() if name in COMPARABLE}
@@ -117,7 +118,7 @@ def block_length(values: Floats) -> int:
     """Consecutive values that are drawn together."""
     count = len(values)
     most = max(1, count // LEAST_BLOCKS)
-    # Equal values have one rank: in order of time they would be most alike.
+    # Equal values share a rank: ranks in order of time would make neighbours look correlated.
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts + count) / 2)[place]
     total = float(ranks @ ranks)
@@ -170,7 +171,7 @@ def _drawn_percentiles(gaps: Gaps, block: int, draws: int, random: np.random.Gen
 
 
 def _reached(up_to: Integers, share: float) -> Integers:
-    """For each row of growing counts, where `share` percent of its last one are reached."""
+    """For each row of growing counts, where `share` percent of its last one is reached."""
     wanted = -(round(10 * share) * up_to[:, -1] // -1000)
     rows = zip(up_to, wanted, strict=True)
     return np.array([np.searchsorted(row, least) for row, least in rows], dtype=np.int64)
@@ -181,7 +182,7 @@ def _nearest_rank(values: Floats, share: float) -> float:
 
 
 def _middle(before: Floats, after: Floats, wide: bool) -> tuple[float, float] | None:
-    """The interval of the change, of statistics that were drawn; None where it would be none."""
+    """The interval of the change from the drawn statistics; None if it is undefined."""
     if not wide or not (before > 0).all():
         return None
     tail = (100.0 - CONFIDENCE) / 2
@@ -192,7 +193,7 @@ def _middle(before: Floats, after: Floats, wide: bool) -> tuple[float, float] | 
 def _interval(
     before: Floats, after: Floats, statistic: Statistic, draws: int, random: np.random.Generator
 ) -> tuple[float, float] | None:
-    """Of the change from `before` to `after`; None if there are too few values."""
+    """The interval of the change from `before` to `after`; None if there are too few values."""
     if min(len(before), len(after)) < LEAST_VALUES:
         return None
     old = resampled(before, statistic, draws, random)

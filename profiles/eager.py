@@ -1,10 +1,10 @@
 """Tokens before numbers: the graphs must give what their step programs give when run eagerly.
 
-An eager step, of prefill as of decoding, is the function that was captured, called from Python: the
-same kernels with the same plans, on the same buffers, behind the same scheduler. What it shows is
+An eager step, of prefill or of decoding, is the captured function called from Python: the same
+kernels with the same plans, on the same buffers, under the same scheduler. The comparison shows
 that capture and replay lose nothing: no frozen scalar, no stale buffer, no missing edge. It does
-not show that the kernels are right, which their references and transformers do in the tests, nor
-that the scheduler is.
+not show that the kernels or the scheduler are right; the tests show the former against references
+and transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class EagerStep:
-    """Stands in for a captured graph: a replay calls, on its stream, the step that was captured."""
+    """Stands in for a captured graph: a replay calls the captured step on its stream."""
 
     def __init__(self, graph: CapturedGraph) -> None:
         self._step = graph.step
@@ -41,8 +41,8 @@ class EagerStep:
 def both_ways(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, Answer]:
     """What `run` returns with the captured graphs, and with eager steps in their places.
 
-    RuntimeError if a replay of the second run was none of an eager step: then graphs would have
-    been compared with themselves.
+    RuntimeError if a replay of the second run was not an eager step: then graphs would have been
+    compared with themselves.
     """
     drain(engine)
     replayed = run()
@@ -66,13 +66,13 @@ def with_launches(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, di
 
 
 def launches(engine: Engine, counters: Mapping[str, int]) -> dict[GraphKey, int]:
-    """How often each graph was launched, of those that were, as `counters` say."""
+    """How often each launched graph was launched, from `counters`."""
     found = {key: counters.get(f"replays/{key.name}", 0) for key in engine.runtime.graphs}
     return {key: count for key, count in found.items() if count}
 
 
 def drain(engine: Engine) -> None:
-    """Collect what was launched behind the last request's end."""
+    """Collect what was launched after the last request's end."""
     while engine.busy:
         engine.step()
 
@@ -94,7 +94,7 @@ def require_begins(result: Result, beginning: Result, what: str) -> None:
 
 
 def require_equal(results: Sequence[Result], what: str) -> None:
-    """RuntimeError, with the place where they part, unless these results have the same tokens."""
+    """RuntimeError, with the first difference, unless these results have the same tokens."""
     expected = results[0].token_ids
     for index, result in enumerate(results):
         if result.token_ids != expected:

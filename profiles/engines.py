@@ -1,4 +1,4 @@
-"""Engines to be measured: built, timed while they are built, and described.
+"""Engines to measure: built, timed while they are built, and described.
 
 Options are `EngineConfig`'s.
 """
@@ -61,10 +61,10 @@ def engine_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
 def build_engine(
     subject: Subject, options: Mapping[str, Any], *, random_vocab: int | None = None
 ) -> tuple[Engine, StartUp]:
-    """An engine of `subject` with `EngineConfig(**options)`, and what building it took.
+    """An engine of `subject` with `EngineConfig(**options)`, and the cost of building it.
 
     A shape's drafter has random weights, too, and drafts from `random_vocab` random tokens; from
-    all if that is None.
+    all tokens if that is None.
     """
     started = time.perf_counter()
     loaded = started
@@ -89,7 +89,7 @@ def _random_engine(
     random_vocab: int | None,
     progress: Callable[[int, int], None],
 ) -> Engine:
-    """`Engine.from_pretrained` for a shape: what would be read is drawn."""
+    """`Engine.from_pretrained` for a shape: weights are drawn at random, not read."""
     drafter = random_drafter(subject, config, random_vocab)
     memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
     with span("load"):
@@ -107,7 +107,7 @@ def _random_engine(
 
 @contextmanager
 def freed(engine: Engine) -> Iterator[Engine]:
-    """At the end the engine is closed and the device's memory free for the next one."""
+    """At the end the engine is closed, and the device's memory is free for the next one."""
     on_gpu = engine.memory.device.type == "cuda"
     try:
         yield engine
@@ -121,9 +121,9 @@ def freed(engine: Engine) -> Iterator[Engine]:
 def random_drafter(
     subject: Subject, config: EngineConfig, vocab_size: int | None = None
 ) -> Drafter | None:
-    """The drafter of `config` for a shape: an MTP module as the shape's layers are, or n-grams.
+    """The drafter of `config` for a shape: an MTP module like the shape's layers, or n-grams.
 
-    ValueError for what needs a checkpoint.
+    ValueError for a mode that needs a checkpoint.
     """
     match config.mode:
         case None:

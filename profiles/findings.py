@@ -16,14 +16,14 @@ SHOWN = 10
 OVERLAPS = 3
 IDLE = 0.2
 PADDED = 0.5
-"""Shares of the device's time and of a bucket's rows from which on they are worth a line."""
+"""Shares of the device's time, and of a bucket's rows, above which they are reported."""
 SYNC_SLACK = 0.15
 SYNC_SLACK_US = 50.0
-"""How long behind the device's end the caller may come back and still have waited for it: on an
-H200 `torch.cuda.synchronize` takes 30 us to say that the device is done."""
+"""A caller that comes back within this time after the device's end counts as having waited for it:
+on an H200 `torch.cuda.synchronize` takes 30 us to return once the device is done."""
 
 READ_US = 10.0
-"""Within which a record that is there already is read."""
+"""Time within which a record that has already arrived is read."""
 SYNCS = "synchronize, .item(), .cpu()"
 
 HOST_STAGES = {
@@ -41,7 +41,7 @@ class Outlier:
     cause    a word that groups causes: "outside", "sync", "prefill", "bucket", "device", "pause",
              "late", "unknown", or a host stage
     grew_us  by part, how much more it took than usual
-    overlap  what a trace saw in the gap, longest first: (name, microseconds)
+    overlap  what a trace shows in the gap, longest first: (name, microseconds)
     """
 
     gap: int
@@ -55,7 +55,7 @@ class Outlier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What stands out: a line for people. `count` gaps, `excess_ms` above the usual in all."""
+    """A line for people about what stands out: `count` gaps, `excess_ms` above the usual in all."""
 
     cause: str
     count: int
@@ -99,8 +99,8 @@ def _judge(
 def _cause(
     run: Run, found: Breakdown, place: int, grew: dict[str, float], device: float, excess: float
 ) -> tuple[str, str]:
-    """The part that explains most of the excess, and why it grew as far as can be told."""
-    # On a CPU the model runs inside the launch, so that growth there is the device's.
+    """The part that explains most of the excess, and why it grew, as far as known."""
+    # On a CPU the model runs inside the launch, so growth there is the device's.
     waits = ("launch", "wait") if run.on_host else ("wait",)
     host = {name: more for name, more in grew.items() if name not in waits}
     waited = sum(grew.get(name, 0.0) for name in waits)
@@ -137,10 +137,10 @@ def _cause(
 
 
 def synchronised(found: Breakdown) -> NDArray[np.bool_]:
-    """Gaps in which the host was outside the engine until just when the device was done.
+    """Gaps in which the host was outside the engine until the moment the device was done.
 
-    After a stall of the caller's the device is done long before the host is back; after a
-    synchronisation the host is back at once, and finds the record there.
+    If the caller stalled, the device is done long before the host is back. If the caller
+    synchronised, the host is back as soon as the device is done, and finds the record there.
     """
     if not {OUTSIDE, "wait"} <= found.parts.keys():
         return np.zeros(len(found), dtype=np.bool_)
@@ -170,7 +170,7 @@ def _larger_bucket(run: Run, found: Breakdown, place: int) -> str | None:
 
 
 def _overlap(run: Run, gap: int) -> tuple[tuple[str, float], ...]:
-    """The longest of what else a trace saw in the gap, by name."""
+    """The longest other activities that a trace shows in the gap, by name."""
     if run.activities is None:
         return ()
     begin, end = run.gaps.begin[gap], run.gaps.end[gap]
@@ -188,7 +188,7 @@ def _is_sync(name: str) -> bool:
 
 
 def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Finding]:
-    """Lines for people: causes of outliers, the costliest first, then what is so in every step."""
+    """Lines for people: causes of outliers, the costliest first, then what holds in every step."""
     groups: dict[str, list[Outlier]] = defaultdict(list)
     for outlier in judged:
         groups[outlier.cause].append(outlier)
@@ -206,7 +206,7 @@ def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Fi
 
 
 def _hidden_syncs(found: Breakdown) -> list[Finding]:
-    """Synchronisations in gaps that are not outliers: of a host that would be quick without."""
+    """Synchronisations in gaps that are not outliers: the host would be quick without them."""
     count = int((synchronised(found) & ~found.outlier).sum())
     if not count:
         return []
@@ -219,7 +219,7 @@ def _hidden_syncs(found: Breakdown) -> list[Finding]:
 
 
 def _idle(run: Run, found: Breakdown) -> list[Finding]:
-    """A device that often has nothing to do, and what the host does meanwhile."""
+    """A device that is often idle, and what the host does meanwhile."""
     device = found.usual(found.device_us)
     if run.on_host or np.isnan(device) or not found.parts or not found.typical_ms:
         return []
@@ -265,7 +265,7 @@ def _padding(run: Run) -> list[Finding]:
 
 
 def _cost(run: Run, rows: int) -> str:
-    """What a replay of `rows` rows takes, beside one of the next smaller bucket in use."""
+    """The time of a replay of `rows` rows, compared with the next smaller bucket in use."""
     times, replays = replay_times(run), run.replays
     known = replays.decodes & ~np.isnan(times)
     smaller = replays.rows[known & (replays.rows > 0) & (replays.rows < rows)]
@@ -283,7 +283,7 @@ def _cost(run: Run, rows: int) -> str:
 
 
 def captured_rows(run: Run) -> list[int]:
-    """Sizes of the decode buckets that the engine has, as far as the file tells; ascending."""
+    """Sizes of the engine's decode buckets, as far as the file tells; ascending."""
     found = {int(rows) for rows in np.unique(run.replays.rows[run.replays.decodes]) if rows > 0}
     for capture in run.captures or ():
         rows = capture.get("rows")

@@ -3,20 +3,20 @@
     python -m graphengine.profiles.host_path [--rows 1,8,32] [--steps 4000]
 
 An engine of the demo model, on the CPU, gets stand-ins for its captured graphs: they compute
-nothing and publish tokens into the mailbox at once. So a replay costs nothing but the call, no wait
-is ever long, and what is left is the host's share of a step. The driver's part is not in it: on a
-GPU add one graph launch.
+nothing and publish tokens into the mailbox at once. So a replay costs only the call, no wait is
+long, and the rest is the host's share of a step. The driver's part is not included: on a GPU add
+one graph launch.
 
-Only steady steps count: the rows of the step before, nothing submitted, finished or paused, and no
-row in a new KV block. Each figure is a median over them in microseconds. The pieces are the stages
-of the engine's recorder, without what the stand-ins' writes took:
+Only steady steps count: the same rows as in the step before, nothing submitted, finished or paused,
+and no row in a new KV block. Each figure is a median over them in microseconds. The pieces are the
+stages of the engine's recorder, without the time of the stand-ins' writes:
 
     plan      the scheduler's plan
     load      finding that no host-owned field changed, up to the launch
     launch    the call of the graph
-    wait      reading the mailbox, as the record is there
+    wait      reading the mailbox, where the record is already there
     deliver   tokens to requests and events, callbacks (there are none), and the list of events
-    text      tokens to text and stop strings, of all rows; `deliver` is without it
+    text      tokens to text and stop strings, of all rows; not included in `deliver`
     step      Engine.step as a whole, text included, while nothing is recorded
 """
 
@@ -43,7 +43,7 @@ from graphengine.ring import STAGES
 
 Figure = TypeVar("Figure")
 
-# The larger the fewer steps enter a new block.
+# With larger blocks fewer steps enter a new one.
 BLOCK_SIZE = 128
 PROMPT = [1, 2, 3]
 PIECES = tuple(STAGES)
@@ -66,7 +66,7 @@ class HostPath:
 class PublishingGraph:
     """Stands in for the graph of `key`: `replay` publishes one token for each lane.
 
-    `seconds` has what each replay took.
+    `seconds` has the time of each replay.
     """
 
     def __init__(self, engine: Engine, key: GraphKey) -> None:
@@ -102,7 +102,7 @@ class PublishingGraph:
 
 
 def measure(rows: int, *, steps: int = 4000) -> HostPath:
-    """Record `steps` steady steps of `rows` requests, as many silent ones, and time as many whole.
+    """Record `steps` steady steps of `rows` requests, as many without text; time as many whole.
 
     ValueError unless both are positive.
     """
@@ -135,7 +135,7 @@ def publishing(rows: int) -> Iterator[Engine]:
 
 
 def whole_step(engine: Engine, rows: int, steps: int) -> float:
-    """Microseconds of one `Engine.step`, the median of so many steady ones."""
+    """Microseconds of one `Engine.step`, the median of this many steady ones."""
     written = _written(engine, rows)
 
     def take() -> float:
@@ -147,7 +147,7 @@ def whole_step(engine: Engine, rows: int, steps: int) -> float:
 
 
 def pieces(engine: Engine, rows: int, steps: int) -> dict[str, float]:
-    """Microseconds of each stage, medians over so many steady steps."""
+    """Microseconds of each stage, medians over this many steady steps."""
     recorder, written = engine.recorder, _written(engine, rows)
 
     def take() -> tuple[int, float]:
@@ -164,7 +164,7 @@ def pieces(engine: Engine, rows: int, steps: int) -> dict[str, float]:
 
 
 def _written(engine: Engine, rows: int) -> list[float]:
-    """Seconds of each replay of the decode stand-in, the list that it goes on with."""
+    """Seconds of each replay of the decode stand-in: the list to which it appends."""
     graph = engine.runtime.graphs[decode_key(rows)]
     assert isinstance(graph, PublishingGraph), f"{graph=}"
     return graph.seconds
@@ -173,7 +173,7 @@ def _written(engine: Engine, rows: int) -> list[float]:
 def of_steady_steps(
     engine: Engine, rows: int, steps: int, take: Callable[[], Figure]
 ) -> list[Figure]:
-    """What `take`, which takes a step, returned of so many steady ones."""
+    """The results of `take`, which takes a step, for this many steady ones."""
     kept: list[Figure] = []
     with closing(_rounds(engine, rows)) as rounds:
         for _ in rounds:
@@ -187,7 +187,7 @@ def of_steady_steps(
 
 
 def _rounds(engine: Engine, rows: int) -> Generator[None, None, None]:
-    """Yield where the next step is one that decodes `rows` requests; for ever.
+    """Yield before each step that decodes `rows` requests, without end.
 
     Requests are replaced before they reach their last token, and cancelled when this is closed.
     """

@@ -1,7 +1,7 @@
-"""Where the time of a decode step or a prompt goes, kernel by kernel, as CUPTI sees graph nodes.
+"""The time of a decode step or a prompt, kernel by kernel, as CUPTI sees graph nodes.
 
-Of decode steps only meaningful with programmatic dependent launch off: with it kernels overlap, and
-the sum of their times exceeds the step's.
+For decode steps this is meaningful only without programmatic dependent launch: with it kernels
+overlap, and the sum of their times exceeds the step's.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from graphengine.profiles.shapes import linear_bytes
 
 REPLAYS = 20
 LINEARS = ("dot_kernel", "fma_kernel")
-"""What the decode linears are called, by row family: four a layer, and one for lm_head."""
+"""Names of the decode linears' kernels by row family: four a layer, and one for lm_head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTime:
     """Launches of one kernel that do the same part of a step.
 
-    part   the weight that a linear reads; None for other kernels, and where it cannot be told
+    part   the weight that a linear reads; None for other kernels, and if unknown
     grid   programs, by axis
-    count  a step; `mean_us` is of one launch, `step_us` of all of a step's
-    tb_s   weight bytes over time, in 10**12 a second; None without a part
+    count  launches a step; `mean_us` is the time of one launch, `step_us` of all launches of a step
+    tb_s   weight bytes over time, in 10**12 bytes a second; None without a part
     """
 
     name: str
@@ -50,7 +50,7 @@ class KernelTime:
 def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
     """Profile `REPLAYS` replays of the decode graph that serves `work`; None on a CPU device.
 
-    Replays behind the scheduler's back: afterwards the engine is good for closing only.
+    The scheduler does not know of these replays: afterwards the engine can only be closed.
     """
     if engine.runtime.stream is None:
         return None
@@ -62,8 +62,8 @@ def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
 def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None:
     """Profile `REPLAYS` replays of the prefill graph of a prompt that fits one chunk.
 
-    None on a CPU device. The engine must be idle and of lookahead 0, so that the prompt's chunk is
-    what its buffers hold last; afterwards it is good for closing only. ValueError otherwise.
+    None on a CPU device. The engine must be idle, with lookahead 0, so that its buffers hold the
+    prompt's chunk last: ValueError otherwise. Afterwards it can only be closed.
     """
     if engine.runtime.stream is None:
         return None
@@ -81,7 +81,7 @@ def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None
 
 
 def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:
-    """The kernels of `REPLAYS` replays of a graph, behind one to warm up."""
+    """The kernels of `REPLAYS` replays of a graph, after one to warm up."""
     stream = engine.runtime.stream
     assert stream is not None, "a CPU runs no kernels"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -97,7 +97,7 @@ def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:
 
 
 def _start_decoding(engine: Engine, work: Work) -> GraphKey:
-    """Bring every row of `work` to decode; the key of the graph that serves them."""
+    """Bring all rows of `work` to decoding; returns the key of the graph that serves them."""
     room = engine.memory.max_seq_len - work.prompt_tokens
     if room < work.live + REPLAYS + 8:
         raise ValueError(f"{room} new tokens a request do not last for {REPLAYS} replays")
@@ -131,9 +131,9 @@ def summarise(
 ) -> list[KernelTime]:
     """Group the launches of `replays` equal steps, in order of first appearance.
 
-    `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is known by
-    its place: `weight_bytes` names a layer's linears in order, lm_head last; empty where they are
-    not told apart, in prefill. RuntimeError if the events are not `replays` times the same.
+    `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is
+    identified by its place: `weight_bytes` names a layer's linears in order, lm_head last; it is
+    empty for prefill, where they are not told apart. RuntimeError if the replays' events differ.
     """
     if not events or len(events) % replays:
         raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
@@ -166,7 +166,7 @@ def summarise(
 
 
 def _parts(names: Sequence[str], layers: int, linears: Sequence[str]) -> list[str | None]:
-    """For each kernel of a step the linear that it is; all None where their number is not that."""
+    """For each kernel of a step its linear; all None if the number of linears is unexpected."""
     places = [index for index, name in enumerate(names) if name in LINEARS]
     order = [*linears[:-1]] * layers + [*linears[-1:]]
     found: list[str | None] = [None] * len(names)

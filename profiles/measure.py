@@ -1,10 +1,10 @@
 """Latencies of one engine, through its public interface.
 
-A step gives a row one token, or up to K + 1 with K drafts; they reach the caller at once. So gaps
-are those between steps, and rates are told by the step and by the token.
+A step gives a row one token, or up to K + 1 with K drafts; they reach the caller together. So gaps
+are those between steps, and rates are given by step and by token.
 
-Times are the host's, as tokens reached the caller. Python's garbage collector is left as it is:
-whoever embeds an engine will have it on. In a long run it also has something to do.
+Times are host times at which tokens reached the caller. Python's garbage collector is left as it
+is, as a program that embeds an engine will have it on. In a long run it also has work to do.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from graphengine.profiles.percentiles import percentiles
 
 SAMPLERS = ("fast", "full")
 CHECKED_TOKENS = 64
-"""New tokens of each request that eager steps must give, too: at 5 to 30 ms a step that is a second
-or two."""
+"""New tokens of each request that eager steps must also give: at 5 to 30 ms a step they take a
+second or two."""
 CHECKED_FIRST_TOKENS = 4
-"""The same behind each prompt whose first token is timed: what decoding reads of its KV."""
+"""The same after each prompt whose first token is timed, as decoding reads its KV."""
 ADMITTED_NEW_TOKENS = 2
 DECODING_TOKENS = 8
-"""What requests that decode have of their own before another prompt is admitted."""
+"""New tokens that decoding requests have before another prompt is admitted."""
 KEPT_TOKENS = 256
 KEPT_OBJECTS = 16
-"""Of a long run's consumer: steps of which it keeps something, and containers in each note that it
-makes. So the youngest generation is collected some 23 times in 1,000 tokens and the next one twice,
-and neither can hide behind a p99.9; a quarter more often where the engine collects early."""
+"""For a long run's consumer: steps of which it keeps a note, and containers in each note. So the
+youngest generation is collected some 23 times in 1,000 tokens and the next one twice, and both show
+in a p99.9; a quarter more often where the engine collects early."""
 COLLECTOR_THRESHOLDS = (700, 10, 10)
-"""CPython's, up to 3.12 at least."""
+"""CPython's defaults, at least up to 3.12."""
 TTFT_REPEATS = 4
-"""Times the number of runs: a single token is quickly had."""
+"""First-token runs for each run: a single token takes little time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What each live row of an engine does.
+    """The work of each live row of an engine.
 
     sampler  "fast": greedy; "full": temperature 1 and top-k 50, each request with its seed
     """
@@ -76,13 +76,13 @@ class Work:
         return [random_prompt(vocab_size, self.prompt_tokens, row) for row in range(self.live)]
 
     def params(self, max_tokens: int | None = None) -> list[SamplingParams]:
-        """Of each row's request; end-of-sequence tokens do not end it."""
+        """Parameters of each row's request; end-of-sequence tokens do not end it."""
         tokens = self.new_tokens if max_tokens is None else max_tokens
         return [sampling(self.sampler, tokens, seed=row) for row in range(self.live)]
 
 
 def sampling(sampler: str, max_tokens: int, seed: int) -> SamplingParams:
-    """A request's, for one of `SAMPLERS`; end-of-sequence tokens do not end it."""
+    """A request's parameters for one of `SAMPLERS`; end-of-sequence tokens do not end it."""
     if sampler == "fast":
         return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return SamplingParams(
@@ -99,10 +99,10 @@ def random_prompt(vocab_size: int, tokens: int, seed: int) -> list[int]:
 class Steady:
     """The steps of one run in which every row decodes and no prompt is fed; in seconds.
 
-    gaps             between a request's steps, of all requests
-    steps, seconds   how many steps there were, and how long they took together
-    tokens           what all but the last of them gave: that one may be cut at a request's end
-    longest_outside  the longest gap between two steps of a request outside of these steps
+    gaps             gaps between a request's steps, of all requests
+    steps, seconds   number of steps, and their total time
+    tokens           tokens of all steps but the last, which a request's end may cut
+    longest_outside  the longest gap between two steps of a request outside these steps
     """
 
     gaps: list[float]
@@ -113,7 +113,7 @@ class Steady:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of all requests together."""
+        """Tokens a second of all requests together."""
         return self.tokens / (self.steps - 1)
 
     @property
@@ -122,7 +122,7 @@ class Steady:
 
 
 def moments(timings: Timings) -> list[float]:
-    """When each of a request's steps reached the host; the tokens of one came at once."""
+    """When each of a request's steps reached the host; the tokens of a step came together."""
     return list(dict.fromkeys(timings.tokens))
 
 
@@ -133,7 +133,7 @@ def steady(results: Sequence[Result]) -> Steady:
     """
     times = [moments(result.timings) for result in results]
     latest = max(times, key=lambda steps: steps[0])
-    # A single step, of a request that drafts ended at once, is no interval.
+    # A request that drafts ended in a single step has no interval.
     begin, end = latest[min(1, len(latest) - 1)], min(steps[-1] for steps in times)
     steps = sum(begin < moment <= end for moment in latest)
     if steps < 2:
@@ -158,8 +158,8 @@ def steady(results: Sequence[Result]) -> Steady:
 def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None) -> dict[str, Any]:
     """Check the tokens, then run `work` once to warm up and `work.runs` times; milliseconds.
 
-    `tokens_per_step` are one row's; `tokens_per_s` those of all rows. RuntimeError if graphs and
-    eager steps, two runs, or a prompt alone and in its batch differ, or what is `expected`.
+    `tokens_per_step` is for one row, `tokens_per_s` for all rows. RuntimeError if tokens differ: of
+    graphs and eager steps, of two runs, of a prompt alone and in its batch, or from `expected`.
 
     checked  `eager_tokens` of the `tokens` of a run are also those of eager steps: the first
              `CHECKED_TOKENS` of each request; all tokens of `equal_runs` runs, and of the first
@@ -205,9 +205,9 @@ def time_to_first_token(
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Median milliseconds of one request on the idle engine, by the length of its prompt.
 
-    From the call to the token in the caller's hands: the check of the prompt's ids is a part of it.
-    Beside them how many tokens behind each prompt eager steps gave as well: as many as the engine
-    holds, up to `CHECKED_FIRST_TOKENS`. RuntimeError if they gave others, or two runs differ.
+    Measured from the call to the token in the caller's hands: the check of the prompt's ids is
+    included. Also returns how many tokens after each prompt were compared with eager steps: as many
+    as the engine holds, up to `CHECKED_FIRST_TOKENS`. RuntimeError if they or two runs differ.
     """
     found, checked, clock = {}, {}, time.perf_counter
     for tokens in prompt_tokens:
@@ -219,8 +219,8 @@ def time_to_first_token(
             started = clock()
             result: Result = engine.generate(prompt, params)
             times.append(1e3 * (result.timings.tokens[0] - started))
-            require_begins(eager, result, f"the first token behind {tokens}:")
-        # The first was to warm up.
+            require_begins(eager, result, f"the first token after {tokens}:")
+        # The first run was a warm-up.
         found[str(tokens)] = median(times[1:])
         checked[str(tokens)] = len(eager.token_ids)
     return found, checked
@@ -231,13 +231,13 @@ def long_run(
 ) -> dict[str, Any]:
     """At least `tokens` gaps between steps, of one request after another; milliseconds.
 
-    An engine's own steps leave nothing to Python's collector; a host program may. So the consumer
-    of the tokens keeps something of each step for a while. With 0 `kept_objects` it is the event,
-    for which the collector hardly runs; else a note of so many containers in a circle, which
-    nothing but the collector frees.
+    An engine's own steps leave Python's collector nothing to free; a host program may. So the
+    consumer of the tokens keeps something from each step for a while. With 0 `kept_objects` it
+    keeps the event, for which the collector hardly runs; else a note of this many containers in a
+    reference cycle, which only the collector frees.
 
-    collections  how often the collector ran, by generation, at whosever call
-    pauses_ms    the longest run of each; None where there was none
+    collections  how often the collector ran, by generation, whether the engine or Python called it
+    pauses_ms    the longest run of each generation; None if there was none
     """
     prompt = work.prompts(engine.model.config.vocab_size)[0]
     params = work.params()[0]
@@ -269,7 +269,7 @@ def long_run(
 
 @dataclass(kw_only=True, slots=True)
 class Collector:
-    """What Python's collector did, by generation: how often it ran, and the longest time it took.
+    """Python's collector by generation: how often it ran, and the longest time it took.
 
     One of `gc.callbacks`.
     """
@@ -289,14 +289,14 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`, and watched; then it is as it
-    was, but for a heap that the caller had frozen.
+    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`, and watched; afterwards its
+    state is restored, except that a heap frozen by the caller is no longer frozen.
 
-    What there is before is frozen, as a program with short deadlines does: a full collection goes
-    through 200,000 objects of torch and others, for 100 ms. The oldest one's turn comes rarely.
+    Existing objects are frozen, as a program with short deadlines does: a full collection would
+    traverse 200,000 objects of torch and others in 100 ms. Full collections are rare.
     """
     was_on, thresholds = gc.isenabled(), gc.get_threshold()
-    # From nothing on: where the first collection falls is the same every time.
+    # Start from empty counts, so that the first collection comes at the same place every time.
     gc.collect()
     gc.freeze()
     collector = Collector()
@@ -314,7 +314,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def _note(token_ids: Sequence[int], objects: int) -> list[Any]:
-    """As many lists, the outermost of which is in itself."""
+    """A list that holds itself and `objects` - 1 other lists: a reference cycle."""
     note: list[Any] = [[token_ids] for _ in range(objects - 1)]
     note.append(note)
     return note
@@ -322,7 +322,7 @@ def _note(token_ids: Sequence[int], objects: int) -> list[Any]:
 
 @dataclass(kw_only=True, slots=True)
 class Waits:
-    """What an engine spent in its mailbox; `last` are the arguments of the latest wait."""
+    """The time an engine spent in its mailbox; `last` has the arguments of the latest wait."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -352,7 +352,7 @@ def timed_waits(engine: Engine) -> Iterator[Waits]:
 
 
 class StepTime(NamedTuple):
-    """Seconds that a step took, and those of them that it spent in its wait."""
+    """Seconds of a step, and how many of them it spent in its wait."""
 
     took: float
     waited: float
@@ -385,10 +385,10 @@ def host_time(engine: Engine, work: Work) -> dict[str, float]:
 def host_figures(steps: Sequence[StepTime], read: float) -> dict[str, float]:
     """Median microseconds of a steady step on the host: its own work, and its polling.
 
-    `read` are the seconds of a wait whose record is there already; no step's wait is without it.
+    `read` is the seconds of a wait whose record has already arrived; every step's wait includes it.
 
     host_us       `step()` without its wait, plus `read_us`
-    read_us       the part of a wait that is no polling
+    read_us       the part of a wait that is not polling
     poll_us       the wait without that part
     host_max_us   the longest `host_us` among those steps, Python's collector included
     """
@@ -404,16 +404,16 @@ def host_figures(steps: Sequence[StepTime], read: float) -> dict[str, float]:
 
 
 def _is_steady(requests: Sequence[Request], events: int) -> bool:
-    """Whether it is a step of every request: not its first two, nor its last one."""
+    """Whether it is a step of every request, and not one of its first two or its last one."""
     if events != len(requests) or any(request.finished for request in requests):
         return False
-    # Told at once: whatever the host does between two steps, the next one's wait is shorter by it.
+    # Written down at once: work between two steps shortens the wait of the next one.
     times = [request.timings.tokens for request in requests]
     return all(len(tokens) > 2 and tokens[-1] > tokens[1] for tokens in times)
 
 
 def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
-    """The last record again, which is still in the ring; on an idle engine."""
+    """Read the last record again, which is still in the ring; on an idle engine."""
     assert waits.last is not None, f"{waits=}"
     arguments, options = waits.last
     found, clock = [], time.perf_counter
@@ -425,7 +425,7 @@ def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
 
 
 class Admission(NamedTuple):
-    """One run of an admission; `since` is when the prompt was handed over."""
+    """One run of an admission; `since` is when the prompt was submitted."""
 
     decoders: list[Result]
     newcomer: Result
@@ -437,12 +437,12 @@ class Admission(NamedTuple):
 
 
 def admission(engine: Engine, work: Work, *, decoding: int, admitted_tokens: int) -> dict[str, Any]:
-    """While `decoding` requests decode, one with a long prompt comes: what it does to their gaps.
+    """How a request with a long prompt changes the gaps of `decoding` requests that decode.
 
-    Of `work` it has their prompts' length, the sampler and the number of runs. Milliseconds: the
-    longest gap of theirs from the newcomer's submission to its second token, over all runs (the
-    first run warms up); their median gap meanwhile; and its time to first token. RuntimeError if
-    eager steps, or two runs, give other tokens.
+    `work` gives their prompts' length, the sampler and the number of runs. Returns milliseconds:
+    their longest gap from the newcomer's submission to its second token, over all runs (the first
+    run warms up); their median gap outside that time; and its time to first token. RuntimeError if
+    eager steps or two runs give other tokens.
     """
 
     def admit() -> Admission:
@@ -510,8 +510,8 @@ def _admit(engine: Engine, work: Work, decoding: int, admitted_tokens: int) -> A
 def admission_gaps(
     decoders: Iterable[Sequence[float]], since: float, until: float
 ) -> tuple[list[float], list[float]]:
-    """Gaps between a request's steps: those that share some time with `since` to `until`, and those
-    that do not. ValueError unless there are both.
+    """Gaps between a request's steps: those that overlap the time from `since` to `until`, and the
+    others. ValueError unless there are both.
     """
     inside: list[float] = []
     outside: list[float] = []

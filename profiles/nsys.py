@@ -1,8 +1,8 @@
 """Nsight Systems: the command line that profiles an engine, run where nsys is installed.
 
-Only what lies between `cudaProfilerStart` and `cudaProfilerStop` is collected, so that loading,
-compiling and capturing are left out: `graphengine profile run` calls them, an embedder calls
-`torch.cuda.profiler.start()` and `stop()`.
+Only events between `cudaProfilerStart` and `cudaProfilerStop` are collected, so that loading,
+compiling and capturing are left out. `graphengine profile run` calls these; an embedding program
+calls `torch.cuda.profiler.start()` and `stop()`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRACES = {
     "node": "each kernel of a replay: for attribution; replays are slower by it",
 }
 NOT_INSTALLED = 3
-"""Exit status where nsys is not: nothing was profiled."""
+"""Exit status without nsys: nothing was profiled."""
 
 
 def nsys_command(
@@ -29,26 +29,26 @@ def nsys_command(
 ) -> list[str]:
     """The words of a command line that profiles `command` into `out`.nsys-rep and `out`.sqlite.
 
-    Beside CUDA and the ranges it traces calls of the operating system, which tell what a late host
-    waited in: nsys keeps those of 1 us or more, and makes each a little slower.
+    In addition to CUDA and the ranges it traces calls of the operating system, which show what a
+    late host waited in. nsys keeps those of 1 us or more, and makes each a little slower.
 
-    trace  of `TRACES`
+    trace  one of `TRACES`
     whole  from beginning to end, not only between the calls of the CUDA profiler's interface
 
-    An `out` with such an ending counts without it; files of that name are replaced. ValueError for
-    an unknown trace, for no command, and for a `%` in `out`, which nsys would fill in.
+    Such an ending of `out` is removed; existing files of that name are replaced. ValueError for an
+    unknown trace, for no command, and for a `%` in `out`, which nsys would expand.
     """
     if trace not in TRACES:
         raise ValueError(f"--trace {trace!r}: known are {', '.join(TRACES)}")
     if not command:
-        raise ValueError("nothing to profile: name a command behind `--`")
+        raise ValueError("nothing to profile: name a command after `--`")
     if "%" in str(out):
         raise ValueError(f"--out {out}: nsys puts something of its own in place of % and a letter")
     words = [nsys, "profile", "--trace=cuda,nvtx,osrt", f"--cuda-graph-trace={trace}"]
     words += [f"--nvtx-domain-include={DOMAIN}"]
     if not whole:
         words += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    # Samples and context switches cost time on the very cores that launch.
+    # Samples and context switches cost time on the cores that launch.
     words += ["--sample=none", "--cpuctxsw=none"]
     words += ["--export=sqlite", "--force-overwrite=true", f"--output={stem(out)}"]
     return [*words, *command]
@@ -60,9 +60,9 @@ def stem(out: Path) -> Path:
 
 
 def run_nsys(command: Sequence[str], *, trace: str, out: Path, whole: bool = False) -> int:
-    """Profile `command`; the exit status: that of nsys, 1 where it wrote nothing.
+    """Profile `command`; returns the exit status of nsys, or 1 if it wrote nothing.
 
-    Without nsys: say what to run and what to copy back, and `NOT_INSTALLED`.
+    Without nsys: print what to run and what to copy back, and return `NOT_INSTALLED`.
     """
     words = nsys_command(command, trace=trace, out=out, whole=whole)
     database = Path(f"{stem(out)}.sqlite")

@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 
 def read_export(path: Path) -> Run:
-    """The run of an export. ValueError for what is none, is damaged, or shows no graph's replay."""
+    """The run of an export. ValueError if it is not one, is damaged, or shows no graph's replay."""
     check_file(path)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
@@ -145,7 +145,7 @@ def _launches(tables: Tables, strings: dict[int, str]) -> dict[tuple[int, int], 
 
 
 class _Work(NamedTuple):
-    """What one launch did on the device; times are 0 where CUPTI could not tell them."""
+    """What one launch did on the device; times are 0 if CUPTI could not tell them."""
 
     begin: int
     end: int
@@ -291,9 +291,7 @@ def kernels_of(
 
 
 def _activities(tables: Tables, strings: dict[int, str], process: int) -> Activities:
-    """Calls of `process` other than graph launches, and what it ran on the device outside of
-    graphs.
-    """
+    """Calls of `process` other than graph launches, and its work on the device outside graphs."""
     found: list[tuple[str, float, float, bool]] = []
     for table, what in ({RUNTIME: ""} | OTHERS).items():
         columns = ("globalTid", "start", "end", "nameId")

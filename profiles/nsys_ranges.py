@@ -1,4 +1,4 @@
-"""The engine's NVTX ranges in an nsys export, and what they tell of the graphs launched in them."""
+"""The engine's NVTX ranges in an nsys export, and what they say about the graphs in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NVTX = "NVTX_EVENTS"
 RANGES, DOMAIN_CREATE = (59, 60), 75
 """Event types of NVTX_EVENTS: push/pop and start/end ranges; the creation of a domain."""
 CLOCK_SLACK_NS = 20_000
-"""By which the clocks of host and device may differ in an export."""
+"""Largest difference between the clocks of host and device in an export."""
 
 
 class NvtxRange(NamedTuple):
@@ -30,11 +30,11 @@ class NvtxRange(NamedTuple):
 
 OURS = ("step/plan", "step/load", "step/replay", "step/collect", "prefill", "load", "compile")
 CAPTURE = "capture/"
-"""Names of the engine's ranges, for exports that do not say which domain is whose."""
+"""Names of the engine's ranges, for exports that do not name domains."""
 
 
 def process_of(identity: int | None) -> int:
-    """Of a globalTid or globalPid: a process's id stands in bits 24 to 47."""
+    """The process id of a globalTid or globalPid: it is in bits 24 to 47."""
     return 0 if identity is None else identity >> 24 & 0xFF_FFFF
 
 
@@ -48,8 +48,8 @@ def engine_ranges(
 ) -> list[NvtxRange]:
     """Ranges of the engine's domain in `process`, in order of time; without those that never ended.
 
-    An id of a domain is one process's own. Where no domain bears the engine's name, ranges count by
-    theirs, and a note says so.
+    A domain's id is valid within one process. If no domain has the engine's name, ranges are taken
+    by their own names, and a note says so.
     """
     if NVTX not in tables:
         notes.append("the export has no NVTX ranges: stages and buckets are not known")
@@ -90,14 +90,14 @@ def engine_ranges(
 
 
 def _text(text: str | None, identity: int | None, strings: dict[int, str]) -> str:
-    """Of an event: its own, or the string it names."""
+    """An event's text: its own, or the string it refers to."""
     if text is not None:
         return str(text)
     return str(identity) if identity is None else strings.get(identity, str(identity))
 
 
 class Fact(NamedTuple):
-    """What the ranges around a launch tell of it."""
+    """What the ranges around a launch say about it."""
 
     kind: str
     rows: int
@@ -112,9 +112,9 @@ class Fact(NamedTuple):
 
 
 def facts_of(launch: Floats, ranges: Sequence[NvtxRange]) -> list[Fact]:
-    """For each launch, what `prefill` or `step/replay` it lies in; decode where none is known.
+    """For each launch, the `prefill` or `step/replay` around it; decode if none is known.
 
-    The second launch of a step beside its prefill is that of a drafter's own graph.
+    The second launch of a step, besides its prefill, is that of a drafter's own graph.
     """
     steps = _Places([one for one in ranges if one.name == "step/replay"])
     prefills = _Places([one for one in ranges if one.name == "prefill"])
@@ -149,8 +149,8 @@ class _Places:
 
 
 def collected(replays: Replays, collects: Sequence[tuple[int, int]]) -> Floats:
-    """When the host had read each replay: the end of the first `step/collect` that ends behind it
-    on the device and has not read an earlier step. NaN for those that were never read.
+    """When the host had read each replay: the end of the first `step/collect` that ends after it on
+    the device and has not read an earlier step. NaN for replays that were never read.
     """
     found = np.full(len(replays), np.nan)
     place, previous = -1, None

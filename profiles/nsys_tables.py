@@ -1,4 +1,4 @@
-"""The file of an nsys export: whether it is whole, and which tables and columns it has."""
+"""The file of an nsys export: whether it is complete, and its tables and columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEEDED = {
     "NVTX_EVENTS": ("start", "end", "eventType"),
     "TARGET_INFO_GPU": (),
 }
-"""Columns that a table must have; of the others they are its times."""
+"""Columns that a table must have; for tables not listed here, its times."""
 TEXTS = ("text", "value", "name")
 MAGIC = b"SQLite format 3\x00"
 

@@ -1,10 +1,10 @@
-"""The same work on another library: what a user of it would wait.
+"""The same work on another library: how long its user would wait.
 
     python -m graphengine.profiles.peers transformers --shape llama-1b --batch 1,8 --device cuda
 
 Prints one JSON object. `graphengine bench --peer` runs this in a process of its own, so that the
-peer has the device to itself and nothing of its making stays behind. The peers are no dependencies
-of this package, and nothing but `main` imports one: it hands the module to its function.
+peer has the device to itself and leaves nothing in this process. The peers are not dependencies of
+this package. Only `main` imports one, and passes the module to its function.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from graphengine.profiles.measure import Work
 from graphengine.profiles.shapes import Subject, fill_random
 
 ANSWER = '{"peer": '
-"""How the line with the figures begins."""
+"""Prefix of the line with the figures."""
 
 
 class PeerRun(NamedTuple):
     """Seconds from the submission of all prompts.
 
     first  the first token of any of them
-    steps  the ends of the steps that brought every row a token: from the first of these on, a step
-           is one of decoding, without a prompt
+    steps  the ends of the steps that gave every row a token: from the first of these on, steps only
+           decode
     """
 
     first: float
@@ -65,7 +65,7 @@ def run_peer(
     new_tokens: int,
     runs: int,
 ) -> dict[str, Any]:
-    """What this module prints for these arguments. RuntimeError, with its last words, if it fails.
+    """What this module prints for these arguments. RuntimeError, with its last output, if it fails.
 
     Nothing of this process should hold device memory that the peer needs.
     """
@@ -91,7 +91,7 @@ def run_peer(
 
 
 def _answer(name: str, printed: str) -> dict[str, Any]:
-    """The object among what was printed: peers print, too, also as their process ends."""
+    """The object in the output: peers print as well, also when their process ends."""
     for line in reversed(printed.splitlines()):
         if line.startswith(ANSWER):
             answer: dict[str, Any] = json.loads(line)
@@ -124,7 +124,7 @@ def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> Pe
     moments: list[float] = []
 
     def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        # Read back, as a caller who uses the tokens does.
+        # Read back, as a caller that uses the tokens does.
         ids[:, -1].tolist()
         moments.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -194,7 +194,7 @@ def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -
 
 
 def _row(work: Work, runs: Sequence[PeerRun]) -> dict[str, Any]:
-    """Decoding alone, as our own rows have it: what lies between steps of every row."""
+    """Decoding alone, as in our own rows: the time between steps of every row."""
     for run in runs:
         if len(run.steps) < 2:
             raise RuntimeError(f"{len(run.steps)} steps of all {work.live} rows: nothing to time")

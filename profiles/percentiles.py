@@ -1,4 +1,4 @@
-"""Percentiles that say what they rest on."""
+"""Percentiles, with the number of values that support them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SHARES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9}
 def percentiles(values: ArrayLike, *, independent: int | None = None) -> dict[str, Any]:
     """Nearest-rank percentiles of `SHARES` and the maximum: observed values, none interpolated.
 
-    n            how many values there are
-    independent  how many of them were measured separately (rows of one step share its time); n if
-                 not given
-    unsupported  percentiles beyond which fewer than one independent value lies: they are a maximum
-                 by another name, and another run may well show a larger one
+    n            number of values
+    independent  number of values measured separately (rows of one step share its time); n if not
+                 given
+    unsupported  percentiles beyond which fewer than one independent value lies: they are in effect
+                 the maximum, and another run may well show a larger value
 
     ValueError without values.
     """
@@ -42,7 +42,7 @@ def supports(count: int, share: float) -> bool:
 
 
 def rounded(value: Any, digits: int = 4) -> Any:
-    """`value` with every float in it rounded, through dicts and lists."""
+    """`value` with every float in it rounded, also inside dicts and lists."""
     if isinstance(value, float):
         return round(value, digits)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Runs with a planted cause of slow tokens, for the guide and for tests of the report.
+"""Runs with a planted cause of slow tokens, for the guide and the tests of the report.
 
-Each is a loop such as an embedder writes: `engine.step()`, and code of the caller's between.
+Each is a loop as in an embedding program: `engine.step()`, and the caller's code in between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_STEPS = 40
 def planted_engine(
     cause: str, *, shape: str = "demo", device: str | None = None
 ) -> Iterator[Engine]:
-    """An engine in which `cause` shows. ValueError for one of which this machine has none."""
+    """An engine that shows `cause`. ValueError for a cause that this machine cannot show."""
     if cause not in CAUSES:
         raise ValueError(f"cause {cause!r}: known are {', '.join(CAUSES)}")
     options: dict[str, Any] = {"max_batch": MAX_BATCH, "max_seq_len": MAX_SEQ_LEN}
@@ -77,7 +77,7 @@ def _decoder(engine: Engine, seed: int) -> Request:
 
 
 def _step_seconds(engine: Engine) -> float:
-    """Of a usual step; warms up as well."""
+    """Seconds of a usual step; also warms up."""
     _decoder(engine, seed=0)
     times = []
     for _ in range(WARM_STEPS):
@@ -96,7 +96,7 @@ def _drain(engine: Engine) -> None:
 
 
 def _between(engine: Engine, cause: str, usual: float) -> Callable[[int], None]:
-    """What the caller does behind step number n."""
+    """What the caller does after step number n."""
 
     def stall(step: int) -> None:
         if step % STALL_EVERY == 0:

@@ -1,4 +1,4 @@
-"""The plots of a report, as SVG elements that need nothing from elsewhere."""
+"""The plots of a report, as self-contained SVG elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 2000
-"""Of a line at most: longer ones are drawn by the largest value of neighbouring steps."""
+"""Most points of a line: longer ones are drawn by the largest value of neighbouring steps."""
 BARS = 12
 COLOURS = {
     "outside": "#d55e00", "sync": "#cc79a7", "prefill": "#0072b2", "bucket": "#e69f00",
@@ -48,7 +48,7 @@ def _figure(height: float = 2.6, columns: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """`figure` as an SVG element for HTML; its ids begin with `name`, and it names no address."""
+    """`figure` as an SVG element for HTML; its ids begin with `name`, and it has no URLs."""
     import matplotlib
 
     text = io.StringIO()
@@ -57,7 +57,7 @@ def svg(figure: Figure, name: str) -> str:
         figure.savefig(text, format="svg", metadata=nothing)
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :]
-    # Namespaces are an XML file's business: in HTML the parser knows them.
+    # Only XML files need namespaces: in HTML the parser knows them.
     drawn = re.sub(r' xmlns(:xlink)?="[^"]*"', "", drawn)
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
     drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", drawn)
@@ -65,12 +65,12 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A name out of a file as plain text: two dollar signs would make it a formula."""
+    """A name from a file as plain text: two dollar signs would make it a formula."""
     return name.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def upper_envelope(values: Floats, points: int = POINTS) -> tuple[Integers, Floats]:
-    """(places, values) of a line: the largest of neighbours where there are more than `points`."""
+    """(places, values) of a line: the largest of neighbours if there are more than `points`."""
     if len(values) <= points:
         return np.arange(len(values), dtype=np.int64), values
     edges = np.linspace(0, len(values), points + 1).astype(np.int64)[:-1]
@@ -78,7 +78,7 @@ def upper_envelope(values: Floats, points: int = POINTS) -> tuple[Integers, Floa
 
 
 def step_numbers(run: Run, found: Breakdown) -> tuple[NDArray[np.float64], str]:
-    """Where each gap stands, and what that is: its step, or its place where steps are not known."""
+    """The x value of each gap, and its label: its step, or its place if steps are not known."""
     steps = run.replays.step[run.gaps.last[found.gap]]
     if (steps == UNKNOWN).any():
         return np.arange(len(found), dtype=np.float64), "gap, in order of time"
@@ -114,7 +114,7 @@ def over_steps(
 
 
 def _legend_above(axis: Axes) -> None:
-    """Out of the way of peaks."""
+    """Put the legend where it hides no peaks."""
     axis.legend(fontsize=8, ncols=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
@@ -126,17 +126,17 @@ def _name(axis: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def distribution(run: Run, base: Run | None) -> Figure:
-    """Histogram of all gaps, and the latency at each percentile with a tail that is stretched."""
+    """Histogram of all gaps, and the latency at each percentile with a stretched tail."""
     figure, (left, right) = _figure(columns=2)
     runs = [(run, LINE, "this run")]
     if base is not None:
         runs.insert(0, (base, BASE, "before"))
-    # Bars of two runs stand on the same edges, so that their heights can be held side by side.
+    # Bars of two runs have the same edges, so that their heights can be compared.
     edges = np.histogram_bin_edges(np.concatenate([one.gaps.milliseconds for one, *_ in runs]), 80)
     for one, colour, label in runs:
         values = np.sort(one.gaps.milliseconds)
         left.hist(values, bins=edges.tolist(), color=colour, alpha=0.7, label=label, log=True)
-        # One value in `beyond` is as large or larger: 100 is p99.
+        # One value in `beyond` is at least as large: 100 is p99.
         beyond = len(values) / (len(values) - np.arange(len(values)))
         chosen = np.unique(np.geomspace(1, len(values), 400).astype(np.int64))
         places = len(values) - chosen
@@ -249,7 +249,7 @@ def all_plots(
     judged: Sequence[Outlier],
     base: Run | None,
 ) -> dict[str, str]:
-    """SVG by name, of the plots that `run` has something for."""
+    """SVG by name, for the plots that `run` has data for."""
     deadline = (document["deadline"] or {}).get("ms")
     made: dict[str, Callable[[], Figure | None]] = {
         "over-steps": lambda: over_steps(run, found, judged, deadline),

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nsys.add_argument(
         "--whole", action="store_true", help="the whole command, not its profiled range"
     )
-    nsys.add_argument("words", nargs="*", metavar="command", help="behind --")
+    nsys.add_argument("words", nargs="*", metavar="command", help="after --")
     traced = commands.add_parser("torch", help="a Chrome trace by torch's profiler, for Perfetto")
     add_workload_arguments(traced)
     traced.add_argument("--out", type=Path, default=Path("trace.json"), help="may end in .gz")

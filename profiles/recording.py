@@ -1,4 +1,4 @@
-"""A recorded run, and what recording it cost: the recorder on and off, in turns, in one engine."""
+"""A recorded run, and the cost of recording it: recorder on and off, alternately, in one engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from graphengine.ring import REASONS
 from graphengine.tracing import span, tracer
 
 LEAST_PAIRS = 8
-"""Rounds with and without the recorder, however few tokens are asked for."""
+"""Least number of rounds with and without the recorder, however few tokens are asked for."""
 HOST_PAIRS = 3
 CAPACITY = 65536
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
-    """Rounds with the recorder off and on; a pair of neighbours has the same index."""
+    """Rounds with the recorder off and on; neighbouring rounds form pairs with the same index."""
 
     off: list[Steady] = field(default_factory=list)
     on: list[Steady] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Turns:
     def cost(self) -> dict[str, Any]:
         """Medians of milliseconds a step, and by how many microseconds pairs differ.
 
-        A difference below the spread of the pairs (their quartiles) is none that was seen.
+        A difference below the spread of the pairs (their quartiles) is not significant.
         """
         off, on = ([1e3 * run.seconds / run.steps for run in runs] for runs in (self.off, self.on))
         more = [1e3 * (with_it - without) for without, with_it in zip(off, on, strict=True)]
@@ -55,9 +55,9 @@ def _gaps(runs: Sequence[Steady]) -> dict[str, Any]:
 def record(engine: Engine, work: Work, path: Path, tokens: int) -> dict[str, Any]:
     """Record at least `tokens` new tokens of `work`, round by round, and write them to `path`.
 
-    Between its rounds are as many without the recorder, and of each pair now the one and now the
-    other goes first. Then the same, in fewer rounds, without the events that time replays on the
-    device. All rounds must give the same tokens; RuntimeError if not.
+    Rounds with and without the recorder come in pairs, and alternately one or the other goes first.
+    Then the same, in fewer rounds, without the events that time replays on the device. All rounds
+    must give the same tokens; RuntimeError if not.
 
     cost              with events, as `Turns.cost`; the records of these rounds are in the file
     cost_without_events, host_us
@@ -67,7 +67,7 @@ def record(engine: Engine, work: Work, path: Path, tokens: int) -> dict[str, Any
     recorder = engine.recorder
     on_gpu = engine.memory.device.type == "cuda"
     rounds = max(LEAST_PAIRS, math.ceil(tokens / (work.live * work.new_tokens)))
-    # Each step at most a decode and a drafter's replay, and a prefill for each chunk of a prompt.
+    # A step has at most a decode and a drafter's replay; a prompt has a prefill for each chunk.
     chunks = work.live * (1 + work.prompt_tokens // engine.memory.prefill_ladder.sizes[0])
     sizes = {
         "capacity": max(CAPACITY, rounds * (2 * (work.new_tokens + work.live) + chunks)),
@@ -123,7 +123,7 @@ def _take_turns(
 
 
 def _host_cost(engine: Engine, work: Work, sizes: dict[str, Any]) -> dict[str, float]:
-    """Medians of `host_us`, off and on in turns."""
+    """Medians of `host_us`, with the recorder off and on alternately."""
     off, on = [], []
     for _ in range(HOST_PAIRS):
         off.append(host_time(engine, work)["host_us"])
@@ -139,7 +139,7 @@ def _reasons(engine: Engine) -> dict[str, int]:
 
 
 def range_ns(repeats: int = 20_000) -> float:
-    """Nanoseconds of one range as things are, the least of five attempts, less an empty loop's."""
+    """Nanoseconds of one range as things are: the least of five attempts, minus an empty loop."""
     clock = time.perf_counter_ns
     times = []
     for _ in range(5):

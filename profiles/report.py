@@ -1,4 +1,4 @@
-"""`graphengine report`: what a run's file says of its latency, alone or against another run."""
+"""`graphengine report`: the latency in a run's file, alone or compared with another run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def report(options: argparse.Namespace) -> None:
 def make_document(
     run: Run, baseline: Run | None = None, *, deadline_ms: float | None = None
 ) -> dict[str, Any]:
-    """The report of `run` as a JSON document, compared with `baseline` where there is one."""
+    """The report of `run` as a JSON document, compared with `baseline` if given."""
     document = describe_run(run, deadline_ms=deadline_ms)
     if baseline is not None:
         document["against"] = rounded(compare(baseline, run), 6)

@@ -1,4 +1,4 @@
-"""A report as one HTML file: plots, findings and tables, nothing loaded from anywhere."""
+"""A report as one self-contained HTML file: plots, findings and tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def html_report(run: Run, document: Mapping[str, Any], baseline: Run | None) -> 
     for name, drawn in plots.items():
         parts.append(f'<h2>{TITLES[name]}</h2>\n<figure data-plot="{name}">{drawn}</figure>')
     parts.append(f"<h2>All figures</h2>\n<pre>{escape(describe_report(document))}</pre>")
-    # Halves of characters, which JSON may hold, have no place in a file.
+    # JSON may hold lone surrogates, which cannot be written to a file.
     body = "\n".join(parts).encode(errors="replace").decode()
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

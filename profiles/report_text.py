@@ -14,7 +14,7 @@ Document = Mapping[str, Any]
 
 
 def describe_report(document: Document) -> str:
-    """All sections that the document has something for."""
+    """All sections that the document has data for."""
     parts = [_heading(document), _latencies(document), _stands_out(document), _step(document)]
     parts += [_buckets(document), _kernels(document), _ranges(document), _captures(document)]
     parts += [_outliers(document), _comparison(document.get("against")), _missing(document)]
@@ -230,7 +230,7 @@ def _missing(document: Document) -> str:
 
 
 def wide_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table whose columns are as wide as their cells; the first and a last name stand left."""
+    """A table with columns as wide as their cells; the first and a last name are left-aligned."""
     cells = [[column.title for column in columns]]
     cells += [[column.cell(row) for column in columns] for row in rows]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]

@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any]:
-    """Everything that a report says of `run`; null where its source cannot tell."""
+    """Everything that a report says about `run`; null if its source cannot tell."""
     found, judged, findings = judge_run(run)
     document = {
         "schema": SCHEMA,
@@ -50,7 +50,7 @@ def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any
 
 
 def _captures(run: Run) -> list[dict[str, Any]] | None:
-    """None of a CPU, which captures nothing."""
+    """None for a CPU, which captures nothing."""
     found = [dict(one) for one in run.captures or ()]
     return found if any(one.get("nodes") is not None for one in found) else None
 
@@ -71,7 +71,7 @@ def _first_tokens(run: Run) -> dict[str, Any] | None:
 
 
 def _deadline(run: Run, found: Breakdown, deadline_ms: float | None) -> dict[str, Any] | None:
-    """How many gaps took longer, of all and of those that do not share a step."""
+    """How many gaps took longer, among all and among those that do not share a step."""
     if deadline_ms is None:
         return None
     all_gaps = run.gaps.milliseconds
@@ -88,7 +88,7 @@ def _deadline(run: Run, found: Breakdown, deadline_ms: float | None) -> dict[str
 
 def _step(run: Run, found: Breakdown) -> dict[str, Any]:
     """A usual gap, part by part, in microseconds."""
-    # What a CPU computes it computes in the launch, and maybe not in the gap that it ends.
+    # A CPU computes in the launch, which may not be in the gap that it ends.
     on_host = run.on_host and bool(found.parts)
     device = found.usual(found.parts["launch"] if on_host else found.device_us)
     known = not np.isnan(device)
@@ -102,10 +102,10 @@ def _step(run: Run, found: Breakdown) -> dict[str, Any]:
 
 
 def idle_times(run: Run) -> Floats:
-    """Microseconds from the end of each replay on the device to the begin of the next, at least 0.
+    """Microseconds from the end of each replay on the device to the start of the next, at least 0.
 
-    Only what lies within gaps between tokens: without requests a device is not idle. NaN where one
-    of the two times is not known.
+    Only within gaps between tokens: a device without requests does not count as idle. NaN if one of
+    the two times is unknown.
     """
     replays = run.replays
     if len(replays) < 2 or run.on_host:
@@ -142,7 +142,7 @@ def bucket_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def kernel_rows(run: Run) -> list[dict[str, Any]] | None:
-    """Kernels of each bucket, by their time a replay; None of a source that does not see them."""
+    """Kernels of each bucket by their time a replay; None for a source without kernels."""
     if run.kernels is None:
         return None
     per_bucket = Counter(run.replays.bucket[np.isfinite(run.replays.device_us)].tolist())

@@ -1,7 +1,7 @@
-"""One recorded run: the model that every reader fills, and the reader of the recorder's JSON lines.
+"""One recorded run: the data that every reader fills, and the reader of the recorder's JSON lines.
 
-Times are nanoseconds on one clock of the run, as float64; NaN where a source cannot tell. What a
-source cannot tell at all is None, and the report says so.
+Times are nanoseconds on one clock of the run, as float64; NaN where a source lacks them. Data that
+a source never has is None, and the report says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Integers = NDArray[np.int64]
 Names = NDArray[np.str_]
 
 UNKNOWN = -1
-"""In columns of integers."""
+"""Unknown values in columns of integers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class Replays:
 
     step                 number of the step that launched it
     bucket, kind         the graph's name; "decode", "prefill" or "draft"
-    rows, live           of the bucket, and those of them that belonged to a request
-    prompt_tokens        that a prefill fed
+    rows, live           rows of the bucket, and how many of them belonged to a request
+    prompt_tokens        prompt tokens that a prefill fed
     launch, launched     begin and end of the host's launch
-    device_us            what it took on the device
-    arrived              when the host had its tokens; of a trace: when it ended on the device
-    emitted              tokens; `drafted` and `accepted` of speculation
-    device_end           when it ended on the device, where the source shares a clock with it
+    device_us            its time on the device
+    arrived              when the host had its tokens; in a trace: when it ended on the device
+    emitted              tokens given; `drafted` and `accepted` for speculation
+    device_end           when it ended on the device, if the source shares a clock with it
     """
 
     step: Integers
@@ -69,7 +69,7 @@ class Gaps:
 
     begin, end   of the gap
     first, last  indices of the replays whose tokens begin and end it
-    request      id; `UNKNOWN` where the source knows none, so that gaps are between decode replays
+    request      its id; `UNKNOWN` if the source knows none: then gaps are between decode replays
     """
 
     begin: Floats
@@ -88,7 +88,7 @@ class Gaps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """Columns with one element a finished request; NaN in `first` of those without a token."""
+    """Columns with one element a finished request; `first` is NaN for those without a token."""
 
     id: Integers
     submitted: Floats
@@ -115,7 +115,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activities:
-    """What else a trace saw, in order of `begin`; `device` tells copies and kernels from calls."""
+    """Other events of a trace, in order of `begin`; `device` marks copies and kernels."""
 
     name: Names
     begin: Floats
@@ -125,12 +125,12 @@ class Activities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one file tells of one run.
+    """What one file says about one run.
 
     source      "recorder", "nsys graph", "nsys node" or "torch"
     notes       what a reader must know: parts that are missing, a file that was cut off
     stages      by the names of `STAGES`: begin and end of each time that the host was in it, (n, 2)
-    gap_basis   what `gaps` are measured between
+    gap_basis   the events between which `gaps` are measured
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
     dropped     replays that the recorder's ring had no room for
     """
@@ -158,9 +158,9 @@ class Run:
 
 
 def read_recording(path: Path) -> Run:
-    """A file of the recorder. ValueError, with the line, for one that is none.
+    """Read a file of the recorder. ValueError, with the line, for any other file.
 
-    One that was cut off is read as far as it goes; `notes` say so.
+    A truncated file is read as far as it goes; `notes` say so.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ def read_recording(path: Path) -> Run:
 
 
 def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
-    """The run that `lines` tell of. ValueError, with the line but without `path`, for others."""
+    """The run in `lines`. ValueError, with the line but without `path`, for invalid ones."""
     lines_read = read_lines(lines)
     header, replays, requests = lines_read.header, lines_read.replays, lines_read.requests
     notes, dropped = list(lines_read.notes), lines_read.dropped
@@ -236,10 +236,10 @@ def replay_columns(rows: Sequence[Mapping[str, Any]]) -> Replays:
 
 
 def device_ends(launched: Floats, device_us: Floats) -> Floats:
-    """When each replay must have ended on the device: a stream runs one after another.
+    """When each replay must have ended on the device: a stream runs them one after another.
 
-    Each starts when it was launched and the one before it has ended; good to the microseconds that
-    a launch takes to reach the device. NaN from an unknown time on, until the next known one.
+    Each starts when it was launched and the one before it has ended; accurate to the microseconds
+    that a launch takes to reach the device. NaN from an unknown time until the next known one.
     """
     ends = np.full(len(launched), np.nan)
     previous = -np.inf
@@ -289,7 +289,7 @@ def merged(spans: Floats) -> Floats:
 
 
 def recording_numbers(rows: Sequence[Mapping[str, Any]]) -> Integers:
-    """Of each replay; in files that have none a skipped `sequence` begins another recording."""
+    """The recording of each replay; in files without it, a skipped `sequence` begins a new one."""
     sequence, recording = integers(rows, "sequence"), integers(rows, "recording")
     changed = (np.diff(sequence) > 1) | (np.diff(recording) != 0)
     return np.concatenate([[0], np.cumsum(changed)])
@@ -301,10 +301,10 @@ def request_gaps(
     """Gaps between the deliveries of each request's tokens.
 
     lanes      for each replay, (request id, tokens) of its rows
-    recording  of each replay, a number that changes where the recorder was off in between
+    recording  for each replay a number that changes where the recorder was off in between
 
-    Tokens of one step come at once, those of its prefill and its decode replay too. No gap reaches
-    from one recording into another, for tokens between are not there.
+    Tokens of one step come together, also those of its prefill and its decode replay. No gap spans
+    two recordings, as the tokens in between are missing.
     """
     last_of: dict[int, int] = {}
     found: list[tuple[float, float, int, int, int]] = []
@@ -326,7 +326,7 @@ def request_gaps(
 
 
 def replay_gaps(replays: Replays) -> Gaps:
-    """Gaps between the arrivals of decode replays, where nothing is known of requests."""
+    """Gaps between the arrivals of decode replays, if nothing is known about requests."""
     known = np.flatnonzero(replays.decodes & ~np.isnan(replays.arrived))
     return gaps_of(
         [

@@ -1,4 +1,4 @@
-"""The lines of a recording: whether each holds what it should."""
+"""The lines of a recording, checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphengine.record_lines import SCHEMA
 from graphengine.ring import STAMPS
 
 LARGEST = 2**62
-"""Beyond it no count and no time of a run lies, and columns have no room."""
+"""Above every valid count and time of a run; columns cannot hold more."""
 COUNTS = (
     "recording", "step", "rows", "live", "prompt_tokens", "emitted", "drafted", "accepted",
 )  # fmt: skip
@@ -21,9 +21,9 @@ REQUEST_TIMES = ("submitted", "first", "finished")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lines:
-    """What was read, with all types as they should be.
+    """The checked lines, with the right types.
 
-    notes    what a reader must know: a file that was cut off, replays that were dropped
+    notes    what a reader must know: a truncated file, dropped replays
     dropped  replays that the recorder's ring had no room for
     """
 
@@ -35,7 +35,7 @@ class Lines:
 
 
 def read_lines(lines: Iterable[str]) -> Lines:
-    """The header, the replays and the requests. ValueError, with the line, for what is none."""
+    """The header, the replays and the requests. ValueError, with the line, for anything else."""
     notes: list[str] = []
     documents = _documents(lines, notes)
     _, header = next(documents, (0, {}))
@@ -67,13 +67,13 @@ def read_lines(lines: Iterable[str]) -> Lines:
 
 
 def _documents(lines: Iterable[str], notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines as objects, with their numbers, up to the first that is none; a note says so."""
+    """The lines as objects, with their numbers, up to the first invalid one; a note says so."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             document = json.loads(line, parse_constant=_no_number)
-        # Numbers of thousands of digits and brackets without end are damage, too.
+        # Numbers of thousands of digits and endless brackets count as damage, too.
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
@@ -85,12 +85,12 @@ def _documents(lines: Iterable[str], notes: list[str]) -> Iterator[tuple[int, di
 
 
 def _no_number(text: str) -> None:
-    """NaN and Infinity, which JSON does not have."""
+    """Refuses NaN and Infinity, which JSON does not have."""
     raise ValueError(text)
 
 
 def _checked_header(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of it that tells of the recorder; all parts are of their types."""
+    """The header's part about the recorder; the types of all parts are checked."""
     for key in ("environment", "engine", "recorder"):
         if not isinstance(header.get(key), dict | None):
             raise ValueError(f"line 1: {key}={header[key]!r} is no object")

@@ -1,8 +1,8 @@
-"""The shapes that are measured, and random weights for them.
+"""The shapes to measure, and random weights for them.
 
 A shape is a Hugging Face `config.json`: graphengine reads it as it would a checkpoint's, and peers
-build their own model from the same one. Weights are drawn by name, so that whoever fills a tensor
-of one name, shape, dtype and device gets the same values.
+build their own model from the same one. Weights are drawn by name, so that a tensor of one name,
+shape, dtype and device always gets the same values.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Subject:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, *, name: str | None = None) -> Subject:
-        """A directory in Hugging Face layout or a hub id; it is called `name`, else as it is."""
+        """A directory in Hugging Face layout or a hub id; `name` is its name in reports."""
         checkpoint = Checkpoint.open(path)
         return cls(
             name=name or checkpoint.path.name,
@@ -121,7 +121,7 @@ class Subject:
 
 
 def random_module(model: ModelConfig) -> MtpConfig:
-    """One draft module for a model of random weights, as Qwen3 has it: `mtp.*`."""
+    """One draft module, as Qwen3's (`mtp.*`), for a model of random weights."""
     layout = next(layout for layout in LAYOUTS if layout.name == "qwen3")
     return MtpConfig.of_target(model, layout, (layout.module_prefix(model.num_layers, 0),))
 
@@ -148,7 +148,7 @@ def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
     for name, tensor in tensors.items():
         generator = torch.Generator(tensor.device)
         generator.manual_seed(seed + zlib.crc32(name.encode()))
-        # Drawn in one piece: which number an element gets must not follow from its stride.
+        # Drawn in one piece: an element's value must not depend on its stride.
         drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         drawn.normal_(0.0, WEIGHT_SCALE, generator=generator)
         if "norm" in name and drawn.ndim == 1:
@@ -157,9 +157,9 @@ def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
 
 
 def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
-    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
+    """Bytes that a decode step must read: all weights once, and each row's KV.
 
-    An embedding counts where it is tied to lm_head; of an untied one a step reads only a few rows.
+    An embedding counts if it is tied to lm_head; a step reads only a few rows of an untied one.
     `context` is the mean number of tokens that a row attends to.
     """
     tensors = model.allocate(device="meta", dtype=torch.float32).tensors()

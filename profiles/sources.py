@@ -1,4 +1,4 @@
-"""Which reader a run's file is for: by what it holds, not by its name."""
+"""Chooses the reader of a run's file by the file's contents, not its name."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`graphengine bench --speculative`: what a speculative step costs, and from when on it pays.
+"""`graphengine bench --speculative`: what a speculative step costs, and when it pays.
 
 For each draft length K one engine accepts drafts as the target says; its tokens must be those of
-plain decoding in the same row family before any number is told. Then engines that accept n drafts
-whatever they are, or all where fewer were proposed, tell what a step costs: their text is nonsense.
+plain decoding in the same row family before any number is reported. Then engines that accept n
+drafts whatever they are (or all if fewer were proposed) show the cost of a step: their text is
+nonsense.
 
-Each is held against two plain engines of the same batch: one of the same row family, and the
+Each is compared with two plain engines of the same batch: one of the same row family, and the
 fastest, whose family follows from the batch alone. A ratio of step times is also the number of
 tokens a step at which speculation breaks even.
 """
@@ -43,7 +44,7 @@ from graphengine.speculative_text import (
 )
 
 Open = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
-"""An engine with these options beside those of every engine; closed at the end."""
+"""An engine with these options and those of every engine; closed at the end."""
 
 RESULT = ("ms_per_step", "tokens_per_step", "tokens_per_s", "itl_ms", "checked")
 
@@ -52,10 +53,10 @@ RESULT = ("ms_per_step", "tokens_per_step", "tokens_per_s", "itl_ms", "checked")
 class Sweep:
     """The engines of a row.
 
-    mode          who drafts; its length is replaced by those of the sweep
+    mode          the drafter; its length is replaced by those of the sweep
     lengths       draft lengths, 0 for plain decoding; None: that of the mode
-    forced        drafts that are accepted by force, as far as K reaches; None: 0 to K
-    random_vocab  random tokens that a shape's module drafts from; None: all
+    forced        drafts accepted by force, up to K; None: 0 to K
+    random_vocab  random tokens from which a shape's module drafts; None: all
     """
 
     mode: Speculative
@@ -64,7 +65,7 @@ class Sweep:
     random_vocab: int | None
 
     def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | None]:
-        """Of each draft length; None for 0."""
+        """The mode for a draft length; None for 0."""
         mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
         assert isinstance(mode, MTP | NGram | DraftModel), f"{mode=} has no length to choose"
         if self.lengths is None:
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_sweep(options: argparse.Namespace, subject: Subject) -> Sweep | None:
-    """The options, checked; None where nothing is said of speculation."""
+    """The options, checked; None without options for speculation."""
     mode = None if options.speculative is None else parse_speculative(options.speculative)
     if mode is None:
         for name in ("drafts", "force_accepted", "draft_vocab"):
@@ -121,7 +122,7 @@ def _unique(text: str, name: str) -> tuple[int, ...]:
 
 
 def check_sweep(sweep: Sweep, subject: Subject, options: Mapping[str, Any]) -> None:
-    """ValueError unless every engine of a row can be: its rows fit, its drafter has its weights.
+    """ValueError unless every engine of a row is possible: its rows fit, its drafter has weights.
 
     `options` are those of the row's plain engine.
     """
@@ -136,7 +137,7 @@ def check_sweep(sweep: Sweep, subject: Subject, options: Mapping[str, Any]) -> N
 def measure_sweep(
     sweep: Sweep, work: Work, options: Mapping[str, Any], open_engine: Open
 ) -> Iterator[dict[str, Any]]:
-    """One engine after the other: the entries of a row's table.
+    """Measure one engine after the other; yields the entries of a row's table.
 
     `options` are those of the row's plain engine; an entry's are described by `_entry`.
     """
@@ -167,7 +168,7 @@ class _Plain:
     results: list[Result]
 
     def entry(self, plain: _PlainEngines) -> dict[str, Any]:
-        """As a row of the table, of K = 0."""
+        """Its row in the table, with K = 0."""
         described = {
             "k": 0,
             "forced": None,
@@ -190,7 +191,7 @@ class _PlainEngines:
 
     @property
     def fastest(self) -> _Plain:
-        """Of the family that the batch calls for."""
+        """The plain engine of the family that the batch's size selects."""
         return self.need(self._fastest)
 
     def need(self, family: RowFamily) -> _Plain:
@@ -216,17 +217,17 @@ class _PlainEngines:
 
 
 def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
-    """A speculative engine's figures, behind the check of its tokens.
+    """A speculative engine's figures, after the check of its tokens.
 
     k, forced          drafts verified, and accepted by force; None: as the target says
-    tokens_per_step    of a row; `tokens_per_s` of all rows
-    itl_ms             gaps between steps, as the tokens of a step come at once
+    tokens_per_step    for a row; `tokens_per_s` for all rows
+    itl_ms             gaps between steps, as the tokens of a step come together
     acceptance         of one run of the work
-    launches           decode replays of that run, the one or two behind the last token included
+    launches           decode replays of that run, including the one or two after the last token
     drafts_off_ms      a step of the same engine that drafts nothing but keeps its drafter's state
-                       up to date, as behind a gate; None where acceptance is forced
+                       up to date, as with a gate; None if acceptance is forced
     plain_ms, ratio    step times of the plain engines, and this step's over them
-    break_even_tokens  tokens a step from which on it beats the fastest plain engine
+    break_even_tokens  tokens a step above which it beats the fastest plain engine
     """
     config, same = engine.config, plain.need(engine.row_family)
     forced = config.forced_acceptance

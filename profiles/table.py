@@ -1,10 +1,11 @@
-"""The README's table of numbers, made from the committed results.
+"""Makes the README's table of numbers from the committed results.
 
     python -m graphengine.profiles.table            # write it
-    python -m graphengine.profiles.table --check    # or fail if it is not what the results say
+    python -m graphengine.profiles.table --check    # or fail if it differs from the results
 
-Every `bench-*.json` under `results/` is a document of `graphengine bench`. Where its `environment`
-holds `recorded`, commit and changes were set afterwards, and those are what the run had written.
+Every `bench-*.json` under `results/` is a document of `graphengine bench`. If its `environment`
+holds `recorded`, commit and changes were set afterwards, and `recorded` has what the run had
+written.
 """
 
 from __future__ import annotations
@@ -131,13 +132,13 @@ def _head(columns: Sequence[Column]) -> list[str]:
 
 
 def _line(columns: Sequence[Column], row: Row) -> str:
-    # A star is how the text tables mark a percentile; Markdown would set the cell in italics.
+    # The text tables mark a percentile with a star, which Markdown would read as italics.
     cells = " | ".join(column.cell(row).replace("*", "\\*") for column in columns)
     return f"| {cells} |"
 
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
-    """What a document has beside its rows, an item of a list each."""
+    """List items for what a document has besides its rows."""
     notes, file = [], f"(file {document['number']})"
     for row in document["rows"]:
         for found in long_runs(row):
@@ -166,7 +167,7 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
 
 
 def _collections(found: Mapping[str, Any]) -> str:
-    """How often the collector ran, and for how long at most, by generation."""
+    """How often the collector ran, and its longest run, by generation."""
     if not any(found["collections"]):
         return "0 times"
     first, *others = found["collections"]
@@ -175,7 +176,7 @@ def _collections(found: Mapping[str, Any]) -> str:
 
 
 def _source(name: str, document: Mapping[str, Any]) -> str:
-    """Where the figures come from, and on what they were measured."""
+    """The source of the figures, and the device and versions they were measured with."""
     environment, ceiling = document["environment"], document["ceiling"]
     versions = f"torch {environment['torch']}, triton {environment['triton']}"
     commit = (environment["commit"] or "unknown")[:12]

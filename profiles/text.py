@@ -12,7 +12,7 @@ NOTHING = "-"
 
 
 class Column(NamedTuple):
-    """A heading, and what a row has under it."""
+    """A column's heading, and its cell for a row."""
 
     title: str
     cell: Callable[[Row], str]
@@ -49,12 +49,12 @@ def _host(name: str) -> Callable[[Row], str]:
 
 
 def _start(name: str, digits: int) -> Callable[[Row], str]:
-    """Nothing in documents that were written before this figure was taken."""
+    """Empty for documents that are older than this figure."""
     return lambda row: number(row["start"].get(name), digits)
 
 
 def row_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """What is said of each of these rows, and their first tokens by the prompts' lengths."""
+    """The columns for these rows, with one for the first token of each prompt length."""
     lengths = dict.fromkeys(tokens for row in rows for tokens in row["ttft_ms"])
     firsts = (Column(f"TTFT {n}", partial(first_token, tokens=n)) for n in lengths)
     return (*_ROW_COLUMNS, *firsts, *_TIME_COLUMNS)
@@ -84,7 +84,7 @@ _TIME_COLUMNS = (
 
 
 def accepted(entry: Row) -> str:
-    """By whose judgement: that of the target, or by force."""
+    """Who judges the drafts: the target, or a forced number."""
     if entry["k"] == 0:
         return "plain"
     return "strict" if entry["forced"] is None else f"force {entry['forced']}"
@@ -118,7 +118,7 @@ KERNEL_COLUMNS = (
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool = True) -> str:
-    """Right-aligned columns; the widths do not depend on the rows, which may come one at a time."""
+    """Right-aligned columns. Widths do not depend on the rows, which may come one at a time."""
     widths = [max(len(column.title), 7) + 2 for column in columns]
     lines = [[column.title for column in columns]] if header else []
     lines += [[column.cell(row) for column in columns] for row in rows]
@@ -161,7 +161,7 @@ def _heading(document: Mapping[str, Any]) -> str:
 
 
 def read_ceiling(ceiling: Mapping[str, Any]) -> str:
-    """In front of the rows and behind them, where both were measured."""
+    """The rates before and after the rows, if both were measured."""
     if ceiling.get("tb_s_after") is None:
         return f"{ceiling['tb_s']:.2f} TB/s"
     return (
@@ -171,9 +171,9 @@ def read_ceiling(ceiling: Mapping[str, Any]) -> str:
 
 
 def heuristic_plans(row: Row) -> str:
-    """Linears whose kernels run by plans that nobody measured, with their row family.
+    """Linears whose kernels use plans that were never measured, with their row family.
 
-    Empty on a CPU, which has no kernels, and of documents that do not say.
+    Empty on a CPU, which has no kernels, and for documents that do not say.
     """
     engine = row["engine"]
     sources = engine.get("plan_sources")
@@ -187,18 +187,18 @@ def heuristic_plans(row: Row) -> str:
 
 
 def all_heuristic_plans(rows: Sequence[Row]) -> list[str]:
-    """Those of any of the rows, each once."""
+    """Such linears of all rows, each once."""
     return sorted({plans for row in rows if (plans := heuristic_plans(row))})
 
 
 def _checked(row: Row) -> str:
-    """How far the tokens were checked before there were figures."""
+    """Which tokens were checked before the figures were taken."""
     checked = row["checked"]
     of = f" of {checked['tokens']}" if "tokens" in checked else ""
-    firsts = [f"{count} behind {n}" for n, count in (checked.get("first_tokens") or {}).items()]
-    behind = f", {', '.join(firsts)} prompt tokens" if firsts else ""
+    firsts = [f"{count} after {n}" for n, count in (checked.get("first_tokens") or {}).items()]
+    prefills = f", {', '.join(firsts)} prompt tokens" if firsts else ""
     return (
-        f"Tokens checked: {checked['eager_tokens']}{of} by eager steps{behind}; all runs, alone "
+        f"Tokens checked: {checked['eager_tokens']}{of} by eager steps{prefills}; all runs, alone "
         "and in the batch"
     )
 
@@ -217,20 +217,22 @@ def _speculation(row: Row) -> str:
 
 
 def long_runs(row: Row) -> list[Row]:
-    """Those with a plain consumer, which older documents lack, then those with circles."""
+    """Long runs with a plain consumer, which older documents lack, then those with cycles."""
     return [found for found in (row.get("long_plain"), row["long"]) if found is not None]
 
 
 def consumer(found: Row) -> str:
-    """What the consumer of a long run kept; nothing in documents from before it kept any."""
+    """What the consumer of a long run kept; empty for older documents, where it kept nothing."""
     objects = found.get("kept_objects")
     if objects is None:
         return ""
-    return f", {objects} containers a token kept in circles" if objects else ", events kept"
+    return (
+        f", {objects} containers a token kept in reference cycles" if objects else ", events kept"
+    )
 
 
 def pauses(found: Row) -> str:
-    """The longest of each generation, where they were measured."""
+    """The longest pause of each generation, if they were measured."""
     longest = found.get("pauses_ms")
     return "" if longest is None else ", ".join(number(took, 3) for took in longest)
 

@@ -1,4 +1,4 @@
-"""Chrome traces of torch's profiler (CUPTI): written with the recorder's lines in them, read back.
+"""Chrome traces of torch's profiler (CUPTI): writes them with the recorder's lines, and reads them.
 
 A trace opens in Perfetto (https://ui.perfetto.dev). Its replays are the kernels that carry the
 correlation of one cudaGraphLaunch. What the trace alone cannot tell (buckets, live rows, stages,
@@ -40,7 +40,7 @@ GZIP = b"\x1f\x8b"
 KEY = "graphengine"
 """Where the recorder's lines and `clock_us` are in the trace."""
 CLOCK = "graphengine/clock"
-"""A mark whose time both clocks know."""
+"""A mark whose time is known on both clocks."""
 LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
@@ -50,10 +50,10 @@ TRACK = 999_999
 
 @contextmanager
 def torch_profile(engine: Engine, path: str | Path) -> Iterator[None]:
-    """Profile what `engine` does inside the block; at its end write a Chrome trace to `path`.
+    """Profile `engine` inside the block; at its end write a Chrome trace to `path`.
 
-    Records with `engine.recorder` meanwhile, and starts it afresh: what it held is dropped. A name
-    that ends in `.gz` is compressed. ValueError while the recorder is in use.
+    Meanwhile `engine.recorder` records, from an empty start: its earlier records are dropped. A
+    file whose name ends in `.gz` is compressed. ValueError while the recorder is in use.
     """
     recorder = engine.recorder
     if recorder.recording:
@@ -66,7 +66,7 @@ def torch_profile(engine: Engine, path: str | Path) -> Iterator[None]:
     device = torch.cuda.device(engine.memory.device) if on_gpu else nullcontext()
     with device, torch.profiler.profile(activities=activities) as profiler:
         clock = _mark()
-        # CUPTI times the replays: events around them would only be more work.
+        # CUPTI times the replays: events around them would be extra work.
         recorder.start(device_times=False)
         try:
             yield
@@ -82,7 +82,7 @@ def torch_profile(engine: Engine, path: str | Path) -> Iterator[None]:
 
 
 def _mark() -> int:
-    """Put `CLOCK` into the trace; the recorder's clock at that moment."""
+    """Put `CLOCK` into the trace; returns the recorder's clock at that moment."""
     now = time.perf_counter_ns()
     with torch.profiler.record_function(CLOCK):
         pass
@@ -128,7 +128,7 @@ def _track(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The trace. ValueError if it is none, or is cut off."""
+    """The trace. ValueError if it is not a trace, or is truncated."""
     try:
         data = path.read_bytes()
         if data.startswith(GZIP):
@@ -161,7 +161,7 @@ def _clock_offset(events: Sequence[Mapping[str, Any]], ours: Mapping[str, Any]) 
 
 
 def read_trace(path: Path) -> Run:
-    """The run of a Chrome trace. ValueError for what is none, and for one without any replay."""
+    """The run of a Chrome trace. ValueError for anything else, and for one without a replay."""
     trace = _load(path)
     events = [event for event in trace["traceEvents"] if isinstance(event, dict)]
     try:
@@ -229,7 +229,7 @@ def _work_of_launches(
 
 
 def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an event tells beside its time; of a foreign one nothing that is usable."""
+    """An event's arguments; empty for a foreign event without usable ones."""
     found = event.get("args")
     return found if isinstance(found, dict) else {}
 
@@ -245,7 +245,7 @@ def _with_recorder(
     launches: Sequence[Mapping[str, Any]],
     work: Mapping[int, list[Mapping[str, Any]]],
 ) -> Run:
-    """The recorder's run with the trace's kernels; its clock, device times as CUPTI saw them."""
+    """The recorder's run and clock, with the trace's kernels and CUPTI's device times."""
     notes, replays, kernels = list(run.notes), run.replays, None
     offset = _clock_offset(events, ours)
     if launches and len(launches) != len(replays):
@@ -254,7 +254,7 @@ def _with_recorder(
             "kernels cannot be told by bucket"
         )
     elif launches:
-        # Both in order of launch; that fixes the clocks' distance better than the mark does.
+        # Both in launch order, which gives the clocks' offset more exactly than the mark.
         began = np.array([float(launch["ts"]) for launch in launches])
         offset = float(np.median(began - replays.launch / 1e3))
         of_replay = [work.get(launch["args"]["correlation"], []) for launch in launches]
@@ -281,7 +281,7 @@ def _with_recorder(
 def _numbers(
     launches: Sequence[Mapping[str, Any]], work: Mapping[int, list[Mapping[str, Any]]]
 ) -> list[int]:
-    """Correlations of the launches whose work is there."""
+    """Correlations of the launches whose work is in the trace."""
     found = [launch["args"]["correlation"] for launch in launches]
     return [number for number in found if number in work]
 
@@ -289,7 +289,7 @@ def _numbers(
 def _replays_alone(
     launches: Sequence[Mapping[str, Any]], work: Mapping[int, list[Mapping[str, Any]]]
 ) -> Replays:
-    """What a trace alone tells of replays: their times, and how many kernels they had."""
+    """What a trace alone says about replays: their times, and how many kernels they had."""
     numbers = _numbers(launches, work)
     by_number = {launch["args"]["correlation"]: launch for launch in launches}
     launch = _nanoseconds(float(by_number[number]["ts"]) for number in numbers)

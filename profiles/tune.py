@@ -2,24 +2,24 @@
 
     graphengine tune --shape llama-1b --family dot --only qkv down
 
-What a linear costs depends on its neighbours: launched with PDL they overlap and compete for room
-on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
+The cost of a linear depends on its neighbours: launched with PDL they overlap and compete for room
+on an SM, and a plan that is fastest alone may lose a fifth in the step. So plans are measured in
 place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
-does, on more weights than L2 can hold; lm_head is measured behind such a chain. Only attention is
+does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
 left out: `output` reads the first q_size columns of qkv's result, a strided view.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,
-lm_head, and once more if that gained anything. Compared plans take turns, a replay each, and a
-plan's time is the median of its replays. What is made small is its time over that of the plan in
-use, averaged over `--rows`: one plan serves them all. No plan counts whose output does not agree
-with the reference.
+lm_head, and once more if that gained anything. Compared plans are replayed alternately, and a
+plan's time is the median of its replays. The search minimises its time over that of the plan in
+use, averaged over `--rows`: one plan serves them all. A plan whose output does not agree with the
+reference is refused.
 
-Tried on an H200 and lost, which is why plans have no field for it: L2 prefetches of the program's
-own or the next weight in bulk (10 to 60 % slower) or of the first tiles line by line (3 to 5 %);
-first tiles of `dot` in registers before the wait (2 % won at 8 rows, 20 % lost at 32; they are in
-shared memory now, by `linear_gluon.py`, which won 1 to 4 %); triggering dependents before the wait
-(`fma` equal, `dot` 20 % slower on the 1B shape) or behind the product (`fma` 8 % slower, `dot`
-equal).
+These were tried on an H200 and were not faster, so plans have no field for them: L2 prefetches of
+the program's own or the next weight in bulk (10 to 60 % slower) or of the first tiles line by line
+(3 to 5 % slower); first tiles of `dot` in registers before the wait (2 % faster at 8 rows, 20 %
+slower at 32; `linear_gluon.py` now has them in shared memory, which is 1 to 4 % faster); triggering
+dependents before the wait (`fma` equal, `dot` 20 % slower on the 1B shape) or after the product
+(`fma` 8 % slower, `dot` equal).
 
 Letters: N lanes, M weight rows, K input features, V vocabulary.
 """
@@ -83,7 +83,7 @@ DEFAULT_ROWS: Mapping[RowFamily, tuple[int, ...]] = {"fma": (1,), "dot": (8, 32)
 
 MAX_ROUNDS = 2
 ROUND_GAIN = 0.005
-"""Share of the chain's time that some linear must have gained for another round."""
+"""Share of the chain's time that a linear must have gained for another round."""
 KEEP_MARGIN = 0.002
 """Share that a plan must gain to replace another: two medians of one plan may differ by as much."""
 
@@ -92,21 +92,21 @@ CHAIN_BYTES = 1 << 30
 FMA_REGISTERS = (12, 96)
 """Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
 DOT_SHARED_BYTES = 200 * 1024
-"""Of a program: one has to fit an SM."""
+"""Most shared memory of a program: it has to fit an SM."""
 DOT_IN_FLIGHT_BYTES = 48 * 1024
-"""Of a program, at least: memory answers late, and an SM has room for few programs."""
+"""Least bytes in flight of a program: memory latency is long, and an SM holds few programs."""
 DOT_PROGRAMS = (90, 792)
-"""Of a launch: from two thirds of an H200's 132 SMs to six for each of them."""
+"""Programs of a launch: from two thirds of an H200's 132 SMs to six for each of them."""
 
 _BATCH, _REPLAYS = 16, 15
 _MAX_PROCESSES = 16
-# Of the time that is left.
+# Share of the remaining time.
 _COMPILE_SHARE = 0.6
-# Error over the size of the outputs, behind up to three products that were rounded.
+# Error over the size of the outputs, after up to three rounded products.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
-# Which plans.
+# The plans to try.
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Target:
         return plans[self.names[0]]
 
     def variants(self, plans: LinearPlans) -> dict[LinearPlan, LinearPlans]:
-        """`plans` with each candidate in this place; the first is the one that is there."""
+        """`plans` with each candidate in this place; the first is the plan in use."""
         candidates = dict.fromkeys([self.plan(plans), *candidate_plans(self.key)])
         return {plan: plans.replace(dict.fromkeys(self.names, plan)) for plan in candidates}
 
@@ -128,7 +128,7 @@ class Target:
 def targets_of(
     config: ModelConfig, dtype: torch.dtype, family: RowFamily, only: Sequence[str] = ORDER
 ) -> list[Target]:
-    """A model's linears in the order of the search, as far as `only` names them."""
+    """A model's linears in the order of the search; with `only`, those that it names."""
     names_of: dict[TuningKey, list[str]] = {}
     for name in ORDER:
         names_of.setdefault(TuningKey.of(config.linears[name], family, dtype), []).append(name)
@@ -160,7 +160,7 @@ def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
     sizes = fitting or [max(16, int(triton.next_power_of_2(K)))]
     for block_m, block_k, warps in product((1, 2, 4, 8, 16), sizes, (2, 4, 8)):
         plan = LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
-        # What the sampler behind lm_head pays for many tiles is not part of the chain.
+        # The cost of many tiles in the sampler after lm_head is not part of the chain.
         few_tiles = key.kind != "sample" or block_m >= 4
         if few_tiles and least <= tuning.weight_registers(plan, K, key.dtype) <= most:
             yield plan
@@ -175,7 +175,7 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
         plan = LinearPlan("dot", rows * outputs, block_k, splits, stages, warps)
         programs = triton.cdiv(key.M, plan.block_m) * splits
         least, most = DOT_PROGRAMS
-        # A weight too small or too large for that many still has the least or the most outputs.
+        # A weight too small or too large for that many still gets the fewest or most outputs.
         if programs < least and (outputs, splits) != (32, 1):
             continue
         if programs > most and outputs < 128:
@@ -183,7 +183,7 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
         even = splits == 1 or key.K % (block_k * splits) == 0
         long = triton.cdiv(key.K, block_k * splits) >= stages - 1
         room = tuning.shared_bytes(plan, key.dtype)
-        # 8 warps of fewer rows would be left with one instruction each.
+        # With fewer rows, 8 warps would have one instruction each.
         busy = warps == 4 or plan.block_m >= 128
         if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= DOT_SHARED_BYTES:
             yield plan
@@ -192,12 +192,12 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
 def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
     """For the kernel of `linear_kernels.py`, whose loop Triton pipelines."""
     M, K = key.M, key.K
-    # float32 multiplies from registers, of which large tiles want too many.
+    # float32 multiplies from registers, and large tiles need too many.
     sizes = (16, 32) if key.dtype == torch.float32 else (128, 256)
     fitting = [size for size in sizes if K % size == 0] or [heuristic.block_k]
     for block_m, block_k, splits, stages in product((32, 64), fitting, (1, 2, 4, 8), (3, 4, 5)):
         programs = triton.cdiv(M, block_m) * splits
-        # Splits are to fill SMs that would be idle, of which an H200 has 132.
+        # Splits fill SMs that would be idle; an H200 has 132.
         pays = M <= 9000 and K % (block_k * splits) == 0 and 120 <= programs <= 8 * 132
         if splits > 1 and not pays:
             continue
@@ -213,9 +213,9 @@ def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[Linea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What a target's candidates did in place; `plans` are the ones to go on with.
+    """The results of a target's candidates in place; the search continues with `plans`.
 
-    `scores` are times over those of the plan `before`, which takes its turns in every batch.
+    `scores` are times over those of the plan `before`, which is timed in every batch.
     """
 
     target: Target
@@ -228,11 +228,11 @@ class Step:
 
     @property
     def gain(self) -> float:
-        """Share of the chain's time that was won."""
+        """Share of the chain's time that was gained."""
         return 1 - self.scores[self.target.plan(self.plans)]
 
     def table(self, rows: Sequence[int], best: int = 5) -> str:
-        """The best plans and the one before; a star marks the one that is kept."""
+        """The best plans and the previous one; a star marks the plan that is kept."""
         columns = [f"us at {count}" for count in rows] + ["change"]
         lines = [
             f"{', '.join(self.target.names)}: {self.target.key}; {len(self.times)} plans measured, "
@@ -272,15 +272,15 @@ def search(
     deadline = clock() + seconds
     for reason in bench.prepare([plans], seconds=math.inf).values():
         raise RuntimeError(f"{plans} cannot be measured: {reason}")
-    # All at once, which keeps every core busy. Later on only the readers of another number of sums
-    # of squares are new, behind a linear whose block_m has changed.
+    # All at once, which keeps every core busy. Later only those plans are new that read another
+    # number of sums of squares, after a linear whose block_m has changed.
     everything = [variant for target in targets for variant in target.variants(plans).values()]
     bench.prepare(everything, seconds=_COMPILE_SHARE * (deadline - clock()))
     searched: dict[TuningKey, LinearPlans] = {}
     for _ in range(MAX_ROUNDS):
         gains = [0.0]
         for target in targets:
-            # Among the same neighbours there is nothing new to find.
+            # With the same neighbours there is nothing new to find.
             if searched.get(target.key) != plans and clock() < deadline:
                 step = _step(target, plans, bench, deadline, clock)
                 report(step)
@@ -328,10 +328,10 @@ def _step(
 
 
 class ChainBench:
-    """Runs the linears of `model`, whose layers are the chain's; to be closed.
+    """Runs the linears of `model`, whose layers form the chain; close it after use.
 
-    Plans are compiled in so many `processes` that share Triton's cache on disk; 0: in this one. On
-    a CPU `prepare` works, with references in the kernels' places; nothing can be timed.
+    Plans are compiled in this many `processes` that share Triton's cache on disk; 0: in this one.
+    On a CPU `prepare` works, with references in place of kernels; nothing can be timed.
     """
 
     def __init__(self, model: Chain, rows: tuple[int, ...], *, processes: int = 0) -> None:
@@ -341,8 +341,16 @@ class ChainBench:
         self._x = torch.randn((lanes, hidden), generator=random, device=self.device)
         self._slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
         # Greedy, so that the winners are known; without stop ids.
-        self._sampling = SamplingTensors.neutral(lanes, stop_ids=16, device=self.device)
-        # Two for each tile, of which none has fewer than 16 rows.
+        self._sampling = SamplingTensors(
+            temperature=zeros,
+            top_k=zero,
+            top_p=zeros + 1,
+            min_p=zeros,
+            seed=zero.long(),
+            stop_ids=zero[:, None].repeat(1, 16) - 1,
+            min_len=zero,
+        )
+        # Two for each tile; no tile has fewer than 16 rows.
         most = max(linear.rows for linear in model.config.linears.values())
         self._arrivals = self._slot.new_zeros(2 * triton.cdiv(most, 16))
         self._failures: dict[LinearPlans, str | None] = {}
@@ -355,7 +363,7 @@ class ChainBench:
             self._pool.shutdown(cancel_futures=True)
 
     def prepare(self, variants: Sequence[LinearPlans], *, seconds: float) -> dict[LinearPlans, str]:
-        """Compile plans and check what they compute; a reason for each that must not be used.
+        """Compile plans and check their outputs; returns a reason for each that must not be used.
 
         No compilation begins after `seconds`.
         """
@@ -366,7 +374,7 @@ class ChainBench:
         return {plans: reason for plans, reason in reasons.items() if reason is not None}
 
     def times(self, variants: Sequence[LinearPlans], *, head: bool) -> list[Times]:
-        """Time chains, with lm_head behind them or not, that `prepare` let pass."""
+        """Time chains that `prepare` accepted, with or without lm_head after them."""
         with _on(self.device):
             columns = [self._times_at(rows, variants, head) for rows in self.rows]
         return list(zip(*columns, strict=True))
@@ -378,9 +386,9 @@ class ChainBench:
     def launches(
         self, plans: LinearPlans | None, rows: int, *, layers: int, head: bool
     ) -> Iterator[tuple[str, Any]]:
-        """Launch one linear after the other, as the model's decode does, and yield what it gives.
+        """Launch one linear after the other, as `Model.decode` does, and yield each output.
 
-        That is valid until the next one is launched. None for plans: references, and logits.
+        An output is valid until the next launch. With `plans` None: references, and logits.
         """
         x, config = self._x[:rows], self.model.config
         groups = residual_groups(plans["down"], config.hidden_size) if plans else 1
@@ -423,7 +431,7 @@ class ChainBench:
         return multiply(x, weight, slot, bias=bias, swiglu=kind == "swiglu", **options)
 
     def _compile(self, variants: Sequence[LinearPlans], seconds: float) -> list[LinearPlans]:
-        """Those that were compiled in time, or failed to be: that shows again here."""
+        """Plans that were compiled in time, or failed to compile: the failure shows again here."""
         if self._pool is None:
             return list(variants)
         setting = (self.model.config, self.model.dtype, self.device, self.rows)
@@ -431,12 +439,12 @@ class ChainBench:
         _, late = wait(futures.values(), None if seconds == math.inf else max(seconds, 0.0))
         for future in late:
             future.cancel()
-        # Some are under way, and nothing may run beside a measurement.
+        # Some compilations are still running, and nothing may run during a measurement.
         wait(late)
         return [plans for plans, future in futures.items() if not future.cancelled()]
 
     def _failure(self, plans: LinearPlans) -> str | None:
-        """Why a layer and lm_head do not run, or how far they are from the reference."""
+        """Why a layer and lm_head do not run, or their distance from the reference."""
         allowed = _TOLERANCE[self.model.dtype]
         try:
             with _on(self.device):
@@ -452,12 +460,12 @@ class ChainBench:
 
     @functools.cached_property
     def _expected(self) -> list[list[Tensor]]:
-        """By reference, for the largest number of rows: other numbers take the first of them."""
+        """Reference outputs for the largest number of rows: fewer rows use the first of them."""
         launched = self.launches(None, max(self.rows), layers=1, head=True)
         return [[part.clone() for part in _parts(result)] for _, result in launched]
 
     def _times_at(self, rows: int, variants: Sequence[LinearPlans], head: bool) -> list[float]:
-        """Median microseconds of graphs that take turns, behind a turn to warm up."""
+        """Median microseconds of graphs that are replayed alternately, after a round to warm up."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         event = partial(torch.cuda.Event, enable_timing=True)
         layers, graphs = self.model.config.num_layers, []
@@ -486,20 +494,20 @@ class ChainBench:
 
 
 def _parts(result: Any) -> Sequence[Tensor]:
-    """What there is to compare; rows come first."""
+    """The outputs to compare; rows come first."""
     if isinstance(result, Residual):
         return result.x, result.scaled, result.squares.sum(dim=0)
     return (result,)
 
 
 def _error(result: Any, expected: Sequence[Tensor]) -> float:
-    """The largest error over the size of the outputs; of tokens: how far their logit is behind."""
+    """The largest error over the size of the outputs; for tokens, what their logits lack."""
     if isinstance(result, tuple) and not isinstance(result, Residual):
         (logits_NV,), token = expected, token_of_tiles_reference(*result).long()[:, None]
         # -1 stands for no token.
         won = logits_NV.gather(1, token.clamp(min=0)).where(token >= 0, math.nan)
-        behind = logits_NV.amax(dim=1, keepdim=True) - won
-        return float((behind / logits_NV.square().mean().sqrt()).max())
+        short = logits_NV.amax(dim=1, keepdim=True) - won
+        return float((short / logits_NV.square().mean().sqrt()).max())
     errors = []
     for part, right in zip(_parts(result), map(Tensor.float, expected), strict=True):
         size = right.square().mean().sqrt() + right.abs()
@@ -511,9 +519,9 @@ Setting = tuple[ModelConfig, torch.dtype, torch.device, tuple[int, ...]]
 
 
 def _first_launch(setting: Setting, plans: LinearPlans) -> None:
-    """In a process of its own: compile, which leaves kernels in Triton's cache on disk.
+    """Compile in a process of its own, which leaves kernels in Triton's cache on disk.
 
-    What fails does so again where it can be reported; some of Triton's errors cannot be pickled.
+    A failure shows again where it can be reported; some of Triton's errors cannot be pickled.
     """
     *_, device, rows = setting
     with contextlib.suppress(Exception), _on(device):
@@ -532,7 +540,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Layers of about `CHAIN_BYTES`; at least two, and otherwise no more than the model has."""
+    """Number of layers with about `CHAIN_BYTES`: at least two, else at most the model's number."""
     weights = linear_bytes(config, dtype.itemsize)
     layer = sum(weights.values()) - weights["lm_head"]
     return max(2, min(config.num_layers, math.ceil(CHAIN_BYTES / layer)))
@@ -540,15 +548,16 @@ def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def chain_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, layers: int
-) -> Chain:
-    """A chain of so many layers with random weights. ValueError for layers that are not alike."""
-    chain = new_chain(config, layers=layers, dtype=dtype, device=device)
-    fill_random(chain.weights.named())
-    return chain
+) -> Model:
+    """A model of this many layers with random weights; its embedding is lm_head's weight."""
+    config = replace(config, num_layers=layers, tie_embeddings=True)
+    weights = allocate_weights(config, device=str(device), dtype=dtype)
+    fill_random(weights.named(config))
+    return Model(config, weights, max_seq_len=1)
 
 
-def compile_processes(model: Chain) -> int:
-    """As many as cores, and as there is GPU memory for a layer and lm_head in each of them."""
+def compile_processes(model: Model) -> int:
+    """As many processes as cores, and as GPU memory for a layer and lm_head in each allows."""
     free, _ = torch.cuda.mem_get_info(model.weights.embedding.device)
     at_once = free // (model.weights.nbytes + (1 << 30))
     return max(1, min(_MAX_PROCESSES, os.cpu_count() or 1, at_once))
@@ -585,7 +594,7 @@ def tune(options: argparse.Namespace) -> None:
         raise ValueError("tuning measures on an NVIDIA GPU, and torch finds none")
     name = tuning.device_name(device)
     path = options.out or tuning.user_table_path(name)
-    # A table that cannot be added to is found before the work, not behind it.
+    # A table that cannot be written is found before the work, not after it.
     tuning.write_table(path, name, {})
     layers = chain_layers(config, dtype)
     print(f"{config.architecture} on {name}, chains of {layers} layers -> {path}", flush=True)
@@ -611,7 +620,7 @@ def _print_step(rows: Sequence[int]) -> Callable[[Step], None]:
 def entries(
     targets: Sequence[Target], plans: LinearPlans, layer_us: float, head_us: float
 ) -> tuning.Table:
-    """What of `plans` was searched, for a table."""
+    """The part of `plans` that was searched, for a table."""
     date = datetime.now(UTC).date().isoformat()
     table = {}
     for target in targets:

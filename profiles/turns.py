@@ -2,13 +2,14 @@
 
     python -m graphengine.profiles.turns --shape llama-1b --context 512,2048,8192 --out turns.json
 
-For each length of context a session has a first turn of so many tokens and a reply. Then, `runs`
-times, a fork of it is given a question, and the time to its first token is taken; beside it that of
-a request whose prompt is the same conversation, which prefills all of it. Both are alone in the
-engine, and their tokens must be the same, unless `--skip-check`: the KV of a reply is the decode
-kernels', and where random weights leave two tokens nearly as probable its last bits may decide.
+For each length of context a session has a first turn of this many tokens, prompt and reply. Then,
+`runs` times, a fork of it is given a question, and the time to its first token is taken; and so is
+that of a request whose prompt is the same conversation, which prefills all of it. Each runs alone
+in the engine, and their tokens must be the same, unless `--skip-check`: the KV of a reply comes
+from the decode kernels, and if random weights make two tokens nearly equally probable its last bits
+may decide.
 
-    cached_tokens   of the second turn's prompt, whose KV was there
+    cached_tokens   tokens of the second turn's prompt whose KV was there already
     turn_ms         submission to first token: median, least and greatest of the runs
     prefill_ms      the same without the session
     ratio           of the medians: how many times as long the prefill takes
@@ -50,7 +51,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the module says, of one length of context."""
+    """The module's figures for one length of context."""
 
     context: int
     prompt: int
@@ -66,10 +67,10 @@ class Turn:
 def measure(
     engine: Engine, context: int, *, reply: int, question: int, runs: int, check: bool = True
 ) -> Turn:
-    """Take one length of context: prompt and reply are so many tokens, then comes the question.
+    """Measure one length of context: prompt and reply have this many tokens, then the question.
 
-    ValueError for a number below 1, and where the engine's `max_seq_len` is too short;
-    RuntimeError where the tokens differ and `check` is set.
+    ValueError for a number below 1, and if the engine's `max_seq_len` is too short; RuntimeError if
+    the tokens differ and `check` is set.
     """
     sizes = {"context": context, "reply": reply, "question": question, "runs": runs}
     for name, value in sizes.items():
@@ -97,7 +98,7 @@ def measure(
         copied = time.perf_counter()
         engine.restore_session(kept).close()
         restored = time.perf_counter()
-    # The first of each warms up.
+    # The first run of each warms up.
     turn, prefill = _spread(turns[1:]), _spread(prefills[1:])
     return Turn(
         context=context,
@@ -124,7 +125,7 @@ def document(
 ) -> dict[str, Any]:
     """All lengths in one engine, as JSON types."""
     longest = max(contexts) + sizes["question"] + 8
-    # A fork and the request beside it, and what is being restored.
+    # Room for a fork, the request it is compared with, and the session being restored.
     block_size = options.get("block_size") or 16
     options = {"max_seq_len": longest, "kv_blocks": 4 * (longest // block_size + 2)} | options
     engine, _ = build_engine(subject, options)

@@ -58,7 +58,7 @@ class Workload:
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
-        """Built and warm: the work was done once."""
+        """The engine, warmed up: the work was done once."""
         engine, _ = build_engine(self.subject, self.options)
         with freed(engine):
             self.run(engine)
@@ -74,7 +74,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
     add("--checkpoint", help="directory or hub id, in place of a shape")
-    add("--live", type=int, default=1, help="requests that decode side by side")
+    add("--live", type=int, default=1, help="requests that decode at the same time")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=256)
     add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
@@ -87,7 +87,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def profiled_range(engine: Engine) -> AbstractContextManager[Any]:
-    """What nsys collects with --capture-range=cudaProfilerApi; on a CPU nothing is to be told."""
+    """The range that nsys collects with --capture-range=cudaProfilerApi; empty on a CPU."""
     return _cuda_range() if engine.memory.device.type == "cuda" else _nothing()
 
 
@@ -109,7 +109,7 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def recorded(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Record what `engine` does inside, and write it to `path`; nothing without one."""
+    """Record `engine` inside the block and write it to `path`; does nothing without a path."""
     if path is None:
         yield
         return

@@ -34,10 +34,10 @@ LONG_PLAIN = (
     "heap frozen): ITL p99.9 is 1.050 times p50, the maximum 0.900 ms (file 1).\n"
 )
 LONG = (
-    "- tiny, one row of 1, 10,200 gaps, 16 containers a token kept in circles, with Python's "
-    "collector on (it ran 250 times in the youngest generation, 23, 0 in the others, for at most "
-    "0.120, 0.840, - ms, heap frozen): ITL p99.9 is 1.250 times p50, the maximum 0.900 ms "
-    "(file 1).\n"
+    "- tiny, one row of 1, 10,200 gaps, 16 containers a token kept in reference cycles, with "
+    "Python's collector on (it ran 250 times in the youngest generation, 23, 0 in the others, "
+    "for at most 0.120, 0.840, - ms, heap frozen): ITL p99.9 is 1.250 times p50, the maximum "
+    "0.900 ms (file 1).\n"
 )
 
 
@@ -65,7 +65,7 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
         assert [row[name] is None for row in rows] == [False, True, True], name
         assert rows[0][name]["kept_objects"] == kept
     first, second = re.findall(r"gaps of \d+ requests, (.*), slots 1, collector on", printed)
-    assert (first, second) == ("events kept", "16 containers a token kept in circles")
+    assert (first, second) == ("events kept", "16 containers a token kept in reference cycles")
     for row in rows:
         assert row.keys() == ROW_KEYS
         assert row["ms_per_step"] > 0 and row["step_bytes"] > 0
@@ -85,7 +85,7 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     assert checked["eager_tokens"] == checked["tokens"] >= 7 * 8 + 2
     assert [row["checked"]["eager_tokens"] for row in rows] == [14, 42, 14]
     assert [row["checked"]["first_tokens"] for row in rows] == [{"5": 4}] * 3
-    assert "Tokens checked: 14 of 14 by eager steps, 4 behind 5 prompt tokens; all" in printed
+    assert "Tokens checked: 14 of 14 by eager steps, 4 after 5 prompt tokens; all" in printed
     assert "heuristic plans" not in printed
     titles = next(line for line in printed.splitlines() if "ms/step" in line)
     assert "share   TTFT 5  ITL p50" in titles, "a column for each length that was measured"

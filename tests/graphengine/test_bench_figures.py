@@ -91,7 +91,7 @@ def test_a_first_token_that_differs_is_refused(
         return found if isinstance(found, list) else dataclasses.replace(found, token_ids=(-1,))
 
     monkeypatch.setattr(tiny, "generate", otherwise)
-    with pytest.raises(RuntimeError, match="the first token behind 40: "):
+    with pytest.raises(RuntimeError, match="the first token after 40: "):
         measure.time_to_first_token(tiny, (40,), runs=1)
 
 

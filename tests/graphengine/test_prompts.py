@@ -149,7 +149,7 @@ def test_a_prompt_without_an_end_is_refused(engine: Engine, endless: Any, said: 
     with engine.session() as session:
         session.append([1, 2, 3])
         said = said.replace("127", "124")
-        with pytest.raises(ValueError, match=f"{said} tokens behind 3 of the session {limit}"):
+        with pytest.raises(ValueError, match=f"{said} tokens after 3 of the session {limit}"):
             session.append(endless())
     shorter: Iterable[int] = iter([1, 2, 3])
     assert engine.generate(shorter, greedy(2)).prompt_token_ids == (1, 2, 3)
