@@ -116,7 +116,7 @@ def test_a_moved_buffer_is_named(device: str) -> None:
     with on(graph):
         graph.replay()
         program.buffers["total"].data = torch.zeros(LANES, device=device)
-        # Looking at every address at every replay would be a tenth of the host's time.
+        # Checking every address at every replay would take a tenth of the host's time.
         with pytest.raises(RuntimeError, match="static buffer 'total' moved from 0x"):
             for _ in range(captured_module.CHECK_EVERY):
                 graph.replay()
@@ -198,7 +198,7 @@ def test_on_a_cpu_nothing_is_captured() -> None:
 def test_a_failed_capture_is_ended_by_the_driver_then_by_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The order of the rescue, without a GPU: torch is only ever given a sound capture to end."""
+    """The order of the recovery, without a GPU: torch only ever ends a valid capture."""
     calls: list[str] = []
 
     def end(stream: int, graph: object) -> int:
@@ -351,7 +351,7 @@ def test_a_failed_capture_leaves_everything_usable(
 ) -> None:
     program = Program("cuda", scratch=4 * MIB)
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-    # What torch keeps after the first capture of a process is not to be counted below.
+    # What torch keeps after the first capture of a process must not be counted below.
     first = CapturedGraph(program, name="first", device="cuda", stream=stream)
     first.capture()
     first.close()

@@ -1,4 +1,4 @@
-"""The driver's functions by ctypes: what is passed, what comes back, and errors by name."""
+"""The driver's functions through ctypes: arguments, results, and errors by name."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ CONDITIONAL = NodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
 
 
 class Handle:
-    """As those of cuda-bindings: an object, with the address under `int`."""
+    """A handle like those of cuda-bindings: an object whose `int` is the address."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -169,7 +169,7 @@ class FakeDriver:
 
 
 class NewerDriver(FakeDriver):
-    """As of CUDA 13.2: the parameters of any node can be read, and there are more kinds."""
+    """As in CUDA 13.2: the parameters of any node can be read, and there are more kinds."""
 
     cuGraphNodeGetParams = getter(CONDITIONAL)
 
@@ -468,7 +468,7 @@ def test_json_round_trip(structure: GraphStructure) -> None:
 def test_any_structure_can_be_written_and_drawn(structure: GraphStructure) -> None:
     assert str(structure)
     dot = structure.to_dot()
-    # Outside of strings, which hide theirs behind a backslash, quotes come in pairs.
+    # Outside strings, which escape theirs with a backslash, quotes come in pairs.
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", dot, flags=re.DOTALL)
     assert '"' not in bare
     assert bare.count("{") == bare.count("}")

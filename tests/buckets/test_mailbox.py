@@ -1,4 +1,4 @@
-"""Mailbox: items are believed by their own tag, waits are bounded, a broken stream is found.
+"""Mailbox: an item's own tag makes it valid, waits are bounded, a broken stream is found.
 
 The device is played by `publish`, which writes items as a graph's last kernel does.
 """
@@ -36,7 +36,7 @@ def publish(
 
 
 class Stream:
-    """What a mailbox asks of a stream; `idle` may be an exception."""
+    """The part of a stream that a mailbox uses; `idle` may be an exception."""
 
     def __init__(self, idle: bool | Exception) -> None:
         self.idle = idle
@@ -92,7 +92,7 @@ def test_every_item_needs_its_own_tag(mailbox: Mailbox) -> None:
 @pytest.mark.parametrize("items", [1, 2, 3, 5])
 @pytest.mark.parametrize("lanes", [1, 2, 7])
 def test_any_number_of_items_and_lanes(items: int, lanes: int) -> None:
-    """Each item of each lane is looked at, and nothing beyond them."""
+    """Each item of each lane is read, and nothing beyond them."""
     mailbox = Mailbox(3, 7, items, device="cpu")
     payloads = [tuple(WRAP - 1 - (100 * lane + item) for item in range(items)) for lane in range(7)]
     publish(mailbox, 4, payloads[:lanes])
@@ -146,7 +146,7 @@ def test_wait_sees_what_another_thread_publishes(mailbox: Mailbox, mode: WaitMod
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The mailbox's own, in 1/65536 s, of which sums are exact; a look at it takes one of them."""
+    """The mailbox's clock in units of 1/65536 s, which add exactly; reading it takes one."""
     clock = Clock(per_call=2.0**-16)
     monkeypatch.setattr(mailbox_module, "time", clock.module)
     return clock

@@ -41,7 +41,7 @@ def padded(field: Field) -> Any:
     return torch.full(field.shape, field.pad, dtype=field.dtype).tolist()
 
 
-# Values of a field, as a person would write them.
+# Values of a field as a user would write them.
 
 integers32 = st.integers(-(2**31), 2**31 - 1)
 integers64 = st.integers(-(2**63), 2**63 - 1)
@@ -241,7 +241,7 @@ def test_an_older_acknowledgement_takes_nothing_back() -> None:
 
 @pytest.mark.parametrize("acknowledged", [0, 7])
 def test_replays_count_from_one_after_a_reset(acknowledged: int) -> None:
-    """With every staging block free, whether or not the replays behind them had published."""
+    """With every staging block free, whether or not the replays after them had published."""
     buffers = make(staging_blocks=2)
     for sequence in (6, 7):
         buffers.load({"count": sequence}, sequence=sequence)
@@ -339,7 +339,7 @@ def test_device_owned_fields_alone() -> None:
 def test_copies_in_flight_are_not_overwritten(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The device lags far behind: each snapshot must hold what its own load said.
+    # The device runs far behind the host: each snapshot must hold its own load's values.
     if library == "torch":
         monkeypatch.setattr(static, "runtime", lambda: None)
     buffers = make("cuda", staging_blocks=8)
@@ -361,7 +361,7 @@ def test_copies_in_flight_are_not_overwritten(
     assert [s.tolist() for s in snapshots] == [[i, i + 1, -1, -1] for i in range(8)]
 
 
-# Of what is in range and what is not, for fields of each kind.
+# Values in range and out of range, for fields of each kind.
 ANYTHING = st.lists(
     st.none()
     | st.booleans()
@@ -375,7 +375,7 @@ ANYTHING = st.lists(
 
 @given(value=ANYTHING | ANYTHING.map(tuple) | st.lists(ANYTHING, max_size=LANES + 1))
 def test_plain_lists_are_taken_and_refused_as_all_others(value: Any) -> None:
-    """The quick way of a load agrees with the long one, which looks at arrays."""
+    """The fast path of a load agrees with the slow one, which uses arrays."""
 
     def outcome(name: str) -> Any:
         buffers = make()
@@ -472,10 +472,10 @@ def test_a_part_changes_its_lanes_and_copies_no_others(device: str) -> None:
     found = buffers["table"].cpu().tolist()
     assert found == [[99] * WIDTH, [7, 8, 9], [4, 0, 0], table[3]]
     assert buffers["rows"].cpu().tolist() == [5, 6, -1, -1]
-    # The image has them, so that whatever copies all of it copies them.
+    # The image has them, so a copy of the whole image includes them.
     buffers.load({"count": 1}, sequence=3)
     assert buffers["table"].cpu().tolist() == [table[0], [7, 8, 9], [4, 0, 0], table[3]]
-    # Of two parts, all between them; beside a field as a whole, the group.
+    # With two parts, all between them; with a part and a whole field, the group.
     buffers["table"][:] = 99
     buffers.acknowledge(3)
     parts = {"table": Part(0, [[1] * WIDTH]), "rows": Part(LANES - 1, [3])}

@@ -11,13 +11,13 @@ from graphengine.buckets import ReplayTimer, timing
 
 pytestmark = pytest.mark.gpu
 
-# About 1, 2 and 4 ms on a clock of 1 to 2 GHz; what counts are the ratios.
+# About 1, 2 and 4 ms on a clock of 1 to 2 GHz; only the ratios matter.
 CYCLES = (2_000_000, 4_000_000, 8_000_000)
 
 
 @pytest.fixture(params=["runtime", "torch"])
 def timer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ReplayTimer:
-    """With CUDA's runtime at hand, and with torch's events alone."""
+    """With CUDA's runtime library, and with torch's events only."""
     if request.param == "torch":
         monkeypatch.setattr(timing, "runtime", lambda: None)
     made = ReplayTimer(torch.cuda.Stream(), 3)
@@ -54,7 +54,7 @@ def test_what_is_not_done_is_unknown_and_not_waited_for(timer: ReplayTimer) -> N
         assert not timer._stream.query(), "it waited"
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # Nor is an error left behind that torch would find.
+    # Nor is an error left that torch would find.
     torch.ones(1, device="cuda").add_(1)
     torch.cuda.synchronize()
     assert timer.microseconds(0) > 1000

@@ -44,7 +44,7 @@ def series(count: int, alike: float, random: np.random.Generator) -> Floats:
 
 
 def run_of(template: Run, milliseconds: Floats) -> Run:
-    """One whose gaps, one a step, take so long."""
+    """A run with these gaps, one a step."""
     times = np.concatenate([[0.0], np.cumsum(1e6 * milliseconds)])
     found = [
         (begin, end, 0, index, 1)
@@ -76,7 +76,7 @@ def test_few_values_are_drawn_too(count: int) -> None:
 
 
 def test_blocks_see_the_dependence_that_single_values_hide() -> None:
-    """The spread of the median of dependent values: blocks tell most of it, single draws do not."""
+    """The spread of the median of dependent values: blocks show most of it, single draws do not."""
     random = np.random.default_rng(3)
 
     def one() -> Floats:
@@ -114,7 +114,7 @@ def test_intervals_hold_their_share_where_neighbours_are_alike(tmp_path: Path) -
 
 
 def test_an_interval_needs_two_values_beyond_the_percentile(tmp_path: Path) -> None:
-    """Of one value beyond it, every draw that has it shows it again."""
+    """If one value lies beyond it, every draw that has it repeats it."""
     template = recording(tmp_path, "a", steps=2002)
     random = np.random.default_rng(1)
     for count, shown in ((199, False), (200, True)):
@@ -124,7 +124,7 @@ def test_an_interval_needs_two_values_beyond_the_percentile(tmp_path: Path) -> N
 
 
 def test_a_comparison_tells_the_percentiles_of_the_table(tmp_path: Path) -> None:
-    """Requests that share a step have gaps of their own: a few long ones do not stand for all."""
+    """Requests that share a step have gaps of their own: a few long ones do not represent all."""
     paths = [write_recording(tmp_path / f"{name}.jsonl", simulate(120)) for name in "ab"]
     for path in paths:
         lines = [json.loads(line) for line in path.read_text().splitlines()]

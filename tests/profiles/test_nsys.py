@@ -36,7 +36,7 @@ def no_nsys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def fake_nsys(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """An `nsys` that runs `code`, in front of the path; `arguments` are its own."""
+    """An `nsys` first on the PATH that runs `code`; `arguments` are its own."""
     folder.mkdir()
     program = folder / "nsys"
     program.write_text(f"#!{sys.executable}\nimport sys\narguments = sys.argv[1:]\n{code}\n")
@@ -118,7 +118,7 @@ def test_the_exit_status_of_nsys_is_kept(
 def test_an_nsys_that_wrote_nothing_is_a_failure(
     run_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older export of the name does not count."""
+    """An older export of that name does not count."""
     fake_nsys(tmp_path / "bin", monkeypatch, "")
     (tmp_path / "run.sqlite").write_text("old")
     status, _, error = run_profile("--out", tmp_path / "run", "--", "x")

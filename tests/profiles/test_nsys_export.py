@@ -103,7 +103,7 @@ def test_without_ranges_graphs_have_numbers(tmp_path: Path) -> None:
     assert all(name.startswith("graph ") for name in run.replays.bucket)
     assert len(set(run.replays.bucket.tolist())) == 2
     assert run.ranges is None and not run.stages
-    # Then the device's times are all there is.
+    # Then there are only the device's times.
     assert "on the device" in run.gap_basis and len(run.gaps) == 29
 
 
@@ -151,7 +151,7 @@ def test_the_busiest_process_is_shown(export: Path) -> None:
 
 
 def test_another_process_is_left_out_with_its_ranges_and_calls(export: Path) -> None:
-    """Ids of domains are a process's own: there 7 is another library's, and ours is 3."""
+    """Ids of domains are valid in one process: in another 7 is another library's, and ours is 3."""
     expected = read_export(export)
     theirs = 1 << 24
     change(

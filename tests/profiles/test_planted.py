@@ -124,7 +124,7 @@ def test_planted_causes_are_found_on_a_gpu(cause: str, tmp_path: Path) -> None:
         run_planted(engine, cause, 1200)
         engine.recorder.write(path)
     found = document(path)
-    # A cause may be found in outliers, and hidden in steps that are none.
+    # A cause may show in outliers, and not in other steps.
     counts = Counter[str]()
     for one in found["stands_out"]:
         counts[one["cause"]] += one["count"]

@@ -1,4 +1,4 @@
-"""A recorded run of the benchmark: its file, and what it says recording costs."""
+"""A recorded run of the benchmark: its file, and the reported cost of recording."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_is_recorded_and_its_cost_is_told(
     header, replays, requests = read(path)
     rounds = LEAST_PAIRS + 1
     assert found["cost"]["pairs"] == rounds
-    # Rounds without the recorder, and those behind the file's end, are not in the file.
+    # Rounds without the recorder, and rounds after the file's end, are not in the file.
     assert found["tokens"] == sum(row["emitted"] for row in replays) == 2 * 14 * rounds >= wanted
     assert found["requests"] == len(requests) == 2 * rounds
     assert found["replays"] == len(replays) == header["recorder"]["records"]

@@ -294,13 +294,13 @@ def test_parts_add_up_to_the_gap(tmp_path: Path) -> None:
     found = break_down(read_run(path))
     total = np.sum(list(found.parts.values()), axis=0)
     np.testing.assert_allclose(total, 1e3 * found.milliseconds, rtol=1e-9)
-    # Nothing is counted twice: what is left over is the time that was spent outside.
+    # Nothing is counted twice: the rest is the time spent outside.
     *usual, stalled = sorted(found.parts["outside"])
     assert 19.9 <= usual[0] <= usual[-1] <= 20.5 and 520.0 <= stalled <= 531.0
 
 
 def test_a_prefill_on_a_cpu_is_no_slow_load(tmp_path: Path) -> None:
-    """There the graphs run inside their launches, and the decode's begins behind the prefill's."""
+    """On a CPU the graphs run inside their launches: the decode's begins after the prefill's."""
     path = write_recording(tmp_path / "run.jsonl", simulate(2), engine={"device": "cpu"})
     lines, now = path.read_text().splitlines()[:1], 0
     for step in range(60):

@@ -40,7 +40,7 @@ def chromium() -> str:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run with kernels, held against another one."""
+    """The report of a run with kernels, compared with another run."""
     folder = tmp_path_factory.mktemp("report")
     planted = {"stalls": {100: 3000.0}, "syncs": {50}, "larger": set(range(200, 220))}
     run = Export(folder / "run.sqlite", simulate(**planted), mode="node").path
@@ -74,7 +74,7 @@ def test_a_browser_draws_the_plots(page: Path, chromium: str, tmp_path: Path) ->
 
 
 def requests_of(page: Path, chromium: str, folder: Path) -> list[str]:
-    """Addresses that the page asked for; what the browser asks for itself has no origin."""
+    """Addresses requested by the page; the browser's own requests have no origin."""
     log = folder / "net.json"
     run_chromium(chromium, page, folder, f"--log-net-log={log}", "--dump-dom")
     parameters = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
@@ -88,7 +88,7 @@ def requests_of(page: Path, chromium: str, folder: Path) -> list[str]:
 
 def test_a_browser_fetches_nothing_for_the_page(page: Path, chromium: str, tmp_path: Path) -> None:
     assert requests_of(page, chromium, tmp_path) == []
-    # The check sees a request where there is one, as long as the page allows it.
+    # The check sees a request if there is one, as long as the page allows it.
     address = "http://example.invalid/x.png"
     other = tmp_path / "other.html"
     other.write_text(f'<!DOCTYPE html><img src="{address}">')
@@ -134,7 +134,7 @@ def test_names_in_a_file_are_text_in_the_page(tmp_path: Path) -> None:
     page = html_report(run, make_document(run), None)
     assert "<img" not in page and "&lt;img src=x" in page
     assert "<script" not in page and "&lt;script&gt;alert(2)" in page
-    # Dollar signs make no formula, and half a character no file.
+    # Dollar signs make no formula, and a lone surrogate does not prevent writing the file.
     assert "<b onclick" not in page and "&lt;b onclick=x&gt;$\\frac{a}{b}$ ?" in page
     page.encode()
     assert set(re.findall(r'data-plot="([^"]+)"', page)) == PLOTS | {"captures", "kernels"}

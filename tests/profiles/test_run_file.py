@@ -1,4 +1,4 @@
-"""The reader of recordings: columns, gaps, stages, and files that are not what they should be."""
+"""The reader of recordings: columns, gaps, stages, and invalid files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_prefill_and_a_decode_of_one_step_come_at_once() -> None:
 
 
 def test_load_ends_where_the_first_launch_begins() -> None:
-    """Of a step that launches two graphs the second one's `replay` lies behind the first."""
+    """In a step that launches two graphs the second one's `replay` comes after the first."""
     stamps = {"step": 1, "plan": 0, "load": 10}
     prefill = replay(1, type="prefill", bucket="prefill/16", replay=15, launched=900, **stamps)
     run = read(HEADER, prefill, replay(2, replay=902, launched=905, **stamps))
@@ -79,7 +79,7 @@ def test_load_ends_where_the_first_launch_begins() -> None:
 
 @pytest.mark.parametrize("told", [{"recording": 2}, {}])
 def test_no_gap_reaches_over_what_was_not_recorded(told: dict[str, int]) -> None:
-    """Files without a number of the recording tell it by the replays that were skipped."""
+    """In files without a recording number, skipped replays show a new recording."""
     sequence = 3 if told else 9
     run = read(
         HEADER,

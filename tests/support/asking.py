@@ -1,7 +1,7 @@
 """Requests that ask something of their logits, and what transformers and vLLM make of the same.
 
-transformers has processors of its own (repetition penalty, sequence bias, bad words), beside
-vLLM's frequency and presence penalties and its allowed ids, written down here anew.
+transformers has processors of its own (repetition penalty, sequence bias, bad words). vLLM's
+frequency and presence penalties and its allowed ids are written again here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphengine import Result, SamplingParams, StructuredOutputsParams
 
 
 class Counted(LogitsProcessor):
-    """vLLM's `apply_penalties`: over the output alone."""
+    """vLLM's `apply_penalties`, over the output only."""
 
     def __init__(self, prompt_len: int, frequency: float, presence: float) -> None:
         self.prompt_len, self.frequency, self.presence = prompt_len, frequency, presence
@@ -51,7 +51,7 @@ class Allowed(LogitsProcessor):
 
 
 def processors(params: SamplingParams, prompt_len: int) -> LogitsProcessorList:
-    """What `params` ask for, in the order of vLLM's sampler."""
+    """The processors that `params` ask for, in the order of vLLM's sampler."""
     found = LogitsProcessorList()
     if params.allowed_token_ids is not None:
         found.append(Allowed(params.allowed_token_ids))
@@ -68,23 +68,23 @@ def processors(params: SamplingParams, prompt_len: int) -> LogitsProcessorList:
 
 
 class Table(NamedTuple):
-    """Log-probabilities as transformers has them, a row for each token."""
+    """Log-probabilities by transformers, a row for each token."""
 
     exact: torch.Tensor
     """float64 [tokens, V], of its model in float64."""
     room: torch.Tensor
-    """float64 [tokens]: by so much they may be off in float32 (`roundings.py`)."""
+    """float64 [tokens]: the error allowed for them in float32 (`roundings.py`)."""
 
 
 class Expected(NamedTuple):
-    """What transformers has for each token behind a prompt."""
+    """Logits by transformers for each token after a prompt."""
 
     raw: Table
-    """Of the model's logits."""
+    """Log-probabilities of the model's logits."""
     processed: Table
-    """Of the processed ones."""
+    """Log-probabilities of the processed logits."""
     choice: Table
-    """Of those that it generates from: no stop ids before `min_tokens`."""
+    """Of the logits that it generates from: no stop ids before `min_tokens`."""
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def expect(
     params: SamplingParams | None = None,
     stop_ids: Sequence[int] = (),
 ) -> Expected:
-    """The tables of these tokens behind the prompt."""
+    """The tables of these tokens after the prompt."""
     params = params or SamplingParams()
     process = processors(params, len(prompt))
     bar = LogitsProcessorList()
@@ -130,7 +130,7 @@ def assert_logprobs(result: Result, table: Table, top: int) -> None:
     for index, (token, logprobs, exact_V, near) in enumerate(rows):
         assert next(iter(logprobs)) == token
         room = float(near)
-        # Ranks count ids of at least the token's logit; what is this close may lie on either side.
+        # Ranks count ids with at least the token's logit; logits this close may be on either side.
         chosen, exact = logprobs[token], exact_V[token]
         above, below = (int((exact_V >= exact + step).sum()) for step in (2 * room, -2 * room))
         assert above <= chosen.rank <= below, f"token {index}: {chosen=}, {above=}, {below=}"
@@ -151,9 +151,9 @@ def assert_logprobs(result: Result, table: Table, top: int) -> None:
 
 
 def each_option(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Each option, such that it changes what was said without: `result`."""
+    """Each option, with a value that changes `result`, which was generated without options."""
     said, prompt = result.token_ids, set(result.prompt_token_ids)
-    # Bad words may begin in the output alone, those of transformers in the prompt as well.
+    # Bad words begin only in the output; those of transformers may begin in the prompt.
     pairs = [list(said[i : i + 2]) for i in (1, 5, 9) if said[i] not in prompt]
     return {
         "allowed_token_ids": {"allowed_token_ids": list(range(3, vocab_size, 3))},
@@ -184,7 +184,7 @@ GRAMMARS = (
         disable_any_whitespace=True,
     ),
 )
-# What a grammar has no room for; and of half of the ids it might find none.
+# A grammar has no room for these; and among half of the ids it might find none.
 BESIDE_NO_GRAMMAR = (
     *("stop", "stop_token_ids", "stop_token_sequences", "min_tokens", "ignore_eos"),
     "allowed_token_ids",
@@ -201,7 +201,7 @@ def consistent(options: dict[str, Any]) -> dict[str, Any]:
 def random_options(
     dice: random.Random, vocab_size: int, *, grammars: bool = False
 ) -> dict[str, Any]:
-    """Some of the options that a request may have beside the sampler's, each now and then.
+    """Some of the options that a request may have besides the sampler's, each now and then.
 
     grammars  of an engine with a tokenizer and an end-of-sequence token; `consistent` goes with it
     """
@@ -224,7 +224,7 @@ def random_options(
         "presence_penalty": lambda: dice.uniform(-0.5, 1.5),
         "logprobs": lambda: dice.choice([0, 1, 5, 20]),
         "prompt_logprobs": lambda: dice.choice([0, 3]),
-        # Of two tokens among many, so that some come up.
+        # Two tokens among many, so that some come up.
         "stop_token_sequences": lambda: [ids(2) for _ in range(8)],
         "stop_token_ids": lambda: ids(2),
         "stop": lambda: [letters() for _ in range(3)],

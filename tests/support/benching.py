@@ -1,4 +1,4 @@
-"""The benchmark as its tests run it: in small, on the CPU."""
+"""The benchmark as its tests run it: small, on the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny_engine() -> Iterator[Engine]:
 
 
 def corrupt_eager_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every eager step leaves another token than its graph does."""
+    """Makes every eager step leave another token than its graph."""
     replay = eager.EagerStep.replay
 
     def corrupt(stand_in: eager.EagerStep) -> None:
@@ -52,7 +52,7 @@ def corrupt_eager_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def launch_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str = "") -> None:
-    """Graphs whose names begin with `kind` are launched whatever stands in for them."""
+    """Launches graphs whose names begin with `kind` instead of their stand-ins."""
     runtime = engine.runtime
     captured, replay = dict(runtime.graphs), runtime.replay
 

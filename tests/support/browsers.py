@@ -12,7 +12,7 @@ INSTALL_SECONDS = 240
 
 
 def find_chromium() -> tuple[str | None, str]:
-    """(its path, or None; why not). Tries to install it once a session, where root may."""
+    """(its path, or None; why not). As root, tries to install it once a session."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is not None:
         return found, ""

@@ -1,4 +1,4 @@
-"""Owners of requests who come and go at random, and what each must have said for all that."""
+"""Callers that submit and end requests at random, and a check of each request's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphengine import Engine, Event, Request, SamplingParams
 
 
 def write_tokenizer(folder: Path, size: int, eos: int | None = None) -> None:
-    """A byte-level tokenizer of so many ids, letters and digits among the first of them."""
+    """A byte-level tokenizer of this many ids, with letters and digits among the first."""
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ((known, _),) = level.pre_tokenize_str(string.printable[:95] + "\n")
     tokens = [*known, *sorted({*level.alphabet()} - {*known})]
@@ -36,10 +36,10 @@ def write_tokenizer(folder: Path, size: int, eos: int | None = None) -> None:
 
 
 class Owners:
-    """Everyone who has requests in `engine`: they hear of them, cut them short, or let them be.
+    """All callers with requests in `engine`: they get events, end requests early, or let them run.
 
-    `requests` are all there were. `late` and `stopped` count those that a deadline and the engine's
-    `stop_callback` have ended.
+    `requests` has all requests so far. `late` and `stopped` count those ended by a deadline and by
+    the engine's `stop_callback`.
     """
 
     def __init__(self, engine: Engine, dice: random.Random) -> None:
@@ -55,7 +55,8 @@ class Owners:
         if dice.random() < 0.3:
             options["priority"] = dice.randrange(-2, 3)
         if dice.random() < 0.3:
-            # Far away: `disturb` says who is late, so that a slow machine changes nothing.
+            # Far away: `disturb` decides which request is late, so that a slow machine changes
+            # nothing.
             options["deadline_s"] = 1e6
         if dice.random() < 0.3:
             options["on_event"] = self._hear
@@ -65,7 +66,7 @@ class Owners:
             self._heard[request.id] = []
 
     def disturb(self) -> None:
-        """Now and then one is cancelled, or late."""
+        """Now and then cancel a request or make it late."""
         dice = self._dice
         unfinished = [request for request in self.requests if not request.finished]
         if unfinished and dice.random() < 0.1:
@@ -75,7 +76,7 @@ class Owners:
             heap[0] = (time.perf_counter(), *heap[0][1:])
 
     def leave(self) -> None:
-        """Enough has happened: those who still wait for their first step go away."""
+        """End the churn: requests that still wait for their first step are cancelled."""
         for request in [*self._engine.scheduler.waiting]:
             if not request.token_ids:
                 request.cancel()
@@ -93,7 +94,7 @@ class Owners:
         return ended
 
     def check(self, alone: Engine) -> None:
-        """Each says what it says in the other engine, where it is by itself; or the beginning."""
+        """Each request has the tokens that it gets alone in the other engine, or the first ones."""
         assert all(request.finished for request in self.requests)
         for request in self.requests:
             if request.id in self._heard:
@@ -103,7 +104,7 @@ class Owners:
             count, params = len(request.token_ids), request.params
             params = dataclasses.replace(params, seed=request.seed)
             if request.id in self.stopped or request.finish_reason in ("cancelled", "deadline"):
-                # What it would have said further is compared with nothing.
+                # Its further tokens are not compared.
                 least = min(params.min_tokens, count)
                 params = dataclasses.replace(params, max_tokens=count, min_tokens=least)
             expected = alone.generate(list(request.prompt_token_ids), params)
@@ -120,7 +121,7 @@ class Owners:
                 assert request.prompt_logprobs == list(expected.prompt_logprobs), f"{request}"
 
     def unasked(self) -> list[str]:
-        """Options that were in no request that said something, and ways to end that none went."""
+        """Options that no request with tokens had, and ways to end that no request took."""
         usual = SamplingParams()
         asked = [request.params for request in self.requests if request.token_ids]
         # Prompts are token ids here.

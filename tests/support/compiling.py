@@ -1,4 +1,4 @@
-"""What wrappers and steps would launch, compiled for sm_90 without a GPU; where PTX loads from."""
+"""Launches of wrappers and steps, compiled for sm_90 without a GPU; the loads in their PTX."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RecordedLaunch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    """The kernel's, by name."""
+    """The kernel's arguments, by name."""
     options: dict[str, int]
-    """The compiler's."""
+    """The compiler's options."""
 
 
 class Load(NamedTuple):
@@ -44,27 +44,27 @@ class Load(NamedTuple):
     after_wait: bool
     past_l1: bool
     size: int
-    """Bytes a thread."""
+    """Bytes for each thread."""
 
 
 class GraphKernel(NamedTuple):
-    """A kernel as a captured graph has it."""
+    """A kernel node of a captured graph."""
 
     name: str
     grid: tuple[int, int, int]
     threads: int
-    """A block."""
+    """Threads of a block."""
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tensors of a CPU go to Triton's kernels."""
+    """Make CPU tensors go to Triton's kernels."""
     for name, module in list(sys.modules.items()):
         if name.startswith("graphengine.kernels.") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
 def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
-    """What each graph of an engine would hold of this project's kernels on a GPU; a CPU does."""
+    """This project's kernels in each graph that an engine would capture on a GPU; runs on a CPU."""
     found: list[GraphKernel] = []
 
     def warmup(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> str:
@@ -111,7 +111,7 @@ class _Recorder:
 
 
 def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> RecordedLaunch:
-    """The one launch that `call` makes of a kernel of `module`, or of `more` that launch for it.
+    """The only launch that `call` makes of a kernel in `module`, or in `more`, which launch for it.
 
     Its tensors may be on `meta`.
     """
@@ -147,7 +147,7 @@ def _signature(value: Any) -> Any:
 
 
 def compile_launch(launch: RecordedLaunch) -> tuple[str, list[str]]:
-    """The PTX for sm_90 of a launch, and its arguments' names as of `compile_kernel`."""
+    """The PTX for sm_90 of a launch, and its arguments' names as in `compile_kernel`."""
     compiled, names = compile_kernel(launch)
     return compiled.asm["ptx"], names
 
@@ -203,7 +203,7 @@ def compile_kernel(launch: RecordedLaunch) -> tuple[Any, list[str]]:
 def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
     """Every load from global memory, in the order of the text.
 
-    A register stems from the pointers of whatever it is computed from, up to a load.
+    A register stems from the pointers of all values it is computed from, up to a load.
     """
     stems: dict[str, set[str]] = {}
     waits = ptx.index("griddepcontrol.wait")
@@ -228,7 +228,7 @@ def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
 
 
 def assert_waits_before_it_shows(ptx: str) -> None:
-    """One wait, then one trigger, then whatever is stored; and no way out before the wait."""
+    """One wait, then one trigger, then all stores; and no exit before the wait."""
     assert ptx.count("griddepcontrol.wait") == 1
     assert ptx.count("griddepcontrol.launch_dependents") == 1
     before, after = ptx.split("griddepcontrol.wait")

@@ -1,4 +1,4 @@
-"""A conversation that says the same wherever it is held, as a whole or in parts."""
+"""A conversation whose tokens are the same in any engine, as a whole or in parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 160}
 
 
 def params_of(index: int) -> SamplingParams:
-    """What turn `index` asks for: greedy, sampled, and every fifth one penalties of its prompt."""
+    """Parameters of turn `index`: greedy or sampled, every fifth with penalties on its prompt."""
     dice = random.Random(f"params {index}")
     options: dict[str, Any] = {"max_tokens": dice.randrange(2, 12), "ignore_eos": True}
     if index % 3 == 0:
@@ -30,9 +30,9 @@ def params_of(index: int) -> SamplingParams:
 def converse(
     session: Session, first: int, last: int, *, vocab_size: int, alone: Engine | None = None
 ) -> list[list[int]]:
-    """Turns `first .. last - 1`, with rewinds and forks in between; what each of them said.
+    """Run turns `first .. last - 1`, with rewinds and forks in between; returns their tokens.
 
-    alone  an engine in which a request with the whole conversation as prompt says the same
+    alone  an engine in which a request with the whole conversation as prompt has the same tokens
     """
     said = []
 

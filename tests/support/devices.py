@@ -13,7 +13,7 @@ from extent import LONG
 def pairwise_here(names: Mapping[Any, tuple[Any, ...]], every: Iterable[Any]) -> list[Any]:
     """`(device, name, value)`: each name with its own values on a CPU, with `every` on a GPU.
 
-    On a CPU each name and each value occurs, though not each with each.
+    On a CPU each name and each value occurs, but not every combination.
     """
     here = [(name, value) for name, values in names.items() for value in values]
     return [
@@ -26,7 +26,7 @@ def pairwise_here(names: Mapping[Any, tuple[Any, ...]], every: Iterable[Any]) ->
 
 
 def alternately(names: Mapping[Any, tuple[Any, ...]]) -> dict[Any, tuple[Any, ...]]:
-    """Of each name that has several values one, in turns; all of them where all is tried."""
+    """One of the values of each name, alternately; all of them where everything is tried."""
     turns = {name: index for index, name in enumerate(n for n in names if len(names[n]) > 1)}
     return {
         name: values if LONG or name not in turns else (values[turns[name] % len(values)],)

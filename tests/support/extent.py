@@ -1,8 +1,9 @@
-"""How much is tried: a little of every kind, or all of it.
+"""How much the tests try: a little of every kind, or everything.
 
 `make test` does the former, and `make test-long` sets GRAPHENGINE_LONG=1 for the latter. A higher
-number is one of seeds, of tests that draw from one. With a GPU all is tried always: there a kernel
-takes microseconds, and in Triton's interpreter one program of it takes milliseconds.
+number is the number of seeds, for tests that draw from one. With a GPU everything is always tried:
+there a kernel takes microseconds, while in Triton's interpreter one program of it takes
+milliseconds.
 """
 
 from __future__ import annotations

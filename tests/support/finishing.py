@@ -1,4 +1,4 @@
-"""What the tests of a step's last kernel share: both twins of it, its inputs, its mailbox read."""
+"""Shared by the tests of a step's last kernel: both twins of it, its inputs, its mailbox."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNTOUCHED = -3
 
 
 class Record(NamedTuple):
-    """What one lane of a mailbox entry says."""
+    """The contents of one lane of a mailbox entry."""
 
     tag: int
     tokens: tuple[int, ...]
@@ -32,13 +32,13 @@ class Record(NamedTuple):
 
 
 def new_mailbox(entries: int, lanes: int, items: int = 2, device: str = "cpu") -> torch.Tensor:
-    """As the engine has it, in pinned host memory where there is a GPU; nothing was written."""
+    """An empty mailbox as in the engine, in pinned host memory if there is a GPU."""
     pinned = device == "cuda"
     return torch.full((entries, lanes, items), UNTOUCHED, dtype=torch.int64, pin_memory=pinned)
 
 
 def read_entry(mailbox: torch.Tensor, entry: int) -> list[Record | None]:
-    """Every lane of an entry; None for one of which nothing was written."""
+    """Every lane of an entry; None for a lane without writes."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     records: list[Record | None] = []
@@ -84,7 +84,7 @@ class Twin:
         )
 
     def lanes(self, slot: Sequence[int], token: Sequence[int] = ()) -> DecodeLanes:
-        """Of a padded lane the token, and of all lanes the position is poison."""
+        """The token of a padded lane and the positions of all lanes are poison."""
         garbage = self.ints([HUGE] * len(slot))
         return DecodeLanes(self.ints(token) if token else garbage, self.ints(slot), garbage)
 
@@ -94,7 +94,7 @@ class Twin:
     def tiles(self, tokens: Sequence[int | None], tiles: int = 3) -> list[torch.Tensor]:
         """Best and health of lanes that yield these tokens; None for a padded one, full of poison.
 
-        The best tile is another in every lane, and each of the rest loses by its value.
+        The best tile differs from lane to lane, and all others lose by their values.
         """
         best = torch.full((len(tokens), tiles), NOTHING, dtype=torch.int64)
         health = torch.zeros((len(tokens), tiles), dtype=torch.int32)

@@ -47,7 +47,7 @@ def without_edge(structure: GraphStructure, place: int) -> GraphStructure:
 
 
 def nested(*bodies: GraphStructure, kind: str = "child_graph") -> GraphStructure:
-    """A kernel, and behind it a node that holds `bodies`."""
+    """A kernel followed by a node that holds `bodies`."""
     nodes = (*chain(["first"]).nodes, GraphNode(index=1, kind=kind, graphs=bodies))
     return GraphStructure(nodes=nodes, edges=(GraphEdge(source=0, target=1),))
 
@@ -62,4 +62,4 @@ PLANTED = {
     "a lost programmatic edge": with_full_edge(chain(), 2),
     "a lost edge": without_edge(chain(), 2),
 }
-"""What may have become of `chain()`: {fault: structure}."""
+"""Faulty variants of `chain()`: {fault: structure}."""

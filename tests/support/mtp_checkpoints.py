@@ -1,7 +1,7 @@
 """Random checkpoints with draft modules, one of each layout, and their formulae in plain PyTorch.
 
-The forward here knows nothing of the engine's: one row at a time, float32, keys and values in a
-dict by position.
+The forward pass here is independent of the engine's: one row at a time, float32, keys and values in
+a dict by position.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What a layout's modules are called, and what its family's layers have."""
+    """Names of a layout's modules, and features of its family's layers."""
 
     config: dict[str, Any]
     prefixes: tuple[str, ...]
@@ -98,7 +98,7 @@ LAYOUTS = {
 
 
 def random_tensors(layout: Layout) -> Tensors:
-    """A target model and its draft modules; logits of such weights spread."""
+    """A target model and its draft modules; with such weights logits spread."""
     generator = torch.Generator().manual_seed(len(layout.projection))
     tensors: Tensors = {}
 
@@ -136,7 +136,7 @@ def random_tensors(layout: Layout) -> Tensors:
         new(f"{prefix}{layout.projection}.weight", HIDDEN, 2 * HIDDEN)
         new_layer(prefix + layout.layer)
         for name in layout.copies:
-            # Of other values than what they are a copy of: nobody is to read them.
+            # Their values differ from those they are a copy of, as nothing may read them.
             new(f"{prefix}{name}.weight", VOCAB, HIDDEN)
     return tensors
 

@@ -17,7 +17,7 @@ GLOBAL_PID = PID << 24
 DOMAIN = 7
 RANGE, DOMAIN_CREATE = 59, 75
 KERNELS = (("dot_kernel", 0.7), ("attention_kernel", 0.2), ("finish_kernel", 0.1))
-"""Of each replay: name and share of its time."""
+"""The kernels of each replay: name and share of its time."""
 
 SCHEMA = """
 CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
@@ -93,7 +93,7 @@ class Export:
         self._event(begin, end, RANGE, textId=text, int64Value=payload)
 
     def _ranges(self, timeline: Timeline) -> None:
-        """Ranges of each step; a range of another library's domain lies beside them."""
+        """Ranges of each step, and a range of another library's domain."""
         self._event(5, 6, RANGE, textId=self._string("step/plan"), domainId=DOMAIN + 1)
         by_step: dict[int, list[Simulated]] = {}
         for made in timeline.replays:

@@ -1,6 +1,6 @@
-"""Faults to plant, each a test file of somebody else's project in which one place differs.
+"""Faults to plant: each is a test file of another project in which one place differs.
 
-Here is what needs no GPU; `planted_gpu_cases.py` has the others. The order is that of the table.
+These need no GPU; `planted_gpu_cases.py` has the others. The order is that of the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults to plant that take a GPU to go wrong, in the way of `planted_cases.py`."""
+"""Faults to plant that need a GPU, in the form of `planted_cases.py`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def read_results(path: Path = RESULTS) -> dict[str, Any]:
 
 
 def write_results(path: Path, found: dict[str, Any]) -> None:
-    """Write what was found, with a row for each fault, beside what `path` has already."""
+    """Add what was found to `path`, with a row for each fault."""
     with path.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -102,7 +102,7 @@ def count(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table_of_readme() -> str:
-    """What stands between the marks."""
+    """The text between the marks."""
     return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
 
 

@@ -15,7 +15,7 @@ HUGE = (2**31 - 1, -(2**31), 10**9, -7)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 Op = tuple[Callable[..., torch.Tensor], str]
-"""What computes, and on which device."""
+"""The implementation, and its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Segment:
 
 @st.composite
 def segments_of(draw: st.DrawFn, lengths: Sequence[int]) -> list[Segment]:
-    """One of each slot, which may be empty and need not reach the end of what the slot will hold,
+    """A segment of each slot, which may be empty and need not reach the end of the slot's tokens,
     and a padded one among them.
     """
     segments = []
@@ -95,7 +95,7 @@ def prefill(
     """Each segment's [tokens, Q * D]; asserts that nothing else was written.
 
     Keys past a slot's last queried token are not in the cache: they are NaN under `poison`.
-    `tail` lanes behind the last segment are in no segment. Lanes of the queries are `apart` values
+    `tail` lanes after the last segment are in no segment. Lanes of the queries are `apart` values
     farther apart than they need to be.
     """
     function, device = op

@@ -1,10 +1,10 @@
-"""By how much float32 may be off, whatever the order of its sums.
+"""The error allowed for float32, whatever the order of its sums.
 
 A BLAS sums in an order that depends on the CPU's vector unit, a GPU in another one. So tests
-compare float32 with transformers' model in float64, and grant what the arithmetic costs, not what
-one machine shows: the model runs again in float64 with a random error in the place of each rounding
-of float32 (Monte Carlo arithmetic: D. S. Parker, 1997), and how far its logits spread is its
-condition: much the same number on every machine.
+compare float32 with transformers' model in float64, and allow the error of the arithmetic, not what
+one machine shows. The model runs again in float64 with a random error in place of each rounding of
+float32 (Monte Carlo arithmetic: D. S. Parker, 1997). The spread of its logits is its condition:
+about the same number on every machine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 UNIT = 2.0**-24
-"""The unit roundoff of float32: by so much of it a result is off at most."""
+"""The unit roundoff of float32: the largest relative error of one result."""
 
 DEVIATIONS = 8
-"""Standard deviations that are granted. Real orders of summation come to a quarter of them."""
+"""Standard deviations that are allowed. Real orders of summation reach a quarter of them."""
 
 AROUND = 16
-"""Roundings beside the model's: of penalties, log-sum-exp, and an exponential on a GPU."""
+"""Roundings outside the model: of penalties, log-sum-exp, and an exponential on a GPU."""
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _EXACT = ("clone", "_to_copy", "cat", "neg", "embedding", "where", "masked_fill", "zeros", "arange")
@@ -35,8 +35,8 @@ _EXACT = ("clone", "_to_copy", "cat", "neg", "embedding", "where", "masked_fill"
 class Roundings(TorchDispatchMode):
     """Arithmetic in float64 with errors as large as those of float32 with one accumulator.
 
-    Of K terms, each of the K partial sums is rounded, and each is about as large as the root of the
-    terms' squares. All other operations round their results once.
+    In a sum of K terms, each of the K partial sums is rounded, and each is about as large as the
+    root of the terms' squares. All other operations round their results once.
     """
 
     def __init__(self, seed: int) -> None:
@@ -86,7 +86,7 @@ def condition(model: PreTrainedModel, tokens: int = 40, copies: int = 4) -> floa
 
 
 def room_of(model: PreTrainedModel, *logits_TV: Tensor) -> Tensor:
-    """Float64 `[T]`: by so much a logit or a log-probability of these in float32 may be off.
+    """Float64 `[T]`: the error allowed for a logit or log-probability of these in float32.
 
     Of several tensors, such as logits before and after penalties, the largest logit counts.
     """
@@ -96,7 +96,7 @@ def room_of(model: PreTrainedModel, *logits_TV: Tensor) -> Tensor:
 
 
 def assert_best(token_ids: Sequence[int], scores_TV: Tensor, room_T: Tensor, what: object) -> None:
-    """Each token has the best score; one at most has a score that rounding may take for the best.
+    """Each token has the best score; at most one has a score that rounding may make the best.
 
     Two scores nearer than twice their room are seen once in thousands of tokens.
     """

@@ -4,10 +4,10 @@
     python tests/support/sanitizing.py --tools racecheck --targets kernels/norm,engine --jobs 1
     python tests/support/sanitizing.py --tools racecheck --targets kernels/linear --split
 
-A target is a file of tests/kernels, of whose cases some are run, or an engine of the demo model.
-Each run says of itself when it is through, so that a tool that dies is told apart from a program
-that fails, and from one that never ran. With --split each of a file's cases is a run of its own: of
-a target that dies, that finds the case. Exit status 0: all clean; 1: not; 3: no compute-sanitizer.
+A target is a file of tests/kernels, some of whose cases are run, or an engine of the demo model.
+Each run reports when it has finished, so that a tool that dies can be told from a program that
+fails, and from one that never ran. With --split each of a file's cases is a run of its own: this
+finds the case for a target that dies. Exit status 0: all clean; 1: not; 3: no compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SUMMARY = re.compile(
     re.MULTILINE,
 )
 
-# A program's own words may stand before it in the line.
+# A program's own output may come before it in the line.
 _RACE = re.compile(r"=+ (?:Error|Warning): Race reported between ")
 _PLACE = re.compile(r"access at \S+ in (?P<file>[^:\s]+):(?P<line>\d+)")
 
@@ -85,14 +85,14 @@ def count_races(output: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What became of one tool over one target.
+    """The result of one tool on one target.
 
     verdict   "clean", "errors" that the tool found, "program failed", "tool died", "timed out" or
               "nothing ran"
-    through   whether the program came to its end
+    through   whether the program ran to its end
     summary   the tool's last line of numbers; None without one
-    errors    of that line: errors or hazards, less the races in `handed`
-    handed    races that racecheck reports where Triton hands work to warp groups: none
+    errors    errors or hazards in that line, minus the races in `handed`
+    handed    races that racecheck reports where Triton hands work to warp groups: not real ones
     reports   the tool's first lines, and `tail` the last of all
     """
 
@@ -133,7 +133,7 @@ def judge(status: int | None, output: str) -> str:
     if status is None:
         return "timed out"
     if summary is None:
-        # The tool writes its summary whatever the program does, unless it is gone itself.
+        # The tool writes its summary whatever the program does, unless the tool itself died.
         return "tool died" if status < 0 or status > 128 or through else "program failed"
     if errors:
         return "errors"
@@ -146,7 +146,7 @@ def judge(status: int | None, output: str) -> str:
 
 
 def signal_name(status: int | None) -> str | None:
-    """Of a status as a shell or as Python has it."""
+    """The signal in an exit status of a shell or of Python."""
     number = 0 if status is None else -status if status < 0 else status - 128
     try:
         return signal.Signals(number).name
@@ -157,7 +157,7 @@ def signal_name(status: int | None) -> str | None:
 def run(
     tool: str, target: str, program: Sequence[str], *, sanitizer: Sequence[str], limit_s: float
 ) -> Run:
-    """Run `program` under a tool, for so long at most."""
+    """Run `program` under a tool, with a time limit."""
     options = ["--tool", tool, "--error-exitcode", str(ERRORS_FOUND), "--target-processes", "all"]
     command = [*sanitizer, *options, *program]
     started = time.monotonic()
@@ -207,7 +207,7 @@ def all_targets() -> list[str]:
 
 
 def chosen(names: str | None, known: Sequence[str], option: str) -> list[str]:
-    """Of `known` those that are named, or whose beginning is up to a "/"; ValueError for others."""
+    """The `known` targets with these names, or in these folders; ValueError for other names."""
     if names is None:
         return list(known)
     found: list[str] = []
@@ -250,7 +250,7 @@ def programs(targets: Iterable[str], options: argparse.Namespace) -> dict[str, l
 
 
 def cases_of(target: str, options: argparse.Namespace) -> list[str]:
-    """The cases of a target that are to be run, asked of a process without the tool."""
+    """The cases of a target to run, collected by a process without the tool."""
     done = subprocess.run(child(target, options, "--list"), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{target} has no cases: {done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -282,7 +282,7 @@ def run_cases(name: str, options: argparse.Namespace) -> int:
     import pytest
 
     class Few:
-        """Keeps a few of the cases that are left once all other filters have gone over them."""
+        """Keeps a few of the cases that all other filters have left."""
 
         passed = 0
 
@@ -350,7 +350,7 @@ def run_engine(name: str, *, tokens: int, pdl: bool, device: str) -> None:
 
 
 def write(out: Path, environment: dict[str, Any], runs: Sequence[Run]) -> None:
-    """All runs so far, whole or not at all."""
+    """Write all runs so far, atomically."""
     made = out.with_name(out.name + ".part")
     document = {"schema": 1, **environment, "runs": [asdict(each) for each in runs]}
     made.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -358,7 +358,7 @@ def write(out: Path, environment: dict[str, Any], runs: Sequence[Run]) -> None:
 
 
 def version(sanitizer: Sequence[str]) -> str | None:
-    """What the tool says of itself; None where it is not installed."""
+    """The tool's version text; None if it is not installed."""
     if shutil.which(sanitizer[0]) is None:
         return None
     done = subprocess.run([*sanitizer, "--version"], capture_output=True, text=True)

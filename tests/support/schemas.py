@@ -1,7 +1,8 @@
 """JSON schemas made by a seeded generator, and whether a value is what one describes.
 
-All that they describe is short: a request of a few hundred tokens completes it. The check is of
-this file alone, so that it needs no package; a test compares it with `jsonschema` where that is.
+Everything that they describe is short: a request of a few hundred tokens completes it. The check is
+written here, so that it needs no package; a test compares it with `jsonschema` if that is
+installed.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def is_valid(value: Any, schema: Schema, root: Schema | None = None) -> bool:
-    """Whether JSON schema, of the keywords above, lets `value` be."""
+    """Whether `value` is valid by the schema, with the keywords above."""
     root = schema if root is None else root
     if "$ref" in schema:
         return is_valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)

@@ -1,10 +1,10 @@
 """A scheduler whose requests share blocks, and a device on which a wrong block shows as a token.
 
-The simulated device knows no request but by what `host_updates` says. A KV entry is a checksum of
-the tokens up to its position; the entry of its drafter's cache is one of the tokens up to `behind`
+The simulated device knows requests only from `host_updates`. A KV entry is a checksum of the tokens
+up to its position; an entry of its drafter's cache is a checksum of the tokens up to `behind`
 positions later. The next token follows from the last entry, and every step compares all entries of
-the row with the tokens that the request really has. An entry that a decode step has written, or
-that follows from such a one, is marked: none of these may be in the index of prefixes.
+the row with the request's actual tokens. An entry that a decode step wrote, or that follows from
+such an entry, is marked: none of these may be in the index of prefixes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def entries(tokens: Sequence[int]) -> list[int]:
 
 
 def reply(prompt: Sequence[int], new: int) -> list[int]:
-    """What a request says that runs alone."""
+    """The tokens of a request that runs alone."""
     last, said = entries(prompt)[-1], list[int]()
     while len(said) < new and (not said or said[-1] != STOP):
         said.append(last % ALPHABET)
@@ -53,8 +53,8 @@ def reply(prompt: Sequence[int], new: int) -> list[int]:
 class Sharing:
     """`Engine.step` without the engine, for requests and sessions; every invariant is checked.
 
-    It stands in for the engine of the sessions, too. Launches are executed at once, which is what
-    stream order comes to, and read `lookahead` steps later.
+    It is also the stand-in for the sessions' engine. Launches are executed at once, which is
+    equivalent to stream order, and read `lookahead` steps later.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Sharing:
         self.noted: list[list[int]] = [[] for _ in range(slots)]
         self.plans = 0
 
-    # What a session asks of its engine.
+    # The part of an engine that a session uses.
 
     def _check_open(self) -> None:
         pass
@@ -136,7 +136,7 @@ class Sharing:
         self.scheduler.submit(request)
         self.requests.append(request)
 
-    # What its users do.
+    # Actions of its users.
 
     def submit(self, prompt: Sequence[int], new: int, **options: Any) -> Request:
         request = self.turn(tuple(prompt), SamplingParams(max_tokens=new), **options)
@@ -269,7 +269,7 @@ class Sharing:
         return token != STOP and position + 1 < request.max_len
 
     def write(self, slot: int, position: int, token: int, *, decoded: bool) -> int:
-        """The entry of a fed token, out of the one before it in the cache; the next token."""
+        """Write a fed token's entry, from the previous one in the cache; returns the next token."""
         before = self.entry(0, slot, position - 1) if position else 1
         assert before is not None
         made = checksum(before % DECODED, token)
@@ -286,12 +286,12 @@ class Sharing:
                 made = truth[position + self.behind] | (last & DECODED)
                 there = self.entry(1, request.placed.slot, position)
                 if there is not None and there % DECODED == made % DECODED:
-                    # Of several modules each writes what is there already.
+                    # With several modules each writes what is there already.
                     made &= there
                 self.put(1, request.placed.slot, position, made)
 
     def compare(self, request: Request, known: Sequence[int]) -> None:
-        """All entries in front of the last known token are what its tokens make."""
+        """All entries before the last known token follow from its tokens."""
         slot, truth = request.placed.slot, entries(known)
         for position in range(len(known) - 1):
             found = self.entry(0, slot, position)
@@ -317,7 +317,7 @@ class Sharing:
     # What must hold.
 
     def check(self) -> None:
-        """Users and keepers of every block are those that hold it."""
+        """The users and keepers of every block are its holders."""
         scheduler, pool, reuse = self.scheduler, self.scheduler.pool, self.scheduler.reuse
         users = Counter(block for one in scheduler.active for block in one.placed.blocks)
         keepers = Counter(reuse._block_of.values())
@@ -345,7 +345,7 @@ class Sharing:
         assert len(swapped) + scheduler.swap.free == scheduler.swap.count
 
     def check_index(self) -> None:
-        """Prefill alone has written what the index has; to be called behind all replays."""
+        """Only prefill has written what the index has; call it after all replays."""
         for block in self.scheduler.reuse._key_of:
             for cache in self.caches[: 2 if self.behind else 1]:
                 assert None not in cache[block], f"{block=} of the index is not written"

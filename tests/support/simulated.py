@@ -1,4 +1,4 @@
-"""A simulated engine's time line, with planted causes: what recordings and traces of tests show.
+"""A simulated engine's time line, with planted causes, for recordings and traces in tests.
 
 One request, one replay ahead of the host, as an engine with lookahead 1 on a GPU: `step` launches
 replay n + 1, then waits for replay n.
@@ -74,7 +74,7 @@ def simulate(
 
     stalls    microseconds that the caller spends after the step
     syncs     the caller waits for the device after the step
-    larger    two live rows, for which only a bucket of 32 is there
+    larger    two live rows, for which there is only a bucket of 32
     prefills  a prompt of 60 tokens is fed in the step
     slower    microseconds more on the device
     planning  microseconds more to plan

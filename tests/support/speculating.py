@@ -18,9 +18,9 @@ from stepping import LIMIT, LONG, OTHER, PROMPT, assert_idle, open_engine
 Tokens = tuple[int, ...]
 Outcome = tuple[Tokens, str, str | None]
 Drafts = Callable[[Request], Sequence[int]]
-"""Of a request that decodes: what the caller proposes for its next step."""
+"""The drafts that the caller proposes for a decoding request's next step."""
 
-# The family of a step of several tokens a row; few rows of one token would not choose it.
+# The family of a step with several tokens a row; few rows of one token would not select it.
 DOT: dict[str, Any] = {"row_family": "dot"}
 # Requests that end by their length, so that nothing but drafts cuts a step short.
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
@@ -49,7 +49,7 @@ def run_with(engine: Engine, drafts: Drafts | None = None) -> list[Event]:
 
 
 class Job(NamedTuple):
-    """A request to be: it says the same in every engine."""
+    """A future request: it has the same tokens in every engine."""
 
     prompt: str | tuple[int, ...]
     params: SamplingParams
@@ -106,15 +106,15 @@ def random_jobs(vocab_size: int, seed: int = 0, count: int = 7) -> list[Job]:
     return jobs
 
 
-# Drafts of a caller who knows what comes.
+# Drafts of a caller that knows the next tokens.
 
 
 class Script:
-    """Drafts of `UserProvided(k)` out of the tokens that plain decoding is known to give.
+    """Drafts for `UserProvided(k)` from the known tokens of plain decoding.
 
-    known  by request, what it is going to say
-    right  of the n-th step of a request, how many drafts are right; the next one is wrong
-    drafts of the n-th step, how many there are; None: k
+    known  future tokens by request
+    right  how many drafts are right in the n-th step of a request; the next one is wrong
+    drafts how many drafts there are in the n-th step; None: k
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Script:
     def make(self, known: Tokens, done: int, step: int) -> Tokens:
         count = min(self.k, self.drafts(step))
         ahead = list(known[done : done + count])
-        # Behind the request's end nothing is known, and nothing is verified.
+        # After the request's end nothing is known, and nothing is verified.
         ahead += [0] * (count - len(ahead))
         right = self.right(step)
         if right < count:
@@ -170,7 +170,7 @@ def script(name: str, known: Sequence[Tokens], k: int, vocab_size: int) -> Scrip
 
 
 def write_draft_model(folder: Path, kind: str, vocab_size: int, tokenizer: Path | None) -> Path:
-    """A random model of the named kind, of one small layer, that tokenizes as another does."""
+    """A random model of the named kind with one small layer and another model's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes: dict[str, Any] = {
@@ -191,9 +191,9 @@ def write_draft_model(folder: Path, kind: str, vocab_size: int, tokenizer: Path 
 
 
 def write_constant(folder: Path) -> tuple[Path, torch.Tensor]:
-    """A model that says every token with the same probabilities, whatever came before; and these.
+    """A model with the same probabilities after any tokens; and these probabilities.
 
-    All embeddings are the same, and its one layer adds nothing to them. Its draft module hands the
+    All embeddings are the same, and its one layer adds nothing to them. Its draft module passes the
     hidden state on, so it drafts the most probable token.
     """
     layout = LAYOUTS["mimo"]

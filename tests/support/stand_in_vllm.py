@@ -1,7 +1,8 @@
-"""A package `vllm` that decodes nothing: as much of vLLM's interface as `profiles/peers.py` uses.
+"""A package `vllm` that decodes nothing, with the part of the interface that `profiles/peers.py`
+uses.
 
-Its time is its own, and so its process's: a step that takes a prompt in, one at a time, is 100 ms
-long, any other 2 ms. `FAKE_VLLM` has it fail as it loads, or give a token less than it should.
+It replaces the clock of its process: a step that takes in a prompt, one at a time, is 100 ms long,
+any other 2 ms. `FAKE_VLLM` makes it fail when it loads, or return a token too few.
 """
 
 from __future__ import annotations

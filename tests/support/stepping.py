@@ -11,7 +11,7 @@ from few_layers import few_layers
 
 from graphengine import Engine, Event, Request, SamplingParams
 
-# Prompts of the demo model, and what becomes of the long one: prefilled in several chunks of 32.
+# Prompts of the demo model; the long one is prefilled in several chunks of 32.
 PROMPT = "def fib(n):"
 OTHER = "class Tree:\n"
 LONG = "import os\nimport sys\n\n\ndef main(arguments):\n    for name in arguments:\n" * 2
@@ -62,7 +62,7 @@ def tokens_of(events: list[Event]) -> tuple[int, ...]:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing of any request is left."""
+    """Nothing is left of any request."""
     assert not engine.busy
     scheduler = engine.scheduler
     assert scheduler.pool.free == scheduler.pool.count

@@ -1,8 +1,7 @@
-"""Checkpoints whose next token follows from the last one alone, and draft modules that know it.
+"""Checkpoints whose next token depends only on the last one, with draft modules that know it.
 
 A token's successor is the next of its group of `PERIOD`, cyclically. Layers add nothing, so a
-module says what its projection hands it: nobody who drafts with it can be wrong, unless what it is
-fed is wrong.
+module returns what its projection gives it: its drafts are wrong only if its inputs are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from vanilla_checkpoints import layout
 
 PERIOD = 8
 TOKENS = 64
-# By which the successor is about as probable as all others together.
+# With this the successor is about as probable as all others together.
 SHARPNESS = 0.5
 
 Half = Literal["hidden", "token"]
@@ -27,7 +26,7 @@ def successor(token: int) -> int:
 
 
 def continuation(token: int, count: int) -> list[int]:
-    """What follows a token, greedily."""
+    """The greedy successor of a token."""
     tokens = [token]
     for _ in range(count):
         tokens.append(successor(tokens[-1]))
@@ -35,7 +34,7 @@ def continuation(token: int, count: int) -> list[int]:
 
 
 def write_successors(folder: Path, half: Half, modules: int = 3) -> Path:
-    """A target and its modules, which read one half of their input alone.
+    """A target and its modules, which read only one half of their input.
 
     hidden  each knows the successor of the token that its hidden state stands for, so they agree
             with the target where it is greedy

@@ -1,4 +1,4 @@
-"""Time that passes as a test says, and engines that spend it: for the arithmetic of latencies."""
+"""A clock under a test's control, and engines that spend its time, to test latency figures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphengine.request import Timings
 
 
 class Clock:
-    """Called, it is `time.perf_counter`; each call may take a while, and a sleep takes what it asks
-    for.
+    """Called, it is `time.perf_counter`; each call may take a while, and a sleep takes its
+    argument.
     """
 
     def __init__(self, per_call: float = 0.0) -> None:
@@ -32,7 +32,7 @@ class Clock:
 
     @property
     def module(self) -> Any:
-        """Stands in for the module `time` of whoever is timed."""
+        """Stands in for the module `time` of the code under test."""
         return SimpleNamespace(
             perf_counter=self, perf_counter_ns=self.nanoseconds, monotonic=self, sleep=self.sleep
         )
@@ -65,7 +65,7 @@ class Row:
 
 class TimedEngine:
     """Each step gives every request a token. Step i spends `before[i]` seconds on its own work,
-    `waits[i]` in its mailbox and `behind[i]` on its own again; on an idle engine a wait takes
+    `waits[i]` in its mailbox and `behind[i]` on its own work again; on an idle engine a wait takes
     `again` seconds.
     """
 

@@ -28,7 +28,7 @@ def layout(modules: int) -> Layout:
 
 
 def agreeing_tensors(modules: int) -> Tensors:
-    """Weights by which all draft much what the target says: that follows from the last token."""
+    """Weights with which all modules mostly agree with the target, which reads the last token."""
     tensors = random_tensors(layout(modules))
     for name, value in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -47,7 +47,7 @@ def write_agreeing(folder: Path, modules: int = MODULES) -> Path:
 
 
 def target_model() -> Qwen2ForCausalLM:
-    """transformers' reading of the target: MiMo's layers are those of a Qwen2."""
+    """The target in transformers: MiMo's layers are those of a Qwen2."""
     tensors = agreeing_tensors(MODULES)
     own = {name: value for name, value in tensors.items() if "mtp_layers" not in name}
     model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))

@@ -1,4 +1,4 @@
-"""Tells, behind the tests, the planted faults that were caught; `planted_table.py` has the rest."""
+"""Reports the planted faults that were caught, after the tests; see `planted_table.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The checks on what torch.compile(mode="reduce-overhead") gives, as far as that exposes a graph.
+"""The checks on results of torch.compile(mode="reduce-overhead"), as far as it exposes a graph.
 
 A compiled function is a callable that replays; its graphs belong to torch ("cudagraph trees") and
-can be looked into only where they were made under `keep_graphs`.
+can be inspected only if they were made under `keep_graphs`.
 """
 
 from __future__ import annotations

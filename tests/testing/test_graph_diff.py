@@ -1,4 +1,4 @@
-"""What is called a difference between two graphs, on structures made by hand."""
+"""What counts as a difference between two graphs, on structures made by hand."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_places_before_and_after_a_shift_are_both_told() -> None:
 
 
 def test_edits_of_repeated_layers_are_the_fewest() -> None:
-    """Of 30 equal layers two get one more kernel and one loses one."""
+    """Two of 30 equal layers get one more kernel and one loses one."""
     without_qkv = tuple(name for name in LAYER if name != "qkv")
     old = chain(LAYER * 30)
     new = chain((*LAYER * 10, "scale", *LAYER * 10, "scale", *LAYER * 8, *without_qkv, *LAYER))

@@ -173,7 +173,7 @@ def test_what_cannot_be_looked_into_is_an_error(node: GraphNode) -> None:
     with pytest.raises(GraphCheckError, match=f"the share of programmatic edges {message}"):
         assert_pdl_edges(graph, least=0.5)
     assert_pdl_edges(graph, least=0)
-    # What is found already is told, not that there may be more.
+    # What was found is reported, not that there may be more.
     host = GraphNode(index=4, kind="host")
     with pytest.raises(GraphCheckError, match="1 host nodes in the graph: node 4"):
         assert_no_host_nodes(GraphStructure(nodes=(*graph.nodes, host), edges=graph.edges))

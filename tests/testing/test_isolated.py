@@ -1,4 +1,4 @@
-"""run_isolated: a fresh process, and what is told of how it ended."""
+"""run_isolated: a fresh process, and the report of how it ended."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_only_the_end_of_long_output_is_shown() -> None:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The limits of children, which are over once a child has said "begun", however late it is."""
+    """Time limits of children, which end once a child has printed "begun", however late."""
     communicate, limits = subprocess.Popen.communicate, list[float]()
 
     def until_begun(child: subprocess.Popen[str], *, timeout: float) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def test_a_child_that_hangs_is_killed_and_its_output_shown(limits: list[float]) 
 
 
 def test_what_a_child_started_is_killed_with_it(limits: list[float], tmp_path: Path) -> None:
-    """The grandchild holds the pipes, too: who waited for them would wait until it ends."""
+    """The grandchild holds the pipes, too: waiting for them would wait until it ends."""
     note, ended = tmp_path / "grandchild", tmp_path / "ended"
     program = f"""
         import subprocess, time

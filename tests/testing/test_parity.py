@@ -1,4 +1,4 @@
-"""assert_replay_matches_eager: its inputs, its order of work, and what it leaves behind."""
+"""assert_replay_matches_eager: its inputs, its order of work, and the state it leaves."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_only_the_step_returns_is_asked_for() -> None:
     for graph in (Graph(), Graph().replay):
         with pytest.raises(ValueError, match=message):
             assert_replay_matches_eager(lambda: [x + 2], {"x": x, "y": y}, graph=graph)
-    # What is in a buffer is compared there, a part of it, too.
+    # A returned tensor in a buffer is compared there, also if it is a part of it.
     assert_replay_matches_eager(lambda: torch.add(x, 1, out=y)[1:], {"x": x, "y": y}, graph=Graph())
 
 

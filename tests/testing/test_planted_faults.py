@@ -1,7 +1,7 @@
 """Every check lets a sound program pass and fails on the same program with one fault planted.
 
-Each case is a test file of somebody else's project. It runs under the installed plugin, first
-sound, then with the fault. `planted_table.py` says how the results come into the README.
+Each case is a test file of another project. It runs under the installed plugin, first sound, then
+with the fault. `planted_table.py` says how the results get into the README.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def as_parameter(case: Case, *marks: pytest.MarkDecorator) -> object:
 @pytest.fixture
 def run_here(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs pytest in this process, which is quick."""
-    # The file changes faster than the clock by which cached bytecode is judged.
+    # The file changes faster than the clock that validates cached bytecode.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return pytester.runpytest_inprocess
 
@@ -48,7 +48,7 @@ def run_apart(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run
 
 
 def judge(case: Case, pytester: pytest.Pytester, run: Run) -> str:
-    """Runs both programs of a case. "not run" where they do not tell whether it is caught."""
+    """Runs both programs of a case. "not run" if they do not show whether it is caught."""
     # hypothesis would be imported, and rewritten, in every run.
     options = "-p", "no:hypothesispytest"
     pytester.makepyfile(test_program=case.source(case.sound))
@@ -63,7 +63,7 @@ def judge(case: Case, pytester: pytest.Pytester, run: Run) -> str:
 
 
 def outcome(result: pytest.RunResult) -> str:
-    """Of the one test; "errors" where its file did not import, "none" where pytest did not end."""
+    """Outcome of the test; "errors" if its file did not import, "none" if pytest did not end."""
     try:
         found = result.parseoutcomes()
     except ValueError:
@@ -97,7 +97,7 @@ def test_a_planted_fault_is_caught_natively(
     plant(case, "GPU", pytester, run_apart, record_property)
 
 
-# What is told of a fault?
+# What is reported about a fault?
 
 
 PROGRAM = """
@@ -168,7 +168,7 @@ def test_both_programs_may_use_triton(pytester: pytest.Pytester, run_apart: Run)
     assert judge(case, pytester, run_apart) == "caught"
 
 
-# Are the faults complete, and the results those of these faults?
+# Are the faults complete, and do the results belong to them?
 
 
 def test_every_check_has_a_planted_fault() -> None:

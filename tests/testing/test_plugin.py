@@ -31,7 +31,7 @@ HELPERS = {
     "read_structure",
 }
 
-# Of the plugin, in a process in which pytest is loaded already: what a start of pytest pays for it.
+# The plugin's cost for a start of pytest, in a process in which pytest is already loaded.
 LOADING = """
 import json, sys
 import pytest
@@ -200,7 +200,7 @@ FAULT = {"self.model(self.x)": "self.model(self.x - self.x.mean(0))"}
 def write_example(
     pytester: pytest.Pytester, changes: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """The test file of the page, as somebody who follows it has it; then with some changes."""
+    """The test file that a reader of the page writes; then with some changes."""
     _, _, rest = README.read_text().partition("```python\n")
     source = rest.partition("```")[0]
     for old, new in changes.items():

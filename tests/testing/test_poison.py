@@ -142,7 +142,7 @@ def test_calls_that_would_check_nothing_are_refused() -> None:
 
 
 def test_results_that_are_only_returned_are_asked_for() -> None:
-    """A model that looks at its whole batch: nothing of its result would be compared."""
+    """A model that reads its whole batch: nothing of its result would be compared."""
     x = torch.randn(5, 4)
     message = (
         r"in no buffer and would not be compared: returned\['y'\] \(float32 \[5, 4\]\); write "
@@ -259,7 +259,7 @@ def test_memory_with_two_names_is_padding_by_both_or_by_none() -> None:
         poison_padding({"x": base, "tail": tail, "y": y}, step, padding={"x": unused})
     for padding in ({"x": unused, "tail": ...}, {"x": unused, "tail": slice(0, None)}):
         poison_padding({"x": base, "tail": tail, "y": y}, step, padding=padding)  # type: ignore[arg-type]
-    # Beside each other, or between each other's elements, is not the same memory.
+    # Tensors next to each other, or with interleaved elements, do not share memory.
     buffers = {"head": base[:5], "x": base[5:], "y": y}
     poison_padding(buffers, step, padding={"x": ...})
     columns = torch.ones(4, 6)

@@ -1,4 +1,4 @@
-"""The script that runs compute-sanitizer: what it reads, and what it says of each kind of end."""
+"""The script that runs compute-sanitizer: what it reads, and its verdict on each kind of end."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_summaries(output: str, summary: str | None, errors: int | None) -> None
         (0, THROUGH + "\n" + RACES, "errors"),
         (1, THROUGH + "\n" + FOUND, "errors"),
         (None, THROUGH + "\n" + CLEAN, "timed out"),
-        # The tool is gone: with a signal, or without a word.
+        # The tool died: by a signal, or without output.
         (-11, "first words\n", "tool died"),
         (139, THROUGH + "\n", "tool died"),
         (0, THROUGH + "\n", "tool died"),
         (0, "first words\n", "program failed"),
-        # The program is: the tool had time to say so.
+        # The program died: the tool had time to say so.
         (1, THROUGH + "\n" + CLEAN, "program failed"),
         (1, "Traceback\n" + CLEAN, "program failed"),
         (-6, "first words\n" + CLEAN, "program failed"),
@@ -161,7 +161,7 @@ def test_each_end_is_told_apart(
 
 
 def test_what_takes_too_long_is_stopped_with_all_that_it_started() -> None:
-    """`run` reads on until the last process that holds the pipe of its output is gone."""
+    """`run` reads until the last process that holds its output's pipe has ended."""
     slow = ["sh", "-c", "echo begun; sleep 600 & sleep 600", "stand-in"]
     found = sanitizing.run("racecheck", "x", ["program"], sanitizer=slow, limit_s=0.3)
     assert (found.verdict, found.status, found.signal) == ("timed out", None, None)

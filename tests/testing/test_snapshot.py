@@ -52,7 +52,7 @@ def test_every_planted_fault_fails(tmp_path: Path, fault: str) -> None:
     text = str(caught.value)
     assert text.startswith(f"graph 'test_step' is not the one in {tmp_path / 'test_step.json'}\n")
     assert RECORD in text and text.count("\n") >= 3
-    # The other way round: the fault is on file.
+    # The other way round: the fault is in the file.
     record(tmp_path, PLANTED[fault])
     with pytest.raises(GraphCheckError):
         snapshot(tmp_path)(chain())

@@ -16,7 +16,7 @@ from graphengine.testing import GraphCheckError, check_no_alloc, no_alloc, no_sy
 
 
 class Device:
-    """As much of a CUDA device as the checks ask for."""
+    """The part of a CUDA device that the checks use."""
 
     def __init__(self) -> None:
         self.mode = 0
@@ -25,7 +25,7 @@ class Device:
         self.stats: dict[str, int] = {}
 
     def begin(self) -> None:
-        """The allocator has no statistics before, as torch has it."""
+        """Before this the allocator has no statistics, as in torch."""
         for name in (
             watch._ALLOCATIONS,
             watch._ALLOCATED_BYTES,
