@@ -76,7 +76,7 @@ class BlockPool:
     def use(self, blocks: Sequence[int]) -> None:
         """One more user for each of these blocks, which must have a user or keeper already."""
         for block in blocks:
-            assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
+            assert self._users[block] or self._keepers[block], f"{block=} has no user or keeper"
             self.idle.pop(block, None)
             self.unwanted.pop(block, None)
             self._users[block] += 1
@@ -99,7 +99,7 @@ class BlockPool:
     def keep(self, blocks: Sequence[int]) -> None:
         """One more keeper for each of these blocks, which must have a user or keeper already."""
         for block in blocks:
-            assert self._users[block] or self._keepers[block], f"{block=} is nobody's"
+            assert self._users[block] or self._keepers[block], f"{block=} has no user or keeper"
             self._keepers[block] += 1
             self.unwanted.pop(block, None)
 
@@ -320,7 +320,7 @@ class Reuse:
                 if used is not None:
                     break
             else:
-                raise AssertionError(f"{len(pool.idle)} idle blocks are nobody's")
+                raise AssertionError(f"{len(pool.idle)} idle blocks have no keeper")
             self._evict_session(context, used)
 
     def _evict_session(self, context: Context, left: int) -> None:

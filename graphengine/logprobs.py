@@ -107,8 +107,8 @@ class Logprobs:
             return found
         assert self.prompts is not None and request.prompt_logprobs is not None
         first = chunk.start + 1
-        behind = request.prompt_token_ids[first : first + chunk.count]
-        logprobs = self.prompts.wait(sequence, [((token,), top) for token in behind], **how)
+        following = request.prompt_token_ids[first : first + chunk.count]
+        logprobs = self.prompts.wait(sequence, [((token,), top) for token in following], **how)
         if logprobs is None:
             return None
         for position, each in enumerate(logprobs, first):

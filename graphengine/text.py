@@ -298,7 +298,7 @@ class IncrementalDecoder:
     longer be completed. `graphengine.text_decoders` says what else a decoder holds back. The cost
     of a push does not depend on how many came before it.
 
-    hidden  ids that have no text, beside the special ones if those are skipped
+    hidden  ids that have no text, in addition to the special ones if those are skipped
 
     ValueError for a token that the library cannot decode.
     """

@@ -1,4 +1,4 @@
-"""Reads the files beside a `tokenizer.json`: roles, added tokens, flags, chat templates.
+"""Reads the files next to a `tokenizer.json`: roles, added tokens, flags, chat templates.
 
 The files are untrusted. The type of each value is checked where it is read, and a ValueError names
 the file and the key at fault.

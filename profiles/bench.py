@@ -66,7 +66,7 @@ class Bench:
     ttft_tokens     prompt lengths; those that the model cannot hold are left out
     long_tokens     gaps to measure in the sized engines with one live request; 0: none
     record          file for a recording; then there is one row
-    admission       length of the prompt that is admitted beside seven decoding requests; 0: none
+    admission       length of a prompt that is admitted while seven requests decode; 0: none
     sweep           the speculative engines to compare with each row's plain one
     """
 

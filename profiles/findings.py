@@ -279,7 +279,7 @@ def _cost(run: Run, rows: int) -> str:
     if not theirs:
         return ""
     share = 100 * (mine / theirs - 1)
-    return f" (its replays take {_span(mine)}, {share:+.0f}% beside those of {other})"
+    return f" (its replays take {_span(mine)}, {share:+.0f}% against those of {other})"
 
 
 def captured_rows(run: Run) -> list[int]:

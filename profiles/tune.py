@@ -90,7 +90,7 @@ KEEP_MARGIN = 0.002
 CHAIN_BYTES = 1 << 30
 """Weights of a chain: far beyond four times the 60 MB of an L2."""
 FMA_REGISTERS = (12, 96)
-"""Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
+"""Weights in a thread's registers: enough in flight, with room left for the next kernel."""
 DOT_SHARED_BYTES = 200 * 1024
 """Most shared memory of a program: it has to fit an SM."""
 DOT_IN_FLIGHT_BYTES = 48 * 1024

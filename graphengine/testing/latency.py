@@ -41,7 +41,7 @@ class Latency:
             f"median {self.median_us:.1f} us against {self.reference_median_us:.1f} us of the "
             f"reference (ratio {self.median_ratio:.3f}), p99 {self.p99_us:.1f} us against "
             f"{self.reference_p99_us:.1f} us (ratio {self.p99_ratio:.3f}), {self.repeats} calls "
-            "each in turns"
+            "each, alternately"
         )
 
 

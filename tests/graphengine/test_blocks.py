@@ -82,9 +82,9 @@ def test_nothing_is_given_back_twice() -> None:
     blocks = pool.take(1)
     again = list(blocks)
     pool.give_back(blocks)
-    with pytest.raises(AssertionError, match="block=1 is nobody's"):
+    with pytest.raises(AssertionError, match="block=1 has no user or keeper"):
         pool.use(again)
-    with pytest.raises(AssertionError, match="block=1 is nobody's"):
+    with pytest.raises(AssertionError, match="block=1 has no user or keeper"):
         pool.keep(again)
     with pytest.raises(AssertionError, match="block=1 has no user"):
         pool.give_back(again)

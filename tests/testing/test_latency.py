@@ -1,4 +1,4 @@
-"""latency_budget: turns, ratios and messages, by a clock that the test moves."""
+"""latency_budget: order of calls, ratios and messages, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_medians_and_the_slowest_hundredth_have_budgets_of_their_own(clock: Cloc
     assert (found.median_ratio, found.p99_ratio) == pytest.approx((1.0, 5.0))
     message = (
         r"^p99 ratio 5.000 is over its budget of 3: median 1000000.0 us against 1000000.0 us of "
-        r"the reference \(ratio 1.000\), p99 .* \(ratio 5.000\), 100 calls each in turns$"
+        r"the reference \(ratio 1.000\), p99 .* \(ratio 5.000\), 100 calls each, alternately$"
     )
     with pytest.raises(GraphCheckError, match=message):
         latency_budget(clock.taking("a", *slow), clock.taking("b", 1.0), p99=3, **budgets)  # type: ignore[arg-type]
