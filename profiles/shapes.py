@@ -121,7 +121,7 @@ class Subject:
 
 
 def random_module(model: ModelConfig) -> MtpConfig:
-    """One draft module, as Qwen3's (`mtp.*`), for a model of random weights."""
+    """One draft module for a model of random weights, as Qwen3 has it: `mtp.*`."""
     layout = next(layout for layout in LAYOUTS if layout.name == "qwen3")
     return MtpConfig.of_target(model, layout, (layout.module_prefix(model.num_layers, 0),))
 
@@ -157,7 +157,7 @@ def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
 
 
 def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
-    """Bytes that a decode step must read: all weights once, and each row's KV.
+    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
 
     An embedding counts if it is tied to lm_head; a step reads only a few rows of an untied one.
     `context` is the mean number of tokens that a row attends to.

@@ -2,10 +2,10 @@
 
     graphengine tune --shape llama-1b --family dot --only qkv down
 
-The cost of a linear depends on its neighbours: launched with PDL they overlap and compete for room
-on an SM, and a plan that is fastest alone may lose a fifth in the step. So plans are measured in
+What a linear costs depends on its neighbours: launched with PDL they overlap and compete for room
+on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
 place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
-does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
+does, on more weights than L2 can hold; lm_head is measured behind such a chain. Only attention is
 left out: `output` reads the first q_size columns of qkv's result, a strided view.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,
@@ -90,7 +90,7 @@ KEEP_MARGIN = 0.002
 CHAIN_BYTES = 1 << 30
 """Weights of a chain: far beyond four times the 60 MB of an L2."""
 FMA_REGISTERS = (12, 96)
-"""Weights in a thread's registers: enough in flight, with room left for the next kernel."""
+"""Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
 DOT_SHARED_BYTES = 200 * 1024
 """Most shared memory of a program: it has to fit an SM."""
 DOT_IN_FLIGHT_BYTES = 48 * 1024
@@ -341,16 +341,8 @@ class ChainBench:
         self._x = torch.randn((lanes, hidden), generator=random, device=self.device)
         self._slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
         # Greedy, so that the winners are known; without stop ids.
-        self._sampling = SamplingTensors(
-            temperature=zeros,
-            top_k=zero,
-            top_p=zeros + 1,
-            min_p=zeros,
-            seed=zero.long(),
-            stop_ids=zero[:, None].repeat(1, 16) - 1,
-            min_len=zero,
-        )
-        # Two for each tile; no tile has fewer than 16 rows.
+        self._sampling = SamplingTensors.neutral(lanes, stop_ids=16, device=self.device)
+        # Two for each tile, of which none has fewer than 16 rows.
         most = max(linear.rows for linear in model.config.linears.values())
         self._arrivals = self._slot.new_zeros(2 * triton.cdiv(most, 16))
         self._failures: dict[LinearPlans, str | None] = {}
@@ -386,7 +378,7 @@ class ChainBench:
     def launches(
         self, plans: LinearPlans | None, rows: int, *, layers: int, head: bool
     ) -> Iterator[tuple[str, Any]]:
-        """Launch one linear after the other, as `Model.decode` does, and yield each output.
+        """Launch one linear after the other, as the model's decode does, and yield what it gives.
 
         An output is valid until the next launch. With `plans` None: references, and logits.
         """
@@ -540,7 +532,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Number of layers with about `CHAIN_BYTES`: at least two, else at most the model's number."""
+    """Layers of about `CHAIN_BYTES`; at least two, and otherwise no more than the model has."""
     weights = linear_bytes(config, dtype.itemsize)
     layer = sum(weights.values()) - weights["lm_head"]
     return max(2, min(config.num_layers, math.ceil(CHAIN_BYTES / layer)))
@@ -548,16 +540,15 @@ def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def chain_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, layers: int
-) -> Model:
-    """A model of this many layers with random weights; its embedding is lm_head's weight."""
-    config = replace(config, num_layers=layers, tie_embeddings=True)
-    weights = allocate_weights(config, device=str(device), dtype=dtype)
-    fill_random(weights.named(config))
-    return Model(config, weights, max_seq_len=1)
+) -> Chain:
+    """A chain of so many layers with random weights. ValueError for layers that are not alike."""
+    chain = new_chain(config, layers=layers, dtype=dtype, device=device)
+    fill_random(chain.weights.named())
+    return chain
 
 
-def compile_processes(model: Model) -> int:
-    """As many processes as cores, and as GPU memory for a layer and lm_head in each allows."""
+def compile_processes(model: Chain) -> int:
+    """As many as cores, and as there is GPU memory for a layer and lm_head in each of them."""
     free, _ = torch.cuda.mem_get_info(model.weights.embedding.device)
     at_once = free // (model.weights.nbytes + (1 << 30))
     return max(1, min(_MAX_PROCESSES, os.cpu_count() or 1, at_once))
