@@ -316,7 +316,7 @@ def test_a_prompt_whose_logprobs_are_wanted_is_prefilled_as_a_whole() -> None:
     world.submit(LONG, 1)
     world.run()
     request = world.turn(LONG, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    world._queue(request)
+    world.queue(request)
     world.finish()
     assert request.cached_tokens == 0 and world.scheduler.counters["prefix/queries"] == 1
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from graphengine import Engine, Request, SamplingParams, tensor_files
+from graphengine.demo import checkpoint_path
 from graphengine.drafters import hidden_states as module
 from graphengine.speculative import SaveHiddenStates
 from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
@@ -36,7 +37,7 @@ def saving(states: Path) -> Iterator[Opening]:
         path: Path | None = None, *, layers: Any = None, write_interval: int = 20, **options: Any
     ) -> Engine:
         mode = SaveHiddenStates(states, layers=layers, write_interval=write_interval)
-        engines.append(open_engine(path, speculative=mode, **options))
+        engines.append(open_engine(path or checkpoint_path(), speculative=mode, **options))
         return engines[-1]
 
     yield opened
@@ -93,7 +94,7 @@ def test_as_transformers_has_them(
 
 def test_the_token_is_that_of_a_plain_engine(saving: Opening) -> None:
     prompts, params = [PROMPT, LONG, OTHER], greedy(1)
-    with open_engine() as plain:
+    with open_engine(checkpoint_path()) as plain:
         wanted, numerics = plain.generate(prompts, params), plain.numerics_id
     engine = saving()
     got = engine.generate(prompts, params)

@@ -288,7 +288,8 @@ def test_bad_words_count_once(engine: Engine) -> None:
 
 
 def test_events_bring_the_logprobs_of_their_tokens(engine: Engine) -> None:
-    request = engine.submit(PROMPT, ask(logprobs=2, stop="return"))
+    ends = engine.generate(PROMPT, ask()).segments[3].text
+    request = engine.submit(PROMPT, ask(logprobs=2, stop=ends))
     plain = engine.submit(PROMPT, ask())
     events = run(engine)
     for event in events:

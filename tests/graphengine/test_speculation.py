@@ -39,7 +39,7 @@ from speculating import (
 )
 
 from graphengine import Engine, Request, SamplingParams
-from graphengine.demo import heldout_text
+from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.kernels import Residual
 from graphengine.speculative import (
     MTP,
@@ -51,6 +51,9 @@ from graphengine.speculative import (
     UserProvided,
 )
 from stepping import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
+
+WHOLE = checkpoint_path()
+"""The demo with all of its layers, whose draft module is as often right as in use."""
 
 # Who drafts for the demo model, and the share of its drafts of `demo_jobs` that must be accepted at
 # each position: 0.1 less than a CPU measures, of a share below 0.3 half to three quarters.
@@ -68,8 +71,8 @@ DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] 
     "ngram-3": (lambda folder: NGram(k=3), (0.18, 0.16, 0.12)),
     "ngram-5": (lambda folder: NGram(k=5, max_n=2), (0.13, 0.11, 0.08, 0.08, 0.08)),
     "auto": (lambda folder: Auto(), (0.13, 0.11, 0.08, 0.08, 0.08)),
-    "model-itself": (lambda folder: DraftModel(DEMO, k=3), (0.97, 0.97, 0.97)),
-    "model-itself-1": (lambda folder: DraftModel(DEMO, k=1), (0.97,)),
+    "model-itself": (lambda folder: DraftModel(WHOLE, k=3), (0.97, 0.97, 0.97)),
+    "model-itself-1": (lambda folder: DraftModel(WHOLE, k=1), (0.97,)),
     # Random models: they are seldom right.
     "model-llama": (lambda folder: DraftModel(random_model(folder, "llama"), k=3), ()),
     "model-qwen3": (lambda folder: DraftModel(random_model(folder, "qwen3"), k=2), ()),
@@ -148,8 +151,8 @@ def test_the_demo_model_says_what_it_says_without_drafts(
 ) -> None:
     make, rates = DEMO_DRAFTERS[name]
     jobs = demo_jobs()
-    expected = plain(DEMO, jobs, device=device)
-    with open_speculating(make(tmp_path), device=device, lookahead=lookahead) as engine:
+    expected = plain(WHOLE, jobs, device=device)
+    with open_speculating(make(tmp_path), WHOLE, device=device, lookahead=lookahead) as engine:
         assert outcomes(engine, jobs) == expected
         assert_drafted(engine, rates=rates)
         assert lookahead or not engine.counters["discarded_tokens"]
@@ -175,8 +178,8 @@ def test_the_demo_model_in_bfloat16(plain: Plain, tmp_path: Path, name: str, pdl
     make, rates = DEMO_DRAFTERS[name][0], BFLOAT16_RATES[name]
     options: dict[str, Any] = {"device": "cuda", "max_batch": 8, "max_seq_len": 512}
     jobs = [*demo_jobs(), *random_jobs(4096, 1), *demo_jobs()]
-    expected = plain(DEMO, jobs, **options)
-    with open_speculating(make(tmp_path), **options, pdl=pdl) as engine:
+    expected = plain(WHOLE, jobs, **options)
+    with open_speculating(make(tmp_path), WHOLE, **options, pdl=pdl) as engine:
         assert engine.memory.dtype == torch.bfloat16 and engine.runtime.program.launch.pdl is pdl
         assert outcomes(engine, jobs) == expected
         assert_drafted(engine, rates=rates)
@@ -297,8 +300,8 @@ def test_the_held_out_text(device: str, plain: Plain, mode: Speculative, least: 
     stride, tokens = (2_000, 60) if device == "cuda" else (9_000, 30)
     jobs = [Job(text[at : at + 200], greedy(tokens)) for at in range(0, len(text) - 200, stride)]
     options: dict[str, Any] = {"device": device, "max_batch": 8, "max_seq_len": 256}
-    expected = plain(DEMO, jobs, **options)
-    with open_speculating(mode, **options) as engine:
+    expected = plain(WHOLE, jobs, **options)
+    with open_speculating(mode, WHOLE, **options) as engine:
         assert outcomes(engine, jobs) == expected
         assert_drafted(engine, least)
         print(f"\n{device}, {mode}: {engine.acceptance}")

@@ -327,7 +327,7 @@ def test_a_drafter_keeps_up_while_it_is_off(device: str, name: str) -> None:
     for plan in plans:
         gate = GateOptions(off_below=0.0, on_above=0.0)
         with open_speculating(DRAFTING[name], **options, gate=gate) as engine:
-            engine.gate = Plan([3, *plan])
+            engine.core.gate = Plan([3, *plan])
             seen.append(drafts_by_length(engine, PROMPT, 60))
             assert (replays(engine, "decode/1/fast") > 5) == (0 in plan)
     compared = 0
@@ -348,7 +348,7 @@ def test_acceptance_behind_a_break_is_as_high_as_without(device: str, lookahead:
     lengths = []
     for plan in ([], [3] * 5 + [0] * 20):
         with open_speculating(MTP(k=3), **options) as engine:
-            engine.gate = Plan(plan)
+            engine.core.gate = Plan(plan)
             request = engine.submit(PROMPT, greedy(110, **ENDLESS))
             events = run(engine)
             # The same part of the text, behind the break.

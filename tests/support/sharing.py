@@ -85,7 +85,7 @@ class Sharing:
         )
         self.kept_blocks, self.max_chunk = kept_blocks, max_chunk
         self.memory = SimpleNamespace(block_size=block_size, max_seq_len=max_seq_len)
-        self._intake = self
+        self.intake = self
         self.requests: list[Request] = []
         self.sessions: list[Session] = []
         self.cancelled: list[Request] = []
@@ -100,7 +100,7 @@ class Sharing:
 
     # The part of an engine that a session uses.
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         pass
 
     def session_ids(
@@ -132,7 +132,7 @@ class Sharing:
             processing=Processing(flags=0, values={}) if processing else None,
         )
 
-    def _queue(self, request: Request) -> None:
+    def queue(self, request: Request) -> None:
         self.scheduler.submit(request)
         self.requests.append(request)
 
@@ -140,7 +140,7 @@ class Sharing:
 
     def submit(self, prompt: Sequence[int], new: int, **options: Any) -> Request:
         request = self.turn(tuple(prompt), SamplingParams(max_tokens=new), **options)
-        self._queue(request)
+        self.queue(request)
         return request
 
     def session(self, prompt: Sequence[int] = ()) -> Session:
