@@ -5,14 +5,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from graphengine.buckets.structure import GraphStructure
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 
-def text_lines(graph: GraphStructure, name_width: int | None) -> Iterator[str]:
+class Drawable(Protocol):
+    """A `GraphStructure`, of which its nodes and edges are drawn."""
+
+    @property
+    def nodes(self) -> Sequence[Any]: ...
+
+    @property
+    def edges(self) -> Sequence[Any]: ...
+
+
+def text_lines(graph: Drawable, name_width: int | None) -> Iterator[str]:
     """See `GraphStructure.to_text`."""
     programmatic = sum(edge.programmatic for edge in graph.edges)
     kinds = Counter(node.kind for node in graph.nodes)
@@ -35,7 +42,7 @@ def text_lines(graph: GraphStructure, name_width: int | None) -> Iterator[str]:
             yield from (f"{'':{width + 3}}| {line}" for line in text_lines(nested, name_width))
 
 
-def dot_text(graph: GraphStructure, title: str, name_width: int | None) -> str:
+def dot_text(graph: Drawable, title: str, name_width: int | None) -> str:
     """See `GraphStructure.to_dot`."""
     lines = [
         f"digraph {_quote(title)} {{",
@@ -73,9 +80,7 @@ _COLOURS = {
 }
 
 
-def _dot_lines(
-    graph: GraphStructure, prefix: str, name_width: int | None, indent: str
-) -> Iterator[str]:
+def _dot_lines(graph: Drawable, prefix: str, name_width: int | None, indent: str) -> Iterator[str]:
     """Statements for `graph`; its nodes are called `prefix` and their index."""
     for node in graph.nodes:
         label = f"{node.index}: " + node.describe(name_width).replace("  ", "\n")

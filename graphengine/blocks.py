@@ -18,11 +18,9 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from graphengine.request import Request
+from graphengine.context import Context
+from graphengine.request import Request
 
 
 class BlockPool:
@@ -130,19 +128,6 @@ class BlockPool:
         assert self.evict is not None, f"{len(self.idle)} idle blocks, but nothing evicts them"
         self.evict(count)
         assert len(self._vacant) >= enough, f"{len(self._vacant)} vacant of {enough} blocks"
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Context:
-    """The KV that a session keeps: blocks of its first `len(blocks) * block_size` tokens.
-
-    evicted  whether its blocks were taken away; a turn that gives it new ones clears this
-    closed   whether no turn may give it blocks any more
-    """
-
-    blocks: list[int] = field(default_factory=list)
-    evicted: bool = False
-    closed: bool = False
 
 
 class Reuse:

@@ -13,7 +13,7 @@ from graphengine.result import FinishReason, Result, Timings, TokenLogprobs
 from graphengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from graphengine.blocks import Context
+    from graphengine.context import Context
     from graphengine.guided import Guide
     from graphengine.processing import Processing
     from graphengine.text import TextStream

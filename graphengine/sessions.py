@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from graphengine import runs
-from graphengine.blocks import Context
 from graphengine.checks import is_int
+from graphengine.context import Context
 from graphengine.core import EngineCore
 from graphengine.intake import QueueOptions
 from graphengine.prompts import Prompt, token_ids_of

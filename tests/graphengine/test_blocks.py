@@ -25,7 +25,8 @@ from hypothesis.stateful import (
 from sharing import ALPHABET, Sharing, reply
 
 from graphengine import SamplingParams
-from graphengine.blocks import BlockPool, Context, Reuse
+from graphengine.blocks import BlockPool, Reuse
+from graphengine.context import Context
 from graphengine.request import Phase, Request
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphengine import SamplingParams
-from graphengine.blocks import Context
+from graphengine.context import Context
 from graphengine.fields import host_updates
 from graphengine.processing import Processing
 from graphengine.request import Event, Request
