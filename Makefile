@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
-CHECKS := interpreter engine-tests request-tests speculation-tests other-tests session-tests types lint
+CHECKS := draft-tests interpreter program-tests host-tests engine-tests model-tests other-tests types lint
 
 .PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize install
 
@@ -28,18 +28,24 @@ types:
 	$(BIN)/mypy -p graphengine -p graphengine.kernels -p graphengine.buckets \
 		-p graphengine.profiles
 
+ENGINE_TESTS := tests/graphengine
+
 engine-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_[a-g]*.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/test_*.py
 
-request-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_[h-z]*.py \
-		--ignore-glob '*/test_speculati*' --ignore-glob '*/test_sessions*'
+draft-tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/drafters
 
-speculation-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_speculati*.py
+program-tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/program $(ENGINE_TESTS)/requests
 
-session-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/graphengine/test_sessions*.py
+host-tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/host $(ENGINE_TESTS)/core \
+		$(ENGINE_TESTS)/observe $(ENGINE_TESTS)/text $(ENGINE_TESTS)/cli
+
+model-tests:
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/models $(ENGINE_TESTS)/demo \
+		$(ENGINE_TESTS)/opening
 
 other-tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest --ignore tests/graphengine
@@ -58,16 +64,17 @@ minimum: install
 	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --only-binary :all: \
 		--requirement constraints-minimum.txt
 	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --no-deps --no-build-isolation .
-	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/test_text.py \
-		tests/graphengine/test_prompts.py tests/graphengine/test_checkpoint.py \
-		tests/graphengine/test_guided.py tests/graphengine/test_tracing.py \
+	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/text/test_text.py \
+		tests/graphengine/test_prompts.py tests/graphengine/models/test_checkpoint.py \
+		tests/graphengine/requests/test_guided.py tests/graphengine/observe/test_tracing.py \
 		tests/profiles/test_report_html.py -k 'not drafts and not checkpoints'
 
 # Of a machine without this one's vector units, whose sums are added up in another order.
 other-capability: install
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \
-		$(BIN)/pytest tests/graphengine/test_roundings.py tests/graphengine/test_parity.py \
-		tests/graphengine/test_option_parity.py tests/graphengine/test_request_options.py \
+		$(BIN)/pytest $(ENGINE_TESTS)/models/test_parity.py $(ENGINE_TESTS)/program/test_roundings.py \
+		$(ENGINE_TESTS)/program/test_option_parity.py \
+		$(ENGINE_TESTS)/program/test_request_options.py \
 		-k "roundings or (option_parity and demo and (min_tokens or swallows or seed_draws)) or \
 		(are_those_of_transformers and demo and (allowed or repetition or all)) or \
 		(test_parity and (greedy_tokens or mixed) and (demo or biases))"
@@ -90,7 +97,7 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 # says that one holds no test for a GPU.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	ls tests/*/test_*.py tests/test_*.py | xargs -P 8 -I{} sh -c \
+	find tests -name "test_*.py" | sort | xargs -P 8 -I{} sh -c \
 		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
 	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/buckets tests/profiles tests/testing
 

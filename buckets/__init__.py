@@ -25,12 +25,12 @@ from graphengine.buckets.captured import (
     Step,
     capture_all,
 )
-from graphengine.buckets.introspect import inspect_graph, programmatic_edges
+from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_edges
+from graphengine.buckets.graphs.nodes import count_nodes
+from graphengine.buckets.graphs.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
-from graphengine.buckets.nodes import count_nodes
 from graphengine.buckets.static import Field, Owner, Part, StaticBuffers, buffer_bytes, field_groups
-from graphengine.buckets.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [

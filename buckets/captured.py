@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphengine.buckets.driver import driver
-from graphengine.buckets.nodes import count_nodes
+from graphengine.buckets.graphs.nodes import count_nodes
 from graphengine.buckets.runtime import runtime
 from graphengine.buckets.static import StaticBuffers
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphengine.config import EngineConfig
+    from graphengine.core.report import StepReport
+    from graphengine.core.snapshots import SessionSnapshot
     from graphengine.engine import Engine
     from graphengine.prompts import Chat
-    from graphengine.report import StepReport
-    from graphengine.request import Event, QueueFull, Request
-    from graphengine.result import Logprob, Result, Segment, Timings
+    from graphengine.requests.request import Event, QueueFull, Request
+    from graphengine.requests.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
     from graphengine.sessions import Session
-    from graphengine.snapshots import SessionSnapshot
     from graphengine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -48,18 +48,18 @@ _HOMES = {
     "Chat": "graphengine.prompts",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
-    "Event": "graphengine.request",
-    "Logprob": "graphengine.result",
-    "QueueFull": "graphengine.request",
-    "Request": "graphengine.request",
-    "Result": "graphengine.result",
+    "Event": "graphengine.requests.request",
+    "Logprob": "graphengine.requests.result",
+    "QueueFull": "graphengine.requests.request",
+    "Request": "graphengine.requests.request",
+    "Result": "graphengine.requests.result",
     "SamplingParams": "graphengine.sampling_params",
-    "Segment": "graphengine.result",
+    "Segment": "graphengine.requests.result",
     "Session": "graphengine.sessions",
-    "SessionSnapshot": "graphengine.snapshots",
-    "StepReport": "graphengine.report",
+    "SessionSnapshot": "graphengine.core.snapshots",
+    "StepReport": "graphengine.core.report",
     "StructuredOutputsParams": "graphengine.structured_outputs",
-    "Timings": "graphengine.result",
+    "Timings": "graphengine.requests.result",
 }
 
 # Type checkers know the names from above; to them, this function would allow any other too.

@@ -2,7 +2,7 @@
 
 import sys
 
-from graphengine.cli import main
+from graphengine.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,28 +11,28 @@ from typing import Any, Self, Unpack, overload
 
 import torch
 
-from graphengine import runs
-from graphengine.acceptance import Acceptance
 from graphengine.checks import seconds
 from graphengine.config import EngineConfig
-from graphengine.core import EngineCore
-from graphengine.delivery import StopCallback
+from graphengine.core import runs
+from graphengine.core.delivery import StopCallback
+from graphengine.core.engine_core import EngineCore
+from graphengine.core.intake import QueueOptions
+from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
+from graphengine.core.runtime import Runtime
+from graphengine.core.snapshots import SessionSnapshot
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
-from graphengine.intake import QueueOptions
 from graphengine.kernels import RowFamily
-from graphengine.memory import MemoryPlan
 from graphengine.models.contract import Model
-from graphengine.opening import open_checkpoint
+from graphengine.opening.loading import open_checkpoint
+from graphengine.opening.memory import MemoryPlan
 from graphengine.prompts import Prompt
-from graphengine.report import EngineReport, StepReport, describe_step, make_report, statistics
-from graphengine.request import Event, Request
-from graphengine.result import Result
-from graphengine.runtime import Runtime
+from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.request import Event, Request
+from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.sessions import Session, open_session, restore_session
-from graphengine.snapshots import SessionSnapshot
-from graphengine.text import Tokenizer
+from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import cast
 
-from graphengine.chat import Messages, Tools
-from graphengine.text import Tokenizer
+from graphengine.text.chat import Messages, Tools
+from graphengine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

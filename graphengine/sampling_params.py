@@ -56,8 +56,8 @@ _LOGPROBS = Bound(
 class SamplingParams:
     """Sampling and stopping of one request; checked when it is made.
 
-    Logits are changed in the order of `kernels/logits.py` and sampled in that of
-    `kernels/sampling.py`. What ended a request is in its token ids, whatever its text shows.
+    Logits are changed in the order of `kernels/logits/logits.py` and sampled in that of
+    `kernels/sample/sampling.py`. What ended a request is in its token ids, whatever its text shows.
     """
 
     temperature: float = option(

@@ -25,16 +25,16 @@ from functools import partial
 from types import TracebackType
 from typing import Self, Unpack
 
-from graphengine import runs
 from graphengine.checks import is_int
-from graphengine.context import Context
-from graphengine.core import EngineCore
-from graphengine.intake import QueueOptions
+from graphengine.core import runs
+from graphengine.core.engine_core import EngineCore
+from graphengine.core.intake import QueueOptions
+from graphengine.core.snapshots import SessionSnapshot, copy_out
 from graphengine.prompts import Prompt, token_ids_of
-from graphengine.request import Event, Request
-from graphengine.result import Result
+from graphengine.requests.context import Context
+from graphengine.requests.request import Event, Request
+from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
-from graphengine.snapshots import SessionSnapshot, copy_out
 
 
 class Session:

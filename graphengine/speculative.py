@@ -253,7 +253,7 @@ class RelaxedAcceptance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateOptions:
-    """When to stop speculating and when to begin again; `graphengine.gate` has the exact rule.
+    """When to stop speculating and when to begin again; `graphengine.host.gate` has the exact rule.
 
     window       records that it takes to judge a draft length
     off_below    mean accepted drafts a step below which a length is given up

@@ -6,16 +6,20 @@ padded lane nothing is read and for it nothing is written, and no lane's bits de
 lane, on its own index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
 """
 
-from graphengine.kernels.activation import swiglu, swiglu_reference
-from graphengine.kernels.attention import (
+from graphengine.kernels.attention.attention import (
     decode_attention,
     decode_attention_arrivals,
     decode_attention_reference,
     decode_attention_workspace_bytes,
 )
-from graphengine.kernels.begin import gather_and_embed, gather_and_embed_reference
-from graphengine.kernels.candidates import SamplingTensors
-from graphengine.kernels.draft import (
+from graphengine.kernels.attention.prefill_attention import (
+    PREFILL_ARRIVALS,
+    paged_prefill_attention,
+    paged_prefill_attention_reference,
+    prefill_attention_workspace_bytes,
+)
+from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
+from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
     Fusion,
@@ -28,7 +32,7 @@ from graphengine.kernels.draft import (
     commit_draft,
     commit_draft_reference,
 )
-from graphengine.kernels.draft_vanilla import (
+from graphengine.kernels.draft.draft_vanilla import (
     DraftChain,
     Emitted,
     ModuleInput,
@@ -40,15 +44,27 @@ from graphengine.kernels.draft_vanilla import (
     begin_vanilla_draft_reference,
     new_draft_chain,
 )
-from graphengine.kernels.embedding import embed, embed_reference
-from graphengine.kernels.finish import (
-    FinishedStep,
-    verify_commit_publish,
-    verify_commit_publish_reference,
+from graphengine.kernels.draft.model_draft import (
+    ModelDraft,
+    advance_model_draft,
+    begin_model_draft,
+    begin_model_draft_reference,
 )
-from graphengine.kernels.handover import HandOver, hand_over, hand_over_reference
-from graphengine.kernels.launching import ALONE, KernelCompilation, Launch, compile_kernels
-from graphengine.kernels.linear import (
+from graphengine.kernels.draft.ngram import (
+    ngram_prompt,
+    ngram_prompt_reference,
+    ngram_propose,
+    ngram_propose_reference,
+)
+from graphengine.kernels.draft.relaxed_acceptance import (
+    relaxed_acceptance,
+    relaxed_acceptance_reference,
+    relaxed_delta_prompt,
+    relaxed_delta_prompt_reference,
+    update_relaxed_delta,
+    update_relaxed_delta_reference,
+)
+from graphengine.kernels.linear.linear import (
     MAX_LANES,
     arrivals_needed,
     linear,
@@ -58,59 +74,12 @@ from graphengine.kernels.linear import (
     linear_sample,
     residual_groups,
 )
-from graphengine.kernels.linear_swiglu import (
+from graphengine.kernels.linear.linear_swiglu import (
     fuses_swiglu,
     linear_swiglu,
     linear_swiglu_reference,
 )
-from graphengine.kernels.logits import LogitsTensors, process_logits, process_logits_reference
-from graphengine.kernels.logits_kernels import (
-    USES_BAD_WORDS,
-    USES_BIAS,
-    USES_COUNTS,
-    USES_MASK,
-    USES_REPETITION,
-)
-from graphengine.kernels.logprobs import (
-    LogprobTensors,
-    RankedLogits,
-    TokenLogprobs,
-    rank_logits,
-    rank_logits_reference,
-    token_log_probabilities,
-    token_log_probabilities_reference,
-)
-from graphengine.kernels.logprobs_kernels import MAX_LOGPROBS
-from graphengine.kernels.logprobs_mailbox import (
-    logprob_items,
-    publish_logprobs,
-    publish_logprobs_reference,
-)
-from graphengine.kernels.model_draft import (
-    ModelDraft,
-    advance_model_draft,
-    begin_model_draft,
-    begin_model_draft_reference,
-)
-from graphengine.kernels.ngram import (
-    ngram_prompt,
-    ngram_prompt_reference,
-    ngram_propose,
-    ngram_propose_reference,
-)
-from graphengine.kernels.norm import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
-from graphengine.kernels.noted import (
-    note_prompt,
-    note_prompt_reference,
-    note_tokens,
-    note_tokens_reference,
-)
-from graphengine.kernels.plans import (
+from graphengine.kernels.linear.plans import (
     FMA_LANES,
     LinearKind,
     LinearPlan,
@@ -119,43 +88,84 @@ from graphengine.kernels.plans import (
     heuristic_plan,
     row_family,
 )
-from graphengine.kernels.prefill_attention import (
-    PREFILL_ARRIVALS,
-    paged_prefill_attention,
-    paged_prefill_attention_reference,
-    prefill_attention_workspace_bytes,
+from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
+from graphengine.kernels.logits.logits import (
+    LogitsTensors,
+    process_logits,
+    process_logits_reference,
 )
-from graphengine.kernels.publish import publish
-from graphengine.kernels.record import MAX_DRAFTS, pack_state, unpack_state
-from graphengine.kernels.relaxed_acceptance import (
-    relaxed_acceptance,
-    relaxed_acceptance_reference,
-    relaxed_delta_prompt,
-    relaxed_delta_prompt_reference,
-    update_relaxed_delta,
-    update_relaxed_delta_reference,
+from graphengine.kernels.logits.logits_kernels import (
+    USES_BAD_WORDS,
+    USES_BIAS,
+    USES_COUNTS,
+    USES_MASK,
+    USES_REPETITION,
 )
-from graphengine.kernels.residual import Residual, add_to_residual_reference, new_residual
-from graphengine.kernels.rewind import (
+from graphengine.kernels.logits.logprobs import (
+    LogprobTensors,
+    RankedLogits,
+    TokenLogprobs,
+    rank_logits,
+    rank_logits_reference,
+    token_log_probabilities,
+    token_log_probabilities_reference,
+)
+from graphengine.kernels.logits.logprobs_kernels import MAX_LOGPROBS
+from graphengine.kernels.logits.logprobs_mailbox import (
+    logprob_items,
+    publish_logprobs,
+    publish_logprobs_reference,
+)
+from graphengine.kernels.megatron.rewind import (
     mamba_state_selective_copy,
     mamba_state_selective_copy_reference,
     rewind_kv_cache,
     rewind_kv_cache_reference,
 )
-from graphengine.kernels.rope import (
+from graphengine.kernels.megatron.verify import (
+    prepare_next_forward_pass,
+    prepare_next_forward_pass_reference,
+    verify_speculative_tokens,
+    verify_speculative_tokens_reference,
+)
+from graphengine.kernels.norm_rope.activation import swiglu, swiglu_reference
+from graphengine.kernels.norm_rope.embedding import embed, embed_reference
+from graphengine.kernels.norm_rope.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from graphengine.kernels.norm_rope.rope import (
     RopeConfig,
     RopeKind,
     rope_append,
     rope_append_reference,
     rope_tables,
 )
-from graphengine.kernels.sampling import (
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import (
     sample,
     sample_reference,
     sample_tiles,
     sample_tiles_reference,
 )
-from graphengine.kernels.state import (
+from graphengine.kernels.step.begin import gather_and_embed, gather_and_embed_reference
+from graphengine.kernels.step.finish import (
+    FinishedStep,
+    verify_commit_publish,
+    verify_commit_publish_reference,
+)
+from graphengine.kernels.step.handover import HandOver, hand_over, hand_over_reference
+from graphengine.kernels.step.noted import (
+    note_prompt,
+    note_prompt_reference,
+    note_tokens,
+    note_tokens_reference,
+)
+from graphengine.kernels.step.publish import publish
+from graphengine.kernels.step.record import MAX_DRAFTS, pack_state, unpack_state
+from graphengine.kernels.step.state import (
     EMITTED,
     INVALID,
     LENGTH,
@@ -168,19 +178,13 @@ from graphengine.kernels.state import (
     commit_prefill,
     gather_prefill,
 )
-from graphengine.kernels.stop_sequences import (
+from graphengine.kernels.step.stop_sequences import (
     StopMatch,
     StopSequences,
     match_stop_sequences,
     match_stop_sequences_reference,
 )
-from graphengine.kernels.swap import copy_blocks, copy_blocks_reference
-from graphengine.kernels.verify import (
-    prepare_next_forward_pass,
-    prepare_next_forward_pass_reference,
-    verify_speculative_tokens,
-    verify_speculative_tokens_reference,
-)
+from graphengine.kernels.step.swap import copy_blocks, copy_blocks_reference
 
 __all__ = [
     "ALONE",

@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any, cast
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
-from graphengine.checkpoint import Checkpoint
+from graphengine.cli.option_flags import add_flags
+from graphengine.cli.speculative_text import GRAMMAR, parse_speculative
 from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.engine_options import EngineOptions
-from graphengine.environment import environment
 from graphengine.kernels import RowFamily
-from graphengine.option_flags import add_flags
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out
-from graphengine.profiles.eager import require_equal
-from graphengine.profiles.engines import engine_options, freed
+from graphengine.profiles.bench.eager import require_equal
+from graphengine.profiles.bench.engines import engine_options, freed
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import Column, Row, number, text_table
 from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe
-from graphengine.speculative_text import GRAMMAR, parse_speculative
-from graphengine.text import Tokenizer
+from graphengine.text.tokenizer import Tokenizer
 
 SCHEMA = 1
 MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")

@@ -35,11 +35,11 @@ import numpy as np
 
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
-from graphengine.graph_key import GraphKey, decode_key
 from graphengine.kernels import EMITTED, pack_state
-from graphengine.profiles.eager import drain
-from graphengine.recorder import LEAST_CAPACITY
-from graphengine.ring import STAGES
+from graphengine.observe.recorder import LEAST_CAPACITY
+from graphengine.observe.ring import STAGES
+from graphengine.profiles.bench.eager import drain
+from graphengine.program.graph_key import GraphKey, decode_key
 
 Figure = TypeVar("Figure")
 

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 
 from graphengine.profiles.arguments import check_out
-from graphengine.profiles.nsys import TRACES, run_nsys
-from graphengine.profiles.planted import CAUSES, planted_engine, run_planted
-from graphengine.profiles.torch_trace import torch_profile
-from graphengine.profiles.workload import (
+from graphengine.profiles.bench.workload import (
     Workload,
     add_workload_arguments,
     profiled_range,
     recorded,
 )
+from graphengine.profiles.nsys.nsys import TRACES, run_nsys
+from graphengine.profiles.nsys.torch_trace import torch_profile
+from graphengine.profiles.planted import CAUSES, planted_engine, run_planted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

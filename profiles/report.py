@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.profiles.arguments import check_apart, check_out, write_out
-from graphengine.profiles.compare import compare
 from graphengine.profiles.percentiles import rounded
-from graphengine.profiles.report_html import html_report
-from graphengine.profiles.report_text import describe_report
-from graphengine.profiles.run_document import describe_run
-from graphengine.profiles.run_file import Run
+from graphengine.profiles.runs.compare import compare
+from graphengine.profiles.runs.report_html import html_report
+from graphengine.profiles.runs.report_text import describe_report
+from graphengine.profiles.runs.run_document import describe_run
+from graphengine.profiles.runs.run_file import Run
 from graphengine.profiles.sources import read_run
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from graphengine.profiles.nsys_export import read_export
-from graphengine.profiles.nsys_tables import MAGIC
-from graphengine.profiles.run_file import Run, read_recording
-from graphengine.profiles.torch_trace import GZIP, is_trace, read_trace
+from graphengine.profiles.nsys.nsys_export import read_export
+from graphengine.profiles.nsys.nsys_tables import MAGIC
+from graphengine.profiles.nsys.torch_trace import GZIP, is_trace, read_trace
+from graphengine.profiles.runs.run_file import Run, read_recording
 
 HEAD = 65536
 

@@ -47,9 +47,7 @@ import torch
 import triton
 from torch import Tensor
 
-from graphengine import tuning
 from graphengine.buckets import CapturedGraph
-from graphengine.checkpoint import Checkpoint, stored_dtype
 from graphengine.config import DTYPES
 from graphengine.kernels import (
     FMA_LANES,
@@ -61,19 +59,21 @@ from graphengine.kernels import (
     SamplingTensors,
     heuristic_plan,
     linear,
-    linear_gluon,
     linear_reference,
     linear_residual,
     linear_residual_reference,
     linear_sample,
     residual_groups,
 )
-from graphengine.kernels.sampling import token_of_tiles_reference
+from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.sample.sampling import token_of_tiles_reference
+from graphengine.models import tuning
 from graphengine.models.chains import Chain, new_chain
+from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import LinearPlans, ModelConfig
+from graphengine.models.tuning import TunedPlan, TuningKey
 from graphengine.profiles.arguments import integers
-from graphengine.profiles.shapes import DEMO, NAMES, Subject, fill_random, linear_bytes
-from graphengine.tuning import TunedPlan, TuningKey
+from graphengine.profiles.bench.shapes import DEMO, NAMES, Subject, fill_random, linear_bytes
 
 Times = tuple[float, ...]
 """Microseconds of a chain, for each number of rows."""

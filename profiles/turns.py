@@ -29,13 +29,13 @@ from statistics import median
 from typing import Any
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
-from graphengine.environment import environment
-from graphengine.option_flags import add_flags
+from graphengine.cli.option_flags import add_flags
+from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out, integers, write_out
-from graphengine.profiles.eager import require_equal
-from graphengine.profiles.engines import build_engine, engine_options, freed
-from graphengine.profiles.measure import random_prompt
-from graphengine.profiles.shapes import NAMES, Subject
+from graphengine.profiles.bench.eager import require_equal
+from graphengine.profiles.bench.engines import build_engine, engine_options, freed
+from graphengine.profiles.bench.measure import random_prompt
+from graphengine.profiles.bench.shapes import NAMES, Subject
 
 SCHEMA = 1
 

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house import ROOT, imports, module_name, package_files
 
-ROOT = Path(__file__).resolve().parent.parent
-
-# The package that each folder is.
-PACKAGES = {
-    "kernels": "graphengine.kernels",
-    "buckets": "graphengine.buckets",
-    "graphengine": "graphengine",
-    "profiles": "graphengine.profiles",
-}
 THIRD_PARTY = {"torch", "triton", "numpy"}
 LIBRARIES = THIRD_PARTY | {
     "cuda",
@@ -53,7 +44,13 @@ FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 # What all but `graphengine/models` may know of it: the contract, and what finds, reads and chains
 # models by it. None of these names a family, and neither do the draft modules of several.
 MODELS = "graphengine.models"
-MODEL_DOORS = {f"{MODELS}.{name}" for name in ("contract", "families", "stored", "mtp", "chains")}
+MODEL_DOORS = {
+    f"{MODELS}.{name}"
+    for name in (
+        *("contract", "families", "stored", "mtp", "chains"),
+        *("checkpoint", "tensor_files", "tuning"),
+    )
+}
 
 # Packages on disk that must never be imported by their folder's name.
 TOP_LEVEL = {"kernels", "buckets", "profiles"}
@@ -71,44 +68,10 @@ UNSAFE_MODULES = {
 UNSAFE_CALLS = {"torch.load", "torch.save", "torch.serialization", "torch.jit.load", "torch.hub"}
 
 
-def package_files() -> list[Path]:
-    files = [path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert len(files) > len(PACKAGES)
-    return files
-
-
-def module_name(path: Path) -> str:
-    """The import name of a file of the repository; `__init__` is kept as the last part."""
-    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join([PACKAGES.get(folder, folder), *rest])
-
-
 def ruled_folder(path: Path) -> str:
     """The innermost folder around a file for which the table has a line."""
     folders = [parent.relative_to(ROOT).as_posix() for parent in path.parents[: -len(ROOT.parts)]]
     return next(folder for folder in folders if folder in ALLOWED)
-
-
-def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that `source`, the file of `module`, imports.
-
-    `from a import b` gives `a.b`, which is below `a` whether b is a module or not. Relative imports
-    are resolved; `import_module` and `__import__` count where their argument is a literal.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = [node.module] if node.module else []
-            if node.level:
-                base = module.split(".")[: -node.level] + base
-            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args:
-            function, name = node.func, node.args[0]
-            called = function.attr if isinstance(function, ast.Attribute) else None
-            called = function.id if isinstance(function, ast.Name) else called
-            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
-                yield node.lineno, str(name.value)
 
 
 def within(name: str, modules: set[str]) -> bool:
@@ -243,7 +206,11 @@ def test_the_innermost_line_of_the_table_holds() -> None:
         ("kernels", "import cuda.bindings", "cuda.bindings"),
         ("kernels", "import safetensors", "safetensors"),
         ("kernels", "import torchvision", "torchvision"),
-        ("buckets", "from graphengine.request import Request", "graphengine.request.Request"),
+        (
+            "buckets",
+            "from graphengine.requests.request import Request",
+            "graphengine.requests.request.Request",
+        ),
         ("buckets", "import triton", "triton"),
         ("buckets", "import nvtx", "nvtx"),
         ("graphengine", "from graphengine import profiles", "graphengine.profiles"),
@@ -278,7 +245,7 @@ def test_a_planted_import_is_found(folder: str, source: str, name: str) -> None:
     ("folder", "source"),
     [
         ("kernels", "import os.path, torch, triton.language as tl\nfrom numpy import typing"),
-        ("kernels", "from graphengine.kernels.dispatch import use_triton\nfrom . import norm"),
+        ("kernels", "from graphengine.kernels.core.dispatch import use_triton\nfrom . import norm"),
         ("buckets", "from graphengine.kernels import linear\nfrom cuda.bindings import runtime"),
         ("buckets", "from graphengine import kernels"),
         ("graphengine", "import nvtx, jinja2.sandbox, tokenizers\nfrom safetensors import torch"),

@@ -139,7 +139,9 @@ def test_no_import_asks_the_driver() -> None:
         for name, folder in package_folders().items()
         for file in folder.glob("*.py")
     ]
-    assert {"graphengine.config", "graphengine.kernels.swap", "graphengine.profiles"} < {*modules}
+    assert {"graphengine.config", "graphengine.kernels.step.swap", "graphengine.profiles"} < {
+        *modules
+    }
     code = textwrap.dedent(IMPORT_EVERYTHING)
     command = [sys.executable, "-P", "-c", code, json.dumps(sorted(modules))]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -288,7 +290,7 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert "\nName: graphengine-decode\n" in description
     assert "License-Expression: Apache-2.0" in description
-    assert "[console_scripts]\ngraphengine = graphengine.cli:main" in entry_points
+    assert "[console_scripts]\ngraphengine = graphengine.cli.main:main" in entry_points
     assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points
     assert "graphengine/testing/README.md" in names
     tops = {name.split("/")[0] for name in names}

@@ -31,8 +31,8 @@ from graphengine.kernels import (
 )
 
 if TYPE_CHECKING:
+    from graphengine.host.scheduler import PrefillChunk
     from graphengine.models.contract import DecodeLaunch, Destinations, Model
-    from graphengine.scheduler import PrefillChunk
 
 
 class Verified(NamedTuple):

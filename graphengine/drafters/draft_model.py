@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from graphengine.checkpoint import Checkpoint
 from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
 from graphengine.drafters.head import DraftHead
 from graphengine.kernels import (
@@ -26,6 +25,7 @@ from graphengine.kernels import (
     commit_draft,
     new_residual,
 )
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
     DecodeLaunch,
     Destinations,
@@ -37,7 +37,7 @@ from graphengine.models.contract import (
     stream_groups,
 )
 from graphengine.models.stored import destinations
-from graphengine.tuning import choose_plans
+from graphengine.models.tuning import choose_plans
 
 
 class DraftModelDrafter(Drafter):

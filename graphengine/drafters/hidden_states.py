@@ -21,14 +21,14 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.models.tensor_files import save_whole
 from graphengine.paths import expand_user
 from graphengine.speculative import SaveHiddenStates
-from graphengine.tensor_files import save_whole
 
 if TYPE_CHECKING:
+    from graphengine.host.scheduler import PrefillChunk
     from graphengine.models.contract import ModelConfig
-    from graphengine.request import Request
-    from graphengine.scheduler import PrefillChunk
+    from graphengine.requests.request import Request
 
 log = logging.getLogger(__name__)
 

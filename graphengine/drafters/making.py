@@ -7,7 +7,6 @@ import os
 
 from torch import Tensor
 
-from graphengine.checkpoint import Checkpoint
 from graphengine.config import EngineConfig
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
@@ -18,6 +17,7 @@ from graphengine.drafters.own_graph import OwnGraphEagle
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, recurrent_states
 from graphengine.models.mtp import read_mtp_config
 from graphengine.models.stored import read_eos_ids, read_model
@@ -35,7 +35,7 @@ from graphengine.speculative import (
     read_offsets,
     target_ids,
 )
-from graphengine.text import Tokenizer
+from graphengine.text.tokenizer import Tokenizer
 
 
 def make_drafter(

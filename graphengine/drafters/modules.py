@@ -33,7 +33,7 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
-from graphengine.tuning import choose_plans
+from graphengine.models.tuning import choose_plans
 
 
 class ModuleDrafter(Drafter):

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphengine.checkpoint import Checkpoint
 from graphengine.kernels import (
     DecodeLanes,
     PrefillLanes,
@@ -35,6 +34,7 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.gqa import RopeTables
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
 from graphengine.models.contract import (
     ONE_RANK,

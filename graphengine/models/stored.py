@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphengine.checkpoint import Checkpoint, eos_token_ids
+from graphengine.models.checkpoint import Checkpoint, eos_token_ids
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config

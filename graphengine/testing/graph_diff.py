@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from graphengine.buckets import GraphNode, GraphStructure
-from graphengine.buckets.structure import FULL
+from graphengine.buckets.graphs.structure import FULL
 
 # What is removed from a name, in this order; `normalise_name` says why.
 _NAME_RULES = tuple(

@@ -14,8 +14,8 @@ import pytest
 from driving import driver_library
 
 from graphengine.buckets import driver as module
-from graphengine.buckets import nodes
 from graphengine.buckets.driver import Driver
+from graphengine.buckets.graphs import nodes
 
 STREAM, GRAPH = 2**47 + 8, 2**48 + 16
 

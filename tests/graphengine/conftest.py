@@ -21,7 +21,7 @@ import torch
 
 from graphengine import Engine, Result
 from graphengine.demo import checkpoint_path
-from graphengine.graph_key import GraphKey
+from graphengine.program.graph_key import GraphKey
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphengine import Engine, cli
+from graphengine import Engine
+from graphengine.cli import main as cli
 from graphengine.demo import heldout_text
 from graphengine.profiles import acceptance
 from graphengine.profiles.acceptance import prompt_starts, repeated_grams

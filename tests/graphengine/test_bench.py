@@ -19,17 +19,20 @@ from graphengine import Engine, SamplingParams
 from graphengine.kernels import KernelCompilation
 from graphengine.models.decoder import DecoderModel
 from graphengine.models.families import read_model_config
-from graphengine.profiles import eager, engines, measure
-from graphengine.profiles.ceiling import ReadCeiling, measure_read_ceiling, sum_stream_reference
-from graphengine.profiles.engines import build_engine, engine_options
-from graphengine.profiles.kernel_times import (
+from graphengine.profiles.bench import eager, engines, measure
+from graphengine.profiles.bench.ceiling import (
+    ReadCeiling,
+    measure_read_ceiling,
+    sum_stream_reference,
+)
+from graphengine.profiles.bench.engines import build_engine, engine_options
+from graphengine.profiles.bench.kernel_times import (
     LINEARS,
     kernel_times,
     prefill_kernel_times,
     summarise,
 )
-from graphengine.profiles.percentiles import SHARES, percentiles, supports
-from graphengine.profiles.shapes import (
+from graphengine.profiles.bench.shapes import (
     NAMES,
     SHAPES,
     Subject,
@@ -38,6 +41,7 @@ from graphengine.profiles.shapes import (
     model_shape,
     step_bytes,
 )
+from graphengine.profiles.percentiles import SHARES, percentiles, supports
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import pytest
 from benching import CPU, corrupt_eager_steps, tiny_engine, tiny_work
 from timed import Clock, Row, TimedEngine, result
 
-import graphengine.core
+import graphengine.core.engine_core
 from graphengine import Engine, Event, SamplingParams
-from graphengine.profiles import measure
-from graphengine.profiles.engines import build_engine
-from graphengine.profiles.kernel_times import _start_decoding
-from graphengine.profiles.measure import StepTime
-from graphengine.profiles.shapes import Subject
+from graphengine.profiles.bench import measure
+from graphengine.profiles.bench.engines import build_engine
+from graphengine.profiles.bench.kernel_times import _start_decoding
+from graphengine.profiles.bench.measure import StepTime
+from graphengine.profiles.bench.shapes import Subject
 
 US = 1e-6
 
@@ -342,7 +342,7 @@ class Script:
         self.engine, self._step, self._submit = engine, engine.step, engine.submit
         monkeypatch.setattr(engine, "step", self.step)
         monkeypatch.setattr(engine, "submit", self.submit)
-        for module in (measure, graphengine.core):
+        for module in (measure, graphengine.core.engine_core):
             monkeypatch.setattr(module, "time", self.clock.module)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from graphengine import Engine, Event, Request, Result, SamplingParams
-from graphengine.request import Phase
+from graphengine.requests.request import Phase
 from stepping import (
     LIMIT,
     LONG,

@@ -18,7 +18,7 @@ from timed import Clock
 
 from graphengine import Engine, Event
 from graphengine.demo import checkpoint_path
-from graphengine.graph_key import decode_key, prefill_key
+from graphengine.program.graph_key import decode_key, prefill_key
 from graphengine.speculative import NGram
 from stepping import (
     LONG,
@@ -75,7 +75,7 @@ def test_steps_with_a_timeout_bring_the_same_tokens(engine: Engine) -> None:
 
 def test_a_step_does_not_wait_beyond_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(per_call=1e-3)
-    monkeypatch.setattr("graphengine.core.time", clock.module)
+    monkeypatch.setattr("graphengine.core.engine_core.time", clock.module)
     monkeypatch.setattr("graphengine.buckets.mailbox.time", clock.module)
     with open_engine(device="cpu", lookahead=0) as engine:
         late = {key: Late(graph) for key, graph in engine.runtime.graphs.items()}

@@ -19,8 +19,8 @@ import pytest
 from timed import Clock
 
 from graphengine import Engine
-from graphengine.graph_key import decode_key
 from graphengine.profiles import host_path
+from graphengine.program.graph_key import decode_key
 
 
 @contextmanager

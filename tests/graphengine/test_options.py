@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from graphengine import option_files
 from graphengine.buckets import Field
+from graphengine.cli import option_files
+from graphengine.cli.option_files import files, keyword_arguments, markdown, with_tables
+from graphengine.cli.option_flags import add_flags, given_options
 from graphengine.config import EngineConfig
-from graphengine.fields import field_table
 from graphengine.kernels import SamplingTensors
-from graphengine.option_files import files, keyword_arguments, markdown, with_tables
-from graphengine.option_flags import add_flags, given_options
 from graphengine.options import (
     NOT_NEGATIVE,
     SHARE,
@@ -33,7 +32,8 @@ from graphengine.options import (
     rows,
     within,
 )
-from graphengine.processing import GROUP, processing_fields
+from graphengine.program.fields import field_table
+from graphengine.requests.processing import GROUP, processing_fields
 from graphengine.sampling_params import LOGITS_FIELDS, SAMPLER_FIELDS, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import torch
 
 from graphengine.config import DTYPES, EngineConfig
 from graphengine.engine_options import EngineOptions
-from graphengine.request import Event, Phase, Request, Timings
+from graphengine.requests.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams
 
 # As in vllm/sampling_params.py; stop_token_ids of None are kept as ().

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from graphengine import Chat, Engine
 from graphengine.speculative import UserProvided
-from graphengine.text import Tokenizer
+from graphengine.text.tokenizer import Tokenizer
 from stepping import PROMPT, greedy, open_engine
 
 BOS, EOS = "<s>", "</s>"

@@ -27,7 +27,7 @@ conversation = Chat(messages=messages)
 def use(engine: Engine, prompt: Prompt, batch: Sequence[Prompt], both: Prompt | list[str]) -> None:
 """
 
-RESULT, EVENT = "graphengine.result.Result", "graphengine.request.Event"
+RESULT, EVENT = "graphengine.requests.result.Result", "graphengine.requests.request.Event"
 ONE, MANY = RESULT, f"list[{RESULT}]"
 REVEALED = {
     # One prompt, in each of its forms.
@@ -54,7 +54,7 @@ REVEALED = {
     # The other calls.
     'engine.stream("x")': f"typing.Iterator[{EVENT}]",
     'engine.astream("x", params)': f"typing.AsyncIterator[{EVENT}]",
-    'engine.submit("x")': "graphengine.request.Request",
+    'engine.submit("x")': "graphengine.requests.request.Request",
     'Engine.from_pretrained("path", max_batch=2, wait="block")': "graphengine.engine.Engine",
 }
 """By expression, what mypy reveals of it."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.kernels.dispatch import INTERPRETED
+from graphengine.kernels.core.dispatch import INTERPRETED
 
 _HERE = Path(__file__).parent
 

@@ -13,7 +13,9 @@ import pytest
 from nsys_files import Export
 from simulated import simulate, write_recording
 
-from graphengine.profiles.compare import (
+from graphengine.profiles.percentiles import percentiles
+from graphengine.profiles.report import make_document
+from graphengine.profiles.runs.compare import (
     LEAST_BLOCKS,
     block_draws,
     block_length,
@@ -21,9 +23,7 @@ from graphengine.profiles.compare import (
     differences,
     resampled,
 )
-from graphengine.profiles.percentiles import percentiles
-from graphengine.profiles.report import make_document
-from graphengine.profiles.run_file import Floats, Run, gaps_of
+from graphengine.profiles.runs.run_file import Floats, Run, gaps_of
 from graphengine.profiles.sources import read_run
 
 

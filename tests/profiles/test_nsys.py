@@ -11,8 +11,8 @@ import pytest
 from nsys_files import Export
 from simulated import simulate
 
-from graphengine import cli
-from graphengine.profiles.nsys import NOT_INSTALLED, nsys_command
+from graphengine.cli import main as cli
+from graphengine.profiles.nsys.nsys import NOT_INSTALLED, nsys_command
 
 Profile = Callable[..., tuple[int, str, str]]
 

@@ -14,7 +14,7 @@ import pytest
 from nsys_files import GLOBAL_PID, GLOBAL_TID, KERNELS, Export
 from simulated import simulate
 
-from graphengine.profiles.nsys_export import read_export
+from graphengine.profiles.nsys.nsys_export import read_export
 
 MODES = ("graph", "node")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from timed import Clock
 
-from graphengine import cli
+from graphengine.cli import main as cli
 from graphengine.profiles import planted
 from graphengine.profiles.planted import planted_engine, run_planted
 from graphengine.profiles.report import make_document

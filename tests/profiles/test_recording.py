@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from graphengine import Engine, cli
-from graphengine.profiles import recording, text
-from graphengine.profiles.engines import build_engine
-from graphengine.profiles.measure import Steady, Work
-from graphengine.profiles.recording import LEAST_PAIRS, Turns, record
-from graphengine.profiles.shapes import Subject
+from graphengine import Engine
+from graphengine.cli import main as cli
+from graphengine.profiles import text
+from graphengine.profiles.bench import recording
+from graphengine.profiles.bench.engines import build_engine
+from graphengine.profiles.bench.measure import Steady, Work
+from graphengine.profiles.bench.recording import LEAST_PAIRS, Turns, record
+from graphengine.profiles.bench.shapes import Subject
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WORK = Work(live=2, prompt_tokens=9, new_tokens=14, runs=2)

@@ -17,10 +17,10 @@ from chrome_traces import chrome_trace
 from nsys_files import Export
 from simulated import Timeline, simulate, write_recording
 
-from graphengine import cli
-from graphengine.profiles.breakdown import break_down, outlier_limit
+from graphengine.cli import main as cli
 from graphengine.profiles.report import make_document
-from graphengine.profiles.report_text import describe_report
+from graphengine.profiles.runs.breakdown import break_down, outlier_limit
+from graphengine.profiles.runs.report_text import describe_report
 from graphengine.profiles.sources import read_run
 
 Report = Callable[..., tuple[int, str, str]]

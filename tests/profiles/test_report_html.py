@@ -16,15 +16,15 @@ from browsers import find_chromium, run_chromium
 from nsys_files import Export
 from simulated import simulate, write_recording
 
-from graphengine import cli
+from graphengine.cli import main as cli
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
-from graphengine.profiles.findings import judge_run
-from graphengine.profiles.plots import POINTS, distribution, over_steps, upper_envelope
 from graphengine.profiles.report import make_document
-from graphengine.profiles.report_html import html_report
-from graphengine.profiles.run_file import Kernel
+from graphengine.profiles.runs.findings import judge_run
+from graphengine.profiles.runs.plots import POINTS, distribution, over_steps, upper_envelope
+from graphengine.profiles.runs.report_html import html_report
+from graphengine.profiles.runs.run_file import Kernel
 from graphengine.profiles.sources import read_run
 
 PLOTS = {"over-steps", "distribution", "host-and-device", "buckets"}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import recording_lines, simulate, write_recording
 
-from graphengine.profiles.breakdown import covered
-from graphengine.profiles.run_file import (
+from graphengine.profiles.runs.breakdown import covered
+from graphengine.profiles.runs.run_file import (
     Run,
     device_ends,
     merged,

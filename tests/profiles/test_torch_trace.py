@@ -14,10 +14,10 @@ from nsys_files import KERNELS
 from simulated import simulate
 
 from graphengine import Engine, SamplingParams
-from graphengine.profiles.engines import build_engine, freed
-from graphengine.profiles.shapes import Subject
+from graphengine.profiles.bench.engines import build_engine, freed
+from graphengine.profiles.bench.shapes import Subject
+from graphengine.profiles.nsys.torch_trace import KEY, read_trace, torch_profile
 from graphengine.profiles.sources import read_run
-from graphengine.profiles.torch_trace import KEY, read_trace, torch_profile
 
 
 def write(path: Path, trace: dict[str, Any]) -> Path:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from graphengine import Engine, cli
-from graphengine.graph_key import GraphKey
-from graphengine.profiles import eager
-from graphengine.profiles.engines import build_engine
-from graphengine.profiles.measure import Work
-from graphengine.profiles.shapes import Subject
+from graphengine import Engine
+from graphengine.cli import main as cli
+from graphengine.profiles.bench import eager
+from graphengine.profiles.bench.engines import build_engine
+from graphengine.profiles.bench.measure import Work
+from graphengine.profiles.bench.shapes import Subject
+from graphengine.program.graph_key import GraphKey
 
 SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")
 CPU = {"device": "cpu", "max_batch": 3, "max_seq_len": 96}

@@ -14,7 +14,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine import Engine
-from graphengine.allocation import compile_steps, graph_steps
+from graphengine.opening.allocation import compile_steps, graph_steps
 
 _POINTERS = {
     torch.float16: "*fp16",

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphengine.kernels.begin import gather_and_embed, gather_and_embed_reference
-from graphengine.kernels.finish import verify_commit_publish, verify_commit_publish_reference
-from graphengine.kernels.launching import Launch
-from graphengine.kernels.record import unpack_state
-from graphengine.kernels.state import DecodeLanes, SlotState, StopTensors
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.step.begin import gather_and_embed, gather_and_embed_reference
+from graphengine.kernels.step.finish import verify_commit_publish, verify_commit_publish_reference
+from graphengine.kernels.step.record import unpack_state
+from graphengine.kernels.step.state import DecodeLanes, SlotState, StopTensors
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 STOP_IDS = 3

@@ -22,9 +22,20 @@ PACKAGES = {
 }
 """The package that each folder is."""
 
-FAMILIES = re.compile(r"\b(dense|llama|qwen\d?|mimo)", re.IGNORECASE)
-"""What names a family of models."""
-MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/shapes.py")
+ROOMS = (
+    "checks", "options", "paths", "logits_params", "speculative", "structured_outputs",
+    "sampling_params", "config", "engine_options", "demo", "testing", "models", "text", "prompts",
+    "requests", "host", "drafters", "program", "observe", "opening", "core", "sessions", "engine",
+    "", "cli", "__main__",
+)  # fmt: skip
+"""The rooms and the flat modules of `graphengine/`, from the ground up; "" is the package itself.
+
+Imports point down this list.
+"""
+
+FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
+"""What a name has that names a family of models; `llama3` is also a kind of RoPE."""
+MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/bench/shapes.py")
 # Methods of named tuples, which have an underscore for another reason; and what Python has so.
 _PUBLIC = {"_fields", "_replace", "_asdict", "_make", "_getframe"}
 _OWN = {"self", "cls", "super", "torch", "os", "sys"}
@@ -140,21 +151,56 @@ def _owner(node: ast.Attribute) -> str:
 
 
 def family_names(path: str, source: str) -> list[str]:
-    """`line: text` where `source`, the file at `path`, names a family without being one's home."""
+    """`line: name` where the code of `source`, the file at `path`, has a family's name."""
     if path.startswith(MAY_NAME_FAMILIES):
         return []
-    return [
-        f"{number}: {line.strip()}"
-        for number, line in enumerate(source.splitlines(), 1)
-        if FAMILIES.search(line)
-    ]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        name = ""
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Name):
+            name = node.id
+        elif isinstance(node, ast.ImportFrom):
+            name = " ".join([node.module or "", *(alias.name for alias in node.names)])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        if any(FAMILIES.search(word) for word in re.split(r"[ .]", name)):
+            found.append(f"{node.lineno}: {name.strip()}")  # type: ignore[attr-defined]
+    return found
+
+
+def room_of(module: str) -> str | None:
+    """Of a module of `graphengine/`: its entry of `ROOMS`; None for those of other packages."""
+    package, *rest = module.removesuffix(".__init__").split(".")
+    if package != "graphengine" or (rest and f"graphengine.{rest[0]}" in PACKAGES.values()):
+        return None
+    return rest[0] if rest else ""
+
+
+def upward_imports(graph: Mapping[str, set[str]]) -> list[str]:
+    """`module -> module` of each import that does not point down the list of rooms."""
+    found = []
+    for module, others in sorted(graph.items()):
+        room = room_of(module)
+        for other in sorted(others):
+            below = room_of(other)
+            if room is None or below is None or room == below:
+                continue
+            if ROOMS.index(below) > ROOMS.index(room):
+                found.append(f"{module} -> {other}")
+    return found
+
+
+def package_graph() -> dict[str, set[str]]:
+    """`import_graph` of all packages."""
+    return import_graph({module_name(path): path.read_text("utf-8") for path in package_files()})
 
 
 def report() -> list[str]:
     """The counts as lines."""
     files = {path: path.read_text(encoding="utf-8") for path in package_files()}
-    graph = import_graph({module_name(path): source for path, source in files.items()})
-    found = circles(graph)
+    found = circles(package_graph())
     lines = [f"import circles {len(found)}"]
     lines += [f"  {' '.join(part)}" for part in found]
     named = {path: family_names(_shown(path), source) for path, source in files.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphengine import Engine
-from graphengine.graph_key import GraphKey
+from graphengine.program.graph_key import GraphKey
 
 
 def graph_names(engine: Engine) -> list[str]:

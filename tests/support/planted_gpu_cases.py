@@ -205,7 +205,7 @@ GPU_CASES = [
         program="""
         import triton
         import triton.language as tl
-        from graphengine.kernels.pdl import launch_options, wait_for_inputs
+        from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
         @triton.jit
         def increment(x, N: tl.constexpr, PDL: tl.constexpr):

@@ -201,7 +201,7 @@ def run(
 
 
 def all_targets() -> list[str]:
-    files = sorted(KERNEL_TESTS.glob("test_*.py"))
+    files = sorted(KERNEL_TESTS.rglob("test_*.py"))
     kernels = [f"kernels/{file.stem.removeprefix('test_')}" for file in files]
     return [*kernels, *(f"engine/{name}" for name in ENGINES)]
 
@@ -305,7 +305,7 @@ def run_cases(name: str, options: argparse.Namespace) -> int:
                 items.clear()
 
     root = KERNEL_TESTS.parent.parent
-    words = [str(KERNEL_TESTS / f"test_{name}.py"), "-q", "-p", "no:cacheprovider"]
+    words = [str(next(KERNEL_TESTS.rglob(f"test_{name}.py"))), "-q", "-p", "no:cacheprovider"]
     words += ["--rootdir", str(root), "-c", str(root / "pyproject.toml")]
     words += ["-k", options.match] if options.match else []
     few = Few()

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphengine import SamplingParams
-from graphengine.context import Context
-from graphengine.fields import host_updates
-from graphengine.processing import Processing
-from graphengine.request import Event, Request
-from graphengine.scheduler import Plan, Scheduler
+from graphengine.host.scheduler import Plan, Scheduler
+from graphengine.program.fields import host_updates
+from graphengine.requests.context import Context
+from graphengine.requests.processing import Processing
+from graphengine.requests.request import Event, Request
 from graphengine.sessions import Session
 
 ALPHABET = 24

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphengine import Result
-from graphengine.request import Timings
+from graphengine.requests.request import Timings
 
 
 class Clock:

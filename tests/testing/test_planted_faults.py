@@ -152,7 +152,7 @@ def test_both_programs_may_use_triton(pytester: pytest.Pytester, run_apart: Run)
         fault="b",
         program="""
         import triton
-        from graphengine.kernels.pdl import launch_options
+        from graphengine.kernels.core.pdl import launch_options
 
         @triton.jit
         def kernel(x):

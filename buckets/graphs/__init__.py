@@ -1,0 +1,1 @@
+"""What a captured graph holds: its nodes and edges, as data, text and drawings."""

@@ -1,0 +1,222 @@
+"""`graphengine graph`: an engine's captured graphs as files, and the differences of two dumps.
+
+A dump is a folder: a JSON file for each graph, and `index.json` with the name of each graph's file,
+the engine's configuration, and the device and versions of the capture. Two dumps, from two commits
+or two configurations, can be compared on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from graphengine.buckets import GraphStructure
+from graphengine.buckets.graphs import nodes
+from graphengine.config import EngineConfig
+from graphengine.engine import Engine
+from graphengine.testing.graph_diff import GraphChange, diff_structures, normalise, summarise
+from graphengine.testing.snapshot import file_name
+from graphengine.testing.structures import read_structure
+
+INDEX = "index.json"
+_VERSION = 1
+DRAWINGS = ("dot", "svg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """The graphs of one engine by name, and what is known about it, by dotted name."""
+
+    graphs: dict[str, GraphStructure]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpDiff:
+    """How a dump differs from another one; `changed` has no graph without changes.
+
+    `facts` has the facts that differ, as (before, after); they alone do not count as a change.
+    """
+
+    facts: Mapping[str, tuple[Any, Any]]
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: Mapping[str, tuple[GraphChange, ...]]
+    summaries: Mapping[str, str]
+    equal: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether any graph differs."""
+        return bool(self.added or self.removed or self.changed)
+
+    def to_json(self) -> str:
+        changed = {
+            name: {"summary": self.summaries[name], "changes": [asdict(change) for change in found]}
+            for name, found in self.changed.items()
+        }
+        facts = {name: {"old": old, "new": new} for name, (old, new) in self.facts.items()}
+        return json.dumps(
+            {
+                "differs": self.differs,
+                "facts": facts,
+                "added": self.added,
+                "removed": self.removed,
+                "changed": changed,
+                "equal": self.equal,
+            }
+        )
+
+    def to_text(self, limit: int) -> str:
+        """The differences, at most `limit` changes of each graph, and a last line with counts."""
+        lines = [
+            f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
+            for name, (old, new) in self.facts.items()
+        ]
+        lines += [f"- {name}  {self.summaries[name]}" for name in self.removed]
+        lines += [f"+ {name}  {self.summaries[name]}" for name in self.added]
+        for name, changes in self.changed.items():
+            lines.append(f"~ {name}  {self.summaries[name]}")
+            lines += [f"    {change}" for change in changes[:limit]]
+            if len(changes) > limit:
+                lines.append(f"    ... and {len(changes) - limit} more of {len(changes)} changes")
+        lines.append(
+            f"{len(self.equal)} graphs equal, {len(self.changed)} changed, "
+            f"{len(self.added)} added, {len(self.removed)} removed"
+        )
+        return "\n".join(lines)
+
+
+def prepare_dump(config: EngineConfig, out: Path, drawing: str | None) -> None:
+    """Make the folder `out`; ValueError, before anything is loaded, if no dump can be made."""
+    if torch.device(config.device).type != "cuda":
+        raise ValueError(
+            f"device={config.device!r} has no graphs to dump: steps are captured on a GPU only "
+            "(`graph diff` works anywhere)"
+        )
+    if nodes.driver is None:
+        raise ValueError("looking inside a graph needs cuda-bindings (cuda.bindings.driver)")
+    if drawing == "svg" and shutil.which("dot") is None:
+        raise ValueError("--draw svg needs Graphviz's `dot` on the PATH; --draw dot does not")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise ValueError(f"--out {out} is no folder and cannot be: {cause.strerror}") from cause
+    if any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty: name a new folder")
+
+
+def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
+    """All graphs of `engine`, which is on a GPU, and the facts about their capture."""
+    device = engine.memory.device
+    config = {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)}
+    return Dump(
+        graphs={
+            key.name: read_structure(graph)
+            for key, graph in zip(engine.runtime.graphs, engine.runtime.captured, strict=True)
+        },
+        facts={
+            "checkpoint": checkpoint,
+            "numerics_id": engine.numerics_id,
+            "environment.device": torch.cuda.get_device_name(device),
+            "environment.cuda": torch.version.cuda,
+            "environment.torch": str(torch.__version__),
+            "environment.triton": triton.__version__,
+            "environment.python": platform.python_version(),
+        }
+        | {f"config.{name}": _plain(value) for name, value in config.items()},
+    )
+
+
+def write_dump(made: Dump, folder: Path, *, drawing: str | None = None) -> None:
+    """Write a dump into `folder`, which exists and is empty.
+
+    drawing  "dot" or "svg": also draw each graph in that format; None: no drawings
+    """
+    files = {name: f"{file_name(name)}.json" for name in made.graphs}
+    assert len({*files.values(), INDEX}) == len(files) + 1, f"{files=}"
+    for name, graph in made.graphs.items():
+        path = folder / files[name]
+        path.write_text(graph.to_json(), encoding="utf-8")
+        if drawing is not None:
+            text = graph.to_svg(name) if drawing == "svg" else graph.to_dot(name)
+            path.with_suffix(f".{drawing}").write_text(text, encoding="utf-8")
+    index = {"version": _VERSION, "facts": made.facts, "graphs": files}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def read_dump(folder: Path) -> Dump:
+    """Read what `write_dump` wrote; ValueError, with the path, for anything else."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        files, facts = _parts_of_index(index)
+        graphs = {}
+        for name, file in files.items():
+            path = folder / file
+            graphs[name] = GraphStructure.from_json(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ValueError(f"{path} cannot be read: {cause.strerror}") from cause
+    except (ValueError, RecursionError) as cause:
+        raise ValueError(f"{path} is not a part of a dump: {cause}") from cause
+    return Dump(graphs=graphs, facts=facts)
+
+
+def _parts_of_index(index: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """The file of each graph, and the facts; ValueError for another kind of index."""
+    if not isinstance(index, dict):
+        raise ValueError(f"an index of type {type(index).__name__}, not an object")
+    if (version := index.get("version")) != _VERSION:
+        raise ValueError(f"version {version!r}, this reads {_VERSION}")
+    for key in ("graphs", "facts"):
+        if not isinstance(index.get(key), dict):
+            raise ValueError(f"{key!r} is {index.get(key)!r}, not an object")
+    files = index["graphs"]
+    if not files:
+        raise ValueError("'graphs' is {}, and no engine is without a graph")
+    for name, file in files.items():
+        # No file outside the folder is read, whatever an index says.
+        if not isinstance(file, str) or file != file_name(file):
+            raise ValueError(f"graph {name!r} is in {file!r}, which names no file of a dump")
+    return files, index["facts"]
+
+
+def diff_dumps(
+    old: Dump, new: Dump, *, exact_names: bool = False, launch_sizes: bool = True
+) -> DumpDiff:
+    """Compare graphs of the same name; `exact_names` and `launch_sizes` as of `normalise`."""
+    before, after = (
+        {
+            name: normalise(graph, names=not exact_names, launch_sizes=launch_sizes)
+            for name, graph in made.graphs.items()
+        }
+        for made in (old, new)
+    )
+    both = [name for name in before if name in after]
+    found = {name: tuple(diff_structures(before[name], after[name])) for name in both}
+    nothing = GraphStructure()
+    pairs = {name: (before.get(name, nothing), after.get(name, nothing)) for name in before | after}
+    facts = {name: (old.facts.get(name), new.facts.get(name)) for name in old.facts | new.facts}
+    return DumpDiff(
+        facts={name: pair for name, pair in facts.items() if pair[0] != pair[1]},
+        added=tuple(name for name in after if name not in before),
+        removed=tuple(name for name in before if name not in after),
+        changed={name: changes for name, changes in found.items() if changes},
+        summaries={name: summarise(*pair) for name, pair in pairs.items()},
+        equal=tuple(name for name, changes in found.items() if not changes),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration as it is after a round trip through JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return list(map(_plain, value)) if isinstance(value, tuple | list) else str(value)

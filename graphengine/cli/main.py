@@ -1,0 +1,422 @@
+"""`graphengine`: generate text, chat, see what an engine would hold, its graphs, measure, tune."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from itertools import repeat
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from graphengine.cli.graph_command import (
+    DRAWINGS,
+    diff_dumps,
+    prepare_dump,
+    read_dump,
+    read_engine,
+    write_dump,
+)
+from graphengine.cli.option_flags import add_flags, given_options
+from graphengine.cli.speculative_text import (
+    GRAMMAR,
+    VOCABULARY_GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
+)
+from graphengine.config import EngineConfig
+from graphengine.demo import checkpoint_path
+from graphengine.drafters import make_drafter
+from graphengine.engine import Engine
+from graphengine.engine_options import EngineOptions
+from graphengine.models.checkpoint import Checkpoint, find_local, stored_dtype
+from graphengine.models.stored import read_model
+from graphengine.opening.memory import plan_memory
+from graphengine.requests.request import Event
+from graphengine.requests.result import Result
+from graphengine.sampling_params import SamplingParams
+from graphengine.speculative import GateOptions, describe
+from graphengine.structured_outputs import StructuredOutputsParams
+
+COMMANDS_ABOVE = {
+    "acceptance": "Measure how many tokens a step drafters are worth on a text.",
+    "bench": "Measure a shape or a checkpoint.",
+    "profile": "Profile an engine with Nsight Systems or torch's profiler.",
+    "report": "Tell from a recording or a trace where the time between tokens goes.",
+    "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
+}
+"""Commands whose code lies above this folder, and what `--help` says of them.
+
+Command `x` is the module `x` of `FOLDER_ABOVE`, with `add_arguments(parser)` and `x(options)`. This
+is the one place here that names anything above, and only as text: the module is imported when its
+command is run and at no other time, so that nothing in this folder depends on it.
+"""
+FOLDER_ABOVE = "graphengine.profiles"
+
+# In front of request options among what is parsed: a request has a seed, and so has an engine.
+_SAMPLING = "sampling_"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 2 after an error the user can mend."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(arguments[0] if arguments else None).parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that lacks a character shows another one; the text goes on.
+        sys.stdout.reconfigure(errors="replace")
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    try:
+        command: Callable[[argparse.Namespace], int | None] = options.command
+        status = command(options)
+        # What reads the output may be gone, or its disk full: here that can still be said.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # As `head` leaves it. Nothing is left for the interpreter to flush at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (ValueError, OSError) as error:
+        print(f"graphengine: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status or 0
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Complete one prompt; the text streams to the terminal."""
+    params = _sampling(options)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with _engine(options) as engine:
+        events = engine.stream(prompt, params, deadline_s=options.deadline)
+        result, summary = _run(engine, events, options)
+    if options.json:
+        said = {"text": result.text, "token_ids": result.token_ids}
+        print(json.dumps(said | summary | _logprobs(result)))
+    else:
+        _print_logprobs(result)
+        _print_summary(summary)
+        if summary["acceptance"] is not None:
+            print(f"speculation: {result.acceptance}")
+
+
+def chat(options: argparse.Namespace) -> None:
+    """A conversation through the checkpoint's chat template; one line of input is one turn.
+
+    A turn prefills what the template has changed or added since the one before.
+    """
+    params = _sampling(options)
+    with _engine(options) as engine, engine.session() as session:
+        if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
+            raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
+        messages: list[dict[str, str]] = []
+        if options.system:
+            messages.append({"role": "system", "content": options.system})
+        while (line := _read_line(options.json)) is not None:
+            messages.append({"role": "user", "content": line})
+            session.update(messages)
+            events = session.stream(params, deadline_s=options.deadline)
+            result, summary = _run(engine, events, options)
+            messages.append({"role": "assistant", "content": result.text})
+            if options.json:
+                print(json.dumps({"text": result.text, **summary, **_logprobs(result)}), flush=True)
+            else:
+                _print_logprobs(result)
+                if result.finish_reason not in ("stop", "length"):
+                    print(f"({result.finish_reason})")
+
+
+def info(options: argparse.Namespace) -> None:
+    """What would be allocated and captured; nothing is."""
+    checkpoint = Checkpoint.open(_checkpoint(options))
+    model = read_model(checkpoint)
+    config = EngineConfig(**_engine_options(options))
+    drafter = make_drafter(config, checkpoint, model)
+    memory = plan_memory(model, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter)
+    facts: dict[str, Any] = {
+        "architecture": model.architecture,
+        "layers": model.num_layers,
+        "vocabulary": model.vocab_size,
+        "device": str(memory.device),
+        "dtype": str(memory.dtype).removeprefix("torch."),
+        "max_batch": memory.ladder.sizes[-1],
+        "max_seq_len": memory.max_seq_len,
+        "decode_buckets": memory.ladder.sizes,
+        "prefill_buckets": memory.prefill_ladder.sizes,
+        "speculative": describe(config.mode),
+        "draft_lengths": memory.draft_lengths,
+        "graphs": memory.graphs,
+    }
+    if options.json:
+        budget = [asdict(line) for line in memory.budget.lines]
+        print(json.dumps(facts | {"budget": budget}))
+        return
+    for name, value in facts.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        print(f"{name.replace('_', ' '):<16} {shown}")
+    print(f"\n{memory.budget.table()}")
+
+
+def graph_dump(options: argparse.Namespace) -> None:
+    """Write every graph that an engine captures to a folder."""
+    # What is wrong with the checkpoint comes first, but nothing is downloaded to find that out.
+    if find_local(_checkpoint(options)) is not None:
+        Checkpoint.open(_checkpoint(options))
+    prepare_dump(EngineConfig(**_engine_options(options)), options.out, options.draw)
+    with _engine(options) as engine:
+        made = read_engine(engine, checkpoint=options.checkpoint)
+    write_dump(made, options.out, drawing=options.draw)
+    if options.json:
+        print(json.dumps({"out": str(options.out), "graphs": list(made.graphs)}))
+        return
+    for name, graph in made.graphs.items():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in graph.count().items())
+        programmatic, edges = graph.programmatic_edges()
+        print(f"{name:<18} {kinds}; {programmatic} of {edges} edges programmatic")
+    print(f"{len(made.graphs)} graphs in {options.out}")
+
+
+def graph_diff(options: argparse.Namespace) -> int:
+    """Compare two folders of `graph dump`; exit status 1 where a graph differs."""
+    if options.limit < 0:
+        raise ValueError(f"--limit {options.limit} must be at least 0")
+    old, new = read_dump(options.old), read_dump(options.new)
+    found = diff_dumps(
+        old, new, exact_names=options.exact_names, launch_sizes=not options.ignore_sizes
+    )
+    print(found.to_json() if options.json else found.to_text(options.limit))
+    return int(found.differs)
+
+
+def _run(
+    engine: Engine, events: Iterator[Event], options: argparse.Namespace
+) -> tuple[Result, dict[str, Any]]:
+    """Run the request of this stream, writing its text as it comes unless JSON is asked for."""
+    before, request = Counter(engine.counters), None
+    for event in events:
+        request = event.request
+        if not options.json:
+            print(event.text, end="", flush=True)
+    if not options.json:
+        print(flush=True)
+    assert request is not None, "a stream ends with an event"
+    result = request.result()
+    return result, _summary(engine, result, engine.counters - before)
+
+
+def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str, Any]:
+    """Latencies in milliseconds, the buckets that served the request, what became of its drafts.
+
+    Gaps are those between steps: the tokens of one step come at once.
+    """
+    moments = list(dict.fromkeys(result.timings.tokens))
+    first, gaps = result.timings.time_to_first_token, np.diff(moments).tolist()
+    p50, p99 = np.percentile(gaps, [50, 99]).tolist() if gaps else (None, None)
+    replays = {
+        name.removeprefix("replays/"): count
+        for name, count in counters.items()
+        if name.startswith("replays/")
+    }
+    return {
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.cached_tokens,
+        "new_tokens": len(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "ttft_ms": _milliseconds(first),
+        "itl_p50_ms": _milliseconds(p50),
+        "itl_p99_ms": _milliseconds(p99),
+        "replays": replays,
+        "acceptance": result.acceptance.as_dict() if engine.config.drafts else None,
+        "device": str(engine.memory.device),
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
+    stopped = "" if summary["stop_reason"] is None else f" ({summary['stop_reason']!r})"
+    latencies = [f"time to first token {summary['ttft_ms']} ms"]
+    if summary["itl_p50_ms"] is not None:
+        latencies.append(f"inter-token p50 {summary['itl_p50_ms']} ms")
+        latencies.append(f"p99 {summary['itl_p99_ms']} ms")
+    print(
+        f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
+        f"{summary['device']}, finished by {summary['finish_reason']}{stopped}, "
+        f"seed {summary['seed']}\n"
+        f"{', '.join(latencies)}\n"
+        f"buckets: {buckets}"
+    )
+
+
+def _engine(options: argparse.Namespace) -> Engine:
+    progress = None if options.json or not sys.stderr.isatty() else _progress_bar
+    return Engine.from_pretrained(
+        _checkpoint(options), progress=progress, **_engine_options(options)
+    )
+
+
+def _progress_bar(done: int, total: int) -> None:
+    width = 30
+    filled = width * done // max(total, 1)
+    end = "\r\x1b[K" if done >= total else ""
+    print(
+        f"\rloading [{'#' * filled}{' ' * (width - filled)}] {done / 2**20:,.0f} of "
+        f"{total / 2**20:,.0f} MiB{end}",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _checkpoint(options: argparse.Namespace) -> str:
+    return str(checkpoint_path()) if options.checkpoint == "demo" else str(options.checkpoint)
+
+
+def _read_line(quiet: bool) -> str | None:
+    try:
+        return input("" if quiet else "> ")
+    except EOFError:
+        return None
+
+
+def _engine_options(options: argparse.Namespace) -> EngineOptions:
+    """The engine options that were given; the others keep `EngineConfig`'s defaults."""
+    given = given_options(options, EngineConfig)
+    if options.speculative is not None:
+        given["speculative"] = parse_speculative(options.speculative)
+    if options.draft_vocab is not None:
+        vocabulary = parse_draft_vocabulary(options.draft_vocab)
+        given["speculative"] = with_draft_vocabulary(given.get("speculative"), vocabulary)
+    if options.max_live is not None:
+        given["gate"] = GateOptions(max_live=options.max_live)
+    return cast(EngineOptions, given)
+
+
+def _sampling(options: argparse.Namespace) -> SamplingParams:
+    given = given_options(options, SamplingParams, prefix=_SAMPLING)
+    return SamplingParams(**given, structured_outputs=_structured_outputs(options))
+
+
+def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams | None:
+    """What the output must be, by the one option of that group that was given."""
+    if options.json_schema is not None:
+        schema = options.json_schema.read_text(encoding="utf-8")
+        return StructuredOutputsParams(json=schema, disable_any_whitespace=options.no_whitespace)
+    if options.no_whitespace:
+        raise ValueError("--no-whitespace is for --json-schema")
+    if options.regex is not None:
+        return StructuredOutputsParams(regex=options.regex)
+    if options.choice is not None:
+        return StructuredOutputsParams(choice=options.choice.split(","))
+    if options.grammar is not None:
+        return StructuredOutputsParams(grammar=options.grammar.read_text(encoding="utf-8"))
+    return None
+
+
+def _logprobs(result: Result) -> dict[str, Any]:
+    """The field of log-probabilities for JSON, where they were asked for."""
+    return {} if result.logprobs is None else {"logprobs": result.to_dict()["logprobs"]}
+
+
+def _print_logprobs(result: Result) -> None:
+    """A line for each token: its text, log-probability and rank, then the most probable ids."""
+    texts = (segment.text for segment in result.segments) if result.segments else repeat("")
+    for token, text, logprobs in zip(result.token_ids, texts, result.logprobs or (), strict=False):
+        own, *others = logprobs.items()
+        best = ", ".join(f"{other} {found.logprob:.3f}" for other, found in others)
+        print(f"{token:>7} {text!r:<16} {own[1].logprob:8.3f} rank {own[1].rank}  {best}".rstrip())
+
+
+def _parser(asked: str | None) -> argparse.ArgumentParser:
+    """All commands; of those above only the one that is `asked` for has its options."""
+    parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in (generate, chat, info):
+        sub = commands.add_parser(
+            command.__name__, help=command.__doc__, description=command.__doc__
+        )
+        sub.set_defaults(command=command)
+        _add_engine_options(sub)
+        if command is generate:
+            sub.add_argument("--prompt", required=True, help="the prompt, or - for standard input")
+            _add_sampling_options(sub)
+        if command is chat:
+            sub.add_argument("--system", help="system message")
+            # Its template says how a prompt begins.
+            _add_sampling_options(sub, but=("add_bos",))
+    _add_graph_commands(commands)
+    for name, description in COMMANDS_ABOVE.items():
+        sub = commands.add_parser(name, help=description, description=description)
+        if name == asked:
+            module: Any = import_module(f"{FOLDER_ABOVE}.{name}")
+            sub.set_defaults(command=getattr(module, name), verbose=False)
+            module.add_arguments(sub)
+    return parser
+
+
+def _add_graph_commands(commands: Any) -> None:
+    description = "Write the captured graphs of an engine to a folder, or compare two folders."
+    graph = commands.add_parser("graph", help=description, description=description)
+    kinds = graph.add_subparsers(required=True, metavar="dump|diff")
+    dump = kinds.add_parser("dump", help=graph_dump.__doc__, description=graph_dump.__doc__)
+    dump.set_defaults(command=graph_dump)
+    _add_engine_options(dump)
+    dump.add_argument("--out", type=Path, required=True, help="a new or empty folder")
+    dump.add_argument("--draw", choices=DRAWINGS, help="a drawing of each graph, too")
+    diff = kinds.add_parser("diff", help=graph_diff.__doc__, description=graph_diff.__doc__)
+    diff.set_defaults(command=graph_diff, verbose=False)
+    diff.add_argument("old", type=Path, help="folder of the first dump")
+    diff.add_argument("new", type=Path, help="folder of the second one")
+    diff.add_argument("--json", action="store_true", help="print JSON only")
+    diff.add_argument("--limit", type=int, default=20, help="lines of changes of a graph")
+    diff.add_argument(
+        "--exact-names", action="store_true", help="compare tile sizes and the like in names, too"
+    )
+    diff.add_argument(
+        "--ignore-sizes", action="store_true", help="leave out grid, block and shared memory"
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model"
+    )
+    add_flags(parser, EngineConfig)
+    parser.add_argument("--speculative", metavar="MODE", help=GRAMMAR)
+    parser.add_argument(
+        "--max-live",
+        type=int,
+        metavar="N",
+        help="drafts for up to N live requests, and only while enough are accepted",
+    )
+    parser.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -> None:
+    add_flags(parser, SamplingParams, but=but, prefix=_SAMPLING)
+    add = parser.add_argument
+    add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
+    guided = parser.add_mutually_exclusive_group()
+    guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
+    guided.add_argument("--regex", help="the text matches it as a whole")
+    guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these")
+    guided.add_argument("--grammar", type=Path, metavar="FILE", help="a Lark grammar of the text")
+    add("--no-whitespace", action="store_true", help="--json-schema: none between its tokens")

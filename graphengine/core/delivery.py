@@ -1,0 +1,331 @@
+"""Turns a replay's record into what the caller sees: tokens and text, events, callbacks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from graphengine.buckets.mailbox import Payloads
+from graphengine.checks import is_int
+from graphengine.host.deadlines import Deadlines
+from graphengine.host.gate import Gate
+from graphengine.host.replay import Replay
+from graphengine.host.scheduler import Scheduler
+from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP
+from graphengine.kernels.step.record import (
+    EPOCH_MASK,
+    EPOCH_SHIFT,
+    FLAGS_AND_COUNT,
+    FLAGS_AND_COUNT_MASK,
+    fed_of,
+    unpack_state,
+)
+from graphengine.observe.recorder import Recorder
+from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.guided import Guide
+from graphengine.requests.request import Event, Phase, Request
+from graphengine.requests.result import FinishReason, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
+
+# Makes an event from a tuple. Calling the class runs a Python function and takes twice as long.
+_make = tuple.__new__
+
+
+class Delivery:
+    """Reads mailbox lanes, finishes requests, and keeps events until a caller has had them.
+
+    scheduler  retires finished requests, and is told how many tokens a speculative row emitted
+    gate       is told how many drafts were accepted
+    recorder   is told which requests finished, while it records
+    forced     whether acceptance is forced, so that no draft is judged
+
+    `cancelled` collects requests that their callers cancel, `deadlines` those that may be late;
+    `acceptance` counts all requests. A wait or a callback that raises, or a `generate` in between,
+    delays events but loses none.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, gate: Gate | None, recorder: Recorder, *, forced: bool
+    ) -> None:
+        self.counters = scheduler.counters
+        self.acceptance = Acceptance()
+        self.cancelled: list[Request] = []
+        self.deadlines = Deadlines()
+        self.stop_callback: StopCallback | None = None
+        self._scheduler = scheduler
+        self._gate = gate
+        self._recorder = recorder
+        self._forced = forced
+        # Events whose callbacks have yet to run, and events that no step has returned yet, in
+        # order.
+        self._undelivered: list[Event] = []
+        self._unreturned: list[Event] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether a cancelled request or an event is left."""
+        return bool(self.cancelled or self._undelivered or self._unreturned)
+
+    def clear(self) -> None:
+        """Drop everything that is left, as the engine closes."""
+        for left in (self.cancelled, self._undelivered, self._unreturned, self.deadlines.heap):
+            left.clear()
+
+    def keep(self, events: list[Event]) -> None:
+        """Take back the list that a step returned: the next step adds its events and returns it."""
+        self._unreturned = events
+
+    def read_replay(
+        self,
+        replay: Replay,
+        record: Payloads,
+        logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None,
+        now: float,
+    ) -> None:
+        """Deliver all lanes of a replay's mailbox entry and log-probabilities, read at `now`."""
+        read, width = self.read, replay.width
+        lanes = zip(replay.requests, replay.epochs, record, strict=True)
+        if logprobs is None:
+            given = [read(request, epoch, items, width, now) for request, epoch, items in lanes]
+        else:
+            given = [
+                read(*lane, width, now, found) for lane, found in zip(lanes, logprobs, strict=True)
+            ]
+        if tokens := sum(given):
+            self.counters["tokens"] += tokens
+        if self._recorder.recording:
+            drafted, accepted = drafts_of(record) if replay.width > 1 else (0, 0)
+            self._recorder.collected(
+                replay.sequence, replay.requests, given, now, drafted, accepted
+            )
+
+    def read(
+        self,
+        request: Request,
+        epoch: int,
+        items: tuple[int, ...],
+        width: int,
+        now: float,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> int:
+        """Deliver one lane of a mailbox entry, from a graph that feeds `width` tokens a row.
+
+        `logprobs` are those of its tokens, if the request asks for them.
+
+        Its tokens go to the request, unless it has ended; the event waits for its callback. Returns
+        how many tokens the request got.
+        """
+        state = items[-1]
+        flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
+        if width > 1:
+            # What was fed past a stop was not judged.
+            self._account(request, epoch, width, count, count if flags & STOP else fed_of(state))
+        if not flags & (EMITTED | INVALID):
+            return 0
+        if request.finish_reason is not None or state >> EPOCH_SHIFT != epoch & EPOCH_MASK:
+            self.counters["discarded_tokens"] += count
+            return 0
+        if flags & INVALID:
+            self._log_invalid(request)
+            self._finish(request, "error", (), "", now)
+            return 0
+        tokens, text, stopped = items[:count], "", None
+        ended: FinishReason | None = None
+        if request.guide is not None:
+            taken, ended = self._follow(request, request.guide, tokens, flags)
+            if taken < count:
+                tokens, count, flags = tokens[:taken], taken, EMITTED
+        if request.stream is not None:
+            if count == 1 and not flags & STOP:
+                text, stopped = request.stream.push(tokens[0])
+            else:
+                silent = bool(flags & STOP) and request.hides(tokens[-1])
+                text, taken, stopped = request.stream.take(tokens, silent)
+                if taken < count:
+                    # Tokens after a stop string are not given to the caller.
+                    self.counters["discarded_tokens"] += count - taken
+                    tokens = tokens[:taken]
+            request.pieces.append(text)
+            if request.stream.failure is not None:
+                # The token that failed and those after it are not given to the caller.
+                taken = len(request.stream.lengths) - len(request.token_ids)
+                self.counters["discarded_tokens"] += len(tokens) - taken
+                tokens, stopped, ended = tokens[:taken], None, "error"
+                self._log_undecoded(request)
+        request.token_ids += tokens
+        if logprobs is not None and request.logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+            request.logprobs += logprobs
+        request.timings.tokens += [now] * len(tokens)
+        if stopped is not None:
+            request.stop_reason = stopped
+            self._finish(request, "stop", tokens, text, now, logprobs)
+        elif ended is not None:
+            self._finish(request, ended, tokens, text, now, logprobs)
+        elif flags & STOP:
+            request.stop_reason = request.reason_to_stop()
+            self._finish(request, "stop", tokens, text, now, logprobs)
+        elif flags & LENGTH:
+            self._finish(request, "length", tokens, text, now, logprobs)
+        else:
+            event = _make(Event, (request, tokens, text, None, now, logprobs))
+            if request.callback is None:
+                self._unreturned.append(event)
+            else:
+                self._announce(event)
+        return len(tokens)
+
+    def _announce(self, event: Event) -> None:
+        """Queue the event for the next step to return, and for its request's callback, if any."""
+        if event.request.callback is not None:
+            self._undelivered.append(event)
+        if not event.request.private:
+            self._unreturned.append(event)
+
+    def _log_invalid(self, request: Request) -> None:
+        """Log that no token could be chosen, and what the request bans: it may ban all that its
+        grammar allows, as masks do not take bans into account.
+        """
+        params, bans, where = request.params, [], ""
+        if params.bad_words:
+            bans.append("bad_words")
+        if -math.inf in (params.logit_bias or {}).values():
+            bans.append("logit_bias")
+        if bans and request.guide is not None:
+            self.counters["guided/errors"] += 1
+            bans.insert(0, "structured_outputs")
+        if bans:
+            where = f" where {' and '.join(bans)} allow a token"
+        log.error("request %d: the logits hold no finite value%s", request.id, where)
+
+    def _log_undecoded(self, request: Request) -> None:
+        assert request.stream is not None
+        log.error("request %d: %s", request.id, request.stream.failure)
+
+    def _follow(
+        self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
+    ) -> tuple[int, FinishReason | None]:
+        """How many of a step's tokens the grammar accepts, and why it ends, if it does."""
+        taken, ended = guide.take(tokens, more=flags == EMITTED)
+        self.counters["discarded_tokens"] += len(tokens) - taken
+        if ended == "error":
+            self.counters["guided/errors"] += 1
+            log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
+        return taken, ended
+
+    def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
+        """Tell the scheduler, the statistics and the gate what a speculative row came to.
+
+        verified  tokens that it fed and that were judged: without missing drafts
+        """
+        placement = request.placement
+        if placement is None or placement.epoch != epoch:
+            return
+        self._scheduler.collected(request, width, count)
+        if count and request.finish_reason is None:
+            for acceptance in (request.acceptance, self.acceptance):
+                acceptance.record(verified, count, None if self._forced else count - 1)
+            if self._gate is not None and verified > 1:
+                self._gate.record(count - 1, 1)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: tuple[int, ...],
+        text: str,
+        now: float,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> None:
+        """Retire the request; its last event has the text that was held back."""
+        tail = ""
+        if request.stream is not None:
+            known = request.stream.failure
+            tail = request.stream.flush()
+            if request.stream.failure is not known:
+                self._log_undecoded(request)
+                if reason in ("stop", "length"):
+                    reason, request.stop_reason = "error", None
+        request.pieces.append(tail)
+        request.finish_reason = reason
+        request.timings.finished = now
+        if request.drafts:
+            self.counters["drafts/stale"] += len(request.drafts)
+            request.drafts = ()
+        self._scheduler.retire(request)
+        self.counters[f"finished/{reason}"] += 1
+        if self._recorder.recording:
+            self._recorder.finished(request)
+        self._announce(Event(request, token_ids, text + tail, reason, now, logprobs))
+
+    def end_due(self) -> None:
+        """Finish the requests that were cancelled since the last call, and those that are late."""
+        while self.cancelled:
+            request = self.cancelled.pop(0)
+            self._finish(request, "cancelled", (), "", time.perf_counter())
+        if self.deadlines.heap:
+            now = time.perf_counter()
+            for request in self.deadlines.late(now):
+                self._finish(request, "deadline", (), "", now)
+
+    def _ask(self, callback: StopCallback) -> BaseException | None:
+        """Finish what `stop_callback` returns; returns what it raised, or what is wrong with it."""
+        active = {
+            request.id: request
+            for request in self._scheduler.active
+            if request.phase is not Phase.PAUSED and request.finish_reason is None
+        }
+        if not active:
+            return None
+        try:
+            asked = callback(tuple(active))
+            ended = list(asked) if isinstance(asked, Iterable) else [None]
+            if not all(is_int(number) and number in active for number in ended):
+                raise ValueError(
+                    f"stop_callback returned {asked!r}: it must be ids of {tuple(active)}"
+                )
+        except BaseException as error:
+            return error
+        now = time.perf_counter()
+        for number in ended:
+            # The callback itself may have cancelled it.
+            if active[number].finish_reason is None:
+                self._finish(active[number], "stop", (), "", now)
+        return None
+
+    def run_callbacks(self) -> list[Event]:
+        """Run the callbacks of new events; return these after the events left from earlier steps.
+
+        The first exception of a callback is raised after the last callback; `stop_callback` runs
+        first.
+        """
+        failure = None if self.stop_callback is None else self._ask(self.stop_callback)
+        while self._undelivered:
+            event = self._undelivered.pop(0)
+            callback = event.request.callback
+            assert callback is not None, f"{event.request!r} has no callback"
+            try:
+                callback(event)
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        events, self._unreturned = self._unreturned, []
+        return events
+
+
+def drafts_of(record: Payloads) -> tuple[int, int]:
+    """Drafts that the lanes of a speculative step verified, and how many of them were right."""
+    drafted = accepted = 0
+    for items in record:
+        lane = unpack_state(items[-1])
+        if lane.emitted:
+            # As in `read`: what was fed past a stop was not judged.
+            drafted += (lane.emitted if lane.flags & STOP else lane.fed) - 1
+            accepted += lane.emitted - 1
+    return drafted, accepted

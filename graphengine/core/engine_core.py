@@ -1,0 +1,384 @@
+"""The core of an engine: it takes the decisions, and runs the loop of a step over one runtime.
+
+    plan -> load -> replay -> collect
+
+`Engine` is its public face. Ways to run requests (`runs`), sessions and snapshots use the core,
+too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Unpack
+
+from graphengine.buckets import BucketLadder
+from graphengine.config import EngineConfig
+from graphengine.core.delivery import Delivery
+from graphengine.core.intake import Intake, QueueOptions
+from graphengine.core.report import describe_engine
+from graphengine.core.runtime import Runtime
+from graphengine.drafters import Drafter
+from graphengine.host.garbage import collect_due
+from graphengine.host.gate import Gate
+from graphengine.host.replay import Replay
+from graphengine.host.scheduler import Plan, PrefillChunk, Scheduler
+from graphengine.models.contract import ModelConfig, recurrent_states
+from graphengine.observe.recorder import Recorder
+from graphengine.observe.tracing import ranged, span
+from graphengine.opening.memory import MemoryPlan
+from graphengine.program.fields import draft_updates, host_updates
+from graphengine.program.graph_key import (
+    GraphKey,
+    PrefillKind,
+    decode_key,
+    draft_key,
+    note_key,
+    prefill_key,
+)
+from graphengine.prompts import Prompt
+from graphengine.requests.request import Event, Request
+from graphengine.sampling_params import SamplingParams
+from graphengine.text.tokenizer import Tokenizer
+
+
+def _counts(core: EngineCore, plan: Plan) -> tuple[int, int]:
+    return plan.bucket, len(plan.rows)
+
+
+def _counts_of_oldest(core: EngineCore, timeout: float | None) -> tuple[int, int]:
+    oldest = core.in_flight[0][-1]
+    return oldest.rows, len(oldest.requests)
+
+
+class EngineCore:
+    """Scheduler, intake, delivery, gate and recorder around one `runtime`, which it closes.
+
+    in_flight    replays of each step that was launched and not yet collected, oldest first
+    description  what latency and numerics depend on, for reports
+    closed       whether `close()` was called
+    broken       why only `close()` may still be called; None while all is well
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        memory: MemoryPlan,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_ids: tuple[int, ...],
+        drafter: Drafter | None,
+    ) -> None:
+        self.config = config
+        self.memory = memory
+        self.runtime = runtime
+        self.drafter = drafter
+        self.scheduler = new_scheduler(memory, config, drafter, runtime.model.config)
+        self.counters = self.scheduler.counters
+        self.gate: Gate | None = None
+        if config.gate_options is not None:
+            self.gate = Gate(
+                lengths=memory.draft_lengths,
+                counters=self.counters,
+                **asdict(config.gate_options),
+            )
+        self.description = describe_engine(config, memory, runtime)
+        self.recorder = Recorder(
+            description=self.description,
+            graphs=tuple(runtime.graphs),
+            captures=runtime.captures,
+            lanes=config.max_batch,
+            in_flight=3 * (config.lookahead + 1),
+            stream=runtime.stream,
+        )
+        forced = config.forced_acceptance is not None
+        self.delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
+        self.intake = Intake(
+            config,
+            memory,
+            tokenizer=tokenizer,
+            vocab_size=runtime.model.config.vocab_size,
+            vocabulary=runtime.model.lm_head.shape[0],
+            eos_ids=eos_ids,
+            prompts_only=drafter is not None and drafter.prompts_only,
+            cancelled=self.delivery.cancelled,
+        )
+        self.in_flight: deque[tuple[Replay, ...]] = deque()
+        self.closed = False
+        self.broken: str | None = None
+        self._busy_in: str | None = None
+        self._counter_of = {key: f"replays/{key.name}" for key in runtime.graphs}
+
+    # Entry.
+
+    def check_open(self) -> None:
+        """ValueError once closed, RuntimeError once broken."""
+        if self.closed:
+            raise ValueError("the engine is closed")
+        if self.broken is not None:
+            raise RuntimeError(f"the engine is broken, close it: {self.broken}")
+
+    def _break(self, error: BaseException) -> None:
+        """Break the engine: after such an exception host and device may disagree.
+
+        An interrupt breaks it in a launch or a delivery, but not in a wait, which can be repeated.
+        """
+        self.broken = f"{type(error).__name__}: {error}"
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        on_event: Callable[[Event], None] | None,
+        **options: Unpack[QueueOptions],
+    ) -> Request:
+        """What `Engine.submit` says."""
+        self.check_open()
+        submitted = time.perf_counter()
+        self.scheduler.check_queue()
+        params = self.intake.usual_params if params is None else params
+        ids = self.intake.prompt_ids(prompt, params)
+        request = self.intake.request(ids, params, on_event, submitted=submitted, **options)
+        self.queue(request)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that the intake made."""
+        self.scheduler.submit(request)
+        if request.deadline is not None:
+            self.delivery.deadlines.watch(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is unfinished, a replay in flight, or an event not returned yet."""
+        return self.scheduler.busy or bool(self.in_flight) or self.delivery.pending
+
+    # One step, then its stages. Each stage is a range for profilers.
+
+    def step(self, timeout: float | None) -> list[Event]:
+        """What `Engine.step` says."""
+        self.check_open()
+        if self._busy_in is not None:
+            raise ValueError(f"step() called from inside {self._busy_in}, by an event callback")
+        self._busy_in = "step()"
+        try:
+            scheduler = self.scheduler
+            scheduler.moves.clear()
+            self.delivery.end_due()
+            ready = not scheduler.guided or self._drafts_are_there(timeout)
+            try:
+                while ready and len(self.in_flight) <= scheduler.lookahead:
+                    plan = self.plan()
+                    if plan is None:
+                        break
+                    self.load(plan)
+                    self.replay(plan)
+            except BaseException as error:
+                self._break(error)
+                raise
+            if self.in_flight:
+                self.collect(timeout)
+            return self.delivery.run_callbacks()
+        finally:
+            self._busy_in = None
+            if self.recorder.recording:
+                self.recorder.delivered()
+
+    @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
+    def plan(self) -> Plan | None:
+        """The scheduler's next plan, at the width that the gate chooses."""
+        if self.recorder.recording:
+            self.recorder.planning()
+        if self.gate is None:
+            return self.scheduler.plan()
+        live_rows = len(self.scheduler.active)
+        self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
+        plan = self.scheduler.plan()
+        if plan is not None and plan.rows:
+            self.gate.launched(live_rows)
+        return plan
+
+    @ranged("step/load", _counts)
+    def load(self, plan: Plan) -> None:
+        """Bring the host-owned fields that changed to the device: one staging block, one copy."""
+        if self.recorder.recording:
+            self.recorder.loading()
+        drafter = self.drafter
+        drafts = self.memory.tokens_per_step > 1
+        updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
+        if plan.masks_changed:
+            # Before the host's drafts are used up.
+            updates |= self.runtime.masks.updates(plan, self.scheduler.slots)
+        if drafter is not None and drafter.host_drafts and plan.rows:
+            updates |= draft_updates(plan, self.scheduler.slots, self.counters)
+        if updates:
+            self.runtime.load(updates)
+            self.counters["loads"] += 1
+
+    @ranged("step/replay", _counts)
+    def replay(self, plan: Plan) -> None:
+        """Queue the plan's swaps and replays on the stream."""
+        if plan.swap_out or plan.swap_in:
+            self.runtime.swap(len(plan.swap_out), len(plan.swap_in))
+        replays = []
+        chunk = plan.prefill
+        if chunk is not None:
+            request = chunk.request
+            requests, epochs = (request,), (request.placed.epoch,)
+            key = chunk_key(chunk, self.memory.prefill_ladder)
+            full = request.processing is not None and not chunk.noted
+            with span("prefill", key.size, chunk.count):
+                replays.append(self._launch(key, requests, epochs, 1, 0, chunk, full))
+        if plan.rows:
+            rows, drafts, full = plan.bucket, plan.width - 1, plan.full
+            key = decode_key(rows, drafts, self.runtime.program.samplers[-1 if full else 0])
+            replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
+            if self.drafter is not None and self.drafter.own_graph:
+                # It publishes nothing, so nothing waits for it.
+                self._run(draft_key(rows, drafts), replays[-1])
+        if plan.masks_changed and self.scheduler.guided:
+            self.counters["guided/steps"] += 1
+            self.runtime.fetch_drafts()
+        self.in_flight.append(tuple(replays))
+
+    def _launch(
+        self,
+        key: GraphKey,
+        requests: tuple[Request, ...],
+        epochs: tuple[int, ...],
+        width: int,
+        rows: int,
+        chunk: PrefillChunk | None,
+        full: bool,
+    ) -> Replay:
+        sequence = self.runtime.launched + 1
+        replay = Replay(sequence, requests, epochs, width, rows, chunk, full)
+        self._run(key, replay)
+        return replay
+
+    def _run(self, key: GraphKey, replay: Replay) -> None:
+        """Launch a graph, that of `replay` or the drafter's own after it."""
+        if self.recorder.recording:
+            chunk, live = replay.chunk, len(replay.requests)
+            fed = 0 if chunk is None else chunk.count
+            if chunk is not None and chunk.noted:
+                # Its lanes are live, but nothing is fed.
+                live, fed = fed, 0
+            launch = self.runtime.replay
+            self.recorder.launch(launch, key, replay.sequence, live, replay.width, fed)
+        else:
+            self.runtime.replay(key)
+        self.counters[self._counter_of[key]] += 1
+
+    @ranged("step/collect", _counts_of_oldest)
+    def collect(self, timeout: float | None) -> None:
+        """Read the oldest launch if it is done within `timeout` seconds."""
+        if self.recorder.recording:
+            self.recorder.collecting()
+        runtime, replays = self.runtime, self.in_flight[0]
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        if self.config.collect_while_waiting and (timeout is None or timeout > 0):
+            collect_due(runtime.mailbox.ready, replays[0].sequence, len(replays[0].requests))
+        records = []
+        try:
+            for replay in replays:
+                left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+                record = runtime.wait_tokens(replay.sequence, len(replay.requests), left)
+                if record is None:
+                    return
+                logprobs = None
+                if replay.full:
+                    logprobs = runtime.wait_logprobs(replay, record, left)
+                    if logprobs is None:
+                        return
+                records.append((replay, record, logprobs))
+        except Exception as error:
+            self._break(error)
+            raise
+        now = time.perf_counter()
+        try:
+            self.in_flight.popleft()
+            runtime.buffers.acknowledge(replays[-1].sequence)
+            for replay, record, logprobs in records:
+                self.delivery.read_replay(replay, record, logprobs, now)
+        except BaseException as error:
+            self._break(error)
+            raise
+        if self.drafter is not None:
+            with runtime.on_stream():
+                for replay in replays:
+                    if replay.chunk is not None:
+                        self.drafter.collect(replay.chunk)
+
+    def _drafts_are_there(self, timeout: float | None) -> bool:
+        """Whether nothing is in flight and the drafts arrive within `timeout` seconds."""
+        if self.in_flight:
+            return False
+        try:
+            return bool(self.runtime.wait_drafts(timeout))
+        except Exception as error:
+            self._break(error)
+            raise
+
+    def close(self) -> None:
+        """What `Engine.close` says."""
+        if self.closed:
+            return
+        if self.broken is None:
+            self.runtime.synchronize()
+            if self.drafter is not None:
+                self.counters.update(self.drafter.counters())  # the device no longer holds them
+        self.scheduler.close()
+        self.closed = True
+        self.recorder.close()
+        self.in_flight.clear()
+        self.delivery.clear()
+        self.runtime.close()
+        drafter, self.drafter = self.drafter, None
+        if drafter is not None:
+            drafter.close()
+
+
+def new_scheduler(
+    memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None, model: ModelConfig
+) -> Scheduler:
+    """The scheduler of an engine with these sizes.
+
+    A recurrent layer's state follows from every token, and is kept at the newest one alone: whoever
+    skipped the tokens of kept blocks would lack the state after them. So no blocks are kept.
+    """
+    recurrent = bool(recurrent_states(model.states))
+    return Scheduler(
+        slots=config.max_batch,
+        kv_blocks=memory.kv_blocks,
+        swap_blocks=memory.swap_blocks,
+        block_size=memory.block_size,
+        max_chunk=memory.prefill_ladder.sizes[-1],
+        tokens_per_step=memory.tokens_per_step,
+        reserve_extra=0 if drafter is None else drafter.reserve,
+        max_seq_len=memory.max_seq_len,
+        ladder=memory.ladder,
+        max_waiting=config.max_waiting,
+        lookahead=config.lookahead,
+        prefix_caching=config.prefix_caching,
+        kept_blocks=0 if recurrent else config.session_blocks,
+        look_behind=0 if drafter is None else drafter.look_behind,
+        note_all=config.relaxed_acceptance is not None or (drafter is not None and drafter.notes),
+    )
+
+
+def prefill_kind(request: Request) -> PrefillKind:
+    """The prefill graphs that the request needs."""
+    if request.processing is None:
+        return "fast"
+    return "full" if request.prompt_logprobs is None else "prompt"
+
+
+def chunk_key(chunk: PrefillChunk, ladder: BucketLadder) -> GraphKey:
+    """The graph for a chunk, among the captured token buckets."""
+    if chunk.noted:
+        return note_key(ladder.sizes[-1])
+    return prefill_key(ladder.pick(chunk.count), prefill_kind(chunk.request))

@@ -1,0 +1,222 @@
+"""The door: prompts and parameters are checked, and requests are made of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypedDict, Unpack
+
+from graphengine.checks import is_finite, is_int, is_number
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter
+from graphengine.opening.memory import MemoryPlan
+from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
+from graphengine.requests.guided import Grammars
+from graphengine.requests.processing import (
+    check_something_is_left,
+    make_processing,
+    single_stop_ids,
+)
+from graphengine.requests.request import Event, Request
+from graphengine.sampling_params import SamplingParams
+from graphengine.text.tokenizer import TextStream, Tokenizer
+
+
+class QueueOptions(TypedDict, total=False):
+    """How a request waits: `Engine.submit` documents both."""
+
+    priority: int
+    deadline_s: float | None
+
+
+class Intake:
+    """Makes requests for an engine of `config` and `memory`, numbered from 1.
+
+    vocabulary    ids that can be sampled, the first of the `vocab_size` of the model
+    eos_ids       tokens that end every request, unless it ignores them
+    prompts_only  a request has one new token
+    cancelled     where requests put themselves that their owners end
+
+    `tokenizer` may be taken away: requests made from then on have no text.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        vocabulary: int,
+        eos_ids: tuple[int, ...],
+        prompts_only: bool,
+        cancelled: list[Request],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.usual_params = SamplingParams(max_tokens=1) if prompts_only else SamplingParams()
+        self.made = 0
+        self._config = config
+        self._max_seq_len = memory.max_seq_len
+        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
+        self._eos_ids = eos_ids
+        self._prompts_only = prompts_only
+        self._cancelled = cancelled
+        self._seeds = random.Random(config.seed)
+        self._grammars = Grammars(
+            width=memory.tokens_per_step, vocab_size=vocab_size, eos_ids=eos_ids
+        )
+
+    def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+        """The prompt's tokens; ValueError for what cannot be served."""
+        _check_params(params)
+        return self.session_ids(prompt, 0, params.add_bos)
+
+    def session_ids(
+        self, prompt: Prompt, known: int, add_bos: bool | None = None
+    ) -> tuple[int, ...]:
+        """Those of a prompt behind `known` tokens of a session; ValueError likewise."""
+        return prompt_ids(
+            prompt,
+            tokenizer=self.tokenizer,
+            vocab_size=self._vocab_size,
+            max_seq_len=self._max_seq_len,
+            add_bos=add_bos,
+            known=known,
+        )
+
+    def turn(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams | None,
+        callback: Callable[[Event], None] | None,
+        *,
+        submitted: float,
+        **options: Unpack[QueueOptions],
+    ) -> Request:
+        """A request whose prompt is a session's tokens; ValueError likewise."""
+        params = self.usual_params if params is None else params
+        _check_params(params)
+        if params.add_bos is not None:
+            raise ValueError(f"add_bos={params.add_bos} is for the `append` of a session")
+        return self.request(ids, params, callback, submitted=submitted, **options)
+
+    def request(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        callback: Callable[[Event], None] | None = None,
+        *,
+        submitted: float,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Request:
+        """A request, not queued yet; ValueError for parameters that cannot be served.
+
+        `submitted` is when its caller called, by `time.perf_counter`.
+        """
+        if callback is not None and not callable(callback):
+            raise ValueError(f"on_event={callback!r} cannot be called")
+        if not is_int(priority):
+            raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
+        if deadline_s is not None:
+            _check_deadline(deadline_s)
+        eos = () if params.ignore_eos else self._eos_ids
+        stops = (*params.stop_tokens, *single_stop_ids(params))
+        given = (token_id(token, self._vocab_size) for token in stops)
+        stop_ids = tuple(dict.fromkeys((*eos, *given)))
+        limit = self._config.max_stop_ids
+        if len(stop_ids) > limit:
+            raise ValueError(
+                f"{len(stop_ids)} end-of-sequence and stop token ids exceed max_stop_ids={limit}"
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
+        if self._prompts_only and params.max_tokens not in (None, 1):
+            raise ValueError(
+                f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "
+                f"new token, max_tokens=1"
+            )
+        processing = make_processing(
+            params,
+            prompt_len=len(ids),
+            vocabulary=self._vocabulary,
+            tokenizer=self.tokenizer,
+            config=self._config,
+        )
+        check_something_is_left(params, processing, stop_ids)
+        guide = None
+        if params.structured_outputs is not None:
+            if self._config.forced_acceptance is not None:
+                raise ValueError(
+                    f"structured_outputs: an engine with forced_acceptance="
+                    f"{self._config.forced_acceptance} takes drafts that a grammar forbids"
+                )
+            assert processing is not None
+            guide = self._grammars.guide(params, self.tokenizer, processing.mask)
+        room = 1 if self._prompts_only else self._max_seq_len - len(ids)
+        self.made += 1
+        return Request(
+            request_id=self.made,
+            prompt_token_ids=ids,
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            max_len=len(ids) + min(room, params.max_tokens or room),
+            submitted=submitted,
+            cancelled=self._cancelled,
+            stream=self._stream(params),
+            callback=callback,
+            eos_ids=eos,
+            priority=int(priority),
+            deadline_s=None if deadline_s is None else float(deadline_s),
+            processing=processing,
+            guide=guide,
+        )
+
+    def draft(self, request: Request, token_ids: Sequence[int], drafter: Drafter | None) -> None:
+        """Give drafts to a request, for the tokens behind those it has; they replace what it had.
+
+        ValueError where there are too many, or none can be, and for what is no such thing.
+        """
+        if drafter is None or not drafter.host_drafts:
+            raise ValueError(
+                f"speculative={self._config.speculative!r}: only UserProvided takes drafts"
+            )
+        if not isinstance(request, Request) or not request.belongs_to(self._cancelled):
+            raise ValueError(f"{request!r} is no request of this engine")
+        if request.finish_reason is not None:
+            raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
+        length = drafter.length
+        ids = token_ids_of(
+            token_ids,
+            self._vocab_size,
+            "drafts are token ids",
+            limit=length,
+            too_many=lambda count: f"{count} drafts for a request, k={length}",
+        )
+        request.drafts, request.drafts_from = ids, len(request.token_ids)
+
+    def _stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(
+            self.tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            hidden=self._eos_ids if params.remove_eos else (),
+            min_tokens=params.min_tokens,
+        )
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, not {params!r}")
+
+
+def _check_deadline(seconds: float) -> None:
+    if not is_number(seconds) or not (seconds > 0 and is_finite(seconds)):
+        raise ValueError(
+            f"deadline_s={seconds!r} must be positive, finite seconds from now on, or None"
+        )

@@ -1,0 +1,178 @@
+"""What an engine holds and what its capture cost, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphengine.buckets import CaptureReport
+from graphengine.config import EngineConfig
+from graphengine.core.runtime import Runtime
+from graphengine.drafters import Drafter
+from graphengine.host.gate import Gate
+from graphengine.host.scheduler import Scheduler
+from graphengine.kernels import KernelCompilation
+from graphengine.opening.memory import MemoryPlan
+from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.request import Phase
+from graphengine.speculative import describe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """Budget, kernels, ladder, captures and counters of an engine; `str()` is the table.
+
+    kv           blocks of the pool, as in `Engine.stats`
+    compilation  kernels compiled or read from disk at opening; None on a CPU
+    """
+
+    memory: MemoryPlan
+    kernels: str
+    kv: Mapping[str, int | None]
+    compilation: KernelCompilation | None
+    captures: tuple[CaptureReport, ...]
+    counters: Mapping[str, int]
+
+    def __str__(self) -> str:
+        memory = self.memory
+        lines = [
+            f"device {memory.device}, {str(memory.dtype).removeprefix('torch.')}, "
+            f"max_seq_len {memory.max_seq_len}",
+            self.kernels,
+            *_describe_compilation(self.compilation),
+            f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
+            f"prefill buckets {', '.join(map(str, memory.prefill_ladder.sizes))}",
+            "",
+            memory.budget.table(),
+            _describe_kv(self.kv),
+            "",
+            f"{'graph':<18}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
+        ]
+        for capture in self.captures:
+            nodes = "-" if capture.nodes is None else str(capture.nodes)
+            lines.append(
+                f"{capture.name:<18}{nodes:>8}{capture.capture_ms:>12.1f}"
+                f"{capture.bytes / 2**20:>10.2f}"
+            )
+        if self.counters:
+            lines += ["", "counters"]
+            lines += [f"  {name:<24}{count}" for name, count in sorted(self.counters.items())]
+        return "\n".join(lines)
+
+
+def make_report(
+    config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduler
+) -> EngineReport:
+    """The report of the engine with these parts, which may be closed."""
+    lanes = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
+    pdl = config.pdl and memory.device.type == "cuda"
+    why = "asked for" if config.row_family else f"for {lanes}"
+    return EngineReport(
+        memory=memory,
+        kernels=(
+            f"row family {runtime.plans.family} ({why}), plans {runtime.plan_sources}, "
+            f"PDL {'on' if pdl else 'off'}, numerics {runtime.numerics_id}"
+        ),
+        kv=_kv_blocks(scheduler),
+        compilation=runtime.compilation,
+        captures=runtime.captures,
+        counters=dict(scheduler.counters),
+    )
+
+
+def statistics(
+    scheduler: Scheduler,
+    acceptance: Acceptance,
+    gate: Gate | None,
+    drafter: Drafter | None,
+) -> dict[str, Any]:
+    """What `Engine.stats` says."""
+    own = {} if drafter is None else drafter.counters()
+    return {
+        "acceptance": acceptance.as_dict(),
+        "gate": None if gate is None else {"drafts": gate.drafts},
+        "kv": _kv_blocks(scheduler),
+        "counters": dict(scheduler.counters) | own,
+    }
+
+
+def _kv_blocks(scheduler: Scheduler) -> dict[str, int | None]:
+    pool = scheduler.pool
+    return {
+        "blocks": pool.count,
+        "vacant": pool.vacant,
+        "idle": len(pool.idle),
+        "session_blocks": pool.max_idle,
+    }
+
+
+def _describe_compilation(compilation: KernelCompilation | None) -> list[str]:
+    if compilation is None:
+        return []
+    return [
+        f"kernels {compilation.compiled} compiled, {compilation.loaded} read from disk, in "
+        f"{compilation.seconds:.2f} s"
+    ]
+
+
+def _describe_kv(kv: Mapping[str, int | None]) -> str:
+    most = "any number" if kv["session_blocks"] is None else f"at most {kv['session_blocks']}"
+    return (
+        f"KV blocks {kv['blocks']}: {kv['vacant']} vacant, {kv['idle']} kept by idle sessions and "
+        f"prefixes ({most})"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """Ids of requests, each in the order in which it happened.
+
+    active    in a slot and not paused when the report was made
+    paused    paused by the step, to make room for older ones
+    resumed   brought back by the step; one may be paused and resumed in the same step
+    finished  ended by the step, for any reason
+    """
+
+    active: tuple[int, ...]
+    paused: tuple[int, ...]
+    resumed: tuple[int, ...]
+    finished: tuple[int, ...]
+
+
+def describe_step(scheduler: Scheduler) -> StepReport:
+    """The report of the last step that `scheduler` planned."""
+    moved = {
+        kind: tuple(number for move, number in scheduler.moves if move == kind)
+        for kind in ("paused", "resumed", "finished")
+    }
+    active = (request.id for request in scheduler.active if request.phase is not Phase.PAUSED)
+    return StepReport(active=tuple(active), **moved)
+
+
+def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> dict[str, Any]:
+    """What latency and numerics depend on.
+
+    `plan_sources` says where the plan of each linear of a decode step came from: "user", "shipped"
+    or "heuristic". On a CPU no kernel uses it.
+    """
+    return {
+        "architecture": runtime.model.config.architecture,
+        "device": str(memory.device),
+        "dtype": str(memory.dtype).removeprefix("torch."),
+        "max_batch": config.max_batch,
+        "max_seq_len": memory.max_seq_len,
+        "buckets": list(memory.ladder.sizes),
+        "prefill_buckets": list(memory.prefill_ladder.sizes),
+        "block_size": memory.block_size,
+        "kv_blocks": memory.kv_blocks,
+        "lookahead": config.lookahead,
+        "wait": config.wait,
+        "collect_while_waiting": config.collect_while_waiting,
+        "pdl": config.pdl,
+        "row_family": runtime.plans.family,
+        "plan_sources": dict(runtime.plan_sources),
+        "numerics_id": runtime.numerics_id,
+        "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
+        "speculative": describe(config.mode),
+    }

@@ -1,0 +1,173 @@
+"""Ways to run requests to their end, each a thin shell over `Engine.step`.
+
+They get the events of their own requests through callbacks, so that any number of them, and a loop
+of plain steps, may run at the same time: every step advances all requests, and no event goes to the
+wrong run. An exception in another request's callback ends the run whose step called it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, Unpack, cast
+
+from graphengine.core.engine_core import EngineCore
+from graphengine.core.intake import QueueOptions
+from graphengine.prompts import Prompt, is_batch
+from graphengine.requests.request import Event, Request
+from graphengine.requests.result import Result
+from graphengine.sampling_params import SamplingParams
+
+Progress = Callable[[int, int], None]
+
+
+class Submit(Protocol):
+    """Queues a request whose events go to `on_event`."""
+
+    def __call__(self, *, on_event: Callable[[Event], None]) -> Request: ...
+
+
+def generate(
+    core: EngineCore,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    progress: Progress | None,
+    **options: Unpack[QueueOptions],
+) -> Any:
+    """What `Engine.generate` says."""
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress={progress!r} cannot be called")
+    intake, submitted = core.intake, time.perf_counter()
+    batch = is_batch(prompts)
+    prompt_list: Sequence[Any] = prompts if batch else [prompts]  # type: ignore[assignment]
+    if not isinstance(params, Sequence):
+        params = [intake.usual_params if params is None else params] * len(prompt_list)
+    if len(params) != len(prompt_list):
+        raise ValueError(f"{len(params)} SamplingParams for {len(prompt_list)} prompts")
+    done = 0
+
+    def heard(event: Event) -> None:
+        nonlocal done
+        done += event.finish_reason is not None
+
+    ids = [intake.prompt_ids(*pair) for pair in zip(prompt_list, params, strict=True)]
+    made = [
+        intake.request(*pair, heard, submitted=submitted, **options)
+        for pair in zip(ids, params, strict=True)
+    ]
+    core.scheduler.check_queue(len(made))
+    queued: list[Request] = []
+    try:
+        for request in made:
+            request.private = True
+            core.queue(request)
+            queued.append(request)
+        told = 0
+        while done < len(made):
+            _step(core)
+            if progress is not None and done > told:
+                told = done
+                progress(done, len(made))
+    except BaseException:
+        for request in queued:
+            request.cancel()
+        raise
+    results = [request.result() for request in made]
+    return results if batch else results[0]
+
+
+def finish(core: EngineCore, submit: Submit) -> Result:
+    """Submit a request and run it to its end."""
+    request = submit(on_event=_ignore)
+    request.private = True
+    try:
+        while not request.finished:
+            _step(core)
+    except BaseException:
+        request.cancel()
+        raise
+    return request.result()
+
+
+def stream(core: EngineCore, submit: Submit) -> Iterator[Event]:
+    """`Engine.stream`, for the request that `submit` makes."""
+    request, events = _submit(submit)
+    generator = _events(core, request, events)
+    # Run it to its first yield, so that closing an unused iterator cancels the request too.
+    next(generator)
+    return cast(Iterator[Event], generator)
+
+
+def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
+    """`Engine.astream`, for the request that `submit` makes."""
+    request, events = _submit(submit)
+    generator = _events_async(core, request, events)
+    # Run it to its first yield, before which it awaits nothing.
+    with suppress(StopIteration):
+        generator.__anext__().__await__().__next__()
+    return cast(AsyncIterator[Event], generator)
+
+
+def _ignore(event: Event) -> None:
+    """Ignores the events of a private request."""
+
+
+def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
+    """Submit a request whose events go into a queue; returns it and the queue."""
+    events: deque[Event] = deque()
+    request = submit(on_event=events.append)
+    request.private = True
+    return request, events
+
+
+def _step(core: EngineCore, timeout: float | None = None) -> None:
+    """A step for runs that get their events through callbacks.
+
+    The next plain step returns the events of requests without a callback. Events with a callback
+    are dropped, as they were delivered and there may never be a plain step.
+    """
+    events = core.step(timeout)
+    core.delivery.keep([event for event in events if event.request.callback is None])
+
+
+def _events(core: EngineCore, request: Request, events: deque[Event]) -> Iterator[Event | None]:
+    last: Event | None = None
+    try:
+        yield None
+        while events or not request.finished:
+            if not events:
+                _step(core)
+            while events:
+                last = events.popleft()
+                yield last
+        _check_ended(core, last)
+    finally:
+        request.cancel()
+
+
+async def _events_async(
+    core: EngineCore, request: Request, events: deque[Event]
+) -> AsyncIterator[Event | None]:
+    last: Event | None = None
+    try:
+        yield None
+        while events or not request.finished:
+            if not events:
+                await asyncio.sleep(0)
+            if not events and not request.finished:
+                _step(core, timeout=0)
+            while events:
+                last = events.popleft()
+                yield last
+        _check_ended(core, last)
+    finally:
+        request.cancel()
+
+
+def _check_ended(core: EngineCore, last: Event | None) -> None:
+    """ValueError if the engine was closed before the request's last event."""
+    if last is None or last.finish_reason is None:
+        core.check_open()

@@ -1,0 +1,245 @@
+"""A runtime: the part of an engine that one GPU holds, and the operations on it.
+
+It owns the static buffers, the caches, the mailboxes, the captured graphs and the stream. The host
+decides; a runtime loads what the host changed, replays a graph by its key, and waits for what the
+graph published. One of them serves one rank.
+
+On a CPU device there is no stream, and a replay calls the step that would have been captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import CapturedGraph, CaptureReport, capture_all
+from graphengine.buckets.mailbox import Payloads
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter
+from graphengine.host.replay import Replay
+from graphengine.models.contract import Model
+from graphengine.models.tuning import numerics_id
+from graphengine.observe.tracing import span
+from graphengine.opening.allocation import (
+    Allocation,
+    allocate,
+    compile_steps,
+    graph_steps,
+    swap_blocks,
+)
+from graphengine.opening.memory import MemoryPlan
+from graphengine.program.graph_key import GraphKey
+from graphengine.requests.result import TokenLogprobs
+
+
+class Graph(Protocol):
+    """What a runtime replays: a `CapturedGraph` or a stand-in for one."""
+
+    def replay(self) -> None: ...
+
+
+StandIn = TypeVar("StandIn", bound=Graph)
+
+
+class Runtime:
+    """Allocates what `memory` planned for `model`, and captures every graph.
+
+    All tensors keep their addresses until `close()`. One thread calls it.
+
+    model         weights and tables
+    buffers       every tensor that a replay can see, except weights and caches
+    caches        pairs (KV of every block of the pool, including the dummy block 0; its swap area):
+                  the target's, then the drafter's if it has one
+    mailbox       tokens and flags of each replay; `logprobs` has the log-probabilities that
+                  requests asked for
+    masks         the host's side of the masks for grammars and allowed ids
+    program       the captured steps
+    plans         the plan of each linear; `plan_sources` says where each came from
+    graphs        graphs by key; `replaced` puts others in their places
+    captured      the graphs in the order of their capture; `captures` says what each took
+    compilation   what was compiled for them; None on a CPU
+    numerics_id   `Engine.numerics_id`
+    stream        the stream of all replays and copies; None on a CPU
+    launched      publishing replays so far: the sequence number of the last one
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        memory: MemoryPlan,
+        config: EngineConfig,
+        drafter: Drafter | None,
+    ) -> None:
+        held = allocate(model, memory, config, drafter)
+        self.model = model
+        self.plans, self.plan_sources = held.plans, held.plan_sources
+        self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
+        self.masks = held.masks
+        self.caches, self.program = held.caches, held.program
+        self.stream = held.stream
+        self.numerics_id = _numerics_id(model, memory, held)
+        self.launched = 0
+        self._device = memory.device
+        self._mode, self._limit = config.wait, config.wait_limit_s
+        self.graphs: dict[GraphKey, Graph] = {}
+        self.captured: tuple[CapturedGraph, ...] = ()
+        self._capture(memory)
+
+    def _capture(self, memory: MemoryPlan) -> None:
+        """Compile, warm up and capture every graph, largest first, with padded rows only."""
+        steps = graph_steps(self.program, memory)
+        # The pairs are padded, so nothing is copied.
+        pairs = min(1, memory.swap_blocks)
+        swap = partial(self.swap, pairs, pairs)
+        with self.on_stream():
+            self.buffers.reset()
+            self.compilation = compile_steps(steps, memory.device, {"swap": swap})
+            self.buffers.reset()
+            swap()
+            graphs = capture_all(
+                {key.name: step for key, step in steps.items()},
+                device=memory.device,
+                stream=self.stream,
+                buffers=self.buffers,
+                # On a CPU nothing is compiled or kept: one run shows that the step works.
+                warmups=1 if self.stream is None else 2,
+                around=lambda name: span(f"capture/{name}"),
+            )
+            self.buffers.reset()
+        self.graphs.update(zip(steps, graphs.values(), strict=True))
+        self.captured = tuple(graphs.values())
+        self.captures: tuple[CaptureReport, ...] = tuple(each.report for each in self.captured)
+        self.synchronize()
+        self.mailbox.clear()
+        self.logprobs.clear()
+
+    # Calls of a step.
+
+    def load(self, updates: Mapping[str, Any]) -> None:
+        """Copy host-owned fields that changed to the device: one staging block, one copy."""
+        self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
+
+    def swap(self, out: int, back: int) -> None:
+        """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
+        with self.on_stream():
+            swap_blocks(self.caches, self.buffers, out, back)
+
+    def replay(self, key: GraphKey) -> None:
+        """Queue a graph on the stream; one that publishes takes the next sequence number."""
+        self.graphs[key].replay()
+        if key.kind != "draft":
+            self.launched += 1
+
+    def fetch_drafts(self) -> None:
+        """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
+        with self.on_stream():
+            self.masks.fetch_drafts()
+
+    # The waits. Each returns None if its data have not arrived within `timeout` seconds (None: up
+    # to the engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and
+    # MailboxBroken if the device failed.
+
+    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
+        """The first `lanes` lanes published by replay `sequence`."""
+        return self.mailbox.wait(
+            sequence,
+            lanes,
+            timeout=timeout,
+            mode=self._mode,
+            limit=self._limit,
+            stream=self.stream,
+        )
+
+    def wait_logprobs(
+        self, replay: Replay, record: Payloads, timeout: float | None
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """The log-probabilities of each lane of a replay that published `record`."""
+        return self.logprobs.wait(
+            replay,
+            record,
+            timeout=timeout,
+            mode=self._mode,
+            limit=self._limit,
+            stream=self.stream,
+        )
+
+    def wait_drafts(self, timeout: float | None) -> bool | None:
+        """True once the drafts of the last replay are on the host."""
+        return self.masks.wait(self.launched, timeout=timeout, mode=self._mode, limit=self._limit)
+
+    # Calls from outside a step.
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """A context in which the stream is current; does nothing on a CPU."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """Copies of KV blocks on the host, [layers, blocks, ...] for each cache; waits for them."""
+        with self.on_stream():
+            index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            # A layer at a time, as the gathered blocks take device memory outside the budget.
+            return tuple(
+                torch.stack([layer.index_select(0, index).cpu() for layer in cache])
+                for cache, _ in self.caches
+            )
+
+    def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
+        """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
+        with self.on_stream():
+            index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            for (cache, _), parts in zip(self.caches, kept, strict=True):
+                for layer, part in zip(cache, parts, strict=True):
+                    layer.index_copy_(0, index, part.to(self._device))
+
+    @contextmanager
+    def replaced(
+        self, replacement: Callable[[GraphKey, CapturedGraph], StandIn]
+    ) -> Iterator[dict[GraphKey, StandIn]]:
+        """Inside, replays run `replacement(key, graph)` for each captured graph; yields these.
+
+        For tools that time, compare or imitate replays. Enter and leave with no replay in flight.
+        """
+        before = dict(self.graphs)
+        made = {
+            key: replacement(key, graph) for key, graph in zip(before, self.captured, strict=True)
+        }
+        self.graphs.update(made)
+        try:
+            yield made
+        finally:
+            self.graphs.update(before)
+
+    def close(self) -> None:
+        """Free graphs, then their pool, buffers, caches and weights. Nothing works afterwards."""
+        for graph in self.captured:
+            graph.close()
+        self.buffers.close()
+        for name in ("graphs", "captured", "program", "model", "caches", "masks", "mailbox"):
+            delattr(self, name)
+        del self.logprobs, self.buffers
+
+
+def _numerics_id(model: Model, memory: MemoryPlan, held: Allocation) -> str:
+    """Hash of everything that the bits of an engine depend on."""
+    prefill = memory.prefill_ladder.sizes
+    return numerics_id(
+        model.config.linears,
+        held.plans,
+        dtype=memory.dtype,
+        extra={
+            "attention_split": held.program.launch.split_tokens,
+            "block_size": memory.block_size,
+            "prefill_buckets": ",".join(map(str, prefill)),
+            **model.numerics(prefill),
+        },
+    )

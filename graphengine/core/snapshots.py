@@ -1,0 +1,267 @@
+"""A session in host memory, or in a file: its tokens, and the blocks of every cache.
+
+A file is safetensors. It holds `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size,
+G, D] of the target; and `cache_1` of the drafter if it has one. The metadata hold, as JSON under
+`session`, what must be equal in the engine that continues it, and SHA-256 digests of all this. The
+digests find damage and mix-ups, not tampering: they can be recomputed for a changed file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from graphengine.checks import is_int
+from graphengine.core.engine_core import EngineCore
+from graphengine.drafters import Drafter, DraftModelDrafter
+from graphengine.drafters.modules import ModuleDrafter
+from graphengine.models.contract import StoredWeights
+from graphengine.models.tensor_files import save_whole
+from graphengine.speculative import DraftModel, Speculative, describe
+
+# Schema 3 is the first with digests.
+_SCHEMA = 3
+_SAMPLES = 1024
+# An unknown user's home is a RuntimeError, and so is JSON that is nested too deep.
+_UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What the engine of a session must have in common with an engine that continues it.
+
+    device       "cpu", or the GPU's name: another kind computes other bits
+    model        fingerprint of the configuration and of samples of the weights
+    caches       shape of a block of each cache, layers first
+    speculative  the drafter, as in reports, but without the path of a draft model
+    drafter      fingerprint of the drafter's configuration and weights, like the model's; "" if it
+                 has none
+    """
+
+    device: str
+    dtype: str
+    block_size: int
+    model: str
+    caches: tuple[tuple[int, ...], ...]
+    speculative: str
+    drafter: str
+    numerics_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SessionSnapshot:
+    """A session without an engine. It shares nothing with an engine; do not change its contents.
+
+    token_ids  tokens of the conversation
+    caches     for each cache [layers, blocks, ...]: the first blocks of the conversation, on the
+               host; no blocks if the session was evicted
+    digests    SHA-256 of "origin", "token_ids", "cache_0", ... at the time it was made
+    """
+
+    origin: Origin
+    token_ids: tuple[int, ...]
+    caches: tuple[Tensor, ...]
+    digests: Mapping[str, str]
+
+    @classmethod
+    def make(cls, origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]) -> Self:
+        """A snapshot with the digests of its parts."""
+        digests = dict(_digests(origin, token_ids, caches))
+        return cls(origin=origin, token_ids=tuple(token_ids), caches=tuple(caches), digests=digests)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that a session restored from it takes."""
+        return int(self.caches[0].shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a safetensors file, which appears whole or not at all; OSError if not.
+
+        ValueError for an invalid path.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"path={path!r} must be that of a file")
+        tensors = {f"cache_{index}": cache for index, cache in enumerate(self.caches)}
+        tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
+        about = json.dumps(
+            {"schema": _SCHEMA, **asdict(self.origin), "digests": dict(self.digests)}
+        )
+        try:
+            save_whole(tensors, Path(path).expanduser(), {"session": about})
+        # A path without a name, or with a null byte, is a ValueError.
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            raise OSError(f"the session cannot be written to {path!r}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote; ValueError, with the path, for anything else.
+
+        Nothing refers to the file afterwards. The digests are only read here; `check` compares
+        them.
+        """
+        path = Path(path)
+        try:
+            with safe_open(path.expanduser(), "pt") as file:
+                about = json.loads((file.metadata() or {})["session"])
+                # The tensors read are views of the mapped file, which others may change or
+                # truncate.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            origin, digests = _origin_in(about)
+            caches = tuple(tensors[f"cache_{index}"] for index in range(len(origin.caches)))
+            for index, (cache, shape) in enumerate(zip(caches, origin.caches, strict=True)):
+                if cache.dim() < 2 or (cache.shape[0], *cache.shape[2:]) != shape:
+                    raise ValueError(
+                        f"cache {index} is {tuple(cache.shape)}, of blocks of shape {shape}"
+                    )
+            token_ids = tuple(tensors["token_ids"].tolist())
+        except _UNREADABLE as error:
+            raise ValueError(f"{path} is no snapshot of a session: {error!r}") from error
+        return cls(origin=origin, token_ids=token_ids, caches=caches, digests=digests)
+
+    def check(self, core: EngineCore) -> None:
+        """ValueError, with both values, unless the KV is what `engine` would have computed.
+
+        It compares the session's origin with the engine, and checks by the digests that token ids,
+        KV and origin are those that the snapshot was made with. This reads them once, about a
+        second a GB.
+        """
+        ours, ids = origin_of(core), self.token_ids
+        for name, kind in (("origin", Origin), ("digests", Mapping)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"the session's {name}={getattr(self, name)!r} must be a {kind.__name__}"
+                )
+        for name in (field.name for field in fields(Origin)):
+            wanted, found = getattr(ours, name), getattr(self.origin, name)
+            if wanted != found:
+                raise ValueError(f"the session is of {name}={found!r}, the engine of {wanted!r}")
+        if not isinstance(ids, tuple | list):
+            raise ValueError(f"the session's token_ids={ids!r} must be a tuple of token ids")
+        if not isinstance(self.caches, tuple | list) or len(self.caches) != len(ours.caches):
+            found = len(self.caches) if isinstance(self.caches, tuple | list) else self.caches
+            raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
+        most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
+        for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
+            if not isinstance(cache, Tensor):
+                raise ValueError(f"cache {index} of the session must be a tensor, not {cache!r}")
+            if blocks is None and cache.dim() > 1:
+                blocks = cache.shape[1]
+            expected = (shape[0], blocks, *shape[1:])
+            fits = tuple(cache.shape) == expected and cache.dtype == core.memory.dtype
+            if not fits or blocks is None or blocks > most:
+                raise ValueError(
+                    f"cache {index} of the session is {cache.dtype} {tuple(cache.shape)}: it must "
+                    f"be {core.memory.dtype} {expected}, of {most} blocks at most"
+                )
+        self._check_digests()
+
+    def _check_digests(self) -> None:
+        """ValueError, naming the part, if a part differs from when the snapshot was made."""
+        for name, found in _digests(self.origin, self.token_ids, self.caches):
+            made = self.digests.get(name)
+            if made != found:
+                raise ValueError(
+                    f"{name} of the session is not what was kept: its SHA-256 is {found}, "
+                    f"that of what was kept {made}"
+                )
+
+
+def _digests(
+    origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]
+) -> Iterator[tuple[str, str]]:
+    """The SHA-256 of each part of a snapshot; a cache's includes its dtype and shape."""
+    about = json.dumps(asdict(origin), sort_keys=True)
+    yield "origin", hashlib.sha256(about.encode()).hexdigest()
+    yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+    for index, cache in enumerate(caches):
+        digest = hashlib.sha256(f"{cache.dtype} {tuple(cache.shape)} ".encode())
+        digest.update(cache.contiguous().flatten().view(torch.uint8).numpy().data)
+        yield f"cache_{index}", digest.hexdigest()
+
+
+def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
+    """Origin and digests from a file's metadata; ValueError, with the value, for anything else."""
+    if not isinstance(about, dict):
+        raise ValueError(f"session={about!r:.99} in its metadata must be an object")
+    about = dict(about)
+    schema, shapes = about.pop("schema", None), about.pop("caches", None)
+    if not is_int(schema) or schema != _SCHEMA:
+        raise ValueError(
+            f"it has schema {schema!r:.99}, not {_SCHEMA}: this version reads no other, and those "
+            f"before 3 have no digests of what they hold"
+        )
+    digests = about.pop("digests", None)
+    if not isinstance(digests, dict) or not all(
+        isinstance(value, str) for value in digests.values()
+    ):
+        raise ValueError(f"digests={digests!r:.99} in its metadata must be an object of strings")
+    if not isinstance(shapes, list) or not shapes:
+        raise ValueError(f"caches={shapes!r:.99} in its metadata must be a list of shapes")
+    for shape in shapes:
+        if not isinstance(shape, list) or not shape or not all(map(is_int, shape)):
+            raise ValueError(f"caches={shapes!r:.99} in its metadata must be lists of integers")
+    origin = Origin(caches=tuple(map(tuple, shapes)), **about)
+    for name, value in asdict(origin).items():
+        right = {"block_size": is_int(value), "caches": True}.get(name, isinstance(value, str))
+        if not right:
+            raise ValueError(f"{name}={value!r:.99} in its metadata has the wrong type")
+    return origin, digests
+
+
+def origin_of(core: EngineCore) -> Origin:
+    """The origin of this engine's sessions. Reads samples of all weights: milliseconds on a GPU."""
+    device = core.memory.device
+    on_gpu = device.type == "cuda"
+    return Origin(
+        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        dtype=str(core.memory.dtype).removeprefix("torch."),
+        block_size=core.memory.block_size,
+        model=_fingerprint(core.runtime.model.weights),
+        caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
+        speculative=_without_path(core.config.mode),
+        drafter=_fingerprint_of(core.drafter),
+        numerics_id=core.runtime.numerics_id,
+    )
+
+
+def copy_out(core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:
+    """A session's tokens and blocks, copied to the host after everything that was launched."""
+    return SessionSnapshot.make(origin_of(core), token_ids, core.runtime.read_blocks(blocks))
+
+
+def _without_path(mode: Speculative | None) -> str:
+    if isinstance(mode, DraftModel):
+        return f"draft model, k={mode.k}"
+    return describe(mode)
+
+
+def _fingerprint_of(drafter: Drafter | None) -> str:
+    """Fingerprint of what its KV depends on: empty for a drafter without weights."""
+    if isinstance(drafter, DraftModelDrafter | ModuleDrafter):
+        return _fingerprint(drafter.weights)
+    return ""
+
+
+def _fingerprint(weights: StoredWeights) -> str:
+    """16 hexadecimal digits of the configuration and of up to 1,024 elements of each weight."""
+    digest = hashlib.sha256(repr(weights.config).encode())
+    samples: list[Any] = []
+    for name, tensor in sorted(weights.named().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.flatten()
+        samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float())
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

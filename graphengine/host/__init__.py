@@ -1,0 +1,1 @@
+"""What the host keeps and decides about requests: slots, KV blocks, drafts' lengths, masks."""

@@ -1,0 +1,166 @@
+"""Log-probabilities on the host, read from a mailbox of their own for requests that ask for them.
+
+`kernels/logits/logprobs_mailbox.py` has the layout. Only the items of an entry that a replay has
+written are read: which these are follows from the replay's record in the first mailbox and from
+what its requests asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphengine.buckets import Mailbox
+from graphengine.buckets.mailbox import TAG_MASK, Payloads
+from graphengine.host.replay import Replay
+from graphengine.kernels import logprob_items, unpack_state
+from graphengine.requests.request import Request
+from graphengine.requests.result import Logprob, TokenLogprobs
+
+_NO_ID = 0xFFFF_FFFF
+
+
+Wanted = tuple[tuple[int, ...], int]
+"""For a lane: its tokens, and how many of the most probable tokens each has besides its own."""
+
+
+class LogprobMailbox:
+    """A ring in step with the engine's mailbox: entry for entry, tag for tag.
+
+    tokens  tokens of a row in the widest step
+    top     largest number of most probable tokens that a request may ask for
+    """
+
+    def __init__(
+        self, entries: int, lanes: int, tokens: int, top: int, *, device: torch.device
+    ) -> None:
+        self.items_of_token = logprob_items(top)
+        self._mailbox = _PartOfMailbox(entries, lanes, tokens * self.items_of_token, device=device)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What `publish_logprobs` writes."""
+        return self._mailbox.tensor
+
+    def clear(self) -> None:
+        """Forget everything; only with no replay in flight."""
+        self._mailbox.clear()
+
+    def wait(
+        self, sequence: int, lanes: Sequence[Wanted], **how: Any
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """For each lane the log-probabilities of its tokens; None for a lane without tokens. Waits
+        like `Mailbox.wait`: None if something has not arrived in time.
+        """
+        found: list[tuple[TokenLogprobs, ...] | None] = [None] * len(lanes)
+        self._mailbox.written = [
+            (lane, [self.items_of_token * j for j in range(len(tokens))], 2 + 2 * top)
+            for lane, (tokens, top) in enumerate(lanes)
+            if tokens
+        ]
+        if not self._mailbox.written:
+            return found
+        payloads = self._mailbox.wait(sequence, len(lanes), **how)
+        if payloads is None:
+            return None
+        for (lane, _, count), items in zip(self._mailbox.written, payloads, strict=True):
+            starts = range(0, len(items), count)
+            found[lane] = tuple(
+                _token_logprobs(token, items[start : start + count])
+                for token, start in zip(lanes[lane][0], starts, strict=True)
+            )
+        return found
+
+
+class Logprobs:
+    """All log-probabilities of an engine: of new tokens and, with `prompts`, of prompts.
+
+    In `prompts` a lane stands for a token of a prompt's chunk and holds the token after it.
+    """
+
+    def __init__(self, tokens: LogprobMailbox, prompts: LogprobMailbox | None) -> None:
+        self.tokens, self.prompts = tokens, prompts
+
+    def clear(self) -> None:
+        """Forget everything; only with no replay in flight."""
+        for mailbox in filter(None, (self.tokens, self.prompts)):
+            mailbox.clear()
+
+    def wait(
+        self, replay: Replay, record: Payloads, **how: Any
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """For each lane of a replay with this record the log-probabilities of its tokens, None if
+        its request wants none. Those of a prompt go to the request. Waits like `Mailbox.wait`: None
+        if something has not arrived in time.
+        """
+        sequence = replay.sequence
+        lanes = [_wanted(*lane) for lane in zip(replay.requests, record, strict=True)]
+        found = self.tokens.wait(sequence, lanes, **how)
+        chunk = replay.chunk
+        if found is None or chunk is None or chunk.request.params.prompt_logprobs is None:
+            return found
+        request, top = chunk.request, chunk.request.params.prompt_logprobs
+        if request.finish_reason is not None:
+            return found
+        assert self.prompts is not None and request.prompt_logprobs is not None
+        first = chunk.start + 1
+        following = request.prompt_token_ids[first : first + chunk.count]
+        logprobs = self.prompts.wait(sequence, [((token,), top) for token in following], **how)
+        if logprobs is None:
+            return None
+        for position, each in enumerate(logprobs, first):
+            (request.prompt_logprobs[position],) = each or (None,)
+        return found
+
+
+def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
+    """The log-probabilities that a lane with this record in the mailbox of tokens has."""
+    top = request.params.logprobs
+    # Nothing is read for a request that has ended: its slot may have another request by now.
+    if top is None or request.finish_reason is not None:
+        return (), 0
+    return items[: unpack_state(items[-1]).emitted], top
+
+
+class _PartOfMailbox(Mailbox):
+    """A mailbox whose entries are written in part: `written` says which part a replay writes.
+
+    It lists the first items of each lane, and how many items follow each of them.
+    """
+
+    written: Sequence[tuple[int, list[int], int]] = ()
+
+    def ready(self, sequence: int, lanes: int) -> bool:
+        """True if everything written has arrived."""
+        return self._take(sequence, lanes) is not None
+
+    def _take(self, sequence: int, lanes: int) -> Payloads | None:
+        entry = self._items[sequence % self.entries]
+        tag = sequence & TAG_MASK
+        payloads: Payloads = []
+        for lane, starts, count in self.written:
+            found: list[int] = []
+            for start in starts:
+                # Copied first, then judged, as in the mailbox of the tokens.
+                found += entry[lane, start : start + count].tolist()
+            if any(word >> 32 != tag for word in found):
+                return None
+            payloads.append(tuple(word & 0xFFFF_FFFF for word in found))
+        return payloads
+
+
+def _token_logprobs(token: int, payloads: tuple[int, ...]) -> TokenLogprobs:
+    """Entries for a token and the most probable tokens, in this order, without duplicates."""
+    found = {token: Logprob(_float(payloads[0]), payloads[1])}
+    for rank, (top_id, value) in enumerate(zip(payloads[2::2], payloads[3::2], strict=True), 1):
+        if top_id != _NO_ID:
+            found.setdefault(top_id, Logprob(_float(value), rank))
+    return found
+
+
+def _float(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value

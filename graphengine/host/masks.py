@@ -1,0 +1,130 @@
+"""Copies a step's masks to the device, and the drafts on which they depend back to the host.
+
+`allowed_bits` has W masks for each slot, one for each lane of its row. Masks of `allowed_token_ids`
+are written once, when the request is admitted; masks of a grammar before each of its decode steps,
+as they depend on its last tokens and the drafts after these. Where the device drafts, its table of
+drafts is copied to pinned memory after each step's replays while a request with a grammar is
+admitted, and the next step waits for that copy. Without such a request nothing is copied, and
+nothing waits.
+
+Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graphengine.buckets import Part, StaticBuffers
+from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
+from graphengine.host.scheduler import Plan
+from graphengine.kernels import USES_MASK
+from graphengine.requests.request import Request
+
+
+class MaskTable:
+    """The host's side of `allowed_bits`.
+
+    buffers      the engine's buffers; held until it closes
+    host_drafts  whether the host writes the drafts, so that none are copied from the device
+    """
+
+    def __init__(self, buffers: StaticBuffers, *, host_drafts: bool) -> None:
+        field = buffers["allowed_bits"]
+        self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
+        # The request whose masks the table has, by slot: as a number, so that no request is kept
+        # alive.
+        self._held: list[int | None] = [None] * len(self._table)
+        self._drafts_SK: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        if self._table.shape[1] > 1 and not host_drafts:
+            drafts_SK = buffers["draft_tokens"]
+            on_gpu = drafts_SK.device.type == "cuda"
+            self._drafts_SK = drafts_SK
+            self._drafts_host = torch.full(
+                tuple(drafts_SK.shape), -1, dtype=torch.int32, pin_memory=on_gpu
+            )
+            if on_gpu:
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def updates(self, plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """The field's values for the plan's step; empty if they have not changed.
+
+        Call it once `wait` has returned True, and before the host's drafts are used up. The values
+        are a view of the table: load them at once.
+        """
+        changed: list[int] = []
+        if plan.options_changed:
+            changed += [slot for slot, held in enumerate(slots) if self._hold(slot, held)]
+        for request in plan.rows:
+            guide = request.guide
+            if guide is not None:
+                if plan.width > 1:
+                    guide.follow(self._drafts_of(request)[: plan.width - 1])
+                slot = request.placed.slot
+                self._table[slot] = guide.masks
+                changed.append(slot)
+        if not changed:
+            return {}
+        first = min(changed)
+        return {"allowed_bits": Part(first, self._table[first : max(changed) + 1])}
+
+    def _hold(self, slot: int, request: Request | None) -> bool:
+        """Give the slot the masks of its request; False if it has them already."""
+        processing = None if request is None else request.processing
+        if processing is None or not processing.flags & USES_MASK:
+            request = None
+        number = None if request is None else request.id
+        if number == self._held[slot]:
+            return False
+        self._held[slot] = number
+        masks_WV = self._table[slot]
+        masks_WV[:] = -1
+        if request is not None and request.guide is not None:
+            masks_WV[:] = request.guide.masks
+        elif processing is not None and processing.mask is not None:
+            masks_WV[:, : processing.mask.size] = processing.mask
+        return True
+
+    def _drafts_of(self, request: Request) -> Sequence[int]:
+        if self._drafts_SK is None:
+            return request.next_drafts
+        drafts: list[int] = self._drafts_host[request.placed.slot].tolist()
+        return drafts
+
+    def fetch_drafts(self) -> None:
+        """Queue the copy of the device's drafts on the current stream, which is the replays'."""
+        if self._drafts_SK is not None:
+            self._drafts_host.copy_(self._drafts_SK, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+
+    def wait(
+        self,
+        sequence: int,
+        *,
+        timeout: float | None,
+        limit: float,
+        mode: WaitMode,
+    ) -> bool | None:
+        """True once the drafts after the last replay, `sequence`, have arrived; None if they have
+        not within `timeout` seconds (None: no timeout but `limit`).
+
+        TimeoutError after `limit` seconds; errors of the device are raised.
+        """
+        started = time.perf_counter()
+        event: Any = self._event
+        while event is not None and not event.query():
+            waited = time.perf_counter() - started
+            if timeout is not None and waited >= timeout:
+                return None
+            if waited >= limit:
+                raise TimeoutError(f"waited {limit:g} s for the drafts of replay {sequence}")
+            if mode != "spin":
+                time.sleep(BLOCK_SECONDS if mode == "block" else 0)
+        return True

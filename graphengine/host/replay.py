@@ -1,0 +1,25 @@
+"""A replay in flight: what the host remembers of it until its record is read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graphengine.host.scheduler import PrefillChunk
+from graphengine.requests.request import Request
+
+
+class Replay(NamedTuple):
+    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
+
+    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. A
+    prefill fed `chunk`; a decode ran in a bucket of `rows`. A `full` one may have published
+    log-probabilities.
+    """
+
+    sequence: int
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+    width: int
+    rows: int = 0
+    chunk: PrefillChunk | None = None
+    full: bool = False

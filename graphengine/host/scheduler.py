@@ -1,0 +1,598 @@
+"""Which requests run in the next step, and where their KV lives. Pure Python: no tensor, no device.
+
+The scheduler sees only what the host knows. A replay in flight may have stopped a row that it still
+plans; such a row is a no-op on the device. Everything it decides takes effect in stream order,
+after the replays already launched, so blocks and slots may be reused as soon as they are freed.
+
+A step of `width` tokens a row (W: one and its drafts) samples 1 to W of them, and the host learns
+how many when it reads the step (`collected`). Until then a request has two bounds: blocks are
+reserved and copied for the `most` tokens that may have been sampled, and it is planned as long as
+the `least` leave one to sample. At W = 1 both bounds are the number itself.
+
+Pauses always succeed: a request is admitted only while either all admitted requests fit the pool at
+their greatest need, or all but the oldest fit the swap area. No bound exceeds the greatest need:
+positions past the request's end are never written, except a few by its drafter, and those are part
+of that need. So the pool holds all requests, or each pause finds its swap blocks. The oldest is
+never paused and its greatest need fits the pool, so it advances by at least one token in every plan
+until all its tokens are in flight. It finishes, and so does every request after it.
+
+Blocks that a request shares with others, or with a session (`blocks.py`), do not change this. Each
+request is counted as if all its blocks were its own, so together they use no more than the sum.
+Blocks without a user are free, as they are evicted on demand. So the pool lacks a block only while
+other requests use some, and once those are paused the oldest has the whole pool. A pause copies
+shared blocks as well, and the request resumes into blocks of its own. So a pause may free fewer
+blocks than it copies; then the next youngest request is paused too.
+
+In a roomy pool, which holds the longest request of every slot, no request pauses: the blocks that a
+request may yet need are free, whether it takes them at once or as it grows.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from graphengine.buckets import BucketLadder
+from graphengine.host.blocks import BlockPool, Reuse
+from graphengine.requests.request import Phase, Placement, QueueFull, Request
+
+Move = Literal["paused", "resumed", "finished"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token.
+
+    noted  their KV is there already: the tokens are only noted, for kernels that read a prompt's
+           tokens
+    """
+
+    request: Request
+    start: int
+    count: int
+    noted: bool = False
+
+    @property
+    def final(self) -> bool:
+        return self.start + self.count == self.request.prompt_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
+
+    `rows[i]` runs in decode row i, in epoch `epochs[i]`; `bucket` is the number of rows of the
+    graph that serves them, 0 if no request decodes. `full` says whether one of them needs a graph
+    of the full sampler. A plan swaps out or in, never both. The other flags say which host-owned
+    fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
+    otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
+    same object. `width` is the number of tokens that a decode row feeds.
+    """
+
+    rows: tuple[Request, ...]
+    bucket: int
+    epochs: tuple[int, ...]
+    width: int
+    full: bool
+    prefill: PrefillChunk | None
+    swap_out: tuple[tuple[int, int], ...]
+    swap_in: tuple[tuple[int, int], ...]
+    rows_changed: bool
+    slots_changed: bool
+    tables_changed: bool
+    options_changed: bool
+    masks_changed: bool
+
+
+_NOTHING = Plan(
+    rows=(),
+    bucket=0,
+    epochs=(),
+    width=1,
+    full=False,
+    prefill=None,
+    swap_out=(),
+    swap_in=(),
+    rows_changed=False,
+    slots_changed=False,
+    tables_changed=False,
+    options_changed=False,
+    masks_changed=False,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Changes:
+    slots: bool = False
+    tables: bool = False
+    options: bool = False
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Admits, pauses, resumes and retires requests; first come, first served.
+
+    Of the waiting requests the one with the lowest priority number starts first, and of equal ones
+    the first to come. Priority decides only when a request starts: no request is paused for it.
+
+    slots             requests that can hold a slot at once
+    ladder            rows of the decode graphs; None: one graph with a row for every slot
+    kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
+    swap_blocks       host blocks for paused requests
+    max_chunk         prompt tokens of a prefill replay; chunks are cut at its multiples
+    tokens_per_step   the greatest width of a step, which is also the first
+    reserve_extra     positions that a drafter may write past those of the step or prompt it follows
+    max_seq_len       positions in a block table; no drafter writes past them
+    max_waiting       requests that may wait for a slot; None: any number
+    lookahead         replays that may be launched before an earlier one has been read
+    prefix_caching    whether prompts find blocks of earlier prompts by their tokens
+    kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
+    look_behind       tokens after a position on which its entries in the caches depend
+    note_all          whether the prompt tokens that a request skips are noted on the device for
+                      every request; otherwise only for requests with options on their logits
+
+    While a request with a grammar holds a slot, its sampled tokens must be read before its next
+    step can be launched: `guided` counts such requests, and `lookahead` is 0 while there are any.
+    `moves` notes which requests were paused, resumed and finished; its reader clears it.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        kv_blocks: int,
+        swap_blocks: int,
+        block_size: int,
+        max_chunk: int,
+        tokens_per_step: int = 1,
+        reserve_extra: int = 0,
+        max_seq_len: int | None = None,
+        ladder: BucketLadder | None = None,
+        max_waiting: int | None = None,
+        lookahead: int = 0,
+        prefix_caching: bool = False,
+        kept_blocks: int | None = None,
+        look_behind: int = 0,
+        note_all: bool = False,
+    ) -> None:
+        assert tokens_per_step >= 1, f"{tokens_per_step=}"
+        assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
+        self._ladder = BucketLadder(slots, (slots,)) if ladder is None else ladder
+        self.block_size = block_size
+        self.max_chunk = max_chunk
+        self.pool = BlockPool(kv_blocks, first=1, max_idle=kept_blocks)
+        self.swap = BlockPool(swap_blocks)
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self.slots: list[Request | None] = [None] * slots
+        self.counters: Counter[str] = Counter()
+        self.reuse = Reuse(
+            self.pool,
+            block_size=block_size,
+            behind=look_behind,
+            prefixes=prefix_caching,
+            counters=self.counters,
+        )
+        self.moves: list[tuple[Move, int]] = []
+        self.guided = 0
+        self.lookahead = self._usual_lookahead = lookahead
+        self._max_waiting = max_waiting
+        self._note_all = note_all
+        self._tokens_per_step = tokens_per_step
+        self._reserve_extra = reserve_extra
+        self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
+        # A pool that holds the longest request of every slot need not save blocks: a request gets
+        # all its blocks at once, and the tables stay as they are while it decodes. But no session
+        # is evicted for tokens that the request may never sample: if too few blocks are vacant, it
+        # gets those of its prompt, and more as it grows, for which there is room.
+        self._roomy = slots * self.blocks_for(self._max_seq_len) <= kv_blocks
+        self._width = tokens_per_step
+        self._changes = _Changes()
+        # The previous plan; the next `_repeats` calls return it again, unless requests come or go.
+        self._last = _NOTHING
+        self._repeats = 0
+        self._epoch = 0
+        self._slots_used: set[int] = set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    @property
+    def width(self) -> int:
+        """Tokens a row of the next plans, 1 .. tokens_per_step; may be set between plans."""
+        return self._width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        assert 1 <= width <= self._tokens_per_step, f"{width=} of {self._tokens_per_step}"
+        if width != self._width:
+            self._width = width
+            self._repeats = 0
+
+    def _reach(self, request: Request, tokens: int) -> int:
+        """Positions that may be written once the target may have written its first `tokens`.
+
+        The target writes no position past the request's end, and not that of its last token.
+        """
+        end = min(tokens, request.max_len - 1) + self._reserve_extra
+        return min(end, self._max_seq_len)
+
+    def _greatest_need(self, request: Request) -> int:
+        """Blocks of the request at its greatest length."""
+        return self.blocks_for(self._reach(request, request.max_len))
+
+    def check_queue(self, count: int = 1) -> None:
+        """QueueFull unless `count` more requests may wait."""
+        waiting, limit = len(self.waiting), self._max_waiting
+        if limit is not None and waiting + count > limit:
+            more = "another one" if count == 1 else f"{count} more"
+            raise QueueFull(
+                f"{waiting} requests wait already: {more} would exceed max_waiting={limit}"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError if it could not run with the whole pool to itself."""
+        need = self._greatest_need(request)
+        if need > self.pool.count:
+            extra = self._reach(request, request.max_len) - (request.max_len - 1)
+            drafts = f" and {extra} more of its drafter" if extra else ""
+            raise ValueError(
+                f"a request of {request.max_len} tokens (prompt {request.prompt_len} + "
+                f"{request.max_new_tokens} new){drafts} needs {need} KV blocks of "
+                f"{self.block_size} tokens; the pool has {self.pool.count}"
+            )
+        waiting = self.waiting
+        if waiting and waiting[-1].priority > request.priority:
+            place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
+            waiting.insert(place, request)
+        else:
+            waiting.append(request)
+        self._repeats = 0
+
+    def retire(self, request: Request) -> None:
+        """Remove a request in any phase, and free what it holds."""
+        self._repeats = 0
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        placement = request.placement
+        if placement is not None:
+            self.active.remove(request)
+            self.slots[placement.slot] = None
+            self.reuse.ended(request)
+            self.pool.give_back(placement.blocks)
+            self.swap.give_back(placement.swap_blocks)
+            request.placement = None
+            self._changes.slots = self._changes.tables = True
+            self._changes.options |= request.processing is not None
+            self._count_guided(request, -1)
+        request.phase = Phase.FINISHED
+        request.block_keys = None
+        self.moves.append(("finished", request.id))
+
+    def close(self) -> None:
+        """Cancel and retire all requests, and release the blocks of all sessions."""
+        for request in [*self.active, *self.waiting]:
+            request.cancel()
+            self.retire(request)
+        for context in list(self.reuse.contexts):
+            self.reuse.close(context)
+
+    def plan(self) -> Plan | None:
+        """The next step; None if nothing can be launched before something is collected.
+
+        While the previous plan is known to hold, this only counts: no request is looked at.
+        """
+        if self._repeats:
+            self._repeats -= 1
+            _count_launch(self._last)
+            return self._last
+        rows = self._grow_or_pause()
+        if not self._changes.swap_out:
+            rows += self._resume()
+            self._admit()
+        prefill = self._next_chunk()
+        if not rows and prefill is None:
+            return None
+        if prefill is not None:
+            self._advance_prefill(prefill)
+        rows.sort(key=lambda request: request.placed.slot)
+        changes, self._changes = self._changes, _Changes()
+        same = tuple(rows) == self._last.rows
+        plan = Plan(
+            rows=tuple(rows),
+            bucket=self._ladder.pick(len(rows)) if rows else 0,
+            # A request has one epoch: these can have changed only with the rows.
+            epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
+            width=self._width,
+            full=self._last.full if same else any(row.full for row in rows),
+            prefill=prefill,
+            swap_out=tuple(changes.swap_out),
+            swap_in=tuple(changes.swap_in),
+            rows_changed=not same,
+            slots_changed=changes.slots,
+            tables_changed=changes.tables,
+            options_changed=changes.options,
+            masks_changed=changes.options or self.guided > 0,
+        )
+        _count_launch(plan)
+        self._last = plan
+        self._repeats = self._holds_for(plan)
+        if self._repeats:
+            self._last = replace(
+                plan,
+                rows_changed=False,
+                slots_changed=False,
+                tables_changed=False,
+                options_changed=False,
+                masks_changed=self.guided > 0,
+            )
+        return plan
+
+    def collected(self, request: Request, width: int, count: int) -> None:
+        """A decode row of `request`, launched at `width`, was read: it sampled `count` tokens.
+
+        Call it once for each row of a launch at a width above 1, before or after `retire`; `count`
+        is 0 for a row that was a no-op or invalid.
+        """
+        assert 0 <= count <= width, f"{count=} of {width=}"
+        placement = request.placement
+        if placement is None:
+            return
+        placement.least += count - 1
+        placement.in_doubt -= width - 1
+        assert placement.in_doubt >= 0, f"{request!r} had no row of {width=} in flight"
+        # Repeats were counted at one token each: with more, the row runs out of tokens sooner. A
+        # no-op may give one back to a row that had none left.
+        left = max(0, request.max_new_tokens - placement.least) if count else 0
+        self._repeats = min(self._repeats, left)
+
+    def _holds_for(self, plan: Plan) -> int:
+        """How many later plans have the same rows and change nothing, if no request comes or goes.
+
+        None if a request is being prefilled, paused or stalled: the next plan decides about it. No
+        waiting request can be admitted meanwhile, as nothing is freed. What is collected meanwhile
+        only lowers the need for blocks.
+        """
+        if plan.prefill is not None or plan.swap_out or plan.swap_in:
+            return 0
+        width = plan.width
+        steps = min(
+            min(self._room(request) // width, request.max_new_tokens - request.placed.least)
+            for request in plan.rows
+        )
+        if steps and len(plan.rows) < len(self.active):
+            others = set(self.active).difference(plan.rows)
+            if any(other.phase is not Phase.DECODE or _can_sample(other) for other in others):
+                return 0
+        return steps
+
+    def _room(self, request: Request) -> int:
+        """Further tokens, past those that may be written, for which the request has blocks."""
+        placement = request.placed
+        held = len(placement.blocks) * self.block_size
+        if held >= placement.reach:
+            return sys.maxsize
+        return held - self._reserve_extra - _kv_len(request)
+
+    def _grow_or_pause(self) -> list[Request]:
+        """Rows that decode, oldest first, each with blocks for the positions of its next step.
+
+        When the pool is short the youngest request pauses for an older one. A request without a
+        younger one skips the step and keeps its blocks.
+        """
+        rows: list[Request] = []
+        for request in self.active:
+            if request.phase is not Phase.DECODE or not _can_sample(request):
+                continue
+            if self._room(request) >= self._width or self._reserve(
+                request, _kv_len(request) + self._width
+            ):
+                rows.append(request)
+            else:
+                self.counters["stalled_rows"] += 1
+        return rows
+
+    def _reserve(self, request: Request, tokens: int) -> bool:
+        """Give `request` the blocks for its first `tokens` tokens, pausing younger ones."""
+        blocks = request.placed.blocks
+        missing = self.blocks_for(self._reach(request, tokens)) - len(blocks)
+        if missing <= 0:
+            return True
+        while self.pool.free < missing:
+            victim = next(other for other in reversed(self.active) if other.placed.blocks)
+            if victim is request:
+                return False
+            self._pause(victim)
+        blocks += self.pool.take(missing)
+        self._changes.tables = True
+        return True
+
+    def _pause(self, request: Request) -> None:
+        """Copy out all blocks that may have been written, also by the launches in flight."""
+        placement = request.placed
+        used = self.blocks_for(self._reach(request, _kv_len(request)))
+        placement.swap_blocks = self.swap.take(used)
+        self._changes.swap_out += zip(placement.blocks[:used], placement.swap_blocks, strict=True)
+        self.pool.give_back(placement.blocks)
+        request.phase = Phase.PAUSED
+        request.pauses += 1
+        self.counters["pauses"] += 1
+        self.moves.append(("paused", request.id))
+        self._changes.tables = True
+
+    def _resume(self) -> list[Request]:
+        """Bring paused requests back, oldest first, while every running row can still grow.
+
+        Tokens collected during the pause may have lowered the bound up to which blocks were copied
+        out. Blocks past it hold nothing valid and are not copied back.
+        """
+        rows: list[Request] = []
+        paused = [request for request in self.active if request.phase is Phase.PAUSED]
+        headroom = self._headroom(len(self.active) - len(paused))
+        for request in paused:
+            placement = request.placed
+            prefilling = placement.prefilled < request.prompt_len
+            tokens = request.prompt_len if prefilling else _kv_len(request) + self._width
+            need = self.blocks_for(self._reach(request, tokens))
+            if self.pool.free < need + headroom:
+                break
+            placement.blocks = self.pool.take(need)
+            used = self.blocks_for(self._reach(request, _kv_len(request)))
+            self._changes.swap_in += zip(
+                placement.swap_blocks[:used], placement.blocks[:used], strict=True
+            )
+            self.swap.give_back(placement.swap_blocks)
+            self._changes.tables = True
+            headroom += self._headroom(1)
+            self.counters["resumes"] += 1
+            self.moves.append(("resumed", request.id))
+            request.phase = Phase.PREFILL if prefilling else Phase.DECODE
+            if not prefilling and _can_sample(request):
+                rows.append(request)
+        return rows
+
+    def _admit(self) -> None:
+        """Give waiting requests slots and blocks; paused ones go first.
+
+        The blocks are those of the prompt, or all that the request may ever need if the pool is
+        roomy and enough are vacant. Blocks that already hold its first tokens are shared, the
+        others are its own.
+        """
+        while self.waiting and None in self.slots:
+            if any(request.phase is Phase.PAUSED for request in self.active):
+                return
+            request = self.waiting[0]
+            found, own = self.reuse.begin_with(request)
+            need = self._greatest_need(request) - len(found)
+            if not self._roomy or need > self.pool.vacant:
+                prompt = self._reach(request, request.prompt_len)
+                need = self.blocks_for(prompt) - len(found)
+            # Found blocks without a user counted as free until now.
+            taken = need + sum(not self.pool.users(block) for block in found)
+            headroom = self._headroom(len(self.active))
+            if taken + headroom > self.pool.free or not self._can_always_pause(request):
+                return
+            self.waiting.popleft()
+            slot = self.slots.index(None)
+            self._epoch += 1
+            # First these: otherwise they, and the rest of the session, might be evicted for the
+            # others.
+            self.pool.use(found)
+            if request.context is not None:
+                self.reuse.touch(request.context)
+            cached = len(found) * self.block_size
+            request.placement = Placement(
+                slot=slot,
+                epoch=self._epoch,
+                reach=self._reach(request, request.max_len),
+                blocks=found + self.pool.take(need),
+                prefilled=cached,
+                noted=0 if self._is_noted(request) else cached,
+            )
+            request.cached_tokens = cached
+            if own:
+                self.reuse.took(request)
+            request.phase = Phase.PREFILL
+            self.slots[slot] = request
+            self.active.append(request)
+            self.counters["admitted"] += 1
+            self.counters["slot_reuses"] += slot in self._slots_used
+            self._slots_used.add(slot)
+            self._changes.slots = self._changes.tables = True
+            self._changes.options |= request.processing is not None
+            self._count_guided(request, 1)
+
+    def _count_guided(self, request: Request, change: int) -> None:
+        if request.guide is not None:
+            self.guided += change
+            self.lookahead = 0 if self.guided else self._usual_lookahead
+
+    def _headroom(self, rows: int) -> int:
+        """Blocks that `rows` rows may take in their next step: a roomy pool always has them."""
+        return 0 if self._roomy else rows * self.blocks_for(self._tokens_per_step)
+
+    def _can_always_pause(self, newcomer: Request) -> bool:
+        needs = [self._greatest_need(request) for request in [*self.active, newcomer]]
+        return sum(needs) <= self.pool.count or sum(needs[1:]) <= self.swap.count
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        for request in self.active:
+            if request.phase is Phase.PREFILL:
+                placement = request.placed
+                if not placement.begun:
+                    placement.begun = True
+                    self._look_again(request)
+                noted = placement.noted < request.cached_tokens
+                start = placement.noted if noted else placement.prefilled
+                end = request.cached_tokens if noted else request.prompt_len
+                end = min((start // self.max_chunk + 1) * self.max_chunk, end)
+                return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
+        return None
+
+    def _look_again(self, request: Request) -> None:
+        """Share the prompt's blocks that others have prefilled since the request was admitted."""
+        placement = request.placed
+        if not self.reuse.prefixes or placement.indexed:
+            return
+        have = request.cached_tokens // self.block_size
+        more = self.reuse.find(request)[have:]
+        if more:
+            self.pool.use(more)
+            own = placement.blocks[have : have + len(more)]
+            placement.blocks[have : have + len(more)] = more
+            self.pool.give_back(own)
+            cached = request.cached_tokens + len(more) * self.block_size
+            if not self._is_noted(request):
+                placement.noted = cached
+            placement.prefilled = request.cached_tokens = cached
+            self._changes.tables = True
+        self.reuse.begun(request)
+
+    def _is_noted(self, request: Request) -> bool:
+        """Whether the prompt tokens that it skips must be noted on the device."""
+        return self._note_all or request.processing is not None
+
+    def _advance_prefill(self, chunk: PrefillChunk) -> None:
+        placement = chunk.request.placed
+        if chunk.noted:
+            placement.noted += chunk.count
+            return
+        placement.prefilled += chunk.count
+        if self.reuse.prefixes:
+            self.reuse.fed(chunk.request)
+        if chunk.final:
+            placement.least = 1
+            chunk.request.phase = Phase.DECODE
+
+
+def _count_launch(plan: Plan) -> None:
+    """Each row samples one token, and up to as many more as it has drafts."""
+    for request in plan.rows:
+        request.placement.least += 1  # type: ignore[union-attr]
+    if plan.width > 1:
+        for request in plan.rows:
+            request.placement.in_doubt += plan.width - 1  # type: ignore[union-attr]
+
+
+def _kv_len(request: Request) -> int:
+    """At most this many tokens' KV is written once all that was launched has run.
+
+    The last sampled token has none. The bound may lie past the request's end: `_reach` cuts it.
+    """
+    placement = request.placed
+    if not placement.least:
+        return placement.prefilled
+    return placement.prefilled + placement.least + placement.in_doubt - 1
+
+
+def _can_sample(request: Request) -> bool:
+    """Whether the request may get another token, as far as the host can tell."""
+    return request.placed.least < request.max_new_tokens

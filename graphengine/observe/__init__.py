@@ -1,0 +1,1 @@
+"""What an engine shows of itself: the recorder, ranges for profilers, the environment."""

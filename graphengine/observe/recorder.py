@@ -1,0 +1,403 @@
+"""The recorder: what each replay did and when, in a ring that is allocated before the first replay.
+
+It is off until `engine.recorder.start()`. Then it adds a few clock reads to a step, two writes into
+the ring and two CUDA events around each replay, and never waits.
+
+    engine.recorder.start()
+    ...                                       # any use of the engine
+    engine.recorder.stop()
+    engine.recorder.write("run.jsonl")        # or look at `replays()`, `requests()`, `stages()`
+
+A step is what one plan launches: at most a prefill, a decode and a drafter's own graph. These
+replays share all times but `replay` and `launched`:
+
+    plan       the scheduler began
+    load       it had finished; changes are staged, copied and swapped until the first launch
+    replay     the launch of this replay began
+    launched   it returned
+    collect    the `Engine.step` call that read the step began to wait for it
+    read       its tokens had arrived: the time of its events
+    delivered  its callbacks had run: that `Engine.step` call returned
+
+With a lookahead the next step is planned and launched between `launched` and `collect`. A drafter's
+own graph publishes nothing, so its last three never come.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphengine.buckets import CaptureReport, ReplayTimer
+from graphengine.checks import is_int
+from graphengine.observe.environment import environment
+from graphengine.observe.record_lines import SCHEMA, capture_object, replay_object, request_object
+from graphengine.observe.ring import (
+    FINISHED,
+    KINDS,
+    NEVER,
+    REASONS,
+    REPLAY,
+    STAGES,
+    Ring,
+    first_launches,
+)
+from graphengine.program.graph_key import GraphKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphengine.requests.request import Request
+
+LEAST_CAPACITY = 64
+
+_REPLAY = struct.Struct("<7q6id3q4i")
+_COLLECTED = struct.Struct("<3q4i")
+_TIME = struct.Struct("<q")
+_MICROSECONDS = struct.Struct("<d")
+_FINISHED = struct.Struct("<4q4i")
+_AT = {name: field[1] for name, field in (REPLAY.fields or {}).items()}
+_NO_REQUESTS: tuple[Request, ...] = ()
+
+
+class Recorder:
+    """Records the replays and finished requests of one engine, which creates it and calls it.
+
+    buckets      names of the engine's graphs, as the records count them
+    description  facts about the engine: at least its `device`
+    graphs       the engine's graphs; `captures` has what each took to capture
+    lanes        most requests of a replay
+    in_flight    most replays launched and not collected
+    stream       the replays' stream; None on a CPU
+
+    Records stay until `clear()`, also after the engine's `close()`. Only the engine calls the
+    methods after `write`, and only while `recording`.
+    """
+
+    def __init__(
+        self,
+        *,
+        description: Mapping[str, Any],
+        graphs: Sequence[GraphKey],
+        captures: Sequence[CaptureReport],
+        lanes: int,
+        in_flight: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.recording = False
+        self.buckets = tuple(capture.name for capture in captures)
+        self._description = dict(description)
+        self._captures = tuple(captures)
+        self._shapes = {
+            key: (index, KINDS.index(key.kind), key.size) for index, key in enumerate(graphs)
+        }
+        self._lanes = lanes
+        self._stream = stream
+        self._closed = False
+        # Records whose replay is in flight, by sequence number; and a pair of events for each.
+        self._launches = [(NEVER, NEVER)] * max(16, 4 * in_flight)
+        self._timer: ReplayTimer | None = None
+        self._timed = 0
+        self._times_device = True
+        self._allocate(0, 0)
+        self._plan = self._load = self._collect = NEVER
+        self._step = NEVER
+        self._starts = 0
+        self._undelivered: list[int] = []
+        # Lanes seldom change, so their ids are packed once for many replays.
+        self._requests, self._ids = _NO_REQUESTS, b""
+
+    def _allocate(self, capacity: int, requests: int) -> None:
+        """Make new rings; if memory has no room for all of them, keep the old ones."""
+        made = (
+            Ring(REPLAY, capacity),
+            Ring(np.int64, capacity, self._lanes),
+            Ring(np.uint8, capacity, self._lanes),
+            Ring(FINISHED, requests),
+        )
+        self._replays, self._lane_ids, self._lane_tokens, self._finished = made
+        self._timed = 0
+
+    # What a user calls.
+
+    def start(
+        self, capacity: int = 65536, *, requests: int = 4096, device_times: bool = True
+    ) -> None:
+        """Begin to record, or continue after a `stop()`. New sizes drop the old records.
+
+        The records of each start have its number, and no gap between tokens spans two starts.
+
+        capacity      replays to keep, each 128 bytes and 9 bytes for each slot of the engine
+        requests      finished requests to keep
+        device_times  time each replay with a pair of CUDA events; no effect on a CPU
+
+        Replays already in flight are not recorded. ValueError while it records, for `capacity`
+        below 64 or `requests` below 1, for sizes that memory has no room for, and once the engine
+        is closed.
+        """
+        if self._closed:
+            raise ValueError("the engine is closed: nothing is left to record")
+        if self.recording:
+            raise ValueError("it is recording: stop() comes first")
+        for name, value, least in (
+            ("capacity", capacity, LEAST_CAPACITY),
+            ("requests", requests, 1),
+        ):
+            if not is_int(value) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
+        if not isinstance(device_times, bool):
+            raise ValueError(f"device_times={device_times!r} must be True or False")
+        # Replays that were in flight at a stop; their events are about to be reused.
+        self._read_times(self._replays.made)
+        if (capacity, requests) != (self._replays.capacity, self._finished.capacity):
+            try:
+                self._allocate(capacity, requests)
+            except (MemoryError, ValueError) as error:
+                raise ValueError(
+                    f"capacity={capacity}, requests={requests}: memory has no room for as many"
+                ) from error
+        if self._timer is None and self._stream is not None and device_times:
+            self._timer = ReplayTimer(self._stream, len(self._launches))
+        self._times_device = device_times and self._timer is not None
+        self._timed = self._replays.made
+        self._starts += 1
+        self.recording = True
+
+    def stop(self) -> None:
+        """Stop recording; records stay. Replays in flight remain without their later times."""
+        self.recording = False
+        self._read_times(self._replays.made)
+        self._forget_launches()
+
+    def clear(self) -> None:
+        """Drop all records; recording continues if it was on."""
+        self._replays.made = self._finished.made = self._timed = 0
+        self._step = NEVER
+        self._forget_launches()
+
+    def _forget_launches(self) -> None:
+        self._launches = [(NEVER, NEVER)] * len(self._launches)
+        self._undelivered.clear()
+        self._requests, self._ids = _NO_REQUESTS, b""
+
+    def __len__(self) -> int:
+        """Number of replays kept."""
+        return len(self._replays)
+
+    @property
+    def dropped(self) -> int:
+        """Number of replays overwritten by later ones."""
+        return self._replays.dropped
+
+    @property
+    def dropped_requests(self) -> int:
+        """Number of finished requests overwritten by later ones."""
+        return self._finished.dropped
+
+    def replays(self) -> NDArray[np.void]:
+        """The replays, oldest first: a column for each name of `REPLAY`, `replays()["device_us"]`.
+
+        A view that further replays change; a copy once the ring has wrapped round.
+        """
+        self._read_times(self._replays.made)
+        return self._replays.oldest_first()
+
+    def lanes(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Request ids and token counts, both [replays, slots], in the order of `replays()`.
+
+        Only the first `lanes` entries of a row are valid.
+        """
+        made = self._replays.made
+        return self._lane_ids.oldest_first(made), self._lane_tokens.oldest_first(made)
+
+    def requests(self) -> NDArray[np.void]:
+        """The finished requests, oldest first: columns with the names of `FINISHED`."""
+        return self._finished.oldest_first()
+
+    def stages(self) -> dict[str, NDArray[np.float64]]:
+        """Microseconds of each replay in each of `STAGES`; NaN where a begin or end is missing.
+
+        Replays of one step share all but "launch".
+        """
+        records = self.replays()
+        found = {}
+        for stage, (begin, end) in STAGES.items():
+            ends = records[end]
+            if stage == "load":
+                ends = first_launches(records["load"], ends)
+            known = (records[begin] != NEVER) & (ends != NEVER)
+            took = (ends - records[begin]) / 1e3
+            found[stage] = np.where(known, took, math.nan)
+        return found
+
+    def header(self) -> dict[str, Any]:
+        """The first line of a file: what was recorded, on what, and how much of it was kept."""
+        return {
+            "schema": SCHEMA,
+            "kind": "header",
+            "environment": environment(str(self._description["device"])),
+            "engine": self._description,
+            "captures": list(map(capture_object, self._shapes, self._captures)),
+            "recorder": {
+                "capacity": self._replays.capacity,
+                "records": len(self),
+                "dropped": self.dropped,
+                "requests": len(self._finished),
+                "dropped_requests": self.dropped_requests,
+                "device_times": self._times_device,
+            },
+        }
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The lines of a file after its header: the replays, then the finished requests.
+
+        Times are nanoseconds since the first replay's plan began; None where there is none. A
+        request that was submitted earlier has a negative time.
+        """
+        replays, (ids, tokens) = self.replays(), self.lanes()
+        origin = int(replays["plan"][0]) if len(replays) else 0
+        for record, of_lane, given in zip(replays, ids, tokens, strict=True):
+            yield replay_object(record, of_lane, given, self.buckets, origin)
+        for record in self.requests():
+            yield request_object(record, origin)
+
+    def write(self, path: str | Path) -> None:
+        """Write JSON lines: `header()`, then `rows()`. OSError where the file cannot be written."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            for line in (self.header(), *self.rows()):
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    # What the engine calls, in the order of a step.
+
+    def planning(self) -> None:
+        """The scheduler is about to plan."""
+        self._plan = time.perf_counter_ns()
+
+    def loading(self) -> None:
+        """The scheduler has made a plan: a step begins."""
+        self._load = time.perf_counter_ns()
+        self._step += 1
+
+    def launch(
+        self,
+        replay: Callable[[GraphKey], None],
+        key: GraphKey,
+        sequence: int,
+        live: int,
+        width: int,
+        fed: int,
+    ) -> None:
+        """Launch a graph with `replay(key)` and record it; a launch that raises is not recorded.
+
+        live, width  requests, and tokens that a decode feeds to each
+        fed          prompt tokens that a prefill feeds
+        """
+        ring = self._replays
+        timer = self._timer if self._times_device else None
+        number = ring.made
+        if timer is not None:
+            timer.begin(number % timer.pairs)
+        began = time.perf_counter_ns()
+        replay(key)
+        launched = time.perf_counter_ns()
+        if timer is not None:
+            timer.end(number % timer.pairs)
+        index, kind, rows = self._shapes[key]
+        _REPLAY.pack_into(
+            ring.memory, number % ring.capacity * ring.stride,
+            self._starts, self._step, sequence, self._plan, self._load, began, launched,
+            fed, index, rows, fed or live, width, kind,
+            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0,
+        )  # fmt: skip
+        if KINDS[kind] != "draft":
+            self._launches[sequence % len(self._launches)] = (sequence, number)
+        ring.made = number + 1
+
+    def collecting(self) -> None:
+        """`Engine.step` is about to wait."""
+        self._collect = time.perf_counter_ns()
+
+    def collected(
+        self,
+        sequence: int,
+        requests: tuple[Request, ...],
+        given: Sequence[int],
+        now: float,
+        drafted: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        """Replay `sequence` was read at `now` seconds; lane i's request got `given[i]` tokens."""
+        launched, number = self._launches[sequence % len(self._launches)]
+        if launched != sequence:
+            return
+        if requests is not self._requests:
+            self._requests = requests
+            self._ids = struct.pack(f"<{len(requests)}q", *[request.id for request in requests])
+        ring, lanes = self._replays, len(requests)
+        row = number % ring.capacity
+        _COLLECTED.pack_into(
+            ring.memory, row * ring.stride + _AT["collect"],
+            self._collect, nanoseconds(now), NEVER, sum(given), drafted, accepted, lanes,
+        )  # fmt: skip
+        start = row * self._lane_ids.stride
+        self._lane_ids.memory[start : start + 8 * lanes] = self._ids
+        start = row * self._lane_tokens.stride
+        self._lane_tokens.memory[start : start + lanes] = bytes(given)
+        self._undelivered.append(row)
+        # Replays of a stream end in the order of their launches.
+        self._read_times(number)
+
+    def delivered(self) -> None:
+        """`Engine.step` is about to return."""
+        if self._undelivered:
+            now, ring = time.perf_counter_ns(), self._replays
+            for row in self._undelivered:
+                _TIME.pack_into(ring.memory, row * ring.stride + _AT["delivered"], now)
+            self._undelivered.clear()
+
+    def finished(self, request: Request) -> None:
+        """A request has ended."""
+        ring, timings = self._finished, request.timings
+        assert timings.finished is not None and request.finish_reason is not None, f"{request=}"
+        _FINISHED.pack_into(
+            ring.memory, ring.made % ring.capacity * ring.stride,
+            request.id, nanoseconds(timings.submitted),
+            nanoseconds(timings.tokens[0]) if timings.tokens else NEVER,
+            nanoseconds(timings.finished), request.prompt_len, len(request.token_ids),
+            REASONS.index(request.finish_reason), request.pauses,
+        )  # fmt: skip
+        ring.made += 1
+
+    def close(self) -> None:
+        """The engine closes, its stream idle or broken: read the last times, release the events."""
+        self.stop()
+        self._closed = True
+        self._timer = self._stream = None
+
+    def _read_times(self, until: int) -> None:
+        """Read the device times of the records before number `until`, as far as they have come."""
+        timer, ring = self._timer, self._replays
+        if timer is None or not self._times_device:
+            return
+        # Times whose events the ring has reused are lost.
+        self._timed = max(self._timed, ring.made - timer.pairs)
+        while self._timed < until:
+            microseconds = timer.microseconds(self._timed % timer.pairs)
+            if math.isnan(microseconds):
+                return
+            offset = self._timed % ring.capacity * ring.stride + _AT["device_us"]
+            _MICROSECONDS.pack_into(ring.memory, offset, microseconds)
+            self._timed += 1
+
+
+def nanoseconds(seconds: float) -> int:
+    """Seconds of `time.perf_counter()` as nanoseconds of `time.perf_counter_ns()`, within 1 ns."""
+    return int(seconds * 1e9)

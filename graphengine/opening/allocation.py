@@ -1,0 +1,236 @@
+"""All that an engine holds, allocated once, and the steps that its graphs are captured from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Mailbox, StaticBuffers
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, DraftSetting, FieldSizes
+from graphengine.host.logprobs import LogprobMailbox, Logprobs
+from graphengine.host.masks import MaskTable
+from graphengine.kernels import (
+    KernelCompilation,
+    compile_kernels,
+    copy_blocks,
+)
+from graphengine.models.contract import (
+    DecodeLaunch,
+    LinearPlans,
+    Model,
+    StateTensors,
+    arrival_counters,
+    cache_shape,
+    recurrent_states,
+)
+from graphengine.models.tuning import PlanSources, choose_plans
+from graphengine.observe.tracing import span
+from graphengine.opening.memory import MemoryPlan
+from graphengine.program.fields import engine_fields, recurrent_field
+from graphengine.program.graph_key import GraphKey, decode_key, draft_key, note_key, prefill_key
+from graphengine.program.logits_step import LogitsStep
+from graphengine.program.relaxed import Relaxation
+from graphengine.program.step import StepProgram
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """Every tensor a replay can see, and the host's side of them.
+
+    caches  (KV of every block of the pool, the dummy block 0 included, its swap area): the
+            target's, then the drafter's if it has any
+    stream  of all replays and copies; None on a CPU
+    """
+
+    plans: LinearPlans
+    plan_sources: PlanSources
+    buffers: StaticBuffers
+    mailbox: Mailbox
+    logprobs: Logprobs
+    masks: MaskTable
+    caches: tuple[tuple[Tensor, Tensor], ...]
+    program: StepProgram
+    stream: torch.cuda.Stream | None
+
+
+def allocate(
+    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None
+) -> Allocation:
+    """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
+    on_gpu = memory.device.type == "cuda"
+    plans, plan_sources = choose_plans(
+        model.config.linears, memory.dtype, config.family, memory.device
+    )
+    buffers = _new_buffers(model, memory, config, drafter, plans)
+    mailbox = Mailbox(
+        entries=config.mailbox_entries,
+        lanes=config.max_batch,
+        # The tokens of a step, and one of state.
+        items_per_lane=memory.tokens_per_step + 1,
+        device=memory.device,
+    )
+    logprobs = _new_logprobs(memory, config, mailbox.entries)
+    states = model.config.states
+    caches = [_new_cache(memory, *cache_shape(states, memory.block_size))]
+    launch = DecodeLaunch(
+        plans=plans,
+        split_tokens=model.config.split_tokens(plans.family, memory.dtype),
+        arrivals=buffers["arrivals"],
+        pdl=config.pdl and on_gpu,
+    )
+    if drafter is not None:
+        own_cache, own_area = _new_cache(memory, *drafter.kv_block_shape(memory.block_size))
+        if own_cache.shape[0]:
+            caches.append((own_cache, own_area))
+        drafter.open(DraftSetting(model, buffers, launch), own_cache)
+    relaxed = config.relaxed_acceptance
+    program = StepProgram(
+        model,
+        buffers,
+        StateTensors(
+            caches[0][0],
+            buffers["block_table"],
+            {key: buffers[recurrent_field(*key)] for key in recurrent_states(states)},
+        ),
+        mailbox,
+        launch,
+        LogitsStep(
+            buffers,
+            logprobs.tokens.tensor,
+            None if logprobs.prompts is None else logprobs.prompts.tensor,
+            top=config.max_logprobs,
+            keep_raw=config.logprobs_mode == "raw_logprobs",
+        ),
+        drafter=drafter,
+        relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
+        forced_acceptance=config.forced_acceptance,
+    )
+    stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
+    if on_gpu:
+        torch.cuda.synchronize(memory.device)
+    return Allocation(
+        plans=plans,
+        plan_sources=plan_sources,
+        buffers=buffers,
+        mailbox=mailbox,
+        logprobs=logprobs,
+        masks=MaskTable(buffers, host_drafts=drafter is not None and drafter.host_drafts),
+        caches=tuple(caches),
+        program=program,
+        stream=stream,
+    )
+
+
+def _new_buffers(
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter | None,
+    plans: LinearPlans,
+) -> StaticBuffers:
+    prefill_tokens = memory.prefill_ladder.sizes[-1]
+    if config.relaxed_acceptance is not None:
+        config.relaxed_acceptance.check_vocabulary(model.config.vocab_size)
+    fields = engine_fields(
+        config,
+        drafter,
+        FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype),
+        states=model.config.states,
+        vocab_size=model.config.vocab_size,
+        table_blocks=memory.table_blocks,
+        # Requests that share blocks copy each its own, so these may be more than the pool has.
+        swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
+        arrivals=max(
+            arrival_counters(model.config, model.config.linears, plans, config.lanes),
+            0 if drafter is None else drafter.arrivals(config.max_batch, config.lanes),
+        ),
+    )
+    buffers = StaticBuffers(fields, memory.device, staging_blocks=config.staging_blocks)
+    log.debug("static buffers\n%s", buffers.describe())
+    return buffers
+
+
+def _new_logprobs(memory: MemoryPlan, config: EngineConfig, entries: int) -> Logprobs:
+    """The mailboxes of log-probabilities, in step with the engine's of so many entries."""
+    top, device = config.max_logprobs, memory.device
+    tokens = LogprobMailbox(entries, config.max_batch, memory.tokens_per_step, top, device=device)
+    longest = memory.prefill_ladder.sizes[-1]
+    prompts = None
+    if config.prompt_logprobs:
+        prompts = LogprobMailbox(entries, longest, 1, top, device=device)
+    return Logprobs(tokens, prompts)
+
+
+def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.zeros(
+            (layers, memory.kv_blocks + 1, *block), dtype=memory.dtype, device=memory.device
+        ),
+        torch.zeros(
+            (layers, memory.swap_blocks, *block),
+            dtype=memory.dtype,
+            pin_memory=memory.device.type == "cuda",
+        ),
+    )
+
+
+def swap_blocks(
+    caches: Sequence[tuple[Tensor, Tensor]], buffers: StaticBuffers, out: int, back: int
+) -> None:
+    """Copy the first `out` of `swap_pairs` from the pool to the swap area, or `back` from there."""
+    for cache, area in caches:
+        if out:
+            copy_blocks(cache, area, buffers["swap_pairs"], out)
+        if back:
+            copy_blocks(area, cache, buffers["swap_pairs"], back)
+
+
+def graph_steps(program: StepProgram, memory: MemoryPlan) -> dict[GraphKey, Callable[[], object]]:
+    """The step of every graph, largest first, as they are to be captured."""
+    steps: dict[GraphKey, Callable[[], object]] = {
+        prefill_key(tokens, kind): partial(program.prefill, tokens, kind)
+        for tokens in reversed(memory.prefill_ladder.sizes)
+        for kind in memory.prefill_kinds
+    }
+    longest = memory.prefill_ladder.sizes[-1]
+    steps[note_key(longest)] = partial(program.note, longest)
+    shapes = memory.decode_shapes[::-1]
+    for rows, drafts in shapes:
+        # The full one holds logits: the fast one then finds its memory taken already.
+        for sampler in reversed(program.samplers):
+            steps[decode_key(rows, drafts, sampler)] = partial(
+                program.decode, rows, sampler, drafts
+            )
+    drafter = program.drafter
+    if drafter is not None and drafter.own_graph:
+        for rows, drafts in shapes:
+            steps[draft_key(rows, drafts)] = partial(drafter.draft, rows, drafts)
+    return steps
+
+
+def compile_steps(
+    steps: Mapping[GraphKey, Callable[[], object]],
+    device: torch.device,
+    others: Mapping[str, Callable[[], object]] = MappingProxyType({}),
+) -> KernelCompilation | None:
+    """Compile what the steps and `others` launch, in parallel, before any is captured; None on a
+    CPU.
+
+    The static buffers are to be reset afterwards, and nothing is to be in flight.
+    """
+    if device.type != "cuda":
+        return None
+    # Prefill last. Other steps have the most kernels and none of torch's operations: each of those
+    # gives the interpreter's lock away, and has to wait for it while others compile.
+    ordered = sorted(steps.items(), key=lambda step: step[0].kind == "prefill")
+    with span("compile"):
+        return compile_kernels({**others, **{key.name: step for key, step in ordered}})

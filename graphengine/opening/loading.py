@@ -1,0 +1,57 @@
+"""From a checkpoint to a model with its weights, and the plan of what an engine will hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, make_drafter
+from graphengine.models.checkpoint import Checkpoint, stored_dtype
+from graphengine.models.contract import Model
+from graphengine.models.stored import destinations, read_eos_ids, read_model
+from graphengine.observe.tracing import span
+from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """The parts of an engine: weights are loaded, nothing else is allocated."""
+
+    model: Model
+    memory: MemoryPlan
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    drafter: Drafter | None
+
+
+def open_checkpoint(
+    path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
+) -> Opened:
+    """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
+    checkpoint = Checkpoint.open(path)
+    model_config = read_model(checkpoint)
+    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
+    drafter = make_drafter(config, checkpoint, model_config)
+    memory = plan_memory(
+        model_config, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter
+    )
+    log.info("memory budget\n%s", memory.budget.table())
+    with span("load"):
+        weights = model_config.allocate(device=config.device, dtype=memory.dtype)
+        wanted = destinations(checkpoint, weights)
+        if drafter is not None:
+            wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
+        unused = checkpoint.load(wanted, progress)
+    if unused:
+        log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
+    tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
+    model = weights.open(
+        max_seq_len=memory.max_seq_len,
+        vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
+    )
+    return Opened(model, memory, tokenizer, tuple(eos_ids), drafter)

@@ -1,0 +1,309 @@
+"""What an engine will hold, in bytes, decided before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+
+from graphengine.buckets import BucketLadder, MemoryBudget, Where, buffer_bytes, field_groups
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, FieldSizes
+from graphengine.kernels import (
+    MAX_LANES,
+    logprob_items,
+)
+from graphengine.models.contract import (
+    ModelConfig,
+    cache_shape,
+    most_arrival_counters,
+    recurrent_states,
+)
+from graphengine.models.tuning import MAX_SPLITS
+from graphengine.opening.host_memory import available_host_bytes
+from graphengine.program.fields import engine_fields
+from graphengine.program.graph_key import PrefillKind
+from graphengine.requests.processing import processing_fields
+
+# What one captured node was seen to cost in the driver and in torch, rounded up.
+_GRAPH_NODE_BYTES = 8 * 1024
+_KERNELS_PER_LAYER = 12
+# Each decode bucket is captured with two samplers.
+_SAMPLERS = 2
+# Memory that cuBLAS keeps for one handle and stream on Hopper.
+_CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """The sizes that follow from a model, an `EngineConfig` and the memory at hand.
+
+    kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
+    swap_blocks    pinned host blocks
+    draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
+    draft_rows     the largest bucket with a graph for each of them; larger ones verify none
+    prefill_kinds  the prefill graphs of each token bucket
+    graphs         how many are captured; with relaxed acceptance fewer
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    max_seq_len: int
+    ladder: BucketLadder
+    prefill_ladder: BucketLadder
+    block_size: int
+    table_blocks: int
+    kv_blocks: int
+    swap_blocks: int
+    draft_lengths: tuple[int, ...]
+    draft_rows: int
+    prefill_kinds: tuple[PrefillKind, ...]
+    graphs: int
+    budget: MemoryBudget
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a row in the widest decode graph: one, and its drafts."""
+        return 1 + self.draft_lengths[-1]
+
+    @property
+    def decode_shapes(self) -> list[tuple[int, int]]:
+        """Rows and drafts of every decode graph, ascending."""
+        return _decode_shapes(self.ladder, self.draft_lengths, self.draft_rows)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that an allocation could get now: free device memory, or what the host and the
+    limits of containers leave.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_host_bytes()
+
+
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    checkpoint_dtype: torch.dtype,
+    drafter: Drafter | None = None,
+) -> MemoryPlan:
+    """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
+
+    ValueError for prefix caching of a model whose recurrent layers need every token.
+
+    `checkpoint_dtype` is used on a GPU where the config names no dtype; a CPU computes in float32.
+    """
+    recurrent = recurrent_states(model.states)
+    if config.prefix_caching and recurrent:
+        raise ValueError(
+            f"prefix_caching=True, but a {model.architecture} has {len(recurrent)} recurrent "
+            f"states, which follow from every token of a prompt: none of it can be skipped"
+        )
+    device = torch.device(config.device)
+    dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
+    max_seq_len = config.sequence_limit(model.max_positions)
+    ladder = BucketLadder(config.max_batch, config.buckets)
+    longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
+    prefill_sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
+    prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
+    table_blocks = -(-max_seq_len // config.block_size)
+    own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * dtype.itemsize
+    block_bytes = own_block_bytes
+    draft_lengths = (0,) if drafter is None else tuple(sorted({0, drafter.length}))
+
+    on_gpu = device.type == "cuda"
+    where: Where = "device" if on_gpu else "host"
+    pinned: Where = "pinned" if on_gpu else "host"
+    budget = MemoryBudget()
+    budget.add("weights", model.allocate(device="meta", dtype=dtype).nbytes, where)
+    sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
+    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu)
+    if drafter is not None:
+        budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
+        block_bytes += math.prod(drafter.kv_block_shape(config.block_size)) * dtype.itemsize
+    lanes = config.max_batch
+    if drafter is not None:
+        lanes = max(lanes, config.draft_rows * drafter.lanes_of_row)
+    if config.prompt_logprobs:
+        lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
+    workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
+    budget.add("workspace (estimate)", workspace, where)
+    # A drafter may have a graph of its own beside each bucket's.
+    own = drafter is not None and drafter.own_graph
+    shapes = _decode_shapes(ladder, draft_lengths, config.draft_rows)
+    kinds: tuple[PrefillKind, ...] = ("full", "fast")
+    if config.prompt_logprobs:
+        kinds = ("prompt", *kinds)
+    # The last one is that which notes tokens.
+    graphs = (_SAMPLERS + own) * len(shapes) + len(kinds) * len(prefill_ladder.sizes) + 1
+    budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
+    available = int(available_bytes(device) * config.memory_fraction)
+    kv_blocks = config.kv_blocks
+    if kv_blocks is None:
+        fitting = (available - budget.total(where)) // block_bytes - 1
+        kv_blocks = max(table_blocks, min(config.max_batch * table_blocks, fitting))
+    kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
+    budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
+    budget.check(available, where)
+    areas = [own_block_bytes, block_bytes - own_block_bytes]
+    on_host = int(available_host_bytes() * config.memory_fraction)
+    swap_blocks = config.swap_blocks
+    if swap_blocks is None:
+        most = min(on_host // 2, on_host - budget.total(pinned))
+        swap_blocks = _swap_blocks(config, kv_blocks, table_blocks, areas, most, on_gpu)
+    swap_bytes = _swap_bytes(swap_blocks, areas, on_gpu)
+    budget.add(f"swap ({swap_blocks} blocks)", swap_bytes, pinned)
+    budget.check(on_host, pinned)
+    return MemoryPlan(
+        device=device,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        ladder=ladder,
+        prefill_ladder=prefill_ladder,
+        block_size=config.block_size,
+        table_blocks=table_blocks,
+        kv_blocks=kv_blocks,
+        swap_blocks=swap_blocks,
+        draft_lengths=draft_lengths,
+        draft_rows=config.draft_rows,
+        prefill_kinds=kinds,
+        graphs=graphs,
+        budget=budget,
+    )
+
+
+def _decode_shapes(
+    ladder: BucketLadder, draft_lengths: tuple[int, ...], draft_rows: int
+) -> list[tuple[int, int]]:
+    return [
+        (rows, drafts)
+        for rows in ladder.sizes
+        for drafts in draft_lengths
+        if rows <= draft_rows or drafts == 0
+    ]
+
+
+def _swap_blocks(
+    config: EngineConfig,
+    kv_blocks: int,
+    table_blocks: int,
+    areas: list[int],
+    most: int,
+    on_gpu: bool,
+) -> int:
+    """What a short pool can need, every request but the oldest paused, within `most` bytes,
+    which is half of what may be planned there.
+    """
+    if kv_blocks >= config.max_batch * table_blocks:
+        return 0
+    needed = range(1, (config.max_batch - 1) * table_blocks + 1)
+    return bisect_right(needed, most, key=lambda blocks: _swap_bytes(blocks, areas, on_gpu))
+
+
+def _swap_bytes(blocks: int, areas: list[int], on_gpu: bool) -> int:
+    """Of the areas, each an allocation with so many bytes a block."""
+    return sum(_host_bytes(blocks * area, on_gpu) for area in areas)
+
+
+def _host_bytes(size: int, pinned: bool) -> int:
+    """What an allocation on the host takes: torch rounds pinned ones up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
+
+
+def _add_state(
+    budget: MemoryBudget,
+    model: ModelConfig,
+    config: EngineConfig,
+    drafter: Drafter | None,
+    sizes: FieldSizes,
+    table_blocks: int,
+    on_gpu: bool,
+) -> None:
+    """What `allocate` makes beside weights and caches, up to the longest possible swap."""
+    where: Where = "device" if on_gpu else "host"
+    pinned: Where = "pinned" if on_gpu else "host"
+    length = 0 if drafter is None else drafter.length
+    swap_pairs = config.max_batch * table_blocks
+    if config.swap_blocks is not None:
+        swap_pairs = max(1, min(swap_pairs, config.swap_blocks))
+    lanes = max(config.lanes, 2 * config.max_batch)
+    arrivals = most_arrival_counters(model, model.linears, lanes)
+    tables = model.table_bytes(sizes.max_seq_len)
+    if drafter is not None:
+        widest = max(lanes, config.max_batch * drafter.lanes_of_row)
+        arrivals = max(arrivals, drafter.arrivals_at_most(widest))
+        tables += drafter.table_bytes(sizes.max_seq_len)
+    relaxed = config.relaxed_acceptance
+    if relaxed is not None:
+        tables += 4 * (len(relaxed.begin_token_ids) + len(relaxed.end_token_ids))
+    fields = engine_fields(
+        config,
+        drafter,
+        sizes,
+        states=model.states,
+        vocab_size=model.vocab_size,
+        table_blocks=table_blocks,
+        swap_pairs=swap_pairs,
+        arrivals=arrivals,
+    )
+    on_device, _ = buffer_bytes(fields)
+    options = processing_fields(
+        config, vocab_size=model.vocab_size, max_seq_len=sizes.max_seq_len, width=1 + length
+    )
+    apart = {"request options": sum(field.nbytes for field in options)}
+    if drafter is not None:
+        apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(sizes))
+    budget.add("state and tables", on_device - sum(apart.values()) + tables, where)
+    for name, size in apart.items():
+        budget.add(name, size, where)
+    # Each group is an allocation; its image lies in ordinary memory.
+    groups = [buffer_bytes(group)[1] for group in field_groups(fields)]
+    staged = sum(_host_bytes(size, on_gpu) for size in groups)
+    budget.add("staging", config.staging_blocks * staged, pinned)
+    masks = config.max_batch * (1 + length) * -(-model.vocab_size // 32) * 4
+    budget.add("images of what the host owns", sum(groups) + masks, "host")
+    tokens = config.max_batch * (1 + length)
+    mailbox = 8 * config.mailbox_entries * (tokens + config.max_batch)
+    drafts = 4 * config.max_batch * length
+    budget.add("mailbox", _host_bytes(mailbox, on_gpu) + _host_bytes(drafts, on_gpu), pinned)
+    reported = [tokens, sizes.prefill_tokens * config.prompt_logprobs]
+    # Of the entries of each mailbox, 64-bit items.
+    items = 8 * config.mailbox_entries * logprob_items(config.max_logprobs)
+    logprob_bytes = sum(_host_bytes(items * lanes, on_gpu) for lanes in reported)
+    budget.add("log-probabilities", logprob_bytes, pinned)
+
+
+def _workspace_bytes(
+    model: ModelConfig,
+    rows: int,
+    prefill: BucketLadder,
+    dtype: torch.dtype,
+    max_seq_len: int,
+) -> int:
+    """Intermediates of the largest bucket: a layer's activations, attention partials, logits.
+
+    `rows` are the lanes of the largest decode graph.
+
+    And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
+    so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
+    """
+    lanes = max(rows, prefill.sizes[-1])
+    activations = dtype.itemsize * (model.hidden_size + model.prefill_width)
+    partials = model.attention_bytes(rows, max_seq_len)
+    # lm_head is never split.
+    widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
+    parts = 4 * MAX_SPLITS * rows * widest
+    # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
+    sampling = 3 * 4 * rows * model.vocab_size
+    return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
+
+
+def _graph_bytes(model: ModelConfig, graphs: int, device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * graphs
+    return nodes * _GRAPH_NODE_BYTES + _CUBLAS_WORKSPACE_BYTES

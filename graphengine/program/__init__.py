@@ -1,0 +1,1 @@
+"""What is captured: the steps of a replay, the static fields they see, and the keys of graphs."""

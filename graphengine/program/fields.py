@@ -1,0 +1,219 @@
+"""The static fields of an engine: one table of what a replay can see, and how a plan fills it.
+
+Letters: S slots, B blocks of a slot's table, T tokens of the largest prefill bucket, E stop ids of
+a slot, P pairs of a swap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphengine.buckets import Field, Owner
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter, FieldSizes
+from graphengine.host.scheduler import Plan
+from graphengine.models.contract import LayerStates, recurrent_states
+from graphengine.program.relaxed import relaxed_field
+from graphengine.requests.processing import processing_fields, processing_updates
+from graphengine.requests.request import Request
+from graphengine.sampling_params import SAMPLER_FIELDS
+
+
+def field_table(
+    *,
+    slots: int,
+    table_blocks: int,
+    prefill_tokens: int,
+    stop_ids: int,
+    swap_pairs: int,
+    arrivals: int,
+    drafts: int = 0,
+    host_drafts: bool = False,
+    prompt_logprobs: bool = False,
+) -> list[Field]:
+    """Every tensor a replay can see; not the weights, the KV cache, and what a drafter adds.
+
+    drafts           K, drafts of a step at most
+    host_drafts      whether the host writes them, rather than a drafter on the device
+    prompt_logprobs  whether requests may ask for log-probabilities of their prompts
+    """
+    int32, int64 = torch.int32, torch.int64
+
+    def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
+        return Field(name=name, shape=shape, dtype=dtype, owner="host", pad=pad, meaning=meaning)
+
+    def device(name: str, *shape: int, dtype: torch.dtype, meaning: str) -> Field:
+        return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
+
+    S = slots
+    speculation: list[Field] = []
+    if prompt_logprobs or drafts:
+        meaning = "prompt token behind the chunk"
+        speculation.append(host("prefill_next", 1, dtype=int32, pad=-1, meaning=meaning))
+    if drafts:
+        meaning = "drafts that the slot's next step verifies; -1 for none"
+        owner: Owner = "host" if host_drafts else "device"
+        speculation.append(
+            Field(
+                name="draft_tokens",
+                shape=(S, drafts),
+                dtype=int32,
+                owner=owner,
+                pad=-1,
+                meaning=meaning,
+            )
+        )
+    return [
+        *speculation,
+        host("slot_of_row", S, dtype=int32, pad=-1, meaning="slot of each decode row"),
+        host("block_table", S, table_blocks, dtype=int32, pad=0, meaning="KV blocks of each slot"),
+        host("command_epoch", S, dtype=int32, pad=0, meaning="a new epoch resets the slot"),
+        *(
+            host(name, S, dtype=field.dtype, pad=field.pad, meaning=field.meaning)
+            for name, field in SAMPLER_FIELDS.items()
+        ),
+        host("stop_ids", S, stop_ids, dtype=int32, pad=-1, meaning="ids that end the request"),
+        host("min_len", S, dtype=int32, pad=0, meaning="no stop id at a position below it"),
+        host("max_len", S, dtype=int32, pad=0, meaning="prompt plus new tokens at most"),
+        host("prefill_tokens", prefill_tokens, dtype=int32, pad=0, meaning="prompt chunk"),
+        host("prefill_slot", 1, dtype=int32, pad=-1, meaning="slot of the chunk"),
+        host("prefill_start", 1, dtype=int32, pad=0, meaning="position of its first token"),
+        host("prefill_count", 1, dtype=int32, pad=0, meaning="live tokens of the chunk"),
+        host("prefill_final", 1, dtype=int32, pad=0, meaning="1: sample the first new token"),
+        host("swap_pairs", swap_pairs, 2, dtype=int32, pad=-1, meaning="blocks (from, to) to copy"),
+        device("next_token", S, dtype=int32, meaning="token that the next step feeds"),
+        device("kv_len", S, dtype=int32, meaning="tokens whose K and V are committed"),
+        device("running", S, dtype=int32, meaning="1: the slot decodes"),
+        device("epoch", S, dtype=int32, meaning="stay that the slot's state belongs to"),
+        device("arrivals", arrivals, dtype=int32, meaning="programs done; 0 between kernels"),
+        device("sequence", 1, dtype=int64, meaning="replays that have published"),
+    ]
+
+
+def recurrent_field(layer: int, name: str) -> str:
+    """Name of the static field of a layer's recurrent state."""
+    return f"recurrent_{layer}_{name}"
+
+
+def _recurrent_fields(states: Sequence[LayerStates], slots: int) -> list[Field]:
+    """A pause leaves them alone: a paused request keeps its slot."""
+    return [
+        Field(
+            name=recurrent_field(layer, name),
+            shape=(slots, *state.shape),
+            dtype=state.dtype,
+            owner="device",
+            meaning=f"{name} state of layer {layer} after the tokens of kv_len",
+        )
+        for (layer, name), state in recurrent_states(states).items()
+    ]
+
+
+def engine_fields(
+    config: EngineConfig,
+    drafter: Drafter | None,
+    sizes: FieldSizes,
+    *,
+    states: Sequence[LayerStates],
+    vocab_size: int,
+    table_blocks: int,
+    swap_pairs: int,
+    arrivals: int,
+) -> list[Field]:
+    """All static fields of an engine: what it allocates, and what its budget adds up."""
+    drafts = 0 if drafter is None else drafter.length
+    fields = field_table(
+        slots=sizes.slots,
+        table_blocks=table_blocks,
+        prefill_tokens=sizes.prefill_tokens,
+        stop_ids=config.max_stop_ids,
+        swap_pairs=swap_pairs,
+        arrivals=arrivals,
+        drafts=drafts,
+        host_drafts=drafter is not None and drafter.host_drafts,
+        prompt_logprobs=config.prompt_logprobs,
+    )
+    fields += processing_fields(
+        config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
+    )
+    fields += _recurrent_fields(states, sizes.slots)
+    if drafter is not None:
+        fields += drafter.fields(sizes)
+    if config.relaxed_acceptance is not None:
+        fields.append(relaxed_field(sizes.slots))
+    return fields
+
+
+def host_updates(
+    plan: Plan, slots: Sequence[Request | None], *, speculative: bool = False
+) -> dict[str, Any]:
+    """The host-owned fields that `plan` changes; lanes that hold no request are padded.
+
+    speculative  whether there are those that drafting needs
+    """
+    updates: dict[str, Any] = {}
+    if plan.rows_changed:
+        updates["slot_of_row"] = [request.placed.slot for request in plan.rows]
+    if plan.tables_changed:
+        updates["block_table"] = [request and request.placed.blocks for request in slots]
+    if plan.slots_changed:
+        updates |= _slot_fields(slots)
+        if plan.options_changed:
+            updates |= processing_updates(
+                [None if request is None else request.processing for request in slots]
+            )
+    if plan.prefill is not None:
+        chunk = plan.prefill
+        request, end = chunk.request, chunk.start + chunk.count
+        updates |= {
+            "prefill_tokens": request.prompt_token_ids[chunk.start : end],
+            "prefill_slot": [request.placed.slot],
+            "prefill_start": [chunk.start],
+            "prefill_count": [chunk.count],
+            "prefill_final": [int(chunk.final)],
+        }
+        if speculative or request.prompt_logprobs is not None:
+            behind = request.prompt_token_ids[end : end + 1]
+            updates["prefill_next"] = behind or [-1]
+    if plan.swap_out or plan.swap_in:
+        updates["swap_pairs"] = plan.swap_out or plan.swap_in
+    return updates
+
+
+def draft_updates(
+    plan: Plan, slots: Sequence[Request | None], counters: Counter[str]
+) -> dict[str, Any]:
+    """The drafts that the host has of the plan's rows, which are then used up.
+
+    Those of other requests wait for a step of theirs, and a step of one token a row feeds nobody's.
+    Drafts whose tokens came before a step could feed them are counted as `drafts/stale`.
+    """
+    fed: dict[Request, tuple[int, ...]] = {}
+    for request in plan.rows:
+        drafts = request.next_drafts
+        counters["drafts/stale"] += len(request.drafts) - len(drafts)
+        if plan.width > 1:
+            fed[request] = drafts
+            drafts = ()
+        request.drafts, request.drafts_from = drafts, len(request.token_ids)
+    return {"draft_tokens": [request and fed.get(request, ()) for request in slots]}
+
+
+def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:
+    """Fields that are settled when a request enters its slot."""
+    options = {
+        name: [request and field.number(getattr(request.params, name)) for request in slots]
+        for name, field in SAMPLER_FIELDS.items()
+    }
+    return options | {
+        "command_epoch": [request and request.placed.epoch for request in slots],
+        # The engine's draw, where the request brings none.
+        "seed": [request and request.seed for request in slots],
+        "stop_ids": [request and request.stop_ids for request in slots],
+        "min_len": [request and request.min_len for request in slots],
+        "max_len": [request and request.max_len for request in slots],
+    }

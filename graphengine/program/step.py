@@ -1,0 +1,266 @@
+"""The captured programs: what one replay does, in order.
+
+    decode    command, gather, embed -> layers -> lm_head, sample -> verify, commit, publish, draft
+    prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
+    note      command -> gather -> note -> publish: of tokens whose KV is there already
+    draft     where the drafter has a graph of its own: what decode verified -> draft
+
+They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
+device-owned ones only written here, so that a replay may be launched before the last one was read.
+Verifying and drafting are there where an engine speculates: then a row feeds its K drafts behind
+its last token, W = K + 1 lanes in all, and emits 1 to W tokens. What requests ask of their logits
+beside sampling from them is done in graphs of the full sampler alone (`logits_step.py`).
+
+Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of the prefill bucket,
+S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Mailbox, StaticBuffers
+from graphengine.drafters import Drafter, Prefilled, Verified
+from graphengine.kernels import (
+    EMITTED,
+    DecodeLanes,
+    PrefillLanes,
+    Residual,
+    SamplingTensors,
+    SlotState,
+    StopTensors,
+    apply_commands,
+    commit_prefill,
+    gather_and_embed,
+    gather_prefill,
+    linear,
+    linear_sample,
+    new_residual,
+    paged_prefill_attention,
+    publish,
+    sample,
+    sample_tiles,
+    verify_commit_publish,
+)
+from graphengine.models.contract import DecodeLaunch, Model, StateTensors, stream_groups
+from graphengine.program.graph_key import PrefillKind, Sampler
+from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
+from graphengine.program.relaxed import Relaxation
+
+
+class StepOutputs(NamedTuple):
+    """What a step computed before it published; valid until the next step of the same pool.
+
+    `logits` is None where the fast sampler keeps them out of memory.
+    """
+
+    logits: Tensor | None
+    token: Tensor
+    flags: Tensor
+
+
+class StepProgram:
+    """The decode and prefill steps over one set of static tensors; allocates only intermediates."""
+
+    def __init__(
+        self,
+        model: Model,
+        buffers: StaticBuffers,
+        states: StateTensors,
+        mailbox: Mailbox,
+        launch: DecodeLaunch,
+        logits_step: LogitsStep,
+        *,
+        drafter: Drafter | None = None,
+        relaxation: Relaxation | None = None,
+        forced_acceptance: int | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.relaxation = relaxation
+        # Those that are captured; relaxed acceptance reads logits, so has no fast one.
+        self.samplers: tuple[Sampler, ...] = get_args(Sampler) if relaxation is None else ("full",)
+        self.forced_acceptance = forced_acceptance
+        self.model = model
+        self.buffers = buffers
+        self.states = states
+        self.mailbox = mailbox
+        self.launch = launch
+        self.logits_step = logits_step
+        self.state = SlotState(*(buffers[name] for name in SlotState._fields))
+        self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
+        self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
+        # A drafter of length 0 only looks on.
+        self._drafts = drafter is not None and drafter.length > 0
+
+    def decode(self, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
+        """Advance the requests of rows `0 .. rows - 1` by one token each, or by 1 + `drafts`."""
+        buffers, model, pdl = self.buffers, self.model, self.launch.pdl
+        config = model.config
+        table = buffers["draft_tokens"] if self._drafts else None
+        residual = new_residual(
+            rows * (1 + drafts),
+            config.hidden_size,
+            stream_groups(config.linears, self.launch.plans),
+            dtype=model.dtype,
+            device=buffers.device,
+        )
+        lanes = gather_and_embed(
+            self.state,
+            buffers["command_epoch"],
+            buffers["slot_of_row"][:rows],
+            model.weights.embedding,
+            model.first_norm,
+            residual,
+            draft_SK=table,
+            max_len_S=self.stopping.max_len,
+            num_speculative_tokens=drafts,
+            pdl=pdl,
+        )
+        launch = replace(self.launch, tokens_per_row=1 + drafts)
+        residual = model.decode(lanes, residual, self.states, launch)
+        processed, best, health = self._sample(lanes, residual, sampler, drafts)
+        relaxed = None
+        if self.relaxation is not None and drafts:
+            assert processed is not None, "relaxed acceptance reads logits: those of `full`"
+            relaxed = self.relaxation.judge(processed.logits, lanes, self.sampling, drafts, pdl)
+        options = self.logits_step
+        host_drafts = self.drafter is not None and self.drafter.host_drafts
+        step = verify_commit_publish(
+            best,
+            health,
+            lanes,
+            self.state,
+            self.stopping,
+            self.mailbox.tensor,
+            self.launch,
+            num_speculative_tokens=drafts,
+            relaxed_N=relaxed,
+            forced=self.forced_acceptance if drafts else None,
+            # Used drafts are cleared by whoever owns their table.
+            draft_SK=None if host_drafts else table,
+            sequences=None if processed is None else options.stops,
+            history_SP=None if processed is None else options.history,
+        )
+        if processed is not None:
+            options.report(processed, step.token_N, step.count_R, pdl=pdl)
+        if self.relaxation is not None:
+            self.relaxation.follow(step, lanes, pdl)
+        if self.drafter is not None:
+            self.drafter.propose(Verified(lanes, residual, step, drafts))
+        logits = None if processed is None else processed.logits
+        return StepOutputs(logits, step.token_N, step.flags_R)
+
+    def _sample(
+        self, lanes: DecodeLanes, residual: Residual, sampler: Sampler, drafts: int
+    ) -> tuple[Processed | None, Tensor, Tensor]:
+        """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
+        launch, model = self.launch, self.model
+        if sampler == "fast":
+            best, health = linear_sample(
+                residual.scaled,
+                model.lm_head,
+                lanes.slot,
+                lanes.position,
+                self.sampling,
+                squares_TN=residual.squares,
+                eps=model.config.norm_eps,
+                plan=launch.plans["lm_head"],
+                launch=launch,
+            )
+            return None, best, health
+        logits = linear(
+            residual.scaled,
+            model.lm_head,
+            lanes.slot,
+            squares_TN=residual.squares,
+            eps=model.config.norm_eps,
+            out_dtype=torch.float32,
+            plan=launch.plans["lm_head"],
+            launch=launch,
+        )
+        processed = self.logits_step.process(logits, lanes, drafts, pdl=launch.pdl)
+        best, health = sample_tiles(
+            logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl
+        )
+        return processed, best, health
+
+    def prefill(self, tokens: int, kind: PrefillKind = "fast") -> StepOutputs:
+        """Feed one request's prompt chunk of at most `tokens`; the final one samples its token."""
+        buffers = self.buffers
+        slot, start = buffers["prefill_slot"], buffers["prefill_start"]
+        count, final = buffers["prefill_count"], buffers["prefill_final"]
+        apply_commands(self.state, buffers["command_epoch"])
+        chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
+        attention = self._prefill_attention(chunk)
+        drafter = self.drafter
+        wanted: Any = {}
+        if drafter is not None:
+            wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
+        if kind == "prompt":
+            wanted["all_lanes"] = True
+        launch = self.launch.prefill
+        end = self.model.prefill(chunk, self.states, attention, launch=launch, **wanted)
+        logits = self.model.prefill_logits(end, slot, launch=launch)
+        position = chunk.position.index_select(0, chunk.last)
+        processed = None
+        if kind != "fast":
+            lane = DecodeLanes(chunk.token.index_select(0, chunk.last), slot, position)
+            self.logits_step.note_prompt(chunk)
+            processed = self.logits_step.process(logits, lane)
+        sampled = sample(logits, slot, position, self.sampling)
+        flags = commit_prefill(self.state, sampled, slot, start, count, final, self.stopping)
+        publish(self.mailbox.tensor, self.state, sampled, flags, slot)
+        if processed is not None:
+            self.logits_step.report(processed, sampled, flags & EMITTED)
+        if kind == "prompt":
+            assert end.hidden is not None, f"{kind=}"
+            behind = following_tokens(chunk, buffers["prefill_next"])
+            self.logits_step.report_prompt(chunk, end.hidden, self.model.lm_head, behind, final)
+        if drafter is not None:
+            following = buffers["prefill_next"] if self._drafts else None
+            prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)
+            if self.relaxation is not None:
+                self.relaxation.follow_prompt(prefilled)
+            drafter.prepare(prefilled)
+        return StepOutputs(logits, sampled, flags)
+
+    def note(self, tokens: int) -> None:
+        """Take in a part of a prompt whose KV is there already, of at most `tokens`.
+
+        It reaches all that reads a prompt's tokens rather than their KV: what was said, for
+        penalties; the drafter; relaxed acceptance. Nothing is sampled, and `kv_len` is for the
+        prefill behind it to set.
+        """
+        buffers, slot = self.buffers, self.buffers["prefill_slot"]
+        apply_commands(self.state, buffers["command_epoch"])
+        chunk = gather_prefill(
+            buffers["prefill_tokens"][:tokens],
+            slot,
+            buffers["prefill_start"],
+            buffers["prefill_count"],
+        )
+        self.logits_step.note_prompt(chunk)
+        nothing = torch.zeros_like(slot)
+        publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
+        attention = self._prefill_attention(chunk)
+        noted = Prefilled(chunk, None, None, nothing, nothing, attention)
+        if self.relaxation is not None:
+            self.relaxation.follow_prompt(noted)
+        if self.drafter is not None:
+            self.drafter.note(noted)
+
+    def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
+        return partial(
+            paged_prefill_attention,
+            block_table_SB=self.buffers["block_table"],
+            query_start_P1=chunk.query_start,
+            slot_P=self.buffers["prefill_slot"],
+            position_P=self.buffers["prefill_start"],
+            launch=self.launch,
+        )

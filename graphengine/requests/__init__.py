@@ -1,0 +1,1 @@
+"""What a request is, what it asks, and what comes of it."""

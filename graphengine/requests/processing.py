@@ -1,0 +1,269 @@
+"""What requests ask of their logits, on its way to the device: checked, laid out, in static fields.
+
+A request that asks for none of it has no `Processing`, and its steps none of this. The fields are a
+group of their own, copied when a request that asks for something comes or goes; the padding of each
+asks for nothing. `logits_step.py` reads them. Masks are a group by themselves: `masks.py` fills it.
+
+Letters: S slots, W tokens of a row in the widest step, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graphengine.buckets import Field
+from graphengine.config import EngineConfig
+from graphengine.kernels import (
+    USES_BAD_WORDS,
+    USES_BIAS,
+    USES_MASK,
+)
+from graphengine.prompts import token_id
+from graphengine.sampling_params import LOGITS_FIELDS, SamplingParams
+from graphengine.text.tokenizer import Tokenizer
+
+GROUP = "options"
+MASKS = "masks"
+"""Group of `allowed_bits`, which a step with a grammar copies again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processing:
+    """A slot's values of the fields of `processing_fields`, by their names, but for None: padding.
+
+    flags   of `logits_flags`: which of the others change its logits
+    mask    [V / 32 rounded up] of `allowed_token_ids`, None without; a grammar has masks of its own
+    """
+
+    flags: int
+    values: dict[str, Any]
+    mask: NDArray[np.int32] | None = None
+
+
+def make_processing(
+    params: SamplingParams,
+    *,
+    prompt_len: int,
+    vocabulary: int,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+) -> Processing | None:
+    """What `params` ask of the logits; None if nothing. ValueError for what the engine cannot do.
+
+    vocabulary  ids that can be sampled
+    """
+    flags, values, mask = 0, dict[str, Any](), None
+    if params.allowed_token_ids is not None:
+        mask = _bitmask(params.allowed_token_ids, vocabulary)
+    if mask is not None or params.structured_outputs is not None:
+        flags |= USES_MASK
+    if params.bad_words:
+        flags |= USES_BAD_WORDS
+        words = _bad_words(params, vocabulary, tokenizer, config)
+        values["bad_words"] = _from_the_end(words, config.max_bad_word_tokens)
+    if params.logit_bias:
+        flags |= USES_BIAS
+        _check_count("logit_bias", len(params.logit_bias), "max_logit_bias", config)
+        values["bias_ids"] = [token_id(token, vocabulary) for token in params.logit_bias]
+        values["bias_values"] = [float(value) for value in params.logit_bias.values()]
+    for name, field in LOGITS_FIELDS.items():
+        number = field.number(getattr(params, name))
+        if number != field.pad:
+            flags |= field.flag
+            values[name] = number
+    if params.logprobs is not None:
+        _check_count("logprobs", params.logprobs, "max_logprobs", config)
+        values["logprobs_wanted"] = params.logprobs
+        # Of a slot that changes no logits both are the same.
+        values["logprobs_raw"] = int(bool(flags) and config.logprobs_mode == "raw_logprobs")
+    if params.prompt_logprobs is not None:
+        if not config.prompt_logprobs:
+            raise ValueError(
+                f"prompt_logprobs={params.prompt_logprobs} are for an engine that is opened with "
+                f"prompt_logprobs=True"
+            )
+        _check_count("prompt_logprobs", params.prompt_logprobs, "max_logprobs", config)
+        values["prompt_logprobs_wanted"] = params.prompt_logprobs
+    if sequences := [ids for ids in params.stop_token_sequences if len(ids) > 1]:
+        for ids in sequences:
+            _check_tokens("stop_token_sequences", ids, config.max_stop_sequence_tokens, vocabulary)
+        _check_count("stop_token_sequences", len(sequences), "max_stop_sequences", config)
+        values["stop_sequences"] = _from_the_end(sequences, config.max_stop_sequence_tokens)
+    if not values and not flags:
+        return None
+    values |= {"logits_flags": flags, "output_start": prompt_len}
+    return Processing(flags=flags, values=values, mask=mask)
+
+
+def check_something_is_left(
+    params: SamplingParams, asked: Processing | None, stop_ids: Sequence[int]
+) -> None:
+    """ValueError where no allowed id can be the first token: what is `asked` bans all of them."""
+    allowed = params.allowed_token_ids
+    if asked is None or allowed is None:
+        return
+    words = asked.values.get("bad_words", ())
+    bans = {
+        "logit_bias of -inf": [i for i, v in (params.logit_bias or {}).items() if v == -math.inf],
+        "bad_words of one token": [ids[-1] for ids in words if all(each < 0 for each in ids[:-1])],
+        "min_tokens, of stop ids,": stop_ids if params.min_tokens else (),
+    }
+    if not set(allowed).difference(*bans.values()):
+        who = " and ".join(name for name, ids in bans.items() if {*ids} & {*allowed})
+        raise ValueError(
+            f"allowed_token_ids={allowed!r} leave no token to begin with: {who} ban them"
+        )
+
+
+def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
+    """Stop sequences of one token, which are stop ids like others."""
+    return tuple(ids[0] for ids in params.stop_token_sequences if len(ids) == 1)
+
+
+def processing_fields(
+    config: EngineConfig, *, vocab_size: int, max_seq_len: int, width: int
+) -> list[Field]:
+    """The static fields of what requests may ask of their logits, and of what they have said.
+
+    width  W
+    """
+    S, int32 = config.max_batch, torch.int32
+    words = -(-vocab_size // 32)
+
+    def host(name: str, *shape: int, dtype: torch.dtype, pad: float, meaning: str) -> Field:
+        return Field(
+            name=name, shape=shape, dtype=dtype, owner="host", pad=pad, meaning=meaning, group=GROUP
+        )
+
+    ids: Callable[..., Field] = partial(host, dtype=int32)
+    bad_words = (config.max_bad_words, config.max_bad_word_tokens)
+    sequences = (config.max_stop_sequences, config.max_stop_sequence_tokens)
+    noted: dict[str, Any] = {"dtype": int32, "owner": "device"}
+    return [
+        ids("logits_flags", S, pad=0, meaning="which of these change logits; 0 for none"),
+        *(
+            host(name, S, dtype=field.dtype, pad=field.pad, meaning=field.meaning)
+            for name, field in LOGITS_FIELDS.items()
+        ),
+        ids("bias_ids", S, config.max_logit_bias, pad=-1, meaning="ids with a bias; -1 for none"),
+        host(
+            "bias_values",
+            S,
+            config.max_logit_bias,
+            dtype=torch.float32,
+            pad=0,
+            meaning="their biases",
+        ),
+        Field(
+            name="allowed_bits",
+            shape=(S, width, words),
+            dtype=int32,
+            pad=-1,
+            meaning="by lane of the row, a bit for each id, 1 if it is allowed",
+            group=MASKS,
+        ),
+        ids("bad_words", S, *bad_words, pad=-1, meaning="sequences that may not be completed"),
+        ids("output_start", S, pad=0, meaning="where bad words and stop sequences may begin"),
+        ids(
+            "logprobs_wanted", S, pad=-1, meaning="most probable tokens to report; -1: no logprobs"
+        ),
+        ids("prompt_logprobs_wanted", S, pad=-1, meaning="the same of its prompt"),
+        ids("logprobs_raw", S, pad=0, meaning="1: of the logits as they were"),
+        ids("stop_sequences", S, *sequences, pad=-1, meaning="sequences that end the request"),
+        Field(name="counts", shape=(S, vocab_size), meaning="what was said, by id", **noted),
+        Field(
+            name="history", shape=(S, max_seq_len), meaning="what was said, by position", **noted
+        ),
+    ]
+
+
+_HOST_FIELDS = (
+    "logits_flags",
+    *LOGITS_FIELDS,
+    "bias_ids",
+    "bias_values",
+    "bad_words",
+    "output_start",
+    "logprobs_wanted",
+    "prompt_logprobs_wanted",
+    "logprobs_raw",
+    "stop_sequences",
+)
+
+
+def processing_updates(asked: Sequence[Processing | None]) -> dict[str, Any]:
+    """All host-owned fields of `processing_fields` but the masks, for slots that ask for this."""
+    return {name: [slot and slot.values.get(name) for slot in asked] for name in _HOST_FIELDS}
+
+
+def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
+    """[words] of which the bit of each id is set."""
+    words = np.zeros(-(-vocabulary // 32), dtype=np.uint32)
+    index = np.array([token_id(token, vocabulary) for token in ids])
+    np.bitwise_or.at(words, index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
+    return words.view(np.int32)
+
+
+def _bad_words(
+    params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None, config: EngineConfig
+) -> list[Sequence[int]]:
+    """The token sequences that bad words come to, as vLLM makes them: each word as it is, and
+    behind a space where that makes another first token and no longer sequence.
+    """
+    found: list[Sequence[int]] = []
+    for word in params.bad_words or ():
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        if tokenizer is None:
+            raise ValueError(
+                f"bad_words hold {word!r}, but the checkpoint has no tokenizer.json: give token ids"
+            )
+        bare, spaced = (
+            tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
+            for prefix in ("", " ")
+        )
+        if not bare:
+            raise ValueError(f"bad_words hold {word!r}, which comes to no token")
+        found.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    found = list(dict.fromkeys(map(tuple, found)))
+    for ids in found:
+        _check_tokens("bad_words", ids, config.max_bad_word_tokens, vocabulary)
+    _check_count("bad_words", len(found), "max_bad_words", config)
+    return found
+
+
+def _from_the_end(sequences: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+    """The sequences, each with -1 in front where it is shorter than `width`."""
+    return [[-1] * (width - len(ids)) + list(ids) for ids in sequences]
+
+
+def _check_tokens(name: str, ids: Sequence[int], most: int, vocabulary: int) -> None:
+    if len(ids) > most:
+        raise ValueError(
+            f"{name} hold a sequence of {len(ids)} tokens; max_{_SINGULAR[name]}_tokens={most}"
+        )
+    for token in ids:
+        token_id(token, vocabulary)
+
+
+_SINGULAR = {"bad_words": "bad_word", "stop_token_sequences": "stop_sequence"}
+
+
+def _check_count(name: str, count: int, limit: str, config: EngineConfig) -> None:
+    most = getattr(config, limit)
+    if count > most:
+        values = (
+            f"{name}={count}" if "logprobs" in name else f"{name} come to {count} entries; they"
+        )
+        raise ValueError(f"{values} exceed {limit}={most}")

@@ -1,0 +1,156 @@
+"""The results of finished requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from graphengine.requests.acceptance import Acceptance
+
+FinishReason = Literal["stop", "length", "cancelled", "error", "deadline"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Timings:
+    """Host times in seconds of `time.perf_counter()`; a token's is when it reached the host.
+
+    `submitted` is the time of the caller's call: tokenising the prompt comes after it.
+    """
+
+    submitted: float
+    tokens: list[float] = field(default_factory=list)
+    finished: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.tokens[0] - self.submitted if self.tokens else None
+
+    @property
+    def inter_token(self) -> list[float]:
+        """Gaps between consecutive tokens."""
+        return [after - before for before, after in pairwise(self.tokens)]
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability and its rank; rank 1 is the most probable token."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]
+"""For a position, by token id: first the token that came, then the most probable ones in order."""
+
+
+class Segment(NamedTuple):
+    """The part of a text that one token made certain: characters `start` to `end`, without `end`.
+
+    A character made of several tokens belongs to the token that completes it; a token without text
+    of its own has an empty segment.
+    """
+
+    token_id: int
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished request. `token_ids` end with the stop token where one ended the request.
+
+    text_ends    number of characters of `text` up to and including each token; empty without a
+                 tokenizer
+    stop_reason  the stop string, the stop token id or the stop token sequence that ended it; None
+                 for an end-of-sequence token, a `stop_callback` and every reason but "stop"
+    acceptance   counts its verified and accepted drafts; empty without speculation
+    cached_tokens  prompt tokens that were not prefilled, as their KV was there already: from a
+                 session, or from another prompt that begins with them
+    logprobs     an entry for each of `token_ids`, if the request asked for them
+    prompt_logprobs  the same for the prompt's tokens; the first entry is None, as no token precedes
+                     it
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    timings: Timings
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    cached_tokens: int = 0
+    stop_reason: str | int | tuple[int, ...] | None = None
+    text_ends: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(logprobs[token].logprob for token, logprobs in pairs)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """One segment a token; together they are `text`. Empty without a tokenizer."""
+        starts = (0, *self.text_ends[:-1])
+        spans = zip(self.token_ids, starts, self.text_ends, strict=False)
+        return tuple(
+            Segment(token_id, self.text[start:end], start, end) for token_id, start, end in spans
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result in plain JSON types. These names will not change; names may be added.
+
+        request_id        number of the request in its engine, from 1
+        prompt_token_ids  list of ids
+        token_ids         list of ids, including what ended the request
+        text              text of the tokens; empty without a tokenizer
+        segments          list of {"token_id", "text", "start", "end"}, one for each token
+        finish_reason     "stop", "length", "cancelled", "error" or "deadline"
+        stop_reason       the stop string (text), stop token (id) or stop token sequence (list of
+                          ids) that ended it, or null
+        seed              of its random numbers, drawn by the engine if none was given
+        timings           seconds from its submission: {"time_to_first_token" (null without one),
+                          "tokens": when each reached the host, "finished"}
+        cached_tokens     tokens of the prompt whose KV was there already
+        acceptance        `Acceptance.as_dict()`: counts of its drafts
+        logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
+                          token's own entry, then those of the most probable tokens
+        prompt_logprobs   null, or the same for the prompt's tokens, with null for the first
+        """
+        submitted, finished = self.timings.submitted, self.timings.finished
+        reason = self.stop_reason
+        return {
+            "request_id": self.request_id,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "token_ids": list(self.token_ids),
+            "text": self.text,
+            "segments": [segment._asdict() for segment in self.segments],
+            "finish_reason": self.finish_reason,
+            "stop_reason": list(reason) if isinstance(reason, tuple) else reason,
+            "seed": self.seed,
+            "timings": {
+                "time_to_first_token": self.timings.time_to_first_token,
+                "tokens": [time - submitted for time in self.timings.tokens],
+                "finished": None if finished is None else finished - submitted,
+            },
+            "cached_tokens": self.cached_tokens,
+            "acceptance": self.acceptance.as_dict(),
+            "logprobs": _lists_of(self.logprobs),
+            "prompt_logprobs": _lists_of(self.prompt_logprobs),
+        }
+
+
+def _lists_of(logprobs: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
+    if logprobs is None:
+        return None
+    return [
+        each and [{"token_id": token, **found._asdict()} for token, found in each.items()]
+        for each in logprobs
+    ]

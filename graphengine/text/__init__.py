@@ -1,0 +1,1 @@
+"""Text: tokens to text and back, chat templates, stop strings, grammars."""

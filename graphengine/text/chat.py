@@ -1,0 +1,166 @@
+"""Chat templates: the jinja program in a checkpoint that turns messages into a prompt.
+
+Like the checkpoint, a template is untrusted: `graphengine.text.sandbox` limits what it may do,
+and how much.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Template
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from graphengine.text.sandbox import Sandbox
+
+MAX_MESSAGE = 1000
+"""Characters of a failing template's message that are shown."""
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ChatTemplate:
+    """One template, compiled when it is first used. Not for use from two threads at once."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._sandbox = Sandbox()
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt's text. Every error in the messages or the template is a ValueError.
+
+        special_tokens          what the template sees as `bos_token`, `eos_token`, ...
+        continue_final_message  end with the text of the last message, as in transformers
+        """
+        plain = _plain_messages(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message goes on with the last message, add_generation_prompt "
+                    "begins another one: only one of them can be True"
+                )
+            final = _mark_final(plain)
+        variables = {
+            **(special_tokens or {}),
+            "messages": plain,
+            "tools": _plain_tools(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._template
+        self._sandbox.reset()
+        try:
+            text = "".join(self._sandbox.limited(template.generate(variables)))
+        except Exception as error:
+            # A template may raise anything: KeyError, RecursionError, MemoryError, ...
+            raise ValueError(f"the chat template failed: {_describe(error)}") from error
+        return _up_to_mark(text, final) if continue_final_message else text
+
+    @cached_property
+    def _template(self) -> Template:
+        try:
+            return self._sandbox.compile_counted(self.source)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template is not valid jinja: line {error.lineno}: {error.message}"
+            ) from error
+        except Exception as error:
+            raise ValueError(f"the chat template does not compile: {_describe(error)}") from error
+
+
+def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """A copy in plain JSON types, since objects have methods that the sandbox does not know.
+
+    Keys whose value is None are dropped, as in transformers: templates would write "None".
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"chat messages must be a list that is not empty, got {messages!r}")
+    for index, message in enumerate(messages):
+        _check_message(index, message)
+    kept = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
+    plain: list[dict[str, Any]] = _plain_json("chat messages", kept)
+    return plain
+
+
+def _check_message(index: int, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"chat message {index} must be a dict, got {message!r}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"chat message {index} has role={role!r}: must be a string: {message!r}")
+    if content is None and message.get("tool_calls"):
+        return
+    if isinstance(content, str):
+        return
+    if not isinstance(content, (list, tuple)) or not all(isinstance(p, Mapping) for p in content):
+        raise ValueError(
+            f"chat message {index} has content={content!r}: "
+            f"must be a string or a list of dicts: {message!r}"
+        )
+
+
+# Added after the last message's text during rendering. The space shows whether the template strips.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def _mark_final(messages: list[dict[str, Any]]) -> str:
+    """Add the mark after the text of the last message; returns that text."""
+    message = messages[-1]
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return content
+    for part in reversed(content or []):
+        if isinstance(text := part.get("text"), str):
+            part["text"] = text + _MARK
+            return text
+    raise ValueError(f"continue_final_message: the last message has no text: {message!r}")
+
+
+def _up_to_mark(text: str, final: str) -> str:
+    """`text` up to the end of the last message, whose text is `final`."""
+    end = text.rfind(_MARK.strip())
+    if end < 0 or final.strip() not in text:
+        raise ValueError(
+            f"continue_final_message: the chat template does not write out the last message: "
+            f"{final!r}"
+        )
+    kept = text[:end]
+    return kept if text.startswith(_MARK, end) else kept.rstrip()
+
+
+def _plain_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
+        raise ValueError(f"tools must be a list of dicts (JSON schemas), got {tools!r}")
+    plain: list[dict[str, Any]] = _plain_json("tools", list(tools))
+    return plain
+
+
+def _plain_json(what: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} must hold plain JSON values: {error}") from error
+
+
+def _describe(error: Exception) -> str:
+    """The exception's message, with its name unless jinja2 or the template wrote the message."""
+    spoken = isinstance(error, TemplateError)
+    message = str(error) if spoken else f"{type(error).__name__}: {error}"
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."

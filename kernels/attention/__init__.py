@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache, of decode steps and of prefill."""

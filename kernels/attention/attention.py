@@ -1,0 +1,348 @@
+"""Decode attention over the paged cache: one token a lane, from its QKV product to its heads' sums.
+
+A row of speculative decoding is W lanes of one slot at consecutive positions, each of which attends
+those before it: results are bit-equal to decoding the row's tokens one by one.
+
+One kernel (`attention_kernels.py`) rotates the token's query and key, appends key and value to the
+cache, and attends.
+FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
+programs attend splits for the query heads of one kv head (GQA) and leave partial results, and the
+last program to arrive combines them. Splits have a fixed length counted from position 0 and tiles a
+size fixed by dtype and head_dim, so that the order of summation of a lane is a function of its own
+position alone.
+
+The token's own key and value are appended, but not read back: the token is a partial of its own,
+taken from the QKV product, rounded as the cache holds it. So keys and values of older tokens can be
+loaded before that product is known, which is what hides their latency (`pdl.py`).
+
+Letters: N lanes of a launch, W lanes of a row, S slots, B blocks of a slot's table, Q query heads,
+G kv heads, D head_dim, C splits, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the
+cache's layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from graphengine.kernels.attention.attention_kernels import decode_attention_kernel
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_int32, check_lanes
+from graphengine.kernels.core.launching import Launch, launcher
+from graphengine.kernels.core.paged import (
+    check_cache,
+    checked_output,
+    gather_cache,
+    token_capacity,
+)
+from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.linear.plans import LONG_SPLIT_BYTES, dot_columns
+from graphengine.kernels.norm_rope.rope import (
+    check_norm_weights,
+    check_rope,
+    rope_append_reference,
+)
+
+SPLIT_TOKENS = 64
+MAX_HEAD_DIM = 256
+
+# `tl.dot` wants 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
+_GROUP_ROWS = 16
+# Keys that the programs of a launch attend at once: a tile for each SM of an H200, or two short
+# ones. A lane of more splits has its programs loop; no bit depends on it.
+_MAX_KEYS = 132 * 128
+# Short heads leave an SM room for more programs than that.
+_LEAST_PROGRAMS = 4
+# Float32 elements of partials that the combining program loads at a time, and splits at most.
+_COMBINE_ELEMENTS = 8192
+_COMBINE_SPLITS = 8
+_LOOP_STAGES = 3
+# More lanes than these hide each other's latency without that.
+_LOOP_LANES = 16
+# Their siblings are then in two splits at most.
+_MAX_ROW_TOKENS = 64
+_ROW_REGISTERS = 128
+
+
+def decode_attention(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    launch: Launch,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    max_seq_len: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    split_tokens: int = SPLIT_TOKENS,
+    tokens_per_row: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Append one token a lane to the cache and attend keys 0..position of the lane's slot.
+
+    Args:
+        qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
+        cos, sin: float32 [P, D/2] from `rope_tables`.
+        kv: one layer's cache, in qkv's dtype. Written in place: one key and value a live lane.
+        block_table_SB: int32. slot_N: int32, -1 = padded lane; live rows name different slots.
+        position_N: int32, where the lane's token belongs.
+        launch: its counters are wanted, dense, at least `decode_attention_arrivals`. With PDL slots
+            and positions must have been written two launches earlier or before, the cache's older
+            entries too.
+        scale: factor on the scores, 1/sqrt(D) as a rule.
+        max_seq_len: positions stay below it. It sets the grid and the workspace
+            (`decode_attention_workspace_bytes`), never the result.
+        q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
+            before the rotation, rounded where Qwen3's reference rounds.
+        split_tokens: keys of a split, 64 or 128: part of the numerics. Short ones suit few lanes.
+        tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
+            position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
+            in front of them would stand below position 0.
+        out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
+
+    Returns:
+        [N, Q * D] in qkv's dtype. Rotation in float32, rounded once; softmax and sums in float32.
+        Of a padded lane nothing counts, for it nothing is written. A live lane whose position is
+        negative, max_seq_len or more, past the tables or past its block table is NaN and appends
+        nothing.
+    """
+    head_dim = _check_arguments(
+        qkv_NX,
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_seq_len=max_seq_len,
+    )
+    check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
+    if split_tokens not in (64, 128):
+        raise ValueError(f"split_tokens={split_tokens} must be 64 or 128")
+    if split_tokens == 128 and head_dim * qkv_NX.dtype.itemsize > LONG_SPLIT_BYTES:
+        raise ValueError(f"split_tokens=128 is too long for {qkv_NX.dtype} heads of {head_dim}")
+    lanes = qkv_NX.shape[0]
+    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    if not 1 <= tokens_per_row <= _MAX_ROW_TOKENS or lanes % tokens_per_row:
+        raise ValueError(
+            f"tokens_per_row={tokens_per_row} must divide {lanes} lanes, 1..{_MAX_ROW_TOKENS}"
+        )
+    arrivals = _checked_arrivals(launch, lanes, num_heads, num_kv_heads)
+    out = checked_output(out, (lanes, num_heads * head_dim), like=qkv_NX)
+    if not use_triton(qkv_NX):
+        return decode_attention_reference(
+            qkv_NX,
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N,
+            position_N,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            max_seq_len=max_seq_len,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
+            out=out,
+        )
+    splits = -(-max_seq_len // split_tokens)
+    tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
+    least = _LEAST_PROGRAMS if head_dim <= 64 else 1
+    programs = max(least, _MAX_KEYS // (split_tokens * lanes * tiles))
+    # The kernel wants a lane's last two splits in two programs where they may hold siblings.
+    programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
+    # Uninitialised: the combining program reads only what the programs of its own lane wrote.
+    acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
+    max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
+    sum_NQC = torch.empty_like(max_NQC)
+    launcher(decode_attention_kernel, (lanes, tiles, programs))(
+        qkv_NX,
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        slot_N,
+        position_N,
+        q_norm_weight,
+        k_norm_weight,
+        arrivals,
+        acc_NQCD,
+        max_NQC,
+        sum_NQC,
+        out,
+        scale * math.log2(math.e),
+        eps,
+        qkv_NX.stride(0),
+        kv.stride(0),
+        block_table_SB.stride(0),
+        splits,
+        _position_limit(cos, kv, block_table_SB, max_seq_len),
+        Q=num_heads,
+        G=num_kv_heads,
+        D=head_dim,
+        BLOCK_SIZE=kv.shape[2],
+        NORMED=q_norm_weight is not None,
+        LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
+        **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
+        **_row_options(qkv_NX.dtype, tokens_per_row),
+        **launch_options(launch.pdl),
+    )
+    return out
+
+
+def decode_attention_arrivals(lanes: int, *, num_heads: int, num_kv_heads: int) -> int:
+    """Int32 counters that `decode_attention` of `lanes` needs."""
+    return lanes * num_kv_heads * _head_tiles(num_heads, num_kv_heads)
+
+
+def decode_attention_workspace_bytes(
+    lanes: int, *, num_heads: int, head_dim: int, max_seq_len: int, split_tokens: int = SPLIT_TOKENS
+) -> int:
+    """Bytes of float32 workspace that one `decode_attention` call allocates (for the budget)."""
+    partials = -(-max_seq_len // split_tokens) + 1
+    return lanes * num_heads * partials * (head_dim + 2) * 4
+
+
+def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
+    return -(-(num_heads // num_kv_heads) // _GROUP_ROWS)
+
+
+def _position_limit(
+    cos: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, max_seq_len: int
+) -> int:
+    return min(max_seq_len, cos.shape[0], token_capacity(kv, block_table_SB))
+
+
+def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
+    """What fixes the order of summation, from dtype, shape of a head and length of a split alone.
+
+    A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
+    on plain FMA units.
+    """
+    dim_padded = dot_columns(head_dim)
+    combine_rows = min(_GROUP_ROWS, triton.next_power_of_2(group))
+    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * dim_padded))
+    return {
+        "DIM_PADDED": dim_padded,
+        "GROUP_ROWS": _GROUP_ROWS,
+        "SPLIT": split,
+        "COMBINE_ROWS": combine_rows,
+        "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
+        "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
+    }
+
+
+def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
+    """Splits that a program has on their way at once; no bit depends on it."""
+    return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
+
+
+def _row_options(dtype: torch.dtype, tokens_per_row: int) -> dict[str, int]:
+    """What rows of several tokens change of a launch: nothing that sets a bit.
+
+    The code for siblings would take registers at the cost of a program an SM; it fits without.
+    """
+    if tokens_per_row == 1 or dtype.itemsize > 2:
+        return {"ROW_LANES": tokens_per_row}
+    return {"ROW_LANES": tokens_per_row, "maxnreg": _ROW_REGISTERS}
+
+
+def decode_attention_reference(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    max_seq_len: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
+
+    Of rows of any length: a lane finds in the cache what those before it appended.
+    """
+    head_dim = kv.shape[4]
+    out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
+    limit = _position_limit(cos, kv, block_table_SB, max_seq_len)
+    slots, positions = slot_N.tolist(), position_N.tolist()
+    for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        if slot < 0:
+            continue
+        if not 0 <= position < limit:
+            out[lane] = math.nan
+            continue
+        q_1QD = rope_append_reference(
+            qkv_NX[lane : lane + 1],
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N[lane : lane + 1],
+            position_N[lane : lane + 1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
+        )
+        keys, values = gather_cache(kv, block_table_SB, slot, position + 1)
+        # [G, group, D] x [G, D, keys].
+        q = q_1QD.float().view(num_kv_heads, -1, head_dim)
+        weights = torch.softmax(q @ keys.permute(1, 2, 0) * scale, dim=-1)
+        out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
+    return out
+
+
+def _check_arguments(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+) -> int:
+    """Raise ValueError unless tables and cache fit the QKV product; return head_dim."""
+    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
+    check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
+    if max_seq_len < 1:
+        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1")
+    return head_dim
+
+
+def _checked_arrivals(
+    launch: Launch, lanes: int, num_heads: int, num_kv_heads: int
+) -> torch.Tensor:
+    arrivals = launch.arrivals
+    needed = decode_attention_arrivals(lanes, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if arrivals is None:
+        raise ValueError(f"arrivals must be a dense vector of at least {needed}, not None")
+    check_int32(arrivals=arrivals)
+    if arrivals.dim() != 1 or arrivals.shape[0] < needed or not arrivals.is_contiguous():
+        raise ValueError(
+            f"arrivals must be a dense vector of at least {needed}, not {tuple(arrivals.shape)}"
+        )
+    return arrivals

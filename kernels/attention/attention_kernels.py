@@ -1,0 +1,499 @@
+"""The Triton kernel of `attention.py`: its programs, and the parts they are made of.
+
+Letters: N lanes of a launch, W lanes of a row, Q query heads, G kv heads, D head_dim, D' padded to
+what `tl.dot` wants. A head has a partial for the token itself and one for each split.
+
+A lane's siblings are the lanes of its row that come before it. Their tokens are keys of its splits,
+but appended by this very launch: what other programs write cannot be read here. So each program
+computes the few that its splits want, from the QKV product and by the code that appends them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.paged import cache_offsets
+from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.norm_rope.rope import scale_head
+
+
+@triton.jit(do_not_specialize=["splits", "position_limit"])
+def decode_attention_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    kv_ptr,
+    block_table_ptr,
+    slot_ptr,
+    position_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    arrivals_ptr,
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    scale_log2,
+    eps,
+    qkv_stride,
+    kv_block_stride,
+    table_stride,
+    splits,
+    position_limit,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs (lane, kv head x GROUP_ROWS of its query heads, p): splits p, p + programs, ...
+
+    Program 0 has the lane's own token as well.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    first_split = tl.program_id(2)
+    programs = tl.num_programs(2)
+    GROUP: tl.constexpr = Q // G
+    HEAD_TILES: tl.constexpr = (GROUP + GROUP_ROWS - 1) // GROUP_ROWS
+    kv_head = tl.program_id(1) // HEAD_TILES
+    first_row = (tl.program_id(1) % HEAD_TILES) * GROUP_ROWS
+
+    # Loaded together: one after the other would cost another trip to L2.
+    slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
+    position = tl.load(position_ptr + lane, cache_modifier=".cg")
+    live = slot >= 0
+    inside = live & (position >= 0) & (position < position_limit)
+    position = tl.where(inside, position, 0)
+    used = (position + SPLIT - 1) // SPLIT
+    # Tokens below `cached` were appended by earlier launches, those from there on by siblings.
+    siblings = 0
+    cached = position
+    # The split whose loads do not wait.
+    early = first_split
+    if ROW_LANES > 1:
+        siblings = (lane % ROW_LANES).to(tl.int32)
+        cached = position - siblings
+        # Siblings are in the last two splits at most, which are the last of two programs.
+        early += tl.maximum(used - 1 - first_split, 0) // programs * programs
+
+    # What no launch since the last but one writes: older keys and values, tables, norm weights.
+    table_row_ptr = block_table_ptr + tl.maximum(slot, 0).to(tl.int64) * table_stride
+    key_ptr = kv_ptr + kv_head * D
+    dim = tl.arange(0, DIM_PADDED)
+    dim_mask = dim < D
+    token = early * SPLIT + tl.arange(0, SPLIT)
+    keys, values = _load_older(
+        key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D
+    )
+    partner = tl.where(dim < D // 2, dim + D // 2, dim - D // 2)
+    cos, sin = _load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
+    own_entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
+
+    wait_for_inputs(PDL)
+
+    row = first_row + tl.arange(0, GROUP_ROWS)
+    head = lane * Q + kv_head * GROUP + row
+    head_mask = (row < GROUP)[:, None] & dim_mask[None, :]
+    if not inside:
+        failed = live & (first_split == 0)
+        tl.store(out_ptr + head[:, None] * D + dim[None, :], float("nan"), mask=head_mask & failed)
+        return
+    if first_split >= tl.maximum(used, 1):
+        return
+
+    qkv_row_ptr = qkv_ptr + lane * qkv_stride
+    if ROW_LANES > 1:
+        # All at once, before the first use of any: a trip to L2 each would be a long way.
+        sibling_ptr = qkv_row_ptr - siblings * qkv_stride + (Q + kv_head) * D
+        raw_keys = _load_sibling_keys(
+            sibling_ptr,
+            qkv_stride,
+            cos_ptr,
+            sin_ptr,
+            siblings,
+            cached,
+            early,
+            dim,
+            partner,
+            D,
+            SPLIT,
+            ROW_LANES,
+        )
+        values = _insert_sibling_values(
+            values, sibling_ptr + G * D, qkv_stride, token, cached, position, dim, D
+        )
+    q = _rotated(
+        qkv_row_ptr + (kv_head * GROUP + row)[:, None] * D,
+        head_mask,
+        dim,
+        partner,
+        cos,
+        sin,
+        q_norm_ptr,
+        eps,
+        D,
+        NORMED,
+    )
+    # Partial 0 of a head is the token itself, partial i + 1 is split i.
+    partial = head * (splits + 1)
+    if first_split == 0:
+        own_row = tl.zeros([1], tl.int32)
+        own_key_ptrs = qkv_row_ptr + (Q + kv_head) * D + own_row[:, None]
+        own_key = _rotated(
+            own_key_ptrs, dim_mask[None, :], dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED
+        )
+        own_value = tl.load(own_key_ptrs + G * D + dim[None, :], mask=dim_mask[None, :], other=0.0)
+        append_ptrs = key_ptr + own_entry + own_row[:, None] + dim[None, :]
+        append_mask = dim_mask[None, :] & (first_row == 0)
+        tl.store(append_ptrs, own_key, mask=append_mask)
+        tl.store(append_ptrs + BLOCK_SIZE * G * D, own_value, mask=append_mask)
+        score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale_log2
+        tl.store(max_ptr + partial, score, mask=row < GROUP)
+        tl.store(sum_ptr + partial, 1.0, mask=row < GROUP)
+        own_acc = tl.broadcast_to(own_value.to(tl.float32), [GROUP_ROWS, DIM_PADDED])
+        tl.store(acc_ptr + partial[:, None] * D + dim[None, :], own_acc, mask=head_mask)
+
+    if first_split < used:
+        if ROW_LANES > 1:
+            keys = _insert_sibling_keys(
+                keys,
+                raw_keys,
+                siblings,
+                cached,
+                early,
+                dim,
+                partner,
+                k_norm_ptr,
+                eps,
+                D,
+                NORMED,
+                SPLIT,
+                ROW_LANES,
+            )
+        _attend_split(
+            q,
+            keys,
+            values,
+            token < position,
+            scale_log2,
+            acc_ptr,
+            max_ptr,
+            sum_ptr,
+            partial + 1 + early,
+            row < GROUP,
+            dim,
+            D,
+        )
+    start = first_split + programs if ROW_LANES == 1 else first_split
+    end = used if ROW_LANES == 1 else early
+    for split in tl.range(start, end, programs, num_stages=LOOP_STAGES):
+        token = split * SPLIT + tl.arange(0, SPLIT)
+        keys, values = _load_older(
+            key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D
+        )
+        _attend_split(
+            q,
+            keys,
+            values,
+            token < position,
+            scale_log2,
+            acc_ptr,
+            max_ptr,
+            sum_ptr,
+            partial + 1 + split,
+            row < GROUP,
+            dim,
+            D,
+        )
+
+    # The barrier puts the stores of the whole program before the one thread's release.
+    tl.debug_barrier()
+    last = True
+    shares = tl.minimum(used, programs)
+    if shares > 1:
+        arrival_ptr = arrivals_ptr + lane * (G * HEAD_TILES) + tl.program_id(1)
+        last = tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == shares - 1
+        if last:
+            tl.store(arrival_ptr, 0)
+    if last:
+        _combine_splits(
+            acc_ptr,
+            max_ptr,
+            sum_ptr,
+            out_ptr,
+            lane * Q + kv_head * GROUP + first_row,
+            GROUP - first_row,
+            used + 1,
+            splits + 1,
+            D,
+            DIM_PADDED,
+            COMBINE_ROWS,
+            COMBINE_SPLITS,
+        )
+
+
+@triton.jit
+def _load_older(
+    key_ptr,
+    table_row_ptr,
+    token,
+    cached,
+    kv_block_stride,
+    dim,
+    BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Keys and values [tokens, D'] of the tokens below `cached`; 0 for the others."""
+    older = token < cached
+    entry = cache_offsets(table_row_ptr, token, older, kv_block_stride, BLOCK_SIZE, G * D)
+    key_ptrs = key_ptr + entry[:, None] + dim[None, :]
+    mask = older[:, None] & (dim < D)[None, :]
+    # Values first: the keys' way into the product begins at once, and would hold these loads up.
+    value_ptrs = key_ptrs + BLOCK_SIZE * G * D
+    values = tl.load(value_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    keys = tl.load(key_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    return keys, values
+
+
+@triton.jit
+def _load_angles(cos_ptr, sin_ptr, position, mask, dim, D: tl.constexpr):
+    """Cosines and signed sines [D'] of the angles at `position`, for `_rotate`; 0 unless `mask`."""
+    HALF: tl.constexpr = D // 2
+    is_lower = dim < HALF
+    angle = position.to(tl.int64) * HALF + tl.where(is_lower, dim, dim - HALF)
+    angle_mask = (dim < D) & mask
+    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0)
+    return cos, tl.where(is_lower, -sin, sin)
+
+
+@triton.jit
+def _is_sibling_of_split(i, siblings, cached, split, SPLIT: tl.constexpr):
+    """Whether lane `i` of the row is a sibling, and its token one of the split's."""
+    offset = cached + i - split * SPLIT
+    return (i < siblings) & (offset >= 0) & (offset < SPLIT)
+
+
+@triton.jit
+def _load_sibling_keys(
+    sibling_ptr,
+    qkv_stride,
+    cos_ptr,
+    sin_ptr,
+    siblings,
+    cached,
+    split,
+    dim,
+    partner,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+):
+    """For each lane of a row but the last (x, other, cos, sin) for `_rotate`: x is [1, D'].
+
+    `sibling_ptr` is the key of the row's first lane. Nothing is read of a lane that is no sibling
+    of the split.
+    """
+    raw_keys = ()
+    for i in tl.static_range(ROW_LANES - 1):
+        wanted = _is_sibling_of_split(i, siblings, cached, split, SPLIT)
+        mask = ((dim < D) & wanted)[None, :]
+        head_ptrs = sibling_ptr + i * qkv_stride + tl.zeros([1], tl.int32)[:, None]
+        x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
+        other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
+        cos, sin = _load_angles(cos_ptr, sin_ptr, cached + i, wanted, dim, D)
+        raw_keys += ((x, other, cos, sin),)  # type: ignore[assignment]
+    return raw_keys
+
+
+@triton.jit
+def _insert_sibling_keys(
+    keys,
+    raw_keys,
+    siblings,
+    cached,
+    split,
+    dim,
+    partner,
+    k_norm_ptr,
+    eps,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+):
+    """`keys` [tokens, D'] of a split with those of the siblings in it, as they are appended.
+
+    One by one: a norm of several rows at once would sum in another order than the own key's.
+    """
+    for i in tl.static_range(ROW_LANES - 1):
+        if _is_sibling_of_split(i, siblings, cached, split, SPLIT):
+            x, other, cos, sin = raw_keys[i]
+            key = _rotate(x, other, dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED)
+            # The gather leaves `key` as it is. The compiler does not carry layouts of registers
+            # through it: in the tile's layout a norm would sum in another order than the own key's.
+            key = tl.gather(tl.reshape(key, [key.shape[1]]), dim, axis=0)
+            is_its_token = split * SPLIT + tl.arange(0, SPLIT) == cached + i
+            keys = tl.where(is_its_token[:, None], key[None, :], keys)
+    return keys
+
+
+@triton.jit
+def _insert_sibling_values(
+    values, sibling_ptr, qkv_stride, token, cached, position, dim, D: tl.constexpr
+):
+    """`values` [tokens, D'] with those of the siblings; `sibling_ptr` is the value of the first."""
+    rows = (token - cached).to(tl.int64) * qkv_stride
+    mask = ((token >= cached) & (token < position))[:, None] & (dim < D)[None, :]
+    return tl.load(sibling_ptr + rows[:, None] + dim[None, :], mask=mask, other=values)
+
+
+@triton.jit
+def _attend_split(
+    q,
+    keys,
+    values,
+    older,
+    scale_log2,
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    partial,
+    row_mask,
+    dim,
+    D: tl.constexpr,
+):
+    """Store the partial of one split: largest score (log2 units), sum of weights, sum of values.
+
+    At least one of its tokens is `older` than the query.
+    """
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+    scores = tl.where(older[None, :], scores, float("-inf"))
+    largest = tl.max(scores, axis=1)
+    weights = tl.exp2(scores - largest[:, None])
+    acc = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    tl.store(max_ptr + partial, largest, mask=row_mask)
+    tl.store(sum_ptr + partial, tl.sum(weights, axis=1), mask=row_mask)
+    mask = row_mask[:, None] & (dim < D)[None, :]
+    tl.store(acc_ptr + partial[:, None] * D + dim[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _rotated(
+    head_ptrs,
+    mask,
+    dim,
+    partner,
+    cos,
+    signed_sin,
+    weight_ptr,
+    eps,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Heads [rows, D'] at `head_ptrs` [rows, 1], normed if NORMED and rotated, in their own dtype.
+
+    The other half of each pair is loaded a second time, which spares shuffling registers.
+    """
+    x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
+    other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
+    return _rotate(x, other, dim, partner, cos, signed_sin, weight_ptr, eps, D, NORMED)
+
+
+@triton.jit
+def _rotate(
+    x,
+    other,
+    dim,
+    partner,
+    cos,
+    signed_sin,
+    weight_ptr,
+    eps,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Heads `x` [rows, D'], `other` the other half of each pair, as `_rotated` gives them.
+
+    Rounded where `rope_append` rounds.
+    """
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    other = other.to(tl.float32)
+    if NORMED:
+        weight = tl.load(weight_ptr + dim, mask=dim < D, other=0.0)
+        partner_weight = tl.load(weight_ptr + partner, mask=dim < D, other=0.0)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)
+        x = scale_head(x, scale[:, None], weight[None, :], dtype)
+        other = scale_head(other, scale[:, None], partner_weight[None, :], dtype)
+    return (x * cos[None, :] + other * signed_sin[None, :]).to(dtype)
+
+
+@triton.jit
+def _combine_splits(
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    first_head,
+    rows,
+    used,
+    splits,
+    D: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Weigh the partials of `used` splits by their largest scores, in order of split.
+
+    AT_ONCE splits share a maximum: no load of theirs waits for another.
+    """
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PADDED)
+    mask = (row < rows)[:, None] & (dim < D)[None, :]
+    # Rows of padding compute what the last row computes, and are not stored.
+    partial = (first_head + tl.minimum(row, rows - 1)) * splits
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for start in range(0, used, AT_ONCE):
+        new_max = running_max
+        for i in tl.static_range(AT_ONCE):
+            new_max = tl.maximum(new_max, _load_maximum(max_ptr, partial, start + i, used))
+        rescale = tl.exp2(running_max - new_max)
+        running_sum *= rescale
+        acc *= rescale[:, None]
+        for i in tl.static_range(AT_ONCE):
+            split = start + i
+            weight = tl.exp2(_load_maximum(max_ptr, partial, split, used) - new_max)
+            split_sum = tl.load(
+                sum_ptr + partial + split, mask=split < used, other=0.0, cache_modifier=".cg"
+            )
+            split_acc = tl.load(
+                acc_ptr + (partial + split)[:, None] * D + dim[None, :],
+                mask=mask & (split < used),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            running_sum += weight * split_sum
+            acc += weight[:, None] * split_acc
+        running_max = new_max
+    out_ptrs = out_ptr + (first_head + row)[:, None] * D + dim[None, :]
+    tl.store(out_ptrs, acc / running_sum[:, None], mask=mask)
+
+
+@triton.jit
+def _load_maximum(max_ptr, partial, split, used):
+    return tl.load(
+        max_ptr + partial + split, mask=split < used, other=float("-inf"), cache_modifier=".cg"
+    )

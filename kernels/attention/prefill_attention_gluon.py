@@ -1,0 +1,380 @@
+"""Prefill attention of many rows on Hopper, in Gluon: what `prefill_attention` launches there.
+
+Bit for bit its Triton kernel, whose tiles of keys it goes through in the same order, as long as
+values are finite. (A weight of 0 makes NaN of one that is not: here in the rows of all tokens whose
+last tile of keys has it, there from its own tile of rows on.) What differs is when things happen. A
+warp of its own has the tensor memory accelerator (TMA) bring tiles of keys and of values, a block
+of the cache at a time; two warp groups have half of the rows each, and while one turns scores into
+weights, `wgmma` is at its sums of the tile before and at the other's scores. Source:
+FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
+
+Letters as in `prefill_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.paged import token_capacity
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+
+ROWS = 128
+"""Of a tile: 64 for each of two warp groups."""
+KEYS = 128
+"""Of a tile: as many as in the Triton kernel."""
+LEAST_PROGRAMS = {64: 128, 128: 64}
+"""By head_dim. With fewer the Triton kernel is faster on an H200, in shorter tiles."""
+
+_WARPS = 4
+# Tiles of keys in shared memory, and of values.
+_STAGES = gl.constexpr(2)
+# Of 16 bits: what the TMA and wgmma take as a row of shared memory.
+_COLUMNS = gl.constexpr(64)
+# Of a thread, in the warp groups and in the warp that brings tiles.
+_REGISTERS = gl.constexpr((240, 24))
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+# Gluon and Triton compile the same text, but a function belongs to one of them.
+_wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+
+
+def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
+    """Whether `attend` is for these queries of so many segments: it can run, and is faster.
+
+    It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache whose rows are aligned to 16 bytes.
+    """
+    least = LEAST_PROGRAMS.get(q_NQD.shape[2])
+    if INTERPRETED or not q_NQD.is_cuda or q_NQD.dtype not in _DTYPES or least is None:
+        return False
+    if torch.cuda.get_device_capability(q_NQD.device) != (9, 0):
+        return False
+    return math.prod(_grid(q_NQD, kv, segments)) >= least and has_token_rows(kv)
+
+
+def has_token_rows(kv: torch.Tensor) -> bool:
+    """Whether the TMA can see a cache as rows of a token's keys, or values, of all kv heads."""
+    token = kv.shape[3] * kv.shape[4]
+    return (
+        not kv.data_ptr() % 16
+        and not kv.stride(0) % token
+        and kv.shape[0] * kv.stride(0) // token < 2**31
+    )
+
+
+def _grid(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> tuple[int, int, int]:
+    lanes, heads, _ = q_NQD.shape
+    kv_heads = kv.shape[3]
+    return kv_heads, triton.cdiv(lanes * (heads // kv_heads), ROWS), segments
+
+
+def attend(
+    q_NQD: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    *,
+    query_start_P1: torch.Tensor,
+    slot_P: torch.Tensor,
+    position_P: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """`paged_prefill_attention` of checked arguments that `takes_wgmma`."""
+    blocks, _, block_size, kv_heads, head_dim = kv.shape
+    token = kv_heads * head_dim
+    block_rows = kv.stride(0) // token
+    rows = kv.as_strided(((blocks - 1) * block_rows + 2 * block_size, token), (token, 1))
+    box = [block_size, _COLUMNS.value]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[kv.dtype])
+    launcher(_attend_kernel, _grid(q_NQD, kv, slot_P.shape[0]))(
+        q_NQD,
+        TensorDescriptor.from_tensor(rows, box, layout),
+        block_table_SB,
+        query_start_P1,
+        slot_P,
+        position_P,
+        out,
+        scale * math.log2(math.e),
+        q_NQD.stride(0),
+        block_rows,
+        block_table_SB.stride(0),
+        token_capacity(kv, block_table_SB),
+        Q=q_NQD.shape[1],
+        G=kv_heads,
+        D=head_dim,
+        ROWS=ROWS,
+        TILE=KEYS,
+        WARPS=_WARPS,
+        num_warps=_WARPS,
+        **launch_options(pdl),
+    )
+
+
+@gluon.jit(do_not_specialize=["position_limit"])
+def _attend_kernel(
+    q_ptr,
+    cache,
+    block_table_ptr,
+    query_start_ptr,
+    slot_ptr,
+    position_ptr,
+    out_ptr,
+    scale_log2,
+    q_stride,
+    block_rows,
+    table_stride,
+    position_limit,
+    Q: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    ROWS: gl.constexpr,
+    TILE: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One program a kv head, tile of (token, head of the group) rows, and segment.
+
+    The last tiles of a segment have most keys and start first. `cache` has a row for a token's keys
+    and one for its values, of all kv heads: those of a block follow each other, keys first.
+    """
+    GROUP: gl.constexpr = Q // G
+    BLOCK_SIZE: gl.constexpr = cache.block_shape[0]
+    dtype: gl.constexpr = cache.dtype
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], dtype)
+    queries = gl.allocate_shared_memory(dtype, [2, ROWS // 2, D], half)
+    pieces: gl.constexpr = [_STAGES * (D // _COLUMNS), TILE, _COLUMNS]
+    keys = gl.allocate_shared_memory(dtype, pieces, cache.layout)
+    values = gl.allocate_shared_memory(dtype, pieces, cache.layout)
+    keys_there = _new_barriers(_STAGES, 1)
+    values_there = _new_barriers(_STAGES, 1)
+    keys_free = _new_barriers(_STAGES, 2)
+    values_free = _new_barriers(_STAGES, 2)
+    cleared = _new_barriers(1, 2)
+    fence_async_shared()
+
+    kv_head = gl.program_id(0)
+    first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * ROWS
+    segment = gl.program_id(2)
+    _wait_for_inputs(PDL, True)
+    slot = gl.load(slot_ptr + segment)
+    first_position = gl.load(position_ptr + segment)
+    first_lane = gl.load(query_start_ptr + segment)
+    tokens = gl.load(query_start_ptr + segment + 1) - first_lane
+    if (slot < 0) | (first_row >= tokens * GROUP):
+        return
+
+    last_token = gl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
+    end = gl.minimum(first_position + last_token + 1, position_limit)
+    # One of nothing where no token is inside of the block table.
+    tiles = gl.maximum((end + TILE - 1) // TILE, 1)
+    # Tiles in front of this one are seen by all rows.
+    common = gl.minimum(first_position + first_row // GROUP + 1, end) // TILE
+    # Keys from here on were not appended, and may be anything.
+    written = gl.minimum(first_position + tokens, position_limit)
+    last_block = gl.maximum(written - 1, 0) // BLOCK_SIZE
+    table_row_ptr = block_table_ptr + slot.to(gl.int64) * table_stride
+
+    tensors = (q_ptr, out_ptr, queries, keys, values)
+    barriers = (keys_there, values_there, keys_free, values_free, cleared)
+    place = (kv_head, first_row, first_lane, tokens, first_position)
+    reach = (tiles, common, written, position_limit)
+    rows = (tensors, barriers, place, reach, scale_log2, q_stride)
+    source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
+    brought = (source, keys, values, barriers, tiles)
+    # One warp group is this one. The others begin behind a barrier that comes after the wait.
+    gl.warp_specialize(
+        [
+            (_attend_rows, (rows, gl.constexpr(0), Q, G)),
+            (_attend_rows, (rows, gl.constexpr(1), Q, G)),
+            (_bring_tiles, (brought, D)),
+        ],
+        [WARPS, 1],
+        _REGISTERS,
+    )
+
+
+@gluon.jit
+def _new_barriers(barriers: gl.constexpr, arrivals: gl.constexpr):
+    """In shared memory; a phase of one is over when so many have arrived."""
+    new = gl.allocate_shared_memory(gl.int64, [barriers, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(barriers):
+        mbarrier.init(new.index(index), count=arrivals)
+    return new
+
+
+@gluon.jit
+def _free(barrier):
+    """Arrive once all warps of the group are here."""
+    gl.thread_barrier()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _bring_tiles(brought, D: gl.constexpr):
+    """One warp: each tile of keys, then of values, as soon as there is room for it."""
+    source, keys, values, barriers, tiles = brought
+    keys_there, values_there, keys_free, values_free, _ = barriers
+    for tile in range(tiles):
+        _bring_tile(source, keys, keys_there, keys_free, tile, 0, D)
+        _bring_tile(source, values, values_there, values_free, tile, 1, D)
+
+
+@gluon.jit
+def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.constexpr):
+    """Have a tile of keys (WHICH 0) or values (1) copied to its stage."""
+    cache, table_row_ptr, last_block, block_rows, column = source
+    BLOCK_SIZE: gl.constexpr = cache.block_shape[0]
+    TILE: gl.constexpr = buffer.shape[1]
+    HALVES: gl.constexpr = D // _COLUMNS
+    stage = tile % _STAGES
+    # The first use of a stage waits for nobody: the phase before a barrier's first is over.
+    mbarrier.wait(free.index(stage), (tile // _STAGES & 1) ^ 1)
+    mbarrier.expect(there.index(stage), TILE * D * 2)
+    for piece in gl.static_range(TILE // BLOCK_SIZE):
+        # Behind the segment's last block comes that one again.
+        index = gl.minimum(tile * (TILE // BLOCK_SIZE) + piece, last_block)
+        row = gl.load(table_row_ptr + index) * block_rows + WHICH * BLOCK_SIZE
+        for half in gl.static_range(HALVES):
+            part = buffer.index(stage * HALVES + half).slice(piece * BLOCK_SIZE, BLOCK_SIZE)
+            at = [row, column + half * _COLUMNS]
+            tma.async_copy_global_to_shared(cache, at, there.index(stage), part)
+
+
+@gluon.jit
+def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
+    """A warp group: half of the program's rows over all of its tiles.
+
+    In the time of a loop's turn `wgmma` is at the scores of a tile and the sums of the one before;
+    sums are still under way while scores become weights.
+    """
+    tensors, barriers, place, reach, scale_log2, q_stride = rows
+    q_ptr, out_ptr, queries, keys, values = tensors
+    keys_there, values_there, keys_free, values_free, cleared = barriers
+    kv_head, first_row, first_lane, tokens, first_position = place
+    tiles, common, written, position_limit = reach
+    dtype: gl.constexpr = queries.dtype
+    GROUP: gl.constexpr = Q // G
+    ROWS: gl.constexpr = queries.shape[1]
+    D: gl.constexpr = queries.shape[2]
+    TILE: gl.constexpr = keys.shape[1]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
+    queries = queries.index(HALF)
+    # Columns of 64 behind each other are what wgmma takes as one tile.
+    keys = keys._reinterpret(dtype, [_STAGES, TILE, D], tile_layout)
+    values = values._reinterpret(dtype, [_STAGES, TILE, D], tile_layout)
+
+    first_row += HALF * ROWS
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
+    dim = gl.arange(0, D, gl.SliceLayout(0, dense))
+    lane = (first_lane + row // GROUP).to(gl.int64)
+    head = kv_head * GROUP + row % GROUP
+    live = (row // GROUP < tokens)[:, None]
+    at = (lane * q_stride + head * D)[:, None] + dim[None, :]
+    queries.store(gl.load(q_ptr + at, mask=live, other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+    token = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))) // GROUP
+    position = first_position + token
+    largest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
+    acc = gl.zeros([ROWS, D], gl.float32, result_layout)
+    mbarrier.wait(keys_there.index(0), 0)
+    scores = _begin_scores(queries, keys.index(0), scores_layout)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    _free(keys_free.index(0))
+    weights, _, largest, total = _weigh(
+        scores, 0, position, largest, total, scale_log2, common <= 0
+    )
+    weights = weights.to(dtype)
+    mbarrier.wait(keys_there.index(1), 0, pred=tiles > 1)
+
+    for tile in range(1, tiles):
+        stage = tile % _STAGES
+        scores = _begin_scores(queries, keys.index(stage), scores_layout)
+        before = (tile - 1) % _STAGES
+        mbarrier.wait(values_there.index(before), (tile - 1) // _STAGES & 1)
+        acc = _begin_sums(weights, values.index(before), acc, result_layout)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+        _free(keys_free.index(stage))
+        weights, rescale, largest, total = _weigh(
+            scores, tile, position, largest, total, scale_log2, tile >= common
+        )
+        weights = weights.to(dtype)
+        # The next turn's wait. Here it keeps the compiler from moving weights behind the sums.
+        after = (tile + 1) % _STAGES
+        mbarrier.wait(keys_there.index(after), (tile + 1) // _STAGES & 1, pred=tile + 1 < tiles)
+        acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
+        _free(values_free.index(before))
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, result_layout))[:, None]
+
+    last = (tiles - 1) % _STAGES
+    mbarrier.wait(values_there.index(last), (tiles - 1) // _STAGES & 1)
+    if tiles * TILE > written:
+        # No row weighs these values, but 0 times NaN is NaN. Each group clears its half of them.
+        part = values.index(last).slice(HALF * (TILE // 2), TILE // 2)
+        key = (tiles - 1) * TILE + HALF * (TILE // 2)
+        key += gl.arange(0, TILE // 2, gl.SliceLayout(1, dense))
+        part.store(gl.where((key < written)[:, None], part.load(dense), 0.0))
+        fence_async_shared()
+        _free(cleared.index(0))
+        mbarrier.wait(cleared.index(0), 0)
+    acc = _begin_sums(weights, values.index(last), acc, result_layout)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+
+    inside = (position >= 0) & (position < position_limit)
+    factor = gl.where(inside, 1.0 / total, float("nan"))
+    result = acc * gl.convert_layout(factor, gl.SliceLayout(1, result_layout))[:, None]
+    queries.store(result.to(dtype))
+    at = (lane * (Q * D) + head * D)[:, None] + dim[None, :]
+    gl.store(out_ptr + at, queries.load(dense), mask=live)
+
+
+@gluon.jit
+def _begin_scores(queries, keys, layout: gl.constexpr):
+    """Scores of all rows and a tile of keys, once they are waited for."""
+    ROWS: gl.constexpr = queries.shape[0]
+    TILE: gl.constexpr = keys.shape[0]
+    nothing = gl.zeros([ROWS, TILE], gl.float32, layout)
+    return warpgroup_mma(queries, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_sums(weights, values, acc, layout: gl.constexpr):
+    """`acc` and a tile's weighted values, once they are waited for."""
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, layout, k_width=2))
+    return warpgroup_mma(weights, values, acc, is_async=True)
+
+
+@gluon.jit
+def _weigh(scores, tile, position, largest, total, scale_log2, masked):
+    """A tile's weights, the factor of what was summed before, each row's new maximum and total.
+
+    The maximum stays in the scores' own units: scaled and subtracted in one operation.
+    """
+    TILE: gl.constexpr = scores.shape[1]
+    if masked:
+        key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, scores.type.layout))
+        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    new_largest = gl.maximum(largest, gl.max(scores, axis=1))
+    weights = gl.exp2(gl.fma(scores, scale_log2, -(new_largest * scale_log2)[:, None]))
+    rescale = gl.exp2((largest - new_largest) * scale_log2)
+    return weights, rescale, new_largest, total * rescale + gl.sum(weights, axis=1)

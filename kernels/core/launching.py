@@ -1,0 +1,255 @@
+"""Launches of Triton kernels, and a pass over step programs that only compiles what they launch.
+
+Triton compiles a kernel when it is first launched, and so one after the other. `compile_kernels`
+runs the programs once with every launch turned into a look-up: what is not in memory is read from
+Triton's cache on disk or compiled, in threads, while the pass goes on. A launch afterwards finds
+its kernel in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context, ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.runtime import driver
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+
+MAX_WORKERS = 8
+"""Threads that compile, at most. About a quarter of the work holds the interpreter's lock: more
+would wait for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the kernels of a step share in how they are launched.
+
+    arrivals  int32, on the device: counters by which the programs of a launch find out who is last.
+              Zero before and after each launch, so kernels that do not run at the same time may
+              share them; each wrapper says how many it needs. None: there are none
+    pdl       the launch may overlap the one before, by the rules of `kernels.pdl`
+
+    A wrapper of a kernel without such counters has the argument `pdl` alone.
+    """
+
+    arrivals: torch.Tensor | None = None
+    pdl: bool = False
+
+
+ALONE = Launch()
+"""One kernel after the other, none of which needs counters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCompilation:
+    """What `compile_kernels` did; a kernel that was in memory counts nowhere.
+
+    compiled  kernels that were neither in memory nor on disk: 0 where the cache was warm
+    loaded    kernels that were read from Triton's cache on disk
+    seconds   wall time of the pass
+    """
+
+    compiled: int
+    loaded: int
+    seconds: float
+
+
+def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """`kernel[grid]`: a call with the kernel's arguments launches it.
+
+    Inside `compile_kernels` the call only looks the kernel up. That holds for the steps of that
+    call alone, not for what other threads launch meanwhile.
+    """
+    look_up = _look_up.get()
+    if look_up is None:
+        return cast(Callable[..., object], kernel[grid])
+    return partial(look_up, kernel, grid)
+
+
+_look_up: ContextVar[Callable[..., None] | None] = ContextVar("look_up", default=None)
+# Triton has one listener in a process. A second pass that waits finds what the first has compiled.
+_one_at_a_time = threading.RLock()
+
+
+def compile_kernels(
+    steps: Mapping[str, Callable[[], object]], *, workers: int | None = None
+) -> KernelCompilation:
+    """Compile every kernel that the named steps launch, in parallel; nothing is launched.
+
+    What torch computes in a step is computed, with zeros where kernels would have written first,
+    on the current device and stream; what that does to the steps' tensors is for the caller to
+    reset. No thread is left behind, and no memory but what torch's allocator keeps for the next.
+    In Triton's interpreter there is nothing to compile, and no step runs.
+
+    workers  threads; by default one for each core that the process may use, at most `MAX_WORKERS`
+
+    Filters of warnings that another thread sets meanwhile are gone behind it: Triton's own way to
+    set them is not made for threads.
+
+    ValueError for no worker. RuntimeError, with the step's name and its cause chained, where a step
+    raises, and with the kernel's as well where that does not compile.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be 1 or more, or None")
+    started = time.perf_counter()
+    compiled = loaded = 0
+    if not INTERPRETED:
+        # A context of its own: after a failure Triton's mode would stay behind in the caller's.
+        compiled, loaded = Context().run(_compile, steps, workers or _cores())
+    return KernelCompilation(
+        compiled=compiled, loaded=loaded, seconds=time.perf_counter() - started
+    )
+
+
+def _cores() -> int:
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[int, int]:
+    """How many kernels were compiled, and how many were read from disk."""
+    found, compilers = _Found(), _Compilers(workers)
+    # Triton changes the filters of warnings and sets them back; threads that do so at the same time
+    # would leave them changed.
+    with _one_at_a_time, warnings.catch_warnings(), compilers.listening(), compilers:
+        _look_up.set(found.look_up)
+        with triton.AsyncCompileMode(compilers, ignore_errors=True):
+            try:
+                for name, step in steps.items():
+                    found.collect(name, step)
+                found.finish()
+            except BaseException:
+                # The mode waits for all that it has begun.
+                found.cancel()
+                raise
+    return compilers.compiled, len(found.names) - compilers.compiled
+
+
+class _Found:
+    """The kernels that steps launch and that are not in memory, with names for errors."""
+
+    def __init__(self) -> None:
+        self.names: dict[triton.FutureKernel, str] = {}
+        self._step = ""
+
+    def collect(self, name: str, step: Callable[[], object]) -> None:
+        """Run a step with its launches looked up."""
+        self._step = name
+        try:
+            with _ZeroedMemory():
+                step()
+        except Exception as cause:
+            raise RuntimeError(f"compilation for step {name!r} failed: {cause}") from cause
+
+    def look_up(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """A launch that is none; every layer of a model asks for the same few kernels again."""
+        found = kernel.warmup(*args, grid=grid, **options)
+        if not isinstance(found, triton.FutureKernel):
+            return
+        if found not in self.names:
+            self.names[found] = f"kernel {kernel.__name__} of step {self._step!r}"
+        elif _is_there(found.future):
+            # Triton keeps it in memory from now on, and finds it there much faster.
+            found.result()
+
+    def finish(self) -> None:
+        """Wait for all kernels, and keep them in memory."""
+        for kernel, name in self.names.items():
+            try:
+                kernel.result()
+            except Exception as cause:
+                raise RuntimeError(f"compilation of {name} failed: {cause}") from cause
+
+    def cancel(self) -> None:
+        """Begin no other compilation."""
+        for kernel in self.names:
+            kernel.future.cancel()
+
+
+def _is_there(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile, and the number of kernels that were not on disk."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads, thread_name_prefix="graphengine-compile")
+        self.compiled = 0
+        self._lock = threading.Lock()
+        self._launchers: set[str] = set()
+        self._thread = threading.local()
+
+    def submit(self, compile_kernel: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        return super().submit(self._compile, partial(compile_kernel, *args, **options))
+
+    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+        self._thread.on_disk = True
+        kernel = compile_kernel()
+        if not self._thread.on_disk:
+            self._build_launcher(kernel)
+        return kernel
+
+    def _build_launcher(self, kernel: Any) -> None:
+        """Have Triton build the C program that launches kernels of this signature.
+
+        It does so at the first launch, for as long as it takes to run a C compiler, and then keeps
+        the result on disk.
+        """
+        signature = str(kernel.src.signature.values())
+        with self._lock:
+            self.compiled += 1
+            if signature in self._launchers:
+                return
+            self._launchers.add(signature)
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Have Triton say in these threads which kernels it finds on disk."""
+        knobs = triton.knobs.compilation
+        before = knobs.listener
+
+        def listener(*, cache_hit: bool, **found: Any) -> None:
+            # Of whichever thread compiles; those of others do not read it.
+            self._thread.on_disk = cache_hit
+            if before is not None:
+                before(cache_hit=cache_hit, **found)
+
+        knobs.listener = listener
+        try:
+            yield
+        finally:
+            # Unless somebody has set another one meanwhile.
+            if knobs.listener is listener:
+                knobs.listener = before
+
+
+_UNINITIALISED = frozenset(
+    [
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+    ]
+)
+
+
+class _ZeroedMemory(TorchFunctionMode):
+    """New tensors hold zeros: garbage among a kernel's indices would stop the device for good.
+
+    A mode of functions, since one of dispatch would import torch's compiler, for seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _UNINITIALISED else result

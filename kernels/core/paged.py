@@ -1,0 +1,94 @@
+"""The paged KV cache of one layer: its layout, its addresses, and what a valid one looks like.
+
+    kv[blocks, 2, block_size, G, D]     key (0) and value (1) of every token; any stride on blocks
+    block_table_SB[slot, i]             the block that holds tokens i*block_size .. of a slot
+
+Token t of a slot lives in block `block_table_SB[slot, t // block_size]` at offset `t % block_size`
+(PagedAttention, Kwon et al. 2023). A cache may hold more than 2**31 elements: kernels address it
+with int64. Entries of the table past a slot's length are never followed; cache entries past it, in
+its last block, do not show in any result.
+
+Letters: S slots, B blocks of a slot's table, N lanes of a launch, Q query heads, G kv heads,
+D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.lanes import check_int32
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+@triton.jit
+def cache_offsets(
+    table_row_ptr,
+    token,
+    mask,
+    kv_block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+):
+    """int64 element offset of head 0 of the key of each `token` of one slot; 0 where masked off."""
+    block = tl.load(table_row_ptr + token // BLOCK_SIZE, mask=mask, other=0)
+    return block.to(tl.int64) * kv_block_stride + (token % BLOCK_SIZE) * TOKEN_STRIDE
+
+
+def gather_cache(
+    kv: torch.Tensor, block_table_SB: torch.Tensor, slot: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 copies of a slot's first `length` keys and values, each [length, G, D]."""
+    block_size = kv.shape[2]
+    blocks = block_table_SB[slot, : -(-length // block_size)].long()
+    token_of = torch.arange(length, device=kv.device)
+    block_of = blocks[token_of // block_size]
+    entry_of = token_of % block_size
+    return kv[block_of, 0, entry_of].float(), kv[block_of, 1, entry_of].float()
+
+
+def check_cache(
+    kv: torch.Tensor, block_table_SB: torch.Tensor, *, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Raise ValueError unless `kv` and `block_table_SB` can serve queries of this shape."""
+    if kv.dim() != 5 or kv.shape[1] != 2:
+        raise ValueError(f"kv must be [blocks, 2, block_size, G, D], not {tuple(kv.shape)}")
+    block_size = kv.shape[2]
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size} is not one of {BLOCK_SIZES}")
+    if kv.shape[3:] != (kv_heads, head_dim):
+        raise ValueError(
+            f"kv holds {kv.shape[3]} heads of {kv.shape[4]}, expected {kv_heads} of {head_dim}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} kv heads")
+    token_stride = kv_heads * head_dim
+    dense = (block_size * token_stride, token_stride, head_dim, 1)
+    if kv.stride()[1:] != dense:
+        raise ValueError(f"kv must be dense within a block: strides {kv.stride()[1:]} != {dense}")
+    check_int32(block_table_SB=block_table_SB)
+    if block_table_SB.dim() != 2 or block_table_SB.stride(1) != 1:
+        raise ValueError(
+            f"block_table must be [S, B] with dense rows, not {tuple(block_table_SB.shape)} "
+            f"with strides {block_table_SB.stride()}"
+        )
+
+
+def checked_output(
+    out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
+) -> torch.Tensor:
+    """`out`, which must be a dense `shape` in `like`'s dtype, or a new uninitialised one."""
+    if out is None:
+        return like.new_empty(shape)
+    if out.shape != shape or out.dtype != like.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be a dense {like.dtype} {list(shape)}, not {out.dtype} {list(out.shape)}"
+        )
+    return out
+
+
+def token_capacity(kv: torch.Tensor, block_table_SB: torch.Tensor) -> int:
+    """Tokens that a slot's row of the block table can address."""
+    return block_table_SB.shape[1] * kv.shape[2]

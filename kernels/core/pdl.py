@@ -1,0 +1,51 @@
+"""Programmatic dependent launch (PDL): a kernel starts while the one before it still runs.
+
+The kernels of a decode graph keep one discipline, so that each may rely on it:
+
+- Every program, a padded one too, calls `wait_for_inputs` before it exits or stores. The wait
+  returns when the launch before has completed and its stores can be seen; as that launch waited for
+  its own predecessor, everything earlier is complete as well.
+- The next launch is triggered behind the wait, never before it. So when launch k starts, launch
+  k - 2 is complete.
+- Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
+  fields), or, past the L1 cache (`cache_modifier=".cg"`), what launch k - 2 or an earlier one
+  wrote.
+
+In a prefill graph ordinary launches stand in between, of the BLAS and of torch. They begin when all
+that is in front of them is complete, and the wait behind them returns when they are. There a kernel
+loads nothing but weights before its wait.
+
+A wait never stands inside a loop that Triton pipelines: loads could be hoisted above it.
+Source: CUDA C++ Programming Guide, chapter "Programmatic Dependent Launch".
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Keyword arguments of a kernel launch: its constexpr `PDL` and Triton's launch attribute.
+
+    In Triton's interpreter kernels run one after the other: PDL is off.
+    """
+    if INTERPRETED:
+        return {"PDL": False}
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr, OVERLAP: tl.constexpr = True):
+    """Wait for the launch before, then let the next one start; nothing without PDL.
+
+    Without OVERLAP the next one starts as this one's programs exit. It then spreads evenly over the
+    SMs, where an early start fills those that happen to have room.
+    """
+    if PDL:
+        gdc_wait()
+        if OVERLAP:
+            gdc_launch_dependents()

@@ -1,0 +1,1 @@
+"""Drafts: the modules around a draft layer, n-grams, draft models, relaxed acceptance."""

@@ -1,0 +1,445 @@
+"""Drafts out of the request's own tokens: what followed the last time that it said the same.
+
+With n from max_n down to 1, the *latest* earlier occurrence of the sequence's last n tokens is
+looked up, and its continuation proposed (prompt lookup decoding, A. Saxena 2023). An occurrence
+ends before the last token; its continuation may run on into the tokens that were looked up, and
+ends where the known tokens end. Where not even the last token occurred before, that is repeated.
+
+The table of tokens lives on the device, one row a slot, and each launch appends what is new first.
+
+Letters: S slots, P positions, R rows, W lanes of a row, N = R * W lanes, T lanes of a prompt chunk,
+K drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, live_lanes
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.draft.draft import check_draft_table, check_steps
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+
+# Positions that are compared at a time, and the warps that do.
+_BLOCK = 8192
+_WARPS = 16
+
+
+def ngram_propose(
+    history_SP: torch.Tensor,
+    token_N: torch.Tensor,
+    count_R: torch.Tensor,
+    lanes: DecodeLanes,
+    draft_SK: torch.Tensor,
+    *,
+    max_n: int,
+    num_speculative_tokens: int,
+    unmatched_S: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Append what each row emitted to its slot's tokens, and propose what may come next.
+
+    Args:
+        history_SP: int32, dense rows, updated in place: `[slot, p]` is the token at position p.
+            Those up to the position of the row's first lane are there. P is at least the greatest
+            length of a sequence; tokens past it are dropped.
+        token_N: int32, the target's token behind each lane; read where the lane emitted it.
+        count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R. A row that
+            emitted none is passed over.
+        lanes: what the target was fed.
+        draft_SK: int32, updated in place: the slot's drafts, -1 past the known tokens and past
+            `num_speculative_tokens`. With 0 of these it is left alone: tokens are appended.
+        unmatched_S: int32, counts the proposals for which nothing was found.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
+            older than that one.
+
+    Raises:
+        ValueError: a shape, dtype or number that does not fit.
+    """
+    N = check_steps(token_N, count_R, lanes)
+    _check(history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S)
+    options: dict[str, Any] = {
+        "max_n": max_n,
+        "num_speculative_tokens": num_speculative_tokens,
+        "unmatched_S": unmatched_S,
+    }
+    if not use_triton(history_SP):
+        ngram_propose_reference(history_SP, token_N, count_R, lanes, draft_SK, **options)
+        return
+    rows = count_R.numel()
+    W = N // rows
+    launcher(_propose_kernel, (rows,))(
+        history_SP,
+        token_N,
+        count_R,
+        lanes.slot,
+        lanes.position,
+        draft_SK,
+        unmatched_S,
+        *_sizes(history_SP, draft_SK),
+        W=W,
+        BLOCK_W=triton.next_power_of_2(W),
+        **_blocks(history_SP, draft_SK, max_n, num_speculative_tokens),
+        **launch_options(pdl),
+    )
+
+
+def ngram_propose_reference(
+    history_SP: torch.Tensor,
+    token_N: torch.Tensor,
+    count_R: torch.Tensor,
+    lanes: DecodeLanes,
+    draft_SK: torch.Tensor,
+    *,
+    max_n: int,
+    num_speculative_tokens: int,
+    unmatched_S: torch.Tensor | None = None,
+) -> None:
+    """`ngram_propose` in plain PyTorch."""
+    P = history_SP.shape[1]
+    W = token_N.numel() // count_R.numel()
+    for row, (slot, position, count) in enumerate(
+        zip(lanes.slot[::W].tolist(), lanes.position[::W].tolist(), count_R.tolist(), strict=True)
+    ):
+        if slot < 0 or count < 1:
+            continue
+        length = min(position + 1 + count, P)
+        new = token_N[row * W : row * W + count]
+        history_SP[slot, position + 1 : length] = new[: max(length - position - 1, 0)]
+        known = history_SP[slot, :length]
+        _write_drafts(known, slot, draft_SK, max_n, num_speculative_tokens, unmatched_S)
+
+
+def ngram_prompt(
+    history_SP: torch.Tensor,
+    chunk: PrefillLanes,
+    token_1: torch.Tensor,
+    final_1: torch.Tensor,
+    draft_SK: torch.Tensor,
+    *,
+    max_n: int,
+    num_speculative_tokens: int,
+    unmatched_S: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write a prompt chunk into its slot's tokens; behind the last one propose what may come next.
+
+    Args:
+        history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as of `ngram_propose`.
+        chunk: the chunk's lanes, the live ones first.
+        token_1: int32, the sampled token; read behind the last chunk alone. One below 0, of logits
+            that were not valid, is not appended, and nothing is proposed.
+        final_1: int32, not 0 for the prompt's last chunk.
+        pdl: as of `ngram_propose`, with `chunk` for `lanes`.
+
+    Raises:
+        ValueError: a shape, dtype or number that does not fit.
+    """
+    tokens = chunk.slot.numel()
+    check_lanes(tokens, token=chunk.token, slot=chunk.slot, position=chunk.position)
+    check_lanes(1, last=chunk.last, token=token_1, final=final_1)
+    _check(history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S)
+    options: dict[str, Any] = {
+        "max_n": max_n,
+        "num_speculative_tokens": num_speculative_tokens,
+        "unmatched_S": unmatched_S,
+    }
+    if not use_triton(history_SP):
+        ngram_prompt_reference(history_SP, chunk, token_1, final_1, draft_SK, **options)
+        return
+    launcher(_prompt_kernel, (1,))(
+        history_SP,
+        chunk.token,
+        chunk.slot,
+        chunk.position,
+        chunk.last,
+        token_1,
+        final_1,
+        draft_SK,
+        unmatched_S,
+        tokens,
+        *_sizes(history_SP, draft_SK),
+        BLOCK_N=min(triton.next_power_of_2(tokens), 1024),
+        **_blocks(history_SP, draft_SK, max_n, num_speculative_tokens),
+        **launch_options(pdl),
+    )
+
+
+def ngram_prompt_reference(
+    history_SP: torch.Tensor,
+    chunk: PrefillLanes,
+    token_1: torch.Tensor,
+    final_1: torch.Tensor,
+    draft_SK: torch.Tensor,
+    *,
+    max_n: int,
+    num_speculative_tokens: int,
+    unmatched_S: torch.Tensor | None = None,
+) -> None:
+    """`ngram_prompt` in plain PyTorch."""
+    P = history_SP.shape[1]
+    live = live_lanes(chunk.slot)
+    live = live[chunk.position[live] < P]
+    history_SP[chunk.slot[live].long(), chunk.position[live].long()] = chunk.token[live]
+    last = int(chunk.last)
+    slot, token = int(chunk.slot[last]), int(token_1)
+    if slot < 0 or not int(final_1) or token < 0:
+        return
+    length = min(int(chunk.position[last]) + 2, P)
+    history_SP[slot, int(chunk.position[last]) + 1 : length] = token
+    known = history_SP[slot, :length]
+    _write_drafts(known, slot, draft_SK, max_n, num_speculative_tokens, unmatched_S)
+
+
+def _write_drafts(
+    known_L: torch.Tensor,
+    slot: int,
+    draft_SK: torch.Tensor,
+    max_n: int,
+    drafts: int,
+    unmatched_S: torch.Tensor | None,
+) -> None:
+    """Propose for one slot; nothing with 0 drafts."""
+    if drafts == 0:
+        return
+    draft_SK[slot] = -1
+    start = _continuation(known_L, max_n)
+    if start:
+        proposed = known_L[start : start + drafts]
+        draft_SK[slot, : len(proposed)] = proposed
+        return
+    draft_SK[slot, :drafts] = known_L[-1]
+    if unmatched_S is not None:
+        unmatched_S[slot] += 1
+
+
+def _continuation(known_L: torch.Tensor, max_n: int) -> int:
+    """Where the continuation of the best occurrence starts; 0 if there is none."""
+    for n in range(min(max_n, len(known_L) - 1), 0, -1):
+        windows = known_L[:-1].unfold(0, n, 1)
+        starts = (windows == known_L[-n:]).all(dim=1).nonzero()
+        if len(starts):
+            return int(starts[-1]) + n
+    return 0
+
+
+def _check(
+    history_SP: torch.Tensor,
+    draft_SK: torch.Tensor,
+    max_n: int,
+    drafts: int,
+    unmatched_S: torch.Tensor | None,
+) -> None:
+    columns, slots = check_draft_table(draft_SK), draft_SK.shape[0]
+    shape, dtype = tuple(history_SP.shape), history_SP.dtype
+    dense = dtype == torch.int32 and history_SP.dim() == 2 and history_SP.stride(1) == 1
+    if not dense or shape[0] != slots or shape[1] < 1:
+        raise ValueError(f"history must be int32 [{slots}, P] with dense rows, not {dtype} {shape}")
+    if max_n < 1:
+        raise ValueError(f"max_n={max_n} must be 1 or more")
+    if not 0 <= drafts <= columns:
+        raise ValueError(f"{drafts} drafts do not fit a table of {columns} drafts a slot")
+    if unmatched_S is not None:
+        check_lanes(slots, unmatched=unmatched_S)
+
+
+def _sizes(history_SP: torch.Tensor, draft_SK: torch.Tensor) -> tuple[int, int, int]:
+    return history_SP.stride(0), history_SP.shape[1], draft_SK.shape[1]
+
+
+def _blocks(
+    history_SP: torch.Tensor, draft_SK: torch.Tensor, max_n: int, drafts: int
+) -> dict[str, int]:
+    return {
+        "MAX_N": max_n,
+        "K": drafts,
+        "BLOCK": min(triton.next_power_of_2(history_SP.shape[1]), _BLOCK),
+        "BLOCK_K": triton.next_power_of_2(draft_SK.shape[1]),
+        "num_warps": _WARPS,
+    }
+
+
+@triton.jit
+def _propose_kernel(
+    history_ptr,
+    token_ptr,
+    count_ptr,
+    slot_ptr,
+    position_ptr,
+    draft_ptr,
+    unmatched_ptr,
+    history_stride,
+    positions,
+    columns,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    MAX_N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row. What it reads of the lanes is older than the launch before."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row * W, cache_modifier=".cg")
+    position = tl.load(position_ptr + row * W, mask=slot >= 0, other=0, cache_modifier=".cg")
+    wait_for_inputs(PDL)
+
+    count = tl.load(count_ptr + row, mask=slot >= 0, other=0)
+    if count > 0:
+        tokens_ptr = history_ptr + slot.to(tl.int64) * history_stride
+        w = tl.arange(0, BLOCK_W)
+        target = position + 1 + w
+        new = tl.load(token_ptr + row * W + w, mask=w < count, other=0)
+        tl.store(tokens_ptr + target, new, mask=(w < count) & (target < positions))
+        _propose(
+            tokens_ptr,
+            position,
+            count,
+            positions,
+            slot,
+            draft_ptr,
+            unmatched_ptr,
+            columns,
+            MAX_N,
+            K,
+            BLOCK,
+            BLOCK_K,
+        )
+
+
+@triton.jit
+def _prompt_kernel(
+    history_ptr,
+    chunk_token_ptr,
+    chunk_slot_ptr,
+    chunk_position_ptr,
+    last_ptr,
+    token_ptr,
+    final_ptr,
+    draft_ptr,
+    unmatched_ptr,
+    tokens,
+    history_stride,
+    positions,
+    columns,
+    BLOCK_N: tl.constexpr,
+    MAX_N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for the whole chunk: a launch less, and the chunk is short."""
+    last = tl.load(last_ptr, cache_modifier=".cg")
+    slot = tl.load(chunk_slot_ptr + last, cache_modifier=".cg")
+    live = slot >= 0
+    position = tl.load(chunk_position_ptr + last, mask=live, other=0, cache_modifier=".cg")
+    wait_for_inputs(PDL)
+
+    tokens_ptr = history_ptr + slot.to(tl.int64) * history_stride
+    for start in range(0, tokens, BLOCK_N):
+        lane = start + tl.arange(0, BLOCK_N)
+        fed = tl.load(chunk_slot_ptr + lane, mask=live & (lane < tokens), other=-1) >= 0
+        target = tl.load(chunk_position_ptr + lane, mask=fed, other=0)
+        token = tl.load(chunk_token_ptr + lane, mask=fed, other=0)
+        tl.store(tokens_ptr + target, token, mask=fed & (target < positions))
+    final = tl.load(final_ptr) != 0
+    sampled = tl.load(token_ptr, mask=live & final, other=-1)
+    if sampled >= 0:
+        tl.store(tokens_ptr + position + 1, sampled, mask=position + 1 < positions)
+        _propose(
+            tokens_ptr,
+            position,
+            1,
+            positions,
+            slot,
+            draft_ptr,
+            unmatched_ptr,
+            columns,
+            MAX_N,
+            K,
+            BLOCK,
+            BLOCK_K,
+        )
+
+
+@triton.jit
+def _propose(
+    tokens_ptr,
+    position,
+    count,
+    positions,
+    slot,
+    draft_ptr,
+    unmatched_ptr,
+    columns,
+    MAX_N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Look up the end of a slot's tokens and write the slot's drafts; nothing with K = 0.
+
+    The tokens behind `position`, of which there are `count`, were stored just now; from `positions`
+    on there are none.
+    """
+    if K == 0:
+        return
+    # Other threads than stored the new tokens read them.
+    tl.debug_barrier()
+    length = tl.minimum(position + 1 + count, positions)
+    found = _longest_match(tokens_ptr, length, MAX_N, BLOCK)
+    matched = found > 0
+    k = tl.arange(0, BLOCK_K)
+    source = (found & 0xFFFFFFFF).to(tl.int32) + k
+    wanted = k < K
+    draft = tl.load(tokens_ptr + source, mask=matched & wanted & (source < length), other=-1)
+    last = tl.load(tokens_ptr + length - 1)
+    draft = tl.where(wanted & (found == 0), last, draft)
+    tl.store(draft_ptr + slot.to(tl.int64) * columns + k, draft, mask=k < columns)
+    if unmatched_ptr is not None:
+        before = tl.load(unmatched_ptr + slot)
+        # Every warp has read the count before one of them overwrites it.
+        tl.debug_barrier()
+        tl.store(unmatched_ptr + slot, before + 1, mask=found == 0)
+
+
+@triton.jit
+def _longest_match(tokens_ptr, length, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
+    """int64 n << 32 | p: the n tokens in front of position p are the sequence's last n; 0 if none.
+
+    Of all p in 1 .. length - 1 the one with the greatest n <= MAX_N, and the last of these. It goes
+    from the end to the front, and not on once n is MAX_N: what comes then is no later.
+    """
+    suffix = ()
+    for n in tl.static_range(1, MAX_N + 1):
+        token = tl.load(tokens_ptr + length - n, mask=n <= length, other=0)
+        suffix += (token,)  # type: ignore[assignment]
+    found = length.to(tl.int64) * 0
+    end = length
+    while (end > 1) & (found >> 32 < MAX_N):
+        found = tl.maximum(found, _best_of_block(tokens_ptr, suffix, end, MAX_N, BLOCK))
+        end -= BLOCK
+    return found
+
+
+@triton.jit
+def _best_of_block(tokens_ptr, suffix, end, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
+    """`_longest_match` among the positions end - BLOCK .. end - 1."""
+    p = end - 1 - tl.arange(0, BLOCK)
+    same = p > 0
+    matched = tl.zeros((BLOCK,), tl.int64)
+    for n in tl.static_range(1, MAX_N + 1):
+        # Few positions are still the same behind the first token: this asks for little.
+        same = same & (p >= n)
+        token = tl.load(tokens_ptr + p - n, mask=same, other=0)
+        same = same & (token == suffix[n - 1])
+        matched += same.to(tl.int64)
+    return tl.max(tl.where(matched > 0, matched << 32 | p.to(tl.int64), 0), 0)

@@ -1,0 +1,1 @@
+"""Products with a weight, and how they are cut."""

@@ -1,0 +1,483 @@
+"""The kernel of `linear.py`'s family `dot` for half precision on a GPU, in Gluon.
+
+It is `linear_kernels.dot_kernel` with its copies in hand. What Triton's pipeliner would not do:
+the first STAGES tiles of weights are on the way to shared memory before the kernel waits for its
+inputs, so memory is busy while the launch before drains. `takes` says which launches come here.
+
+Those copies are one group each, and the inputs of the same tiles come through registers: a copy
+behind all of them would be complete only when all are, and the first product would wait for them.
+Weights arrive in the order they are asked for, so the first products free their room in time.
+
+One `mma.sync` (16 lanes, 8 outputs, 16 columns) after the other adds up a lane's output over the
+tiles in order, whether a program has 16 lanes or 32. Other sums have layouts of their own, whose
+threads and warps stand the same way along the summed dimension for both.
+
+Letters: N lanes, L lanes of a program, K input features, M weight rows, B outputs of a program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.norm_rope.activation import silu
+
+ALIGNMENT = 8
+"""Elements of 16 bits in what one copy of a thread takes: 16 bytes, at a multiple of 16 bytes."""
+
+_DTYPES = (torch.float16, torch.bfloat16)
+# Of one `mma.sync`.
+_LEAST_OUTPUTS = 8
+
+# Gluon and Triton compile the same text, but a function belongs to one of them.
+_silu = gluon.jit(silu.fn)
+_wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+
+
+def takes(
+    weight_MK: torch.Tensor, plan: LinearPlan, *, swiglu: bool, out_dtype: torch.dtype
+) -> bool:
+    """Whether a linear, other than `linear_sample`, is for `dot_kernel`.
+
+    The two kernels need not agree in the last bit, so nothing here may depend on the number of
+    lanes or on where the inputs lie. Logits, which are float32, are not for it: `linear_sample`
+    promises their very bits.
+    """
+    outputs = plan.block_m // 2 if swiglu else plan.block_m
+    return (
+        plan.family == "dot"
+        and _runs_on(weight_MK)
+        and out_dtype != torch.float32
+        and weight_MK.dtype in _DTYPES
+        and outputs >= _LEAST_OUTPUTS
+        and weight_MK.shape[1] % ALIGNMENT == 0
+        and is_aligned(weight_MK)
+    )
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether every row starts where a copy may start."""
+    return rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % (2 * ALIGNMENT) == 0
+
+
+def stages(plan: LinearPlan, splits: int, K: int) -> int:
+    """Tiles that fit in shared memory at once: no more than there are, and for a loop two."""
+    return min(max(2, plan.stages), -(-K // (plan.block_k * splits)))
+
+
+def _runs_on(tensor: torch.Tensor) -> bool:
+    """Gluon has no interpreter; `cp.async` and `mma.sync` came with sm_80."""
+    if INTERPRETED or not tensor.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+
+
+@gluon.constexpr_function
+def _copy_layout(columns, warps):
+    """16 bytes a thread, threads along the columns first: whole rows at a time."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _shared_layout(columns):
+    """Rows whose 16-byte pieces are swapped about, so that 8 rows of one column share no bank."""
+    rows_of_128_bytes = max(1, 64 // columns)
+    return gl.SwizzledSharedLayout(8, rows_of_128_bytes, max(1, 8 // rows_of_128_bytes), [1, 0])
+
+
+@gluon.constexpr_function
+def _row_layout(outputs, warps):
+    """Of the epilogue [L, B]: 4 outputs a thread and a row in one warp, which alone sums it."""
+    across = min(outputs // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _exchange_layout(outputs):
+    """Of float32 [L, B] on the way from the product's layout to that of rows."""
+    rows_of_128_bytes = max(1, 32 // outputs)
+    phases = min(8 // min(rows_of_128_bytes, 8), outputs // 4)
+    return gl.SwizzledSharedLayout(4, rows_of_128_bytes, phases, [1, 0])
+
+
+@gluon.constexpr_function
+def _squares_layout(warps):
+    """Of [groups, L]: a thread adds up its groups, and takes 16 lanes at a time."""
+    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _chunk(groups):
+    """Groups whose partial sums one tile holds."""
+    return max(2, min(triton.next_power_of_2(groups), 128))
+
+
+@gluon.jit(do_not_specialize=["lanes", "x_pitch", "weight_pitch", "eps"])
+def dot_kernel(
+    x_ptr,
+    squares_ptr,
+    weight_ptr,
+    bias_ptr,
+    slot_ptr,
+    out_ptr,
+    residual,
+    partial_ptr,
+    arrivals_ptr,
+    lanes,
+    x_pitch,
+    weight_pitch,
+    out_stride,
+    eps,
+    M: gl.constexpr,
+    K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    SPLITS: gl.constexpr,
+    L: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """One program for L (16 or 32) lanes, BLOCK_M weight rows, and a part of K.
+
+    Pitches are strides in units of 8 elements, which the compiler must know to copy 16 bytes.
+    STAGES is what `stages` gives.
+    """
+    TILES: gl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
+    gl.static_assert(STAGES <= TILES and (STAGES > 1 or TILES == 1))
+    OUTPUTS: gl.constexpr = M // 2 if SWIGLU else M
+    PARTS: gl.constexpr = 2 if SWIGLU else 1
+    B: gl.constexpr = BLOCK_M // PARTS
+    copied: gl.constexpr = _copy_layout(BLOCK_K, WARPS)
+    shared: gl.constexpr = _shared_layout(BLOCK_K)
+    product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    rows: gl.constexpr = _row_layout(B, WARPS)
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, B, BLOCK_K], shared)
+    inputs = gl.allocate_shared_memory(dtype, [STAGES, L, BLOCK_K], shared)
+    tile = gl.program_id(1)
+    split = gl.program_id(2)
+
+    # Rows past the end repeat the last one: cheaper than a mask, and never stored.
+    row = gl.minimum(tile * B + gl.arange(0, B, gl.SliceLayout(1, copied)), OUTPUTS - 1)
+    k = split * (TILES * BLOCK_K) + gl.arange(0, BLOCK_K, gl.SliceLayout(0, copied))
+    row_ptrs = weight_ptr + row.to(gl.int64) * (weight_pitch.to(gl.int64) * 8)
+    gate_ptrs = row_ptrs[:, None] + k[None, :]
+    up_ptrs = gate_ptrs + weight_pitch.to(gl.int64) * (OUTPUTS * 8)
+    for stage in gl.static_range(STAGES):
+        _copy(weights, stage * PARTS, gate_ptrs, up_ptrs, k, stage * BLOCK_K, K, EVEN_K, SWIGLU)
+        # The last group is closed in the loop, which then has one for each of its tiles.
+        if stage < STAGES - 1 or STAGES == 1:
+            async_copy.commit_group()
+    output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
+    norm, bias, up_bias = _load_rows(residual, bias_ptr, output, OUTPUTS, SWIGLU)
+    _wait_for_inputs(PDL, OVERLAP)
+
+    # Padded lanes hold anything: a row of a product touches no other row.
+    x_lane = _lanes_of(L, copied)
+    lane_ptrs = x_ptr + x_lane.to(gl.int64) * (x_pitch.to(gl.int64) * 8)
+    x_ptrs = lane_ptrs[:, None] + k[None, :]
+    x_inside = (x_lane < lanes)[:, None]
+    first = ()
+    for stage in gl.static_range(STAGES):
+        inside = _inside(x_inside, k + stage * BLOCK_K, K, EVEN_K)
+        x = gl.load(x_ptrs + stage * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
+        first += (x,)  # type: ignore[assignment]
+    lane = _lanes_of(L, rows)
+    # With splits only the last program needs them, along with the parts of the others.
+    early = None
+    if SPLITS == 1:
+        early = _load_lanes(
+            lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
+        )
+    for stage in gl.static_range(STAGES):
+        inputs.index(stage).store(first[stage])
+
+    y = gl.zeros([L, B], gl.float32, product)
+    up = y
+    for t in range(TILES):
+        # Groups complete in order: those of the tiles up to this one have.
+        async_copy.wait_group(max(STAGES - 2, 0))
+        gl.thread_barrier()
+        if TILES > STAGES:
+            # Nobody reads the tile before this one any more.
+            ahead = t + STAGES - 1
+            if (t > 0) & (ahead < TILES):
+                step = ahead * BLOCK_K
+                free = ahead % STAGES
+                _copy(weights, free * PARTS, gate_ptrs, up_ptrs, k, step, K, EVEN_K, SWIGLU)
+                inside = _inside(x_inside, k + step, K, EVEN_K)
+                async_copy.async_copy_global_to_shared(inputs.index(free), x_ptrs + step, inside)
+        async_copy.commit_group()
+        operand = inputs.index(t % STAGES).load(gl.DotOperandLayout(0, product, 2))
+        y = _multiply(operand, weights.index(t % STAGES * PARTS), y)
+        if SWIGLU:
+            up = _multiply(operand, weights.index(t % STAGES * PARTS + 1), up)
+
+    if SPLITS == 1:
+        # In one go; `convert_layout` takes four, with barriers between them.
+        exchanged = gl.allocate_shared_memory(gl.float32, [L, B], _exchange_layout(B), y)
+        whole_up = exchanged
+        if SWIGLU:
+            whole_up = gl.allocate_shared_memory(gl.float32, [L, B], _exchange_layout(B), up)
+        _epilogue(
+            exchanged.load(rows),
+            whole_up.load(rows),
+            norm,
+            bias,
+            up_bias,
+            early,
+            lane,
+            output,
+            tile,
+            lanes,
+            eps,
+            bias_ptr,
+            out_ptr,
+            out_stride,
+            residual,
+            K,
+            GROUPS,
+            OUTPUTS,
+            SWIGLU,
+        )
+    else:
+        part = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
+        ptrs = _part_ptrs(partial_ptr, tile, L, B, BLOCK_M, product) + split * part
+        stored = (_lanes_of(L, product) < lanes)[:, None]
+        gl.store(ptrs, y, mask=stored)
+        if SWIGLU:
+            gl.store(ptrs + B, up, mask=stored)
+        arrival_ptr = arrivals_ptr + tile * gl.num_programs(0) + gl.program_id(0)
+        gl.thread_barrier()
+        if gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1:
+            gl.store(arrival_ptr, 0)
+            late = _load_lanes(
+                lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
+            )
+            part_ptrs = _part_ptrs(partial_ptr, tile, L, B, BLOCK_M, rows)
+            whole = _sum_splits(part_ptrs, lane, lanes, part, SPLITS, L, B, rows)
+            whole_up = whole
+            if SWIGLU:
+                whole_up = _sum_splits(part_ptrs + B, lane, lanes, part, SPLITS, L, B, rows)
+            _epilogue(
+                whole,
+                whole_up,
+                norm,
+                bias,
+                up_bias,
+                late,
+                lane,
+                output,
+                tile,
+                lanes,
+                eps,
+                bias_ptr,
+                out_ptr,
+                out_stride,
+                residual,
+                K,
+                GROUPS,
+                OUTPUTS,
+                SWIGLU,
+            )
+
+
+@gluon.jit
+def _epilogue(
+    y,
+    up,
+    norm,
+    bias,
+    up_bias,
+    of_lanes,
+    lane,
+    output,
+    tile,
+    lanes,
+    eps,
+    bias_ptr,
+    out_ptr,
+    out_stride,
+    residual,
+    K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    SWIGLU: gl.constexpr,
+):
+    """From float32 sums [L, B] to what is stored, as `linear_kernels._epilogue` does it."""
+    slot, squares, base = of_lanes
+    if GROUPS > 0:
+        total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
+        scale = 1.0 / gl.sqrt_rn(total / K + eps)
+        y = y * scale[:, None]
+        up = up * scale[:, None]
+    if bias_ptr is not None:
+        y += bias[None, :]
+        up += up_bias[None, :]
+    if SWIGLU:
+        y = _silu(y) * up
+    live = slot >= 0
+    in_row = (output < OUTPUTS)[None, :]
+    stored = live[:, None] & in_row
+    wide_lane = lane.to(gl.int64)[:, None]
+    if residual is not None:
+        at = wide_lane * OUTPUTS + output[None, :]
+        x = base + y
+        gl.store(residual.x + at, x, mask=stored)
+        scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
+        gl.store(residual.scaled + at, scaled, mask=stored)
+        sums = gl.sum(gl.where(in_row, x * x, 0.0), axis=1)
+        gl.store(residual.squares + tile * lanes + lane, sums, mask=live)
+    else:
+        out_ptrs = out_ptr + wide_lane * out_stride + output[None, :]
+        gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@gluon.jit
+def _lanes_of(L: gl.constexpr, layout: gl.constexpr):
+    """This program's lanes [L], as the rows of a tile with this layout."""
+    return gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _copy(
+    weights,
+    at,
+    gate_ptrs,
+    up_ptrs,
+    k,
+    step,
+    K: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    SWIGLU: gl.constexpr,
+):
+    """Ask for columns `k + step` of the weight rows; those past K become 0."""
+    if EVEN_K:
+        async_copy.async_copy_global_to_shared(weights.index(at), gate_ptrs + step)
+        if SWIGLU:
+            async_copy.async_copy_global_to_shared(weights.index(at + 1), up_ptrs + step)
+    else:
+        inside = (k + step < K)[None, :]
+        async_copy.async_copy_global_to_shared(weights.index(at), gate_ptrs + step, inside)
+        if SWIGLU:
+            async_copy.async_copy_global_to_shared(weights.index(at + 1), up_ptrs + step, inside)
+
+
+@gluon.jit
+def _inside(x_inside, k, K: gl.constexpr, EVEN_K: gl.constexpr):
+    """Where there is an input: in lanes that exist, and not past K."""
+    if EVEN_K:
+        inside = x_inside & (k >= 0)[None, :]
+    else:
+        inside = x_inside & (k < K)[None, :]
+    return inside
+
+
+@gluon.jit
+def _multiply(x, weights, y):
+    """y [L, B] + x [L, BLOCK_K] @ weights [B, BLOCK_K]^T"""
+    layout: gl.constexpr = gl.DotOperandLayout(1, y.type.layout, 2)
+    return mma_v2(x, weights.permute((1, 0)).load(layout), y)
+
+
+@gluon.jit
+def _load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
+    """What belongs to the outputs [B] alone, as float32: next norm, bias, bias of the ups."""
+    inside = output < OUTPUTS
+    norm = gl.zeros_like(output, dtype=gl.float32)
+    bias = norm
+    up_bias = norm
+    if residual is not None:
+        norm = gl.load(residual.next_norm + output, mask=inside, other=0.0).to(gl.float32)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
+        if SWIGLU:
+            up_bias = gl.load(bias_ptr + OUTPUTS + output, mask=inside, other=0.0).to(gl.float32)
+    return norm, bias, up_bias
+
+
+@gluon.jit
+def _load_lanes(
+    lane,
+    output,
+    lanes,
+    slot_ptr,
+    squares_ptr,
+    residual,
+    GROUPS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    L: gl.constexpr,
+    B: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """What the epilogue needs of its lanes: slot [L], partial sums of squares [chunk, L] (later
+    chunks added to the first), and the residual stream [L, B].
+    """
+    inside = lane < lanes
+    slot = gl.load(slot_ptr + lane, mask=inside, other=-1)
+    CHUNK: gl.constexpr = _chunk(GROUPS)
+    layout: gl.constexpr = _squares_layout(WARPS)
+    squares = gl.zeros([CHUNK, L], gl.float32, layout)
+    column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, layout))
+    for chunk in gl.static_range((GROUPS + CHUNK - 1) // CHUNK):
+        group = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        squares += gl.load(
+            squares_ptr + group[:, None] * lanes + column[None, :],
+            mask=(group < GROUPS)[:, None] & (column < lanes)[None, :],
+            other=0.0,
+        )
+    base = gl.zeros([L, B], gl.float32, _row_layout(B, WARPS))
+    if residual is not None:
+        base = gl.load(
+            residual.x + lane.to(gl.int64)[:, None] * OUTPUTS + output[None, :],
+            mask=inside[:, None] & (output < OUTPUTS)[None, :],
+            other=0.0,
+        )
+    return slot, squares, base
+
+
+@gluon.jit
+def _part_ptrs(
+    partial_ptr,
+    tile,
+    L: gl.constexpr,
+    B: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Where a split's part [L, B] of a product lies: of a SwiGLU the gates, with the ups behind."""
+    lane = _lanes_of(L, layout)
+    column = tile * BLOCK_M + gl.arange(0, B, gl.SliceLayout(0, layout))
+    row_ptrs = partial_ptr + lane.to(gl.int64) * (gl.num_programs(1) * BLOCK_M)
+    return row_ptrs[:, None] + column[None, :]
+
+
+@gluon.jit
+def _sum_splits(
+    part_ptrs,
+    lane,
+    lanes,
+    part,
+    SPLITS: gl.constexpr,
+    L: gl.constexpr,
+    B: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The parts [L, B] of a product, as all programs left them, added up in order."""
+    inside = (lane < lanes)[:, None]
+    y = gl.zeros([L, B], gl.float32, layout)
+    for split in gl.static_range(SPLITS):
+        y += gl.load(part_ptrs + split * part, mask=inside, other=0.0, cache_modifier=".cg")
+    return y

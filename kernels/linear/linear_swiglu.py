@@ -1,0 +1,290 @@
+"""Gate, up and SwiGLU of many lanes in one kernel on Hopper, in Gluon: for prefill.
+
+The BLAS writes gates and ups, which `swiglu` reads again: for 1,024 tokens of an 8B model 56 MiB,
+more memory than all else that a prefill graph needs. Here they stay in registers, next to each
+other: one `wgmma` has a tile's gates and ups, and reads its lanes once.
+
+A persistent GEMM: each program goes through its tiles of 128 lanes, and through the columns of
+each, as one sequence of steps, with the tensor memory accelerator (TMA) some steps ahead of
+`wgmma`, across tiles as well. Source: the persistent matmuls of Triton's and Gluon's tutorials,
+which are CUTLASS's. Gluon has no interpreter: on a CPU the reference runs.
+
+Letters: N lanes, K input features, F outputs; B outputs of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.lanes import check_rows, output_rows
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.norm_rope.activation import silu, silu_reference
+
+LANES = 128
+"""Of a tile: two warp groups of 64."""
+
+_COLUMNS = 64
+_WARPS = 8
+# Bytes of a row, and of where it starts, that the TMA takes.
+_ALIGNMENT = 16
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Outputs of a tile -> steps in shared memory. Products of fewer outputs read more of it for each,
+# which does not matter with one tile of lanes.
+_STAGES = {128: 4, 64: 6}
+
+# Gluon and Triton compile the same text, but a function belongs to one of them.
+_silu = gluon.jit(silu.fn)
+_wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+
+
+def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
+    """Whether `linear_swiglu` is for so many lanes: it can run, and BLAS and `swiglu` are slower.
+
+    It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
+    that keep the multiprocessors busy: the BLAS has them in more shapes.
+    """
+    if not weight_MK.is_cuda or not _can_be_fused(weight_MK):
+        return False
+    device = torch.cuda.get_device_properties(weight_MK.device)
+    if INTERPRETED or (device.major, device.minor) != (9, 0):
+        return False
+    return tile_outputs(lanes, weight_MK.shape[0] // 2, device.multi_processor_count) is not None
+
+
+def _can_be_fused(weight_MK: torch.Tensor) -> bool:
+    """Whether its rows, and dense ones of the result, are what the TMA takes."""
+    outputs = weight_MK.shape[0] // 2
+    return _fits(weight_MK) and not outputs * weight_MK.itemsize % _ALIGNMENT
+
+
+def tile_outputs(lanes: int, outputs: int, processors: int) -> int | None:
+    """B for so many lanes and outputs; None where the BLAS is faster.
+
+    Found on an H200 with the weights of llama 1B and 8B: up to two tiles of lanes take as long as
+    their weights' way from memory, for which 4 processors of 5 do.
+    """
+    if 2 * lanes <= LANES:
+        return None
+    for width in _STAGES if lanes <= LANES else (128,):
+        tiles = triton.cdiv(lanes, LANES) * triton.cdiv(outputs, width)
+        busy = tiles / (triton.cdiv(tiles, processors) * processors)
+        if busy >= (0.8 if lanes <= 2 * LANES else 0.9):
+            return width
+    return None
+
+
+def linear_swiglu(
+    x_NK: torch.Tensor,
+    weight_MK: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """silu(gate) * up of each lane, where [gate F | up F] = x @ weight^T.
+
+    Args:
+        x_NK: float16 or bfloat16, dense rows in memory that is aligned to 16 bytes, any aligned
+            stride between them. Padded lanes hold anything, and so do their results.
+        weight_MK: [2F, K] in x's dtype, laid out like x.
+        out: [N, F] in x's dtype, laid out like x; may not share memory with it.
+        pdl: the launch before may still run, and does not write the weight.
+
+    Returns:
+        [N, F] in x's dtype; sums and SwiGLU in float32, rounded once. A lane's bits do not depend
+        on the other lanes, on its own index or on N. ValueError for a shape or dtype that does not
+        fit, and for memory that `fuses_swiglu` would not have taken.
+    """
+    check_rows(x_NK=x_NK, weight_MK=weight_MK)
+    (N, K), (M, columns) = x_NK.shape, weight_MK.shape
+    if M % 2 or columns != K or weight_MK.dtype != x_NK.dtype:
+        raise ValueError(
+            f"weight_MK is {weight_MK.dtype} {tuple(weight_MK.shape)}: x_NK, {x_NK.dtype} "
+            f"{tuple(x_NK.shape)}, takes an even number of rows of {K}"
+        )
+    out = output_rows(out, (N, M // 2), dtype=x_NK.dtype, like=x_NK)
+    if not x_NK.is_cuda:
+        return linear_swiglu_reference(x_NK, weight_MK, out=out)
+    for name, rows in {"x_NK": x_NK, "weight_MK": weight_MK, "out": out}.items():
+        if not _fits(rows):
+            raise ValueError(
+                f"{name} is {rows.dtype} in rows {rows.stride(0) * rows.itemsize} bytes apart from "
+                f"{rows.data_ptr():#x}: it must be 16-bit, in rows aligned to {_ALIGNMENT} bytes"
+            )
+    _launch(x_NK, weight_MK, out, pdl)
+    return out
+
+
+def _fits(rows: torch.Tensor) -> bool:
+    apart = rows.stride(0) * rows.itemsize
+    return rows.dtype in _DTYPES and not apart % _ALIGNMENT and not rows.data_ptr() % _ALIGNMENT
+
+
+def _launch(x_NK: torch.Tensor, weight_MK: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+    N, F = out.shape
+    processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    B = tile_outputs(N, F, processors) or 128
+    options = launch_options(pdl)
+    tiles = triton.cdiv(N, LANES) * triton.cdiv(F, B)
+    launcher(_swiglu_kernel, (min(processors, tiles),))(
+        _tiled(x_NK, LANES, _COLUMNS),
+        _tiled(weight_MK, B, _COLUMNS),
+        _tiled(out, LANES, B),
+        LANE_TILES=triton.cdiv(N, LANES),
+        F=F,
+        K=x_NK.shape[1],
+        LANES=LANES,
+        B=B,
+        BLOCK_K=_COLUMNS,
+        STAGES=_STAGES[B],
+        WARPS=_WARPS,
+        num_warps=_WARPS,
+        **options,
+    )
+
+
+def _tiled(rows: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+    """What the TMA knows of a matrix; past its edges it reads zeros, and writes nothing."""
+    layout = gl.NVMMASharedLayout.get_default_for([height, width], _DTYPES[rows.dtype])
+    return TensorDescriptor.from_tensor(rows, [height, width], layout)
+
+
+@gluon.jit
+def _swiglu_kernel(
+    inputs,
+    weights,
+    out,
+    LANE_TILES: gl.constexpr,
+    F: gl.constexpr,
+    K: gl.constexpr,
+    LANES: gl.constexpr,
+    B: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Tiles go to the programs in turns, lanes first: so programs at work share their weights."""
+    dtype: gl.constexpr = inputs.dtype
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILES: gl.constexpr = LANE_TILES * ((F + B - 1) // B)
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * B, 16])
+    x = gl.allocate_shared_memory(dtype, [STAGES, LANES, BLOCK_K], inputs.layout)
+    w = gl.allocate_shared_memory(dtype, [STAGES, 2 * B, BLOCK_K], weights.layout)
+    y = gl.allocate_shared_memory(dtype, [LANES, B], out.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(index), count=1)
+    fence_async_shared()
+    programs = gl.num_programs(0)
+    own_tiles = (TILES - gl.program_id(0) + programs - 1) // programs
+    steps = own_tiles * STEPS
+
+    for first in gl.static_range(STAGES - 1):
+        _ask_weights(inputs, weights, w, arrived, first, steps, LANE_TILES, F, STEPS, STAGES)
+    _wait_for_inputs(PDL, True)
+    for first in gl.static_range(STAGES - 1):
+        _ask_inputs(inputs, x, arrived, first, steps, LANE_TILES, STEPS, STAGES)
+
+    step = 0
+    for turn in range(own_tiles):
+        both = gl.zeros([LANES, 2 * B], gl.float32, product)
+        for _ in range(STEPS):
+            stage = step % STAGES
+            mbarrier.wait(arrived.index(stage), (step // STAGES) & 1)
+            both = warpgroup_mma(
+                x.index(stage), w.index(stage).permute((1, 0)), both, is_async=True
+            )
+            # That of the step before is done in both warp groups: its stage is free.
+            both = warpgroup_mma_wait(num_outstanding=1, deps=(both,))
+            gl.thread_barrier()
+            ahead = step + STAGES - 1
+            _ask_weights(inputs, weights, w, arrived, ahead, steps, LANE_TILES, F, STEPS, STAGES)
+            _ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
+            step += 1
+        both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
+        gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
+        result = (_silu(gate) * up).to(dtype)
+        # The tile before has left `y`.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        y.store(result)
+        fence_async_shared()
+        gl.thread_barrier()
+        tile = gl.program_id(0) + turn * programs
+        at = [tile % LANE_TILES * LANES, tile // LANE_TILES * B]
+        tma.async_copy_shared_to_global(out, at, y)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ask_weights(
+    inputs,
+    weights,
+    w,
+    arrived,
+    step,
+    steps,
+    LANE_TILES: gl.constexpr,
+    F: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Have the gates and ups of a step copied to its stage, which expects its inputs as well."""
+    B: gl.constexpr = weights.block_shape[0]
+    BLOCK_K: gl.constexpr = weights.block_shape[1]
+    there = step < steps
+    stage = step % STAGES
+    barrier = arrived.index(stage)
+    bytes: gl.constexpr = (inputs.block_shape[0] + 2 * B) * BLOCK_K * 2
+    mbarrier.expect(barrier, bytes, pred=there)
+    tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
+    output = tile // LANE_TILES * B
+    k = step % STEPS * BLOCK_K
+    gates = w.index(stage).slice(0, B)
+    ups = w.index(stage).slice(B, B)
+    tma.async_copy_global_to_shared(weights, [output, k], barrier, gates, pred=there)
+    tma.async_copy_global_to_shared(weights, [F + output, k], barrier, ups, pred=there)
+
+
+@gluon.jit
+def _ask_inputs(
+    inputs,
+    x,
+    arrived,
+    step,
+    steps,
+    LANE_TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Have the inputs of a step copied to its stage."""
+    stage = step % STAGES
+    tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
+    lane = tile % LANE_TILES * inputs.block_shape[0]
+    at = [lane, step % STEPS * inputs.block_shape[1]]
+    tma.async_copy_global_to_shared(
+        inputs, at, arrived.index(stage), x.index(stage), pred=step < steps
+    )
+
+
+def linear_swiglu_reference(
+    x_NK: torch.Tensor, weight_MK: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear_swiglu` in plain PyTorch."""
+    shape = (len(x_NK), len(weight_MK) // 2)
+    out = output_rows(out, shape, dtype=x_NK.dtype, like=x_NK)
+    gate, up = (x_NK.float() @ weight_MK.float().t()).chunk(2, dim=1)
+    return out.copy_(silu_reference(gate) * up)

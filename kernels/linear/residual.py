@@ -1,0 +1,68 @@
+"""The residual stream of decode, as one fused kernel hands it to the next.
+
+A linear that reads the stream needs it normalised: y = W (g * x / rms(x)). The kernel that writes
+`x` also writes `g * x`, rounded once to the model's dtype, and what the mean square is made of; the
+one that reads multiplies its product by 1 / rms(x). So no kernel reads float32 activations, and a
+norm costs no launch.
+
+Letters: N lanes, H hidden, T groups of columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch.nn import functional
+
+from graphengine.kernels.core.lanes import live_lanes, sum_rows
+
+
+class Residual(NamedTuple):
+    """What decode kernels pass on; valid until the next replay. Padded lanes hold anything."""
+
+    x: torch.Tensor
+    """float32 [N, H]"""
+    scaled: torch.Tensor
+    """model dtype [N, H]: x times the weight of the RMSNorm that reads it next."""
+    squares: torch.Tensor
+    """float32 [T, N]: partial sums of x * x; their sum in order of T is the whole."""
+
+
+def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
+    """Raise ValueError unless these are the sums of one group or more of so many lanes."""
+    shape, dtype = tuple(squares_TN.shape), squares_TN.dtype
+    dense = dtype == torch.float32 and squares_TN.is_contiguous()
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
+        raise ValueError(f"squares must be a dense float32 [T, {lanes}], not {dtype} {shape}")
+
+
+def add_to_residual_reference(
+    y_NH: torch.Tensor, slot_N: torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
+) -> Residual:
+    """residual.x += y, and what the next norm needs, in plain PyTorch; y is float32 [N, H].
+
+    All three tensors are written, those of padded lanes left alone.
+    """
+    live = live_lanes(slot_N)
+    x = residual.x[live] + y_NH[live]
+    residual.x[live] = x
+    residual.scaled[live] = (x * next_norm_H.float()).to(residual.scaled.dtype)
+    groups = residual.squares.shape[0]
+    columns = triton.cdiv(x.shape[1], groups)
+    padded = functional.pad(x.square(), (0, groups * columns - x.shape[1]))
+    sums = sum_rows(padded.view(len(live) * groups, columns))
+    residual.squares[:, live] = sums.view(len(live), groups).t()
+    return residual
+
+
+def new_residual(
+    lanes: int, hidden: int, groups: int, *, dtype: torch.dtype, device: torch.device | str
+) -> Residual:
+    """An uninitialised stream of `lanes` x `hidden` with `groups` partial sums a lane."""
+    return Residual(
+        x=torch.empty((lanes, hidden), dtype=torch.float32, device=device),
+        scaled=torch.empty((lanes, hidden), dtype=dtype, device=device),
+        squares=torch.empty((groups, lanes), dtype=torch.float32, device=device),
+    )

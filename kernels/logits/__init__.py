@@ -1,0 +1,1 @@
+"""What requests ask of their logits, and log-probabilities."""

@@ -1,0 +1,1 @@
+"""The public row kernels that are compatible with Megatron's; the engine calls none of them."""

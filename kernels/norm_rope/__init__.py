@@ -1,0 +1,1 @@
+"""Norms, RoPE, activations and the embedding."""

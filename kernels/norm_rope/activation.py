@@ -1,0 +1,115 @@
+"""SwiGLU: silu(gate) * up, for the wide products of prefill. (`linear` fuses it for decode.)
+
+Letters: N lanes, F ffn width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, check_rows, live_lanes, output_rows
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+
+_BLOCK_F = 1024
+
+
+def swiglu(
+    gate_up_N2F: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """silu(gate) * up of each live lane, where a lane of the input is [gate F | up F].
+
+    Args:
+        gate_up_N2F: float32, float16 or bfloat16; dense rows, any stride between them.
+        slot_N: int32, -1 = padded lane.
+        out: [N, F] in the input's dtype; may be the gate half of the input itself.
+        pdl: the launch before, whatever it is, may still run.
+
+    Returns:
+        [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
+        read nor written. ValueError for an odd row length or a shape or dtype that does not fit.
+    """
+    check_rows(gate_up_N2F=gate_up_N2F)
+    lanes, width = gate_up_N2F.shape
+    if width % 2:
+        raise ValueError(f"gate_up rows must hold two equal halves, not {width} values")
+    check_lanes(lanes, slot_N=slot_N)
+    out = output_rows(out, (lanes, width // 2), dtype=gate_up_N2F.dtype, like=gate_up_N2F)
+    if not use_triton(gate_up_N2F):
+        return swiglu_reference(gate_up_N2F, slot_N, out=out)
+    F = width // 2
+    launcher(_swiglu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
+        gate_up_N2F,
+        slot_N,
+        out,
+        gate_up_N2F.stride(0),
+        out.stride(0),
+        F=F,
+        BLOCK_F=_BLOCK_F,
+        **launch_options(pdl),
+    )
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up_ptr,
+    slot_ptr,
+    out_ptr,
+    gate_up_stride,
+    out_stride,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane and BLOCK_F outputs."""
+    wait_for_inputs(PDL)
+    lane = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = f < F
+    source = gate_up_ptr + lane * gate_up_stride + f
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
+    y = (silu(gate) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + lane * out_stride + f, y, mask=mask)
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x) of a float32; -0.0 where exp(-x) overflows."""
+    return x / (1.0 + tl.exp(-x))
+
+
+def swiglu_reference(
+    gate_up_N2F: torch.Tensor, slot_N: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`swiglu` in plain PyTorch."""
+    lanes, width = gate_up_N2F.shape
+    out = output_rows(out, (lanes, width // 2), dtype=gate_up_N2F.dtype, like=gate_up_N2F)
+    live = live_lanes(slot_N)
+    gate, up = gate_up_N2F[live].float().chunk(2, dim=1)
+    out[live] = (silu_reference(gate) * up).to(out.dtype)
+    return out
+
+
+def silu_reference(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(x) of float32, the same bits wherever an element stands.
+
+    On a CPU torch's exp rounds otherwise in the tail of an array than in its vectorised body, so a
+    lane's bits would depend on how many lanes there are. numpy's does not.
+    """
+    if x.is_cuda:
+        return x / (1.0 + torch.exp(-x))
+    with np.errstate(over="ignore"):
+        exp = torch.from_numpy(np.exp(np.negative(x.numpy(), order="C")))
+    return x / (1.0 + exp)

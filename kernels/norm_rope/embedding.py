@@ -1,0 +1,173 @@
+"""Token embedding: rows of the table become the float32 residual stream.
+
+`embed` is a launch of its own. Kernels that start a decode step's `Residual` with the embedding of
+a token share the parts here: `load_embedding` and `store_embedding`, with their checks and twin.
+
+Letters: N lanes, V vocabulary, H hidden, T groups of columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import (
+    check_lanes,
+    check_rows,
+    check_weight,
+    live_lanes,
+    output_rows,
+)
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.linear.residual import Residual, check_squares
+
+_BLOCK_H = 1024
+
+
+def embed(
+    token_N: torch.Tensor,
+    table_VH: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The embedding of each live lane's token, widened to float32.
+
+    Args:
+        token_N: int32. table_VH: float32, float16 or bfloat16; may exceed 2**31 elements.
+        slot_N: int32, -1 = padded lane.
+        out: float32 [N, H].
+
+    Returns:
+        float32 [N, H]. A live lane whose id is outside 0..V-1 becomes NaN, so that the mistake is
+        seen; no memory beyond the table is read. Padded lanes are neither read nor written.
+        ValueError for a shape or dtype that does not fit.
+    """
+    check_rows(table_VH=table_VH)
+    lanes = slot_N.shape[0]
+    check_lanes(lanes, slot_N=slot_N, token_N=token_N)
+    V, H = table_VH.shape
+    out = output_rows(out, (lanes, H), dtype=torch.float32, like=table_VH)
+    if not use_triton(table_VH):
+        return embed_reference(token_N, table_VH, slot_N, out=out)
+    launcher(_embed_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
+        token_N, table_VH, slot_N, out, table_VH.stride(0), out.stride(0), V, H=H, BLOCK_H=_BLOCK_H
+    )
+    return out
+
+
+@triton.jit
+def _embed_kernel(
+    token_ptr,
+    table_ptr,
+    slot_ptr,
+    out_ptr,
+    table_stride,
+    out_stride,
+    V,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program a lane and BLOCK_H columns."""
+    lane = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    token = tl.load(token_ptr + lane)
+    known = (token >= 0) & (token < V)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = h < H
+    source = table_ptr + token.to(tl.int64) * table_stride + h
+    x = tl.load(source, mask=mask & known, other=float("nan")).to(tl.float32)
+    tl.store(out_ptr + lane * out_stride + h, x, mask=mask)
+
+
+def embed_reference(
+    token_N: torch.Tensor,
+    table_VH: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`embed` in plain PyTorch."""
+    V, H = table_VH.shape
+    out = output_rows(out, (slot_N.shape[0], H), dtype=torch.float32, like=table_VH)
+    live = live_lanes(slot_N)
+    token = token_N[live]
+    unknown = (token < 0) | (token >= V)
+    rows = table_VH[token.masked_fill(unknown, 0).long()].float()
+    out[live] = rows.masked_fill(unknown[:, None], math.nan)
+    return out
+
+
+def check_embedding(
+    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, lanes: int
+) -> int:
+    """T; ValueError unless the embedding, the norm and a stream of `lanes` lanes fit each other."""
+    check_rows(embedding=embedding_VH)
+    H = embedding_VH.shape[1]
+    check_weight("norm_weight", norm_weight_H, H)
+    x, scaled, squares = residual
+    output_rows(x, (lanes, H), dtype=torch.float32, like=x)
+    output_rows(scaled, (lanes, H), dtype=scaled.dtype, like=scaled)
+    check_squares(squares, lanes)
+    return squares.shape[0]
+
+
+def embed_residual_reference(
+    token_N: torch.Tensor,
+    embedding_VH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    slot_N: torch.Tensor,
+    residual: Residual,
+) -> None:
+    """`load_embedding` and `store_embedding` of every live lane, in plain PyTorch."""
+    embed_reference(token_N, embedding_VH, slot_N, out=residual.x)
+    live = live_lanes(slot_N)
+    x = residual.x[live]
+    residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
+    residual.squares[:, live] = 0
+    residual.squares[0, live] = (x * x).sum(dim=1)
+
+
+@triton.jit
+def load_embedding(embedding_ptr, token, live, stride, V, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The row [BLOCK_H] of a live lane's token, NaN past its end; all NaN for an unknown token."""
+    h = tl.arange(0, BLOCK_H)
+    mask = live & (token >= 0) & (token < V) & (h < H)
+    source = embedding_ptr + token.to(tl.int64) * stride + h
+    return tl.load(source, mask=mask, other=float("nan"))
+
+
+@triton.jit
+def store_embedding(
+    embedding_H,
+    weight_H,
+    lane,
+    live,
+    stream,
+    x_stride,
+    scaled_stride,
+    lanes,
+    H: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Start a live lane's residual stream, which has `lanes` lanes, with its token's embedding.
+
+    `stream` has the fields of `Residual`; `weight_H` is the next norm's, float32.
+    """
+    h = tl.arange(0, BLOCK_H)
+    mask = live & (h < H)
+    wide_lane = lane.to(tl.int64)
+    x = embedding_H.to(tl.float32)
+    tl.store(stream.x + wide_lane * x_stride + h, x, mask=mask)
+    scaled = (x * weight_H).to(stream.scaled.dtype.element_ty)
+    tl.store(stream.scaled + wide_lane * scaled_stride + h, scaled, mask=mask)
+    square = tl.sum(tl.where(h < H, x * x, 0.0), 0)
+    t = tl.arange(0, BLOCK_T)
+    tl.store(stream.squares + t * lanes + lane, tl.where(t == 0, square, 0.0), mask=live & (t < T))

@@ -1,0 +1,450 @@
+"""Rotary position embedding, with the per-head norm before it and the KV append behind it.
+
+Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q query heads, G kv heads,
+D head_dim, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the cache's layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, live_lanes
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.paged import (
+    cache_offsets,
+    check_cache,
+    checked_output,
+    token_capacity,
+)
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+# Pairs of a program: 16 bytes of each half for every thread of 4 warps, where values have 16 bits.
+_BLOCK_PAIRS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """How rotation frequencies follow from a checkpoint's `rope_parameters` (transformers' names).
+
+    `kind` picks the fields that count. linear: `factor`. llama3: `factor`, `low_freq_factor`,
+    `high_freq_factor`, `original_max_position_embeddings`. yarn: `factor`, `beta_fast`,
+    `beta_slow`, `truncate`, `original_max_position_embeddings`, and the attention factor, which
+    follows from `factor` (and `mscale` over `mscale_all_dim` where both are given) unless stated.
+    """
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise ValueError(f"rope kind {self.kind!r} is not one of {get_args(RopeKind)}")
+        if not self.theta > 0 or not self.factor > 0:
+            raise ValueError(f"theta={self.theta} and factor={self.factor} must be above 0")
+        if self.kind in ("llama3", "yarn") and not self.original_max_position_embeddings:
+            raise ValueError(
+                f"rope kind {self.kind!r} needs original_max_position_embeddings, "
+                f"got {self.original_max_position_embeddings}"
+            )
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+
+
+def rope_tables(
+    config: RopeConfig, *, head_dim: int, max_positions: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of every position, float32 [max_positions, D/2] each.
+
+    The attention factor (YaRN) is multiplied into both. Computed on the CPU whatever the device, so
+    that every device rotates by the same bits. Equal to transformers' rotary embedding.
+    """
+    if head_dim % 2 or head_dim <= 0 or max_positions <= 0:
+        raise ValueError(f"head_dim={head_dim} must be even, max_positions={max_positions} above 0")
+    frequencies, attention_factor = rope_frequencies(config, head_dim=head_dim)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    cos = angles.cos() * attention_factor
+    sin = angles.sin() * attention_factor
+    return cos.to(device), sin.to(device)
+
+
+def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians a position, float32 [D/2] on the CPU, and the factor on cosines and sines.
+
+    The order of operations is that of transformers' `ROPE_INIT_FUNCTIONS`: the bits are the same.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    periods = torch.pow(config.theta, exponents)
+    if config.kind == "linear":
+        return 1.0 / periods / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3_frequencies(config, 1.0 / periods), 1.0
+    if config.kind == "yarn":
+        return _yarn_frequencies(config, periods), _yarn_attention_factor(config)
+    return 1.0 / periods, 1.0
+
+
+def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1's scaling: long waves slowed by `factor`, short ones kept, a ramp in between."""
+    assert config.original_max_position_embeddings is not None
+    trained = config.original_max_position_embeddings
+    low, high = config.low_freq_factor, config.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    is_long = wavelengths > trained / low
+    is_short = wavelengths < trained / high
+    scaled = torch.where(is_long, frequencies / config.factor, frequencies)
+    ramp = (trained / wavelengths - low) / (high - low)
+    blended = (1 - ramp) * scaled / config.factor + ramp * scaled
+    return torch.where(is_long | is_short, scaled, blended)
+
+
+def _yarn_frequencies(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions by `factor`, keep fast ones, ramp."""
+    half = periods.shape[0]
+    first, last = _yarn_ramp_bounds(config, head_dim=2 * half)
+    # The ramp must not divide by zero where the two bounds meet.
+    width = last - first if last != first else 0.001
+    ramp = torch.clamp((torch.arange(half, dtype=torch.float32) - first) / width, 0, 1)
+    kept = 1 - ramp
+    return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _yarn_ramp_bounds(config: RopeConfig, *, head_dim: int) -> tuple[float, float]:
+    """Dimensions that turn `beta_fast` and `beta_slow` times over the trained context."""
+    assert config.original_max_position_embeddings is not None
+    trained = config.original_max_position_embeddings
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    return max(first, 0), min(last, head_dim - 1)
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return mscale(config.mscale) / mscale(config.mscale_all_dim)
+    return mscale(1.0)
+
+
+def rope_append(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Rotate the queries and keys of N lanes and append keys and values to the paged cache.
+
+    Args:
+        qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
+        cos, sin: float32 [P, D/2] from `rope_tables`.
+        kv: one layer's cache, in qkv's dtype. Written in place.
+        block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
+        q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
+            before the rotation, rounded where Qwen3's reference rounds.
+        out: [N, Q, D] in qkv's dtype; may be any memory that is not qkv's.
+        pdl: the launch before, whatever it is, may still run.
+
+    Returns:
+        The rotated queries [N, Q, D]. Rotation is rotate-half (pairs i, i + D/2; Su et al. 2021) in
+        float32, rounded once. A padded lane reads and writes nothing. A live lane past the tables
+        or past its block table appends nothing and its queries are NaN.
+    """
+    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
+    check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
+    check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
+    lanes = qkv_NX.shape[0]
+    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    out = checked_output(out, (lanes, num_heads, head_dim), like=qkv_NX)
+    if not use_triton(qkv_NX):
+        return rope_append_reference(
+            qkv_NX,
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N,
+            position_N,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
+            out=out,
+        )
+    all_heads = num_heads + 2 * num_kv_heads
+    half_padded = triton.next_power_of_2(head_dim // 2)
+    block_heads = max(1, min(triton.next_power_of_2(all_heads), _BLOCK_PAIRS // half_padded))
+    launcher(_rope_append_kernel, (lanes, triton.cdiv(all_heads, block_heads)))(
+        qkv_NX,
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        slot_N,
+        position_N,
+        q_norm_weight,
+        k_norm_weight,
+        out,
+        qkv_NX.stride(0),
+        kv.stride(0),
+        block_table_SB.stride(0),
+        min(cos.shape[0], token_capacity(kv, block_table_SB)),
+        eps,
+        Q=num_heads,
+        G=num_kv_heads,
+        D=head_dim,
+        HALF_PADDED=half_padded,
+        BLOCK_HEADS=block_heads,
+        BLOCK_SIZE=kv.shape[2],
+        NORMED=q_norm_weight is not None,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["position_limit"])
+def _rope_append_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    kv_ptr,
+    block_table_ptr,
+    slot_ptr,
+    position_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    qkv_stride,
+    kv_block_stride,
+    table_stride,
+    position_limit,
+    eps,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane and BLOCK_HEADS heads, counted through queries, then keys, then values."""
+    wait_for_inputs(PDL)
+    lane = tl.program_id(0).to(tl.int64)
+    # Loaded together: one after the other would cost another trip to L2.
+    slot = tl.load(slot_ptr + lane)
+    position = tl.load(position_ptr + lane)
+    if slot < 0:
+        return
+    inside = (position >= 0) & (position < position_limit)
+
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    pair = tl.arange(0, HALF_PADDED)
+    pair_mask = pair < HALF
+    mask = (head < Q + 2 * G)[:, None] & pair_mask[None, :]
+    source = qkv_ptr + lane * qkv_stride + head[:, None] * D + pair[None, :]
+    lower = tl.load(source, mask=mask, other=0.0)
+    upper = tl.load(source + HALF, mask=mask, other=0.0)
+    # A position without an angle gives NaN queries: an error that shows, not a read beyond.
+    angle = position.to(tl.int64) * HALF + pair
+    cos = tl.load(cos_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
+    sin = tl.load(sin_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
+    table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
+    entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
+
+    dtype = qkv_ptr.dtype.element_ty
+    x = lower.to(tl.float32)
+    y = upper.to(tl.float32)
+    if NORMED:
+        mean_square = (tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / D
+        scale = (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]
+        lower_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair, HALF)
+        upper_weight = _norm_weight(q_norm_ptr, k_norm_ptr, head < Q, pair + HALF, D)
+        x = scale_head(x, scale, lower_weight, dtype)
+        y = scale_head(y, scale, upper_weight, dtype)
+    # Values pass as they are.
+    is_value = (head >= Q + G)[:, None]
+    lower = tl.where(is_value, lower, (x * cos - y * sin).to(dtype))
+    upper = tl.where(is_value, upper, (y * cos + x * sin).to(dtype))
+
+    is_query = (head < Q)[:, None]
+    target = out_ptr + lane * (Q * D) + head[:, None] * D + pair[None, :]
+    tl.store(target, lower, mask=mask & is_query)
+    tl.store(target + HALF, upper, mask=mask & is_query)
+    # Keys of all heads come first, values BLOCK_SIZE tokens behind them.
+    kv_head = (head - Q)[:, None]
+    offset = tl.where(is_value, (kv_head - G) * D + BLOCK_SIZE * G * D, kv_head * D)
+    target = kv_ptr + entry + offset + pair[None, :]
+    append_mask = mask & inside & (head >= Q)[:, None]
+    tl.store(target, lower, mask=append_mask)
+    tl.store(target + HALF, upper, mask=append_mask)
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, is_query, column, END: tl.constexpr):
+    """Norm weights [heads, columns] of query and key heads."""
+    mask = column < END
+    q_weight = tl.load(q_norm_ptr + column, mask=mask, other=0.0)
+    k_weight = tl.load(k_norm_ptr + column, mask=mask, other=0.0)
+    return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
+
+
+@triton.jit
+def scale_head(x, scale, weight, dtype: tl.constexpr):
+    """Float32 `x` times norm scale and weight, rounded to `dtype` after each, as float32."""
+    normed = (x * scale).to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+def rope_append_reference(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rope_append` in plain PyTorch, in place on the cache as well."""
+    head_dim = kv.shape[4]
+    out = checked_output(out, (qkv_NX.shape[0], num_heads, head_dim), like=qkv_NX)
+    live = live_lanes(slot_N)
+    position = position_N[live].long()
+    inside = (position >= 0) & (position < min(cos.shape[0], token_capacity(kv, block_table_SB)))
+    # The usual case, which a CPU engine meets for each layer of each lane, has nothing to mask.
+    all_inside = bool(inside.all())
+    if not all_inside:
+        position = torch.where(inside, position, 0)
+
+    heads = qkv_NX[live].view(len(live), num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q = _norm_heads_reference(q, q_norm_weight, eps)
+        k = _norm_heads_reference(k, k_norm_weight, eps)
+    cos_live, sin_live = cos[position][:, None], sin[position][:, None]
+    if not all_inside:
+        unknown = ~inside[:, None, None]
+        cos_live = cos_live.masked_fill(unknown, math.nan)
+        sin_live = sin_live.masked_fill(unknown, math.nan)
+    out[live] = _rotate_reference(q, cos_live, sin_live).to(out.dtype)
+    k = _rotate_reference(k, cos_live, sin_live).to(kv.dtype)
+
+    block_size = kv.shape[2]
+    block = block_table_SB[slot_N[live].long(), position // block_size].long()
+    entry = position % block_size
+    if not all_inside:
+        block, entry, k, v = (each[inside] for each in (block, entry, k, v))
+    kv[block, 0, entry] = k
+    kv[block, 1, entry] = v
+    return out
+
+
+def _norm_heads_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    lower, upper = x.float().chunk(2, dim=-1)
+    return torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
+
+
+def check_rope(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> int:
+    """Raise ValueError for a shape or dtype that does not fit; return head_dim."""
+    width = num_heads + 2 * num_kv_heads
+    if qkv_NX.dim() != 2 or qkv_NX.shape[1] % width or qkv_NX.stride(1) != 1:
+        raise ValueError(
+            f"qkv must be [N, D * {width}] with dense rows, not {tuple(qkv_NX.shape)} "
+            f"with strides {qkv_NX.stride()}"
+        )
+    head_dim = qkv_NX.shape[1] // width
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even to be rotated")
+    if kv.dtype != qkv_NX.dtype:
+        raise ValueError(f"kv is {kv.dtype}, qkv {qkv_NX.dtype}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype != torch.float32 or table.shape != (cos.shape[0], head_dim // 2):
+            raise ValueError(
+                f"{name} must be float32 [P, {head_dim // 2}], "
+                f"not {table.dtype} {tuple(table.shape)}"
+            )
+        if not table.is_contiguous():
+            raise ValueError(f"{name} must be dense, not strided by {table.stride()}")
+    return head_dim
+
+
+def check_norm_weights(
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    qkv_NX: torch.Tensor,
+    head_dim: int,
+) -> None:
+    if (q_norm_weight is None) != (k_norm_weight is None):
+        raise ValueError("q_norm_weight and k_norm_weight come together or not at all")
+    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None and (
+            weight.shape != (head_dim,)
+            or weight.dtype != qkv_NX.dtype
+            or not weight.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} must be a dense {qkv_NX.dtype} [{head_dim}], "
+                f"not {weight.dtype} {tuple(weight.shape)}"
+            )

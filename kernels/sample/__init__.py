@@ -1,0 +1,1 @@
+"""The sampler: filters, noise, and the token."""

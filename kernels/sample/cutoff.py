@@ -1,0 +1,402 @@
+"""The set that top-n-sigma, top-k, top-p and min-p keep of each row, found without a sort.
+
+Each filter keeps a prefix of the row's candidates, ordered by scaled logit and then by lower id;
+`sampling.py` says which one. So key and id of the last candidate that is kept say it all. They are
+searched for by tallies of the keys above a threshold: counts, or fixed-point masses.
+
+Letters: R rows, V vocabulary, W vocabulary padded to whole blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.sample.candidates import (
+    LAST_ID,
+    MASS_SCALE,
+    NO_KEY,
+    SamplingTensors,
+    is_coarse,
+    row_tile,
+    scaled_tile,
+    sortable_key,
+    value_of_key,
+)
+from graphengine.kernels.sample.sigma import sigma_floor
+
+_BLOCK = 4096
+_WARPS = 32
+
+
+def find_cutoffs(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    pdl: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last candidate that each row's filters keep: part of `sample_tiles`, which checks.
+
+    One Triton kernel on the current stream, with an int32 [R, W] of scratch.
+
+    Args:
+        As of `sample_tiles`, and like there neither written nor kept.
+
+    Returns:
+        cut_key_R, cut_id_R: new int32 [R]. Kept are the candidates with key > cut_key, or with
+        key == cut_key and id <= cut_id; in a row without filters that is all. Those of padded rows
+        are not written.
+    """
+    rows, vocabulary = logits_RV.shape
+    block = min(_BLOCK, triton.next_power_of_2(max(vocabulary, _WARPS * 32)))
+    width = triton.cdiv(vocabulary, block) * block
+    key_RW = slot_R.new_empty(rows, width)
+    cut_key_R, cut_id_R = torch.empty_like(slot_R), torch.empty_like(slot_R)
+    launcher(_cutoff_kernel, (rows,))(
+        logits_RV,
+        slot_R,
+        position_R,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.top_n_sigma,
+        params.stop_ids,
+        params.min_len,
+        key_RW,
+        cut_key_R,
+        cut_id_R,
+        logits_RV.stride(0),
+        vocabulary,
+        width,
+        params.stop_ids.shape[1],
+        BLOCK=block,
+        num_warps=_WARPS,
+        **launch_options(pdl),
+    )
+    return cut_key_R, cut_id_R
+
+
+@triton.jit
+def _mass_tile(key, largest):
+    """Fixed-point mass of candidates; equal keys have equal masses, `NO_KEY` has 0."""
+    return (tl.exp(value_of_key(key) - largest) * MASS_SCALE).to(tl.int64)
+
+
+@triton.jit
+def _select(
+    key_ptr,
+    width,
+    target,
+    largest,
+    BY_MASS: tl.constexpr,
+    PASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest key t whose tally, of the keys >= t, reaches `target`; and the tally of keys > t.
+
+    The tally counts keys or adds up their masses. Radix select, two bits of the key a pass: each
+    pass tallies above three thresholds at once. After 16 passes t is exact; after fewer its last
+    bits are 0, so that it is a lower bound. Keys of the row: key_ptr[0 .. width).
+    """
+    # In 64 bits, so that no threshold wraps. From the lowest int32 upwards.
+    cut = tl.full((), -(2**31), tl.int64)
+    step = tl.full((), 2**30, tl.int64)
+    above = tl.full((), 0, tl.int64)
+    if BY_MASS:
+        nothing = tl.zeros([BLOCK], tl.int64)
+    else:
+        nothing = tl.zeros([BLOCK], tl.int32)
+    for _ in range(PASSES):
+        threshold_1 = (cut + step).to(tl.int32)
+        threshold_2 = (cut + 2 * step).to(tl.int32)
+        threshold_3 = (cut + 3 * step).to(tl.int32)
+        lanes_1 = nothing
+        lanes_2 = nothing
+        lanes_3 = nothing
+        for start in range(0, width, BLOCK):
+            key = tl.load(key_ptr + start + tl.arange(0, BLOCK))
+            if BY_MASS:
+                weight = _mass_tile(key, largest)
+            else:
+                weight = nothing + 1
+            lanes_1 += tl.where(key >= threshold_1, weight, 0)
+            lanes_2 += tl.where(key >= threshold_2, weight, 0)
+            lanes_3 += tl.where(key >= threshold_3, weight, 0)
+        tally_1 = tl.sum(lanes_1, 0).to(tl.int64)
+        tally_2 = tl.sum(lanes_2, 0).to(tl.int64)
+        tally_3 = tl.sum(lanes_3, 0).to(tl.int64)
+        if tally_3 >= target:
+            cut += 3 * step
+        elif tally_2 >= target:
+            cut += 2 * step
+            above = tally_3
+        elif tally_1 >= target:
+            cut += step
+            above = tally_2
+        else:
+            above = tally_1
+        step = step >> 2
+    return cut.to(tl.int32), above
+
+
+@triton.jit
+def _mass_above(key_ptr, width, cut, largest, BLOCK: tl.constexpr):
+    """Mass of the keys > cut."""
+    lanes = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, width, BLOCK):
+        key = tl.load(key_ptr + start + tl.arange(0, BLOCK))
+        lanes += tl.where(key > cut, _mass_tile(key, largest), 0)
+    return tl.sum(lanes, 0)
+
+
+@triton.jit
+def _row_keys(
+    logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr
+):
+    """Keys of the ids start .. start + BLOCK - 1; `NO_KEY` where there is no candidate."""
+    logits = row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK)
+    return sortable_key(scaled_tile(logits, temperature))
+
+
+@triton.jit
+def _gather_keys(
+    logits_ptr,
+    key_ptr,
+    floor,
+    least,
+    largest,
+    weighs,
+    width,
+    vocabulary,
+    temperature,
+    waits,
+    stop_ids_ptr,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
+    """Write the keys >= floor and >= least, in any order, to key_ptr[0 .. first result).
+
+    The second result is the mass of all keys >= least, if `weighs`.
+
+    Of the row, [width / BLOCK, BLOCK], each column moves its keys to its front: every thread keeps
+    count of its own columns. What a column lacks is filled with `NO_KEY`.
+    """
+    column = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
+    # Threads may still be reading the scratch for what went before.
+    tl.debug_barrier()
+    for start in range(0, width, BLOCK):
+        key = _row_keys(
+            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
+        )
+        if weighs:
+            mass += tl.where(key >= least, _mass_tile(key, largest), 0)
+        taken = key >= tl.maximum(floor, least)
+        tl.store(key_ptr + count * BLOCK + column, key, mask=taken)
+        count += taken.to(tl.int32)
+    depth = tl.max(count, 0)
+    for level in range(depth):
+        tl.store(key_ptr + level * BLOCK + column, NO_KEY, mask=count <= level)
+    # The passes over the keys read what other threads of this program stored.
+    tl.debug_barrier()
+    return depth * BLOCK, tl.sum(mass, 0)
+
+
+@triton.jit
+def _id_of_tie(
+    logits_ptr,
+    width,
+    cut,
+    ties,
+    vocabulary,
+    temperature,
+    waits,
+    stop_ids_ptr,
+    stop_ids,
+    BLOCK: tl.constexpr,
+):
+    """The `ties`-th lowest id among those with key == cut; -1 if there are fewer."""
+    tie_id = tl.full((), -1, tl.int32)
+    seen = tl.full((), 0, tl.int32)
+    for start in range(0, width, BLOCK):
+        key = _row_keys(
+            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
+        )
+        tied = (key == cut).to(tl.int32)
+        count = tl.sum(tied, 0)
+        if (seen < ties) & (seen + count >= ties):
+            rank = seen + tl.cumsum(tied, 0)
+            ids = start + tl.arange(0, BLOCK)
+            tie_id = tl.max(tl.where((tied != 0) & (rank <= ties), ids, -1), 0)
+        seen += count
+    return tie_id
+
+
+@triton.jit
+def _cutoff_kernel(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    top_n_sigma_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    key_ptr,
+    cut_key_ptr,
+    cut_id_ptr,
+    logits_stride,
+    vocabulary,
+    width,
+    stop_ids,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Kept are the candidates with key > cut_key, or key == cut_key and id <= cut_id.
+
+    `key_ptr` is scratch, [R, width].
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int64)
+    live = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
+    top_k = tl.load(top_k_ptr + slot, mask=live, other=0)
+    top_p = tl.load(top_p_ptr + slot, mask=live, other=1.0)
+    min_p = tl.load(min_p_ptr + slot, mask=live, other=0.0)
+    top_n_sigma = tl.load(top_n_sigma_ptr + slot, mask=live, other=0.0)
+    wait_for_inputs(PDL)
+    if slot < 0:
+        return
+
+    by_count = (top_k > 0) & (top_k < vocabulary)
+    by_mass = top_p < 1.0
+    cut = tl.full((), NO_KEY, tl.int32)
+    cut_id = tl.full((), LAST_ID, tl.int32)
+    by_sigma = top_n_sigma > 0
+    if (temperature > 0) & (by_count | by_mass | by_sigma | (min_p > 0)):
+        waits = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
+        logits_ptr += row.to(tl.int64) * logits_stride
+        stop_ids_ptr += slot * stop_ids
+        key_ptr += row.to(tl.int64) * width
+        column_key = tl.full([BLOCK], NO_KEY, tl.int32)
+        for start in range(0, width, BLOCK):
+            key = _row_keys(
+                logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
+            )
+            column_key = tl.maximum(column_key, key)
+        largest_key = tl.max(column_key, 0)
+
+        if largest_key > NO_KEY:
+            largest = value_of_key(largest_key)
+            ties = tl.full((), 0, tl.int64)
+            # What lies below counts for nothing from here on.
+            least_key = tl.full((), NO_KEY, tl.int32)
+            if by_sigma:
+                reached = sigma_floor(
+                    logits_ptr,
+                    width,
+                    top_n_sigma,
+                    vocabulary,
+                    waits,
+                    stop_ids_ptr,
+                    stop_ids,
+                    BLOCK,
+                )
+                least_key = sortable_key(scaled_tile(reached, temperature))
+            if by_count | by_mass:
+                # Where so many columns of the row hold a key >= floor, so many keys are. The few
+                # that the cut lies among are worth gathering: it takes many passes over them.
+                floor = tl.full((), -(2**31), tl.int32)
+                wanted = tl.where(by_count, top_k, BLOCK // 4)
+                if (wanted <= BLOCK // 2) & (width > 2 * BLOCK):
+                    tl.store(key_ptr + tl.arange(0, BLOCK), column_key)
+                    tl.debug_barrier()
+                    floor, _ = _select(
+                        key_ptr, BLOCK, wanted, largest, BY_MASS=False, PASSES=8, BLOCK=BLOCK
+                    )
+                used, mass = _gather_keys(
+                    logits_ptr,
+                    key_ptr,
+                    floor,
+                    least_key,
+                    largest,
+                    by_count == 0,
+                    width,
+                    vocabulary,
+                    temperature,
+                    waits,
+                    stop_ids_ptr,
+                    stop_ids,
+                    BLOCK,
+                )
+                if by_count:
+                    cut, above = _select(
+                        key_ptr, used, top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
+                    )
+                    # With fewer candidates than k all are above it, and fewer keys than k may have
+                    # been gathered: then nothing was found, not even `NO_KEY`.
+                    cut = tl.maximum(cut, NO_KEY)
+                    ties = top_k - above
+                if by_mass:
+                    gathered = _mass_above(key_ptr, used, cut, largest, BLOCK=BLOCK)
+                    if by_count:
+                        mass = gathered + ties * _mass_tile(cut, largest)
+                    target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+                    target = tl.maximum(target, 1)
+                    if (by_count == 0) & (gathered < target):
+                        # What was gathered does not reach so far: the whole row is needed.
+                        used, _ = _gather_keys(
+                            logits_ptr,
+                            key_ptr,
+                            NO_KEY,
+                            least_key,
+                            largest,
+                            False,
+                            width,
+                            vocabulary,
+                            temperature,
+                            waits,
+                            stop_ids_ptr,
+                            stop_ids,
+                            BLOCK,
+                        )
+                    # Reached within the first k, so the other candidates do not matter.
+                    cut, above = _select(
+                        key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK
+                    )
+                    ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
+            floor = least_key
+            if min_p > 0:
+                share = tl.log(tl.minimum(min_p, 1.0))
+                least = largest + share
+                min_p_key = sortable_key(least)
+                # Rounded down, it would let candidates in that lie below it.
+                if is_coarse(least) & (share - (least - largest) > 0):
+                    min_p_key += 1
+                floor = tl.maximum(floor, min_p_key)
+            if floor > cut:
+                cut = floor
+            elif cut > NO_KEY:
+                cut_id = _id_of_tie(
+                    logits_ptr,
+                    width,
+                    cut,
+                    ties,
+                    vocabulary,
+                    temperature,
+                    waits,
+                    stop_ids_ptr,
+                    stop_ids,
+                    BLOCK,
+                )
+    tl.store(cut_key_ptr + row, cut)
+    tl.store(cut_id_ptr + row, cut_id)

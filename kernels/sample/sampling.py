@@ -1,0 +1,573 @@
+"""Sampling one token a row by Gumbel-max, with filters (top-n-sigma, top-k, ...) without a sort.
+
+    cutoff   one program a row   the set that the filters keep, as a threshold (`cutoff.py`)
+    tile     (row, vocab tile)   best of the tile: value and id
+    reduce   one program a row   best of the tiles -> token
+
+Without filters the first is not needed, and the second may be a part of the kernel that computes
+the logits: `best_of_tile` is the arithmetic of both. Decode leaves the third to
+`verify_commit_publish`.
+
+A row's token is a function of its logits, its slot's parameters and its position: not of its lane,
+the bucket or the neighbours. Everything that sums does so in integers and every tie goes to the
+lower id, so neither the order of summation nor the tiling can be seen either.
+
+What is sampled, for a live row whose query sits at position p and whose token will sit at p + 1:
+
+1. If p + 1 < min_len, the logits of the slot's stop ids are -inf. Ids at -inf are never sampled.
+   A row with a NaN left, or with no finite logit, yields token -1.
+2. temperature 0: the largest logit. Else l = logit / temperature, clamped to the finite floats.
+3. Candidates are ordered by l, then by lower id. top-n-sigma keeps those of at least
+   floor / temperature, where floor = max - n * sigma of the logits of 1 (`sigma.py`). top-k keeps,
+   of those, the first k. top-p keeps, of those, the shortest prefix that holds the share p of
+   their mass, at least one. min-p keeps, of those, the ones of at least min_p times the largest
+   probability, that is l >= max l + log(min_p).
+4. token = argmax(l + gumbel(seed, p + 1, id)) over what is kept: a draw from softmax(l) over it.
+
+Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
+2^22 ids cannot overflow it.
+
+Where l is huge, by a bias of 1e8 or a temperature of 1e-6, float32 rounds the noise of 4 away. A
+row's largest l is not known where lm_head samples, so it is not subtracted. Instead, sums that are
+equal in float32 and of at least 2^11 are told apart by their rounding errors, which are exact
+(Fast2Sum: T. J. Dekker, 1971). Rounding keeps the order, so the pair (sum, error) has the order of
+the exact sums, in every tiling. Of an error the lowest 2 bits are dropped; then the lower id wins.
+Below 2^11 float32 is fine enough for noise, and equal sums tie. So do sums at the largest float.
+
+Letters: R rows, S slots, V vocabulary, E stop ids a slot, C tiles of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.philox import gumbel, gumbel_tile, philox_uint32, philox_uint32_tile
+from graphengine.kernels.sample.candidates import (
+    COARSE,
+    LARGEST,
+    LAST_ID,
+    MASS_SCALE,
+    SamplingTensors,
+    check_parameters,
+    is_coarse,
+    mask_stop_ids,
+    scaled_tile,
+    sortable_key,
+    value_of_key,
+)
+from graphengine.kernels.sample.cutoff import find_cutoffs
+from graphengine.kernels.sample.sigma import sigma_floor_reference
+
+MAX_VOCABULARY = 1 << 22
+
+_NOTHING = tl.constexpr(-(2**63))
+
+# What a tile knows of its logits, in the lowest bits of its health; the row's is the largest. The
+# other bits are the sortable key of the rounding error of its best, 0 where that does not count.
+_NOTHING_FINITE = tl.constexpr(0)
+_FINITE = tl.constexpr(1)
+_NAN = tl.constexpr(2)
+HEALTH = tl.constexpr(3)
+
+_TILE_BLOCK = 1024
+_MAX_REDUCE_BLOCK = 4096
+
+
+def sample(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The next token of each live row; the module's docstring says which.
+
+    `sample_tiles` and a third kernel.
+
+    Args:
+        out: int32 [R] to write to, instead of a new tensor.
+        The others as of `sample_tiles`.
+
+    Returns:
+        token_R: int32 [R]; -1 for a row with a NaN or without a finite logit. That of a padded row
+        is left as it is.
+    """
+    _check(logits_RV, slot_R, position_R, params)
+    token_R = torch.empty_like(slot_R) if out is None else out
+    check_lanes(slot_R.numel(), out=token_R)
+    if not use_triton(logits_RV):
+        return sample_reference(logits_RV, slot_R, position_R, params, out=token_R)
+    best_RC, health_RC = sample_tiles(logits_RV, slot_R, position_R, params)
+    rows, tiles = best_RC.shape
+    block = min(triton.next_power_of_2(tiles), _MAX_REDUCE_BLOCK)
+    launcher(_reduce_kernel, (rows,))(best_RC, health_RC, slot_R, token_R, tiles, BLOCK=block)
+    return token_R
+
+
+def sample_tiles(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best candidate of each tile of 1,024 logits, and whether they are valid.
+
+    Two kernels on the current stream, without a host sync, capturable. Their scratch is an int32
+    for each logit and 12 bytes for every 1,024 of them.
+
+    Args:
+        logits_RV: float32 [R, V] with dense rows, any stride between them; only read.
+        slot_R: int32 [R], -1 for a padded row.
+        position_R: int32 [R], the query's position; the token's is one more.
+        params: indexed by slot; host-owned.
+        pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_R` and
+            `position_R` must be older than the launch before.
+
+    Returns:
+        best_RC: new int64 [R, C], value and id of each tile's best.
+        health_RC: new int32 [R, C]. `token_of_tiles` reads both; padded rows are not written.
+    """
+    stop_ids = _check(logits_RV, slot_R, position_R, params)
+    rows, vocabulary = logits_RV.shape
+    if not use_triton(logits_RV):
+        return sample_tiles_reference(logits_RV, slot_R, position_R, params)
+
+    cut_key_R, cut_id_R = find_cutoffs(logits_RV, slot_R, position_R, params, pdl=pdl)
+    tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
+    best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
+    health_RC = slot_R.new_empty(rows, tiles)
+    launcher(_tile_kernel, (rows, tiles))(
+        logits_RV,
+        slot_R,
+        position_R,
+        params.temperature,
+        params.seed,
+        params.stop_ids,
+        params.min_len,
+        cut_key_R,
+        cut_id_R,
+        best_RC,
+        health_RC,
+        logits_RV.stride(0),
+        vocabulary,
+        stop_ids,
+        BLOCK=_TILE_BLOCK,
+        **launch_options(pdl),
+    )
+    return best_RC, health_RC
+
+
+def sample_reference(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Plain twin of `sample`, in numpy: one row after the other, whole rows at a time."""
+    token_R = torch.empty_like(slot_R) if out is None else out
+    id_V = np.arange(logits_RV.shape[1])
+    for row, health_V, ids, value in _rows(logits_RV, slot_R, position_R + 1, params, id_V):
+        if health_V.max() != _FINITE.value:
+            token_R[row] = -1
+            continue
+        # Of equals argmax takes the first, which is the lowest id.
+        largest = np.flatnonzero(value.sum == value.sum.max())
+        token_R[row] = int(ids[largest[np.argmax(value.error[largest])]])
+    return token_R
+
+
+def sample_tiles_reference(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    tile: int = _TILE_BLOCK,
+    ahead: int = 1,
+    token_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain twin of `sample_tiles`, for tiles of any width; `ahead` and `token_ids` are those of
+    `linear_sample`.
+    """
+    rows, vocabulary = logits_RV.shape
+    id_V = np.arange(vocabulary) if token_ids is None else token_ids.numpy(force=True)
+    starts = np.arange(0, vocabulary, tile)
+    shape, device = (rows, starts.size), logits_RV.device
+    best_RC = torch.empty(shape, dtype=torch.int64, device=device)
+    health_RC = torch.empty(shape, dtype=torch.int32, device=device)
+    for row, health_V, kept, value in _rows(logits_RV, slot_R, position_R + ahead, params, id_V):
+        key_V, second_V = np.full((2, vocabulary), _NOTHING.value, np.int64)
+        key_V[kept], second_V[kept] = _key(value.sum), _second(value.error, id_V[kept])
+        best_C, health_C = (np.maximum.reduceat(each, starts) for each in (key_V, health_V))
+        widths = np.diff(starts, append=vocabulary)
+        second_V[key_V < best_C.repeat(widths)] = _NOTHING.value
+        second_C = np.maximum.reduceat(second_V, starts)
+        there = best_C > _NOTHING.value
+        best_C[there] = best_C[there] << 32 | second_C[there] & LAST_ID.value
+        health_C[there] |= (second_C[there] >> 32).astype(np.int32)
+        best_RC[row], health_RC[row] = torch.from_numpy(best_C), torch.from_numpy(health_C)
+    return best_RC, health_RC
+
+
+def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> torch.Tensor:
+    """Plain twin of `token_of_tiles`, for all rows: new int32 [R]."""
+    key_RC, error_RC = best_RC >> 32, (health_RC & ~HEALTH.value).long()
+    second_RC = error_RC << 32 | best_RC & LAST_ID.value
+    last_R = second_RC.where(key_RC == key_RC.amax(dim=1, keepdim=True), _NOTHING.value).amax(dim=1)
+    token_R: torch.Tensor = (last_R & LAST_ID.value) ^ LAST_ID.value
+    valid_R = (health_RC & HEALTH.value).amax(dim=1) == _FINITE.value
+    return token_R.where(valid_R, -1).to(torch.int32)
+
+
+class _Value(NamedTuple):
+    """What of the candidates the largest is sampled: scaled logit and noise, or the logit alone."""
+
+    sum: NDArray[np.float32]
+    error: NDArray[np.int32]
+    """Sortable key of what rounding left out of `sum`, without the bits of HEALTH; 0 where it does
+    not count."""
+
+
+Candidates = tuple[int, NDArray[np.int32], NDArray[np.intp], _Value]
+
+
+def _rows(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+    id_V: NDArray[np.integer[Any]],
+) -> Iterator[Candidates]:
+    """Of each live row, whose token of ids `id_V` will sit at its position: its number, the health
+    of its logits, and the columns that are kept with their values."""
+    logits, positions = logits_RV.numpy(force=True), position_R.tolist()
+    by_slot: list[NDArray[Any]] = [tensor.numpy(force=True) for tensor in params]
+    for row, slot in enumerate(slot_R.tolist()):
+        if slot >= 0:
+            fields = (tensor[slot] for tensor in by_slot)
+            yield row, *_candidates(logits[row], id_V, positions[row], *fields)
+
+
+def _candidates(
+    logits_V: NDArray[np.float32],
+    id_V: NDArray[np.integer[Any]],
+    position: int,
+    temperature: np.float32,
+    top_k: np.int32,
+    top_p: np.float32,
+    min_p: np.float32,
+    top_n_sigma: np.float32,
+    seed: np.int64,
+    stop_ids_E: NDArray[np.int32],
+    min_len: np.int32,
+) -> tuple[NDArray[np.int32], NDArray[np.intp], _Value]:
+    """Health, kept columns and values of a row whose token will sit at `position`."""
+    if position < min_len:
+        logits_V = np.where(np.isin(id_V, stop_ids_E), np.float32(-np.inf), logits_V)
+    health_V = np.where(np.isnan(logits_V), _NAN.value, _NOTHING_FINITE.value).astype(np.int32)
+    health_V[np.isfinite(logits_V)] = _FINITE.value
+
+    columns = np.flatnonzero(logits_V > -np.inf)
+    value: NDArray[np.float32] = logits_V[columns]
+    error = np.zeros(value.size, np.int32)
+    if temperature > 0 and columns.size:
+        with np.errstate(over="ignore"):
+            least = -np.float32(np.inf)
+            if top_n_sigma > 0:
+                least = sigma_floor_reference(value, top_n_sigma) / temperature
+            value = np.clip(value / temperature, -LARGEST.value, LARGEST.value)
+        if 0 < top_k < columns.size or top_p < 1 or min_p > 0 or top_n_sigma > 0:
+            kept = _kept(value, least, int(top_k), float(top_p), min_p)
+            columns, value = columns[kept], value[kept]
+        noise = gumbel(philox_uint32(seed, position, id_V[columns]))
+        scaled, value = value, value + noise
+        left_out = _key(noise - (value - scaled)) & ~HEALTH.value
+        size = np.abs(value)
+        coarse = (size >= COARSE.value) & (size < LARGEST.value)
+        error = np.where(coarse, left_out, 0).astype(np.int32)
+    return health_V, columns, _Value(value, error)
+
+
+def _key(value: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The order of `sortable_key`."""
+    bits = (value + np.float32(0)).view(np.int32).astype(np.int64)
+    key: NDArray[np.int64] = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return key
+
+
+def _second(error: NDArray[np.int32], ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """int64 in the order of candidates of one sum: the largest error, then the lowest id."""
+    second: NDArray[np.int64] = error.astype(np.int64) << 32 | (ids ^ LAST_ID.value)
+    return second
+
+
+def _kept(
+    scaled: NDArray[np.float32], least: np.float32, top_k: int, top_p: float, min_p: np.float32
+) -> NDArray[np.bool_]:
+    """Which of the candidates, given in the order of their ids, the filters keep, of those that are
+    at least `least`; the largest is one of them."""
+    # Values alone sort much faster than their indices, and are enough: what is kept is a prefix
+    # of the candidates by (value, lower id), so all but a tie at its end follows from the values.
+    descending = -np.sort(-scaled)
+    largest = descending[0]
+    count = int(np.count_nonzero(descending >= min(least, largest)))
+    if 0 < top_k < count:
+        count = top_k
+    if top_p < 1:
+        reached = np.cumsum(_mass(descending[:count], largest))
+        target = max(math.ceil(top_p * float(reached[-1])), 1)
+        count = int(np.searchsorted(reached, target)) + 1
+    if min_p > 0:
+        share = np.log(np.minimum(min_p, np.float32(1)))
+        floor = largest + share
+        if COARSE.value <= abs(floor) < LARGEST.value and share - (floor - largest) > 0:
+            # Rounded down, it would let candidates in that lie below it.
+            floor = np.nextafter(floor, np.float32(np.inf))
+        count = min(count, int(np.count_nonzero(descending >= floor)))
+    cut = descending[count - 1]
+    kept: NDArray[np.bool_] = scaled > cut
+    tied = np.flatnonzero(scaled == cut)
+    kept[tied[: count - np.count_nonzero(kept)]] = True
+    return kept
+
+
+def _mass(scaled: NDArray[np.float32], largest: np.float32) -> NDArray[np.int64]:
+    with np.errstate(over="ignore"):
+        mass: NDArray[np.float32] = np.exp(scaled - largest) * np.float32(MASS_SCALE.value)
+    return mass.astype(np.int64)
+
+
+def check_tiles(best_RC: torch.Tensor, health_RC: torch.Tensor, rows: int) -> int:
+    """The number of tiles; ValueError unless both are dense [rows, C] and of their dtypes."""
+    shape = tuple(best_RC.shape)
+    if len(shape) != 2 or shape[0] != rows or shape[1] < 1:
+        raise ValueError(f"best must be [{rows}, C], not {shape}")
+    for name, tensor, dtype in (("best", best_RC, torch.int64), ("health", health_RC, torch.int32)):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be a dense {dtype} {list(shape)}, "
+                f"not {tensor.dtype} {list(tensor.shape)}"
+            )
+    return shape[1]
+
+
+def _check(
+    logits_RV: torch.Tensor,
+    slot_R: torch.Tensor,
+    position_R: torch.Tensor,
+    params: SamplingTensors,
+) -> int:
+    """The number of stop ids a slot; ValueError unless everything fits."""
+    shape, strides = tuple(logits_RV.shape), logits_RV.stride()
+    if len(shape) != 2 or logits_RV.dtype != torch.float32 or strides[1] != 1:
+        raise ValueError(
+            f"logits must be float32 [R, V] with dense rows, "
+            f"not {logits_RV.dtype} {shape} with strides {strides}"
+        )
+    rows, vocabulary = shape
+    if not 1 <= vocabulary <= MAX_VOCABULARY:
+        raise ValueError(f"a vocabulary of {vocabulary} is outside 1 .. {MAX_VOCABULARY}")
+    check_lanes(rows, slot=slot_R, position=position_R)
+    return check_parameters(params)
+
+
+@triton.jit
+def _any(flags):
+    """Whether one of the [L, 1] flags is set; a scalar."""
+    return tl.max(tl.max(flags.to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def _pack_tile(key, ids):
+    """int64 whose largest is the largest key, then the lowest id: key << 32 | (2^31 - 1 - id)."""
+    return (key.to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def is_best_coarse(best):
+    """Whether rounding errors decide between tiles, or candidates, of this best one's value."""
+    return is_coarse(value_of_key((best >> 32).to(tl.int32)))
+
+
+@triton.jit
+def best_of_tile(
+    logits,
+    ids,
+    inside,
+    slot,
+    position,
+    live,
+    temperature_ptr,
+    seed_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    stop_ids,
+    cut_key=None,
+    cut_id=None,
+):
+    """The best candidate of each lane's tile of logits; its bits do not depend on the tiling.
+
+    Args:
+        logits: float32 [L, B]; anything in lanes that are not live and outside the vocabulary.
+        ids: int32 [1, B], the tokens' ids, ascending over the tiles.
+        inside: int1 [1, B], whether there is such a token.
+        slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is sampled.
+        live: int1 [L, 1]; of the other lanes' parameters none is read.
+        temperature_ptr, seed_ptr, stop_ids_ptr, min_len_ptr: of `SamplingTensors`.
+        stop_ids: E.
+        cut_key, cut_id: int32 [L, 1], what the cutoff kernel found; None without filters.
+
+    Returns:
+        best int64 [L], `_NOTHING` if there is no candidate, and health int32 [L]; both mean nothing
+        in lanes that are not live.
+    """
+    slot = slot.to(tl.int64)
+    logits = tl.where(inside, logits, float("-inf"))
+    waits = live & (position < tl.load(min_len_ptr + slot, mask=live, other=0))
+    if _any(waits):
+        logits = mask_stop_ids(logits, ids, waits, stop_ids_ptr + slot * stop_ids, stop_ids)
+    finite = tl.abs(logits) < float("inf")
+    health = tl.where(finite, _FINITE, tl.where(logits != logits, _NAN, _NOTHING_FINITE))
+
+    health = tl.max(health, 1)
+    kept = logits > float("-inf")
+    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
+    draws = temperature > 0
+    if _any(draws):
+        scaled = scaled_tile(logits, tl.where(draws, temperature, 1.0))
+        if cut_key is not None:
+            key = sortable_key(scaled)
+            passes = (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
+            kept = kept & (passes | (temperature <= 0))
+        seed = tl.load(seed_ptr + slot, mask=live, other=0)
+        noise = gumbel_tile(philox_uint32_tile(seed, position, ids))
+        value = tl.where(draws, scaled + noise, logits)
+        best = tl.max(tl.where(kept, _pack_tile(sortable_key(value), ids), _NOTHING), 1)
+        coarse = draws & is_best_coarse(best)[:, None]
+        if _any(coarse):
+            tied = kept & coarse & (sortable_key(value) == (best >> 32).to(tl.int32)[:, None])
+            error = noise - (value - tl.where(tied, scaled, 0.0))
+            second = _pack_tile(sortable_key(error) & ~HEALTH, ids)
+            second = tl.max(tl.where(tied, second, _NOTHING), 1)
+            found = second > _NOTHING
+            best = tl.where(found, (best & ~LAST_ID) | (second & LAST_ID), best)
+            health = tl.where(found, health | (second >> 32).to(tl.int32), health)
+    else:
+        best = tl.max(tl.where(kept, _pack_tile(sortable_key(logits), ids), _NOTHING), 1)
+    return best, health
+
+
+@triton.jit
+def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
+    """The token of a row, -1 without valid logits; means nothing if it is not live."""
+    lane = row + tl.zeros([1], tl.int32)
+    live = live & (tl.zeros([1], tl.int32) == 0)
+    return tl.max(tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live, 1, BLOCK), 0)
+
+
+@triton.jit
+def tokens_of_tiles(
+    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """As `token_of_tiles`, of several rows at once: their loads overlap."""
+    best = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
+    health = tl.full([BLOCK_W, BLOCK_C], _NOTHING_FINITE, tl.int32)
+    for start in range(0, tiles, BLOCK_C):
+        tile = (start + tl.arange(0, BLOCK_C))[None, :]
+        inside = live_W[:, None] & (tile < tiles)
+        at = lane_W[:, None] * tiles + tile
+        best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=_NOTHING))
+        status = tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE) & HEALTH
+        health = tl.maximum(health, status)
+    best_W = tl.max(best, 1)
+    if tl.max(is_best_coarse(best_W).to(tl.int32), 0) != 0:
+        # Tiles may tie in the sum. The passes over ordinary rows need not carry the errors.
+        last = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
+        for start in range(0, tiles, BLOCK_C):
+            tile = (start + tl.arange(0, BLOCK_C))[None, :]
+            inside = live_W[:, None] & (tile < tiles)
+            at = lane_W[:, None] * tiles + tile
+            packed = tl.load(best_ptr + at, mask=inside, other=_NOTHING)
+            error_key = tl.load(health_ptr + at, mask=inside, other=0) & ~HEALTH
+            second = (error_key.to(tl.int64) << 32) | (packed & LAST_ID)
+            tied = inside & ((packed >> 32) == (best_W >> 32)[:, None])
+            last = tl.maximum(last, tl.where(tied, second, _NOTHING))
+        best_W = tl.max(last, 1)
+    token_W = (best_W & LAST_ID).to(tl.int32) ^ LAST_ID
+    return tl.where(tl.max(health, 1) == _FINITE, token_W, -1)
+
+
+@triton.jit
+def _tile_kernel(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    seed_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    cut_key_ptr,
+    cut_id_ptr,
+    best_ptr,
+    health_ptr,
+    logits_stride,
+    vocabulary,
+    stop_ids,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`best_of_tile` of one row, [1, BLOCK]. Only the cut is as new as the launch before."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    slot = tl.load(slot_ptr + row, cache_modifier=".cg")[:, None]
+    live = slot >= 0
+    ids = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    source = logits_ptr + row[:, None].to(tl.int64) * logits_stride + ids
+    mask = live & (ids < vocabulary)
+    logits = tl.load(source, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    position = tl.load(position_ptr + row[:, None], mask=live, other=0, cache_modifier=".cg") + 1
+    wait_for_inputs(PDL)
+
+    best, health = best_of_tile(
+        logits,
+        ids,
+        ids < vocabulary,
+        slot,
+        position,
+        live,
+        temperature_ptr,
+        seed_ptr,
+        stop_ids_ptr,
+        min_len_ptr,
+        stop_ids,
+        tl.load(cut_key_ptr + row[:, None], mask=live, other=0),
+        tl.load(cut_id_ptr + row[:, None], mask=live, other=0),
+    )
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    stored = tl.max(live.to(tl.int32), 1) != 0
+    tl.store(best_ptr + at, best, mask=stored)
+    tl.store(health_ptr + at, health, mask=stored)
+
+
+@triton.jit
+def _reduce_kernel(best_ptr, health_ptr, slot_ptr, token_ptr, tiles, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    live = tl.load(slot_ptr + row) >= 0
+    token = token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK)
+    tl.store(token_ptr + row, token, mask=live)

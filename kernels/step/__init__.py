@@ -1,0 +1,1 @@
+"""The first and last kernels of a step, and the state of a slot."""

@@ -1,0 +1,325 @@
+"""The first kernel of a decode step: commands applied, the rows' tokens gathered and embedded.
+
+Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), V vocabulary,
+H hidden, T groups of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.embedding import (
+    check_embedding,
+    embed_residual_reference,
+    load_embedding,
+    store_embedding,
+)
+from graphengine.kernels.step.state import (
+    DecodeLanes,
+    SlotState,
+    apply_commands_reference,
+    check_draft_count,
+    check_draft_table,
+    check_state,
+    start_afresh,
+)
+
+_BLOCK_S = 64
+
+
+def gather_and_embed(
+    state: SlotState,
+    command_epoch_S: torch.Tensor,
+    slot_of_row_R: torch.Tensor,
+    embedding_VH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    residual: Residual,
+    *,
+    draft_SK: torch.Tensor | None = None,
+    max_len_S: torch.Tensor | None = None,
+    num_speculative_tokens: int = 0,
+    pdl: bool = False,
+) -> DecodeLanes:
+    """Apply every pending command, then fetch and embed each row's tokens; one launch.
+
+    As `apply_commands`, a slot whose epoch differs from the commanded one is started afresh: named
+    by a row or not, it has no query in this step. A row is live where `slot_of_row` names a slot
+    that runs: -1, a number past the last slot, or a slot that stopped or starts make a padded row.
+    No slot may be named twice.
+
+    Lane r * W + j of a live row is at position kv_len + j: lane 0 has the slot's next token, lane
+    j draft j - 1 of the table. Lane j > 0 is padded where one of the drafts up to its own is absent
+    or where the sequence up to it, position + 1 tokens, reaches max_len: what it would sample lies
+    past the request's end.
+
+    Args:
+        state: updated in place.
+        command_epoch_S, slot_of_row_R: int32, host-owned.
+        embedding_VH: any float dtype, dense rows; may exceed 2**31 elements.
+        norm_weight_H: any float dtype: the weight of the first RMSNorm.
+        residual: N lanes, written in place: x the embedding, scaled = x * norm_weight rounded once,
+            squares the sum of x * x and then zeros. A live lane whose token is outside 0..V-1
+            becomes NaN; padded lanes are not written. A lane's bits do not depend on K.
+        draft_SK: int32 [S, K or more], dense rows: the drafts of each slot's next step; below 0 for
+            absent. Read as state is, so a kernel may write it.
+        max_len_S: int32, host-owned. Both are wanted with drafts, and not read without.
+        num_speculative_tokens: K, 0..MAX_DRAFTS.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+
+    Returns:
+        New tensors of N lanes. ValueError for a shape or dtype that does not fit.
+    """
+    slots = check_state(state)
+    check_lanes(slots, command_epoch=command_epoch_S)
+    rows = slot_of_row_R.numel()
+    check_lanes(rows, slot_of_row=slot_of_row_R)
+    width = check_draft_count(num_speculative_tokens)
+    groups = check_embedding(embedding_VH, norm_weight_H, residual, rows * width)
+    if width == 1:
+        draft_SK = max_len_S = None
+    elif draft_SK is None or max_len_S is None:
+        raise ValueError(f"{num_speculative_tokens} drafts a row want draft_SK and max_len_S")
+    else:
+        check_draft_table(draft_SK, slots, num_speculative_tokens)
+        check_lanes(slots, max_len=max_len_S)
+    if not use_triton(slot_of_row_R):
+        return gather_and_embed_reference(
+            state,
+            command_epoch_S,
+            slot_of_row_R,
+            embedding_VH,
+            norm_weight_H,
+            residual,
+            draft_SK=draft_SK,
+            max_len_S=max_len_S,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+    lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
+    V, H = embedding_VH.shape
+    block_h = triton.next_power_of_2(H)
+    launcher(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
+        command_epoch_S,
+        slot_of_row_R,
+        state.epoch,
+        state.kv_len,
+        state.running,
+        state.next_token,
+        draft_SK,
+        max_len_S,
+        *lanes,
+        embedding_VH,
+        norm_weight_H,
+        residual,
+        0 if draft_SK is None else draft_SK.stride(0),
+        embedding_VH.stride(0),
+        residual.x.stride(0),
+        residual.scaled.stride(0),
+        rows,
+        slots,
+        V,
+        W=width,
+        H=H,
+        T=groups,
+        BLOCK_H=block_h,
+        BLOCK_T=triton.next_power_of_2(groups),
+        BLOCK_R=triton.next_power_of_2(rows),
+        BLOCK_S=_BLOCK_S,
+        num_warps=min(max(block_h // 512, 4), 16),
+        **launch_options(pdl),
+    )
+    return lanes
+
+
+def gather_and_embed_reference(
+    state: SlotState,
+    command_epoch_S: torch.Tensor,
+    slot_of_row_R: torch.Tensor,
+    embedding_VH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    residual: Residual,
+    *,
+    draft_SK: torch.Tensor | None = None,
+    max_len_S: torch.Tensor | None = None,
+    num_speculative_tokens: int = 0,
+) -> DecodeLanes:
+    """Plain twin of `gather_and_embed`."""
+    apply_commands_reference(state, command_epoch_S)
+    lanes = _gather_reference(state, slot_of_row_R)
+    if num_speculative_tokens:
+        assert draft_SK is not None and max_len_S is not None
+        lanes = _widen_reference(lanes, draft_SK[:, :num_speculative_tokens], max_len_S)
+    embed_residual_reference(lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual)
+    return lanes
+
+
+def _gather_reference(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLanes:
+    """The query of each row's slot."""
+    slots = state.running.shape[0]
+    named = (slot_of_row_R >= 0) & (slot_of_row_R < slots)
+    slot = slot_of_row_R.where(named, 0).long()
+    live = named & (state.running[slot] != 0)
+    return DecodeLanes(
+        token=state.next_token[slot],
+        slot=slot_of_row_R.where(live, -1),
+        position=state.kv_len[slot],
+    )
+
+
+def _widen_reference(
+    query: DecodeLanes, draft_SK: torch.Tensor, max_len_S: torch.Tensor
+) -> DecodeLanes:
+    """Each row's query with its drafts behind it, K + 1 lanes a row."""
+    drafts = draft_SK.shape[1]
+    slot = query.slot.clamp(min=0).long()
+    draft_RK = draft_SK[slot]
+    ahead_K = torch.arange(1, drafts + 1, dtype=torch.int32, device=draft_SK.device)
+    position_RK = query.position[:, None] + ahead_K
+    inside_RK = position_RK + 1 < max_len_S[slot][:, None]
+    live_RK = ((draft_RK >= 0) & inside_RK).cummin(dim=1).values
+    slot_RK = query.slot[:, None].where(live_RK, -1)
+    return DecodeLanes(
+        token=torch.cat([query.token[:, None], draft_RK], dim=1).flatten(),
+        slot=torch.cat([query.slot[:, None], slot_RK], dim=1).flatten(),
+        position=torch.cat([query.position[:, None], position_RK], dim=1).flatten(),
+    )
+
+
+@triton.jit
+def _begin_decode_kernel(
+    command_epoch_ptr,
+    slot_of_row_ptr,
+    epoch_ptr,
+    kv_len_ptr,
+    running_ptr,
+    next_token_ptr,
+    draft_ptr,
+    max_len_ptr,
+    token_ptr,
+    slot_ptr,
+    position_ptr,
+    embedding_ptr,
+    norm_weight_ptr,
+    residual,
+    draft_stride,
+    embedding_stride,
+    x_stride,
+    scaled_stride,
+    rows,
+    slots,
+    V,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row, which alone may write the slot that the row names and does all W lanes;
+    then one for every BLOCK_S slots, which sees to those that no row names."""
+    row = tl.program_id(0)
+    if row >= rows:
+        _command_unnamed_slots(
+            row - rows,
+            command_epoch_ptr,
+            slot_of_row_ptr,
+            epoch_ptr,
+            kv_len_ptr,
+            running_ptr,
+            next_token_ptr,
+            rows,
+            slots,
+            BLOCK_R,
+            BLOCK_S,
+            PDL,
+        )
+    else:
+        slot = tl.load(slot_of_row_ptr + row)
+        named = (slot >= 0) & (slot < slots)
+        command = tl.load(command_epoch_ptr + slot, mask=named, other=0)
+        max_len = 0
+        if W > 1:
+            max_len = tl.load(max_len_ptr + slot, mask=named, other=0)
+        h = tl.arange(0, BLOCK_H)
+        weight = tl.load(norm_weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        wait_for_inputs(PDL)
+
+        pending = named & (command != tl.load(epoch_ptr + slot, mask=named, other=0))
+        running = tl.load(running_ptr + slot, mask=named, other=0)
+        tokens = (tl.load(next_token_ptr + slot, mask=named, other=0),)
+        for k in tl.static_range(W - 1):
+            draft = draft_ptr + slot.to(tl.int64) * draft_stride + k
+            tokens += (tl.load(draft, mask=named, other=-1),)  # type: ignore[assignment]
+        position = tl.load(kv_len_ptr + slot, mask=named, other=0)
+        live = named & (running != 0) & (pending == 0)
+        # Every warp has read the slot's state before one of them overwrites it.
+        tl.debug_barrier()
+        start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
+
+        # All embeddings are on their way before the first of them is looked at.
+        lives = ()
+        xs = ()
+        for j in tl.static_range(W):
+            token = tokens[j]
+            if j > 0:
+                live = live & (token >= 0) & (position + j + 1 < max_len)
+            lane = row * W + j
+            tl.store(slot_ptr + lane, tl.where(live, slot, -1))
+            tl.store(token_ptr + lane, token, mask=live)
+            tl.store(position_ptr + lane, position + j, mask=live)
+            x = load_embedding(embedding_ptr, token, live, embedding_stride, V, H, BLOCK_H)
+            xs += (x,)  # type: ignore[assignment]
+            lives += (live,)  # type: ignore[assignment]
+        for j in tl.static_range(W):
+            store_embedding(
+                xs[j],
+                weight,
+                row * W + j,
+                lives[j],
+                residual,
+                x_stride,
+                scaled_stride,
+                rows * W,
+                H,
+                T,
+                BLOCK_H,
+                BLOCK_T,
+            )
+
+
+@triton.jit
+def _command_unnamed_slots(
+    part,
+    command_epoch_ptr,
+    slot_of_row_ptr,
+    epoch_ptr,
+    kv_len_ptr,
+    running_ptr,
+    next_token_ptr,
+    rows,
+    slots,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Start afresh those of a part's slots that have a pending command and no row."""
+    slot = part * BLOCK_S + tl.arange(0, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    slot_of_row = tl.load(slot_of_row_ptr + r, mask=r < rows, other=-1)
+    named = tl.max((slot[:, None] == slot_of_row[None, :]).to(tl.int32), 1) != 0
+    ours = (slot < slots) & (named == 0)
+    command = tl.load(command_epoch_ptr + slot, mask=ours, other=0)
+    wait_for_inputs(PDL)
+
+    pending = ours & (command != tl.load(epoch_ptr + slot, mask=ours, other=0))
+    # A slot may be held by several threads: all of them have read its epoch by now.
+    tl.debug_barrier()
+    start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)

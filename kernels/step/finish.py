@@ -1,0 +1,441 @@
+"""The last kernel of a decode step's target: tokens verified, committed and published.
+
+Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), C tiles of the
+vocabulary, E stop ids a slot, I items of a mailbox lane.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_int32, check_lanes
+from graphengine.kernels.core.launching import Launch, launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.sample.sampling import (
+    check_tiles,
+    token_of_tiles_reference,
+    tokens_of_tiles,
+)
+from graphengine.kernels.step.publish import check_mailbox, publish_tokens_reference
+from graphengine.kernels.step.record import state_payload, tag_of
+from graphengine.kernels.step.state import (
+    EMITTED,
+    INVALID,
+    STOP,
+    DecodeLanes,
+    SlotState,
+    StopTensors,
+    check_draft_count,
+    check_draft_table,
+    check_limits,
+    check_state,
+    commit_flags,
+    commit_flags_reference,
+    commit_tokens_reference,
+    load_limits,
+    stop_ids_block,
+)
+from graphengine.kernels.step.stop_sequences import (
+    StopSequences,
+    check_stop_sequences,
+    stop_sequence_of_tokens,
+    stop_sequence_of_tokens_reference,
+)
+
+_EMITTED = tl.constexpr(EMITTED)
+_INVALID = tl.constexpr(INVALID)
+_STOP = tl.constexpr(STOP)
+
+# Entries of the tiles that a program holds at once: of one lane, and of several, of all together.
+_MAX_BLOCK_C = 16384
+_MAX_BLOCK_WC = 8192
+
+
+class FinishedStep(NamedTuple):
+    """What a decode step emitted, in new tensors; undefined in padded lanes."""
+
+    token_N: torch.Tensor
+    """int32: the token behind each lane, past the row's count too; -1 without valid logits."""
+    flags_R: torch.Tensor
+    """int32: EMITTED | STOP | LENGTH or INVALID, 0 for a padded row."""
+    count_R: torch.Tensor
+    """int32: tokens emitted, those of the row's first lanes; 0 for a padded row."""
+
+
+def verify_commit_publish(
+    best_NC: torch.Tensor,
+    health_NC: torch.Tensor,
+    lanes: DecodeLanes,
+    state: SlotState,
+    limits: StopTensors,
+    mailbox_items: torch.Tensor,
+    launch: Launch,
+    *,
+    num_speculative_tokens: int = 0,
+    relaxed_N: torch.Tensor | None = None,
+    forced: int | None = None,
+    draft_SK: torch.Tensor | None = None,
+    sequences: StopSequences | None = None,
+    history_SP: torch.Tensor | None = None,
+) -> FinishedStep:
+    """Take each live row's tokens out of their tiles and into its slot's state; publish them.
+
+    A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Its first d drafts are accepted,
+    as many as there are before the first that is not what its lane's predecessor sampled. Then
+    tokens 0..d are walked in order. The walk ends at a token that ends the request: a stop id, the
+    last token of a stop sequence, or one with which the sequence reaches max_len. It also ends
+    *before* a lane without valid logits; if that is the row's first, the request ends with the flag
+    INVALID alone and its next_token stays, else it runs on, and its next step will find out. Of the
+    tokens walked, `count`, the last is the next query, and the K and V before it are in the cache
+    by now: kv_len grows by `count`, or by one without a valid token.
+
+    Worked, W = 4: tokens t0 t1 t2 t3, drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit t0 t1 t2;
+    kv_len + 3, next_token t2.
+
+    Then all items of the row's mailbox lane are written as by `publish`, for the lanes of the R
+    rows only; state.sequence counts the replay once all rows have.
+
+    Args:
+        best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in.
+        lanes: from `gather_and_embed`.
+        state: next_token, kv_len, running and sequence are updated in place; epoch is read.
+        limits: host-owned.
+        mailbox_items: int64 [entries, lanes, items], lanes >= R, items > W; the device's memory
+            or pinned host memory. The entry is overwritten: its reader must be done with it.
+        launch: its counters are wanted: one. With PDL at least one launch must lie between this one
+            and `gather_and_embed`.
+        num_speculative_tokens: K, 0..MAX_DRAFTS.
+        relaxed_N: int32, not 0 where the draft that the *next* lane was fed is accepted whatever
+            this lane sampled; among the first d, the draft itself is this lane's token then.
+        forced: accept this many drafts, or all that were fed if fewer, whatever they are; the
+            emitted tokens are the sampled ones, `relaxed_N` is not asked. For benchmarks.
+        draft_SK: int32 [S, any], dense rows; the rows of live slots are set to -1, because these
+            drafts are used now.
+        sequences: stop sequences by slot, host-owned; wanted together with `history_SP`.
+        history_SP: int32, dense rows: the token at each position up to the row's first lane; only
+            read, and older than the launch before.
+
+    Returns:
+        New tensors. ValueError for a shape or dtype that does not fit.
+    """
+    slots = check_state(state)
+    stop_ids = check_limits(limits, slots)
+    width = check_draft_count(num_speculative_tokens)
+    total = lanes.slot.numel()
+    check_lanes(total, **lanes._asdict())
+    if total % width:
+        raise ValueError(f"{total} lanes must be rows of {width}")
+    rows = total // width
+    tiles = check_tiles(best_NC, health_NC, total)
+    entries, mailbox_lanes, items = check_mailbox(mailbox_items, rows, width)
+    if launch.arrivals is None:
+        raise ValueError("arrivals must be int32, not None")
+    check_int32(arrivals=launch.arrivals)
+    if relaxed_N is not None:
+        check_lanes(total, relaxed=relaxed_N)
+    if forced is not None and forced < 0:
+        raise ValueError(f"forced={forced} must be 0 or more, or None")
+    columns = 0 if draft_SK is None else check_draft_table(draft_SK, slots)
+    if (sequences is None) != (history_SP is None):
+        raise ValueError("sequences and history_SP are wanted together or not at all")
+    if sequences is not None and history_SP is not None:
+        listed = check_stop_sequences(sequences, history_SP)
+        if listed != slots:
+            raise ValueError(f"stop sequences of {listed} slots do not fit {slots} slots")
+    if not use_triton(best_NC):
+        return verify_commit_publish_reference(
+            best_NC,
+            health_NC,
+            lanes,
+            state,
+            limits,
+            mailbox_items,
+            num_speculative_tokens=num_speculative_tokens,
+            relaxed_N=relaxed_N,
+            forced=forced,
+            draft_SK=draft_SK,
+            sequences=sequences,
+            history_SP=history_SP,
+        )
+    Q, L = (0, 1) if sequences is None else sequences.tokens.shape[1:]
+    flags_R = lanes.slot.new_empty(rows)
+    step = FinishedStep(torch.empty_like(lanes.slot), flags_R, torch.empty_like(flags_R))
+    block_w = triton.next_power_of_2(width)
+    most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
+    block_c = min(triton.next_power_of_2(tiles), most)
+    launcher(_finish_decode_kernel, (rows,))(
+        best_NC,
+        health_NC,
+        None if forced is not None or width == 1 else relaxed_N,
+        lanes.slot,
+        lanes.token,
+        state.next_token,
+        state.kv_len,
+        state.running,
+        state.epoch,
+        state.sequence,
+        limits.stop_ids,
+        limits.max_len,
+        draft_SK,
+        mailbox_items,
+        launch.arrivals,
+        *step,
+        history_SP,
+        *(sequences or (None, None, None)),
+        tiles,
+        stop_ids,
+        0 if draft_SK is None else draft_SK.stride(0),
+        0 if history_SP is None else history_SP.stride(0),
+        0 if history_SP is None else history_SP.shape[1],
+        entries,
+        mailbox_lanes,
+        W=width,
+        FORCED=forced,
+        COLUMNS=columns,
+        ITEMS=items,
+        Q=Q,
+        L=L,
+        BLOCK_Q=triton.next_power_of_2(max(Q, 1)),
+        BLOCK_L=triton.next_power_of_2(L),
+        BLOCK_W=block_w,
+        BLOCK_C=block_c,
+        BLOCK_E=stop_ids_block(stop_ids),
+        BLOCK_K=triton.next_power_of_2(max(columns, 1)),
+        BLOCK_I=triton.next_power_of_2(items),
+        num_warps=min(max(block_w * block_c // 256, 1), 32),
+        **launch_options(launch.pdl),
+    )
+    return step
+
+
+def verify_commit_publish_reference(
+    best_NC: torch.Tensor,
+    health_NC: torch.Tensor,
+    lanes: DecodeLanes,
+    state: SlotState,
+    limits: StopTensors,
+    mailbox_items: torch.Tensor,
+    *,
+    num_speculative_tokens: int = 0,
+    relaxed_N: torch.Tensor | None = None,
+    forced: int | None = None,
+    draft_SK: torch.Tensor | None = None,
+    sequences: StopSequences | None = None,
+    history_SP: torch.Tensor | None = None,
+) -> FinishedStep:
+    """Plain twin of `verify_commit_publish`, which needs no arrivals."""
+    width = num_speculative_tokens + 1
+    token_RW = token_of_tiles_reference(best_NC, health_NC).view(-1, width)
+    slot_RW, fed_RW = lanes.slot.view(-1, width), lanes.token.view(-1, width)
+    relaxed_RW = None if relaxed_N is None else relaxed_N.view(-1, width)
+    token_RW, accepted_R = _verify_reference(token_RW, fed_RW, slot_RW >= 0, relaxed_RW, forced)
+
+    slot_R = slot_RW[:, 0]
+    live = slot_R >= 0
+    slot = slot_R[live].long()
+    token_LW, accepted_L = token_RW[live], accepted_R[live]
+    j = torch.arange(width, dtype=torch.int32, device=token_RW.device)
+    flags_LW = commit_flags_reference(
+        token_LW, state.kv_len[slot][:, None] + 1 + j, slot[:, None], limits
+    )
+    if sequences is not None and history_SP is not None:
+        flags_LW = _stops_reference(flags_LW, token_LW, slot, state, sequences, history_SP)
+    ends = (flags_LW != EMITTED) | (j == accepted_L[:, None])
+    end = ends.int().argmax(dim=1)
+    count = (end + (flags_LW.gather(1, end[:, None])[:, 0] != INVALID)).to(torch.int32)
+    state.kv_len[slot] += count.clamp(min=1)
+    last = token_LW.gather(1, (count.long() - 1).clamp(min=0)[:, None])[:, 0]
+
+    flags_R, count_R = torch.zeros_like(slot_R), torch.zeros_like(slot_R)
+    count_R[live] = count
+    flags_L = commit_tokens_reference(state, last, slot, limits)
+    stopped = flags_LW.gather(1, (count.long() - 1).clamp(min=0)[:, None])[:, 0] & STOP
+    flags_R[live] = flags_L | stopped.where(flags_L & EMITTED != 0, 0)
+    state.running[slot] *= flags_R[live] == EMITTED
+    if draft_SK is not None:
+        draft_SK[slot] = -1
+    rows = slot_R.numel()
+    fed_R = (slot_RW >= 0).sum(dim=1)
+    publish_tokens_reference(
+        mailbox_items[:, :rows], state, token_RW, flags_R, count_R, fed_R, slot_R
+    )
+    return FinishedStep(token_RW.flatten(), flags_R, count_R)
+
+
+def _verify_reference(
+    token_RW: torch.Tensor,
+    fed_RW: torch.Tensor,
+    live_RW: torch.Tensor,
+    relaxed_RW: torch.Tensor | None,
+    forced: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token of each lane, accepted drafts of each row, int64): what counts without the limits."""
+    fed = live_RW[:, 1:].long().cumprod(dim=1)
+    if forced is not None:
+        return token_RW, fed.sum(dim=1).clamp(max=forced)
+    token, draft = token_RW[:, :-1], fed_RW[:, 1:]
+    relaxed = torch.zeros_like(draft, dtype=torch.bool)
+    if relaxed_RW is not None:
+        relaxed = (relaxed_RW[:, :-1] != 0) & (token >= 0)
+    accepted = (fed * (relaxed | (token == draft))).cumprod(dim=1)
+    taken = draft.where(relaxed & (accepted != 0), token)
+    return torch.cat([taken, token_RW[:, -1:]], dim=1), accepted.sum(dim=1)
+
+
+def _stops_reference(
+    flags_LW: torch.Tensor,
+    token_LW: torch.Tensor,
+    slot: torch.Tensor,
+    state: SlotState,
+    sequences: StopSequences,
+    history_SP: torch.Tensor,
+) -> torch.Tensor:
+    """The flags, with STOP for the tokens that complete a stop sequence."""
+    completed = [
+        stop_sequence_of_tokens_reference(tokens, at, position, history_SP, sequences)
+        for tokens, at, position in zip(
+            token_LW.tolist(), slot.tolist(), state.kv_len[slot].tolist(), strict=True
+        )
+    ]
+    stops = torch.tensor(completed, device=flags_LW.device).view_as(flags_LW) >= 0
+    return torch.where(stops & (flags_LW & EMITTED != 0), flags_LW | STOP, flags_LW)
+
+
+@triton.jit
+def _finish_decode_kernel(
+    best_ptr,
+    health_ptr,
+    relaxed_ptr,
+    lane_slot_ptr,
+    lane_token_ptr,
+    next_token_ptr,
+    kv_len_ptr,
+    running_ptr,
+    epoch_ptr,
+    sequence_ptr,
+    stop_ids_ptr,
+    max_len_ptr,
+    draft_ptr,
+    items_ptr,
+    arrivals_ptr,
+    token_ptr,
+    flags_ptr,
+    count_ptr,
+    history_ptr,
+    sequences_ptr,
+    sequence_start_ptr,
+    min_len_ptr,
+    tiles,
+    stop_ids,
+    draft_stride,
+    history_stride,
+    positions,
+    entries,
+    mailbox_lanes,
+    W: tl.constexpr,
+    FORCED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    Q: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row. Of what it reads only tiles and `relaxed` are as new as the launch before.
+
+    BLOCK_W lanes: those past W are as padded ones.
+    """
+    row = tl.program_id(0)
+    j = tl.arange(0, BLOCK_W)
+    lane = row * W + j
+    slot = tl.load(lane_slot_ptr + row * W, cache_modifier=".cg")
+    live = slot >= 0
+    live_W = tl.load(lane_slot_ptr + lane, mask=j < W, other=-1, cache_modifier=".cg") >= 0
+    # What the lane behind was fed, if it is live: the draft that this lane's token decides on.
+    behind = lane_slot_ptr + lane + 1
+    fed_W = tl.load(behind, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
+    draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
+    stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E)
+    kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0, cache_modifier=".cg")
+    epoch = tl.load(epoch_ptr + slot, mask=live, other=0, cache_modifier=".cg")
+    sequence = tl.load(sequence_ptr, cache_modifier=".cg") + 1
+    wait_for_inputs(PDL)
+
+    token_W = tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live_W, BLOCK_W, BLOCK_C)
+    if FORCED is not None:
+        accepted = tl.minimum(tl.min(tl.where(fed_W, BLOCK_W, j), 0), FORCED)
+    elif relaxed_ptr is None:
+        accepted = tl.min(tl.where(fed_W & (token_W == draft_W), BLOCK_W, j), 0)
+    else:
+        relaxed_W = tl.load(relaxed_ptr + lane, mask=fed_W, other=0) != 0
+        relaxed_W = relaxed_W & (token_W >= 0)
+        matched_W = fed_W & (relaxed_W | (token_W == draft_W))
+        accepted = tl.min(tl.where(matched_W, BLOCK_W, j), 0)
+        token_W = tl.where(relaxed_W & (j < accepted), draft_W, token_W)
+
+    flags_W = commit_flags(token_W, kv_len + 1 + j, live_W, stop_ids_E, max_len)
+    if sequences_ptr is not None:
+        completed_W = stop_sequence_of_tokens(
+            token_W,
+            kv_len,
+            slot,
+            live,
+            history_ptr,
+            sequences_ptr,
+            sequence_start_ptr,
+            min_len_ptr,
+            history_stride,
+            positions,
+            W,
+            Q,
+            L,
+            BLOCK_W,
+            BLOCK_Q,
+            BLOCK_L,
+        )
+        stops_W = (completed_W >= 0) & ((flags_W & _EMITTED) != 0)
+        flags_W = tl.where(stops_W, flags_W | _STOP, flags_W)
+    end = tl.min(tl.where((flags_W == _EMITTED) & (j < accepted), BLOCK_W, j), 0)
+    flags = tl.sum(tl.where(j == end, flags_W, 0), 0)
+    count = tl.where((flags & _EMITTED) != 0, end + 1, end)
+    # Without valid logits the row is cut there; only where nothing is left, it ends.
+    flags = tl.where(end > 0, (flags & ~_INVALID) | _EMITTED, flags)
+
+    # Every warp has read the slot's state before one of them overwrites it.
+    tl.debug_barrier()
+    next_token = tl.sum(tl.where(j == count - 1, token_W, 0), 0)
+    tl.store(next_token_ptr + slot, next_token, mask=count > 0)
+    tl.store(kv_len_ptr + slot, kv_len + tl.maximum(count, 1), mask=live)
+    tl.store(running_ptr + slot, 0, mask=live & (flags != _EMITTED))
+    if draft_ptr is not None:
+        k = tl.arange(0, BLOCK_K)
+        used = draft_ptr + slot.to(tl.int64) * draft_stride + k
+        tl.store(used, tl.full([BLOCK_K], -1, tl.int32), mask=live & (k < COLUMNS))
+
+    tag = tag_of(sequence)
+    item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * ITEMS
+    tl.store(item_ptr + j, tag | tl.where(j < count, token_W, 0).to(tl.int64), mask=j < W)
+    i = tl.arange(0, BLOCK_I)
+    fed = tl.sum(live_W.to(tl.int32), 0)
+    payload = tl.where(i == ITEMS - 1, state_payload(epoch, fed, count, flags), 0)
+    tl.store(item_ptr + i, tag | payload, mask=(i >= W) & (i < ITEMS))
+    tl.store(token_ptr + lane, token_W, mask=live_W)
+    tl.store(flags_ptr + row, flags)
+    tl.store(count_ptr + row, count)
+
+    # The sequence moves on only after every program has read it.
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(sequence_ptr, sequence)
+        tl.store(arrivals_ptr, 0)

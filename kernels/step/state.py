@@ -1,0 +1,470 @@
+"""The per-slot state that advances itself: commands in, lanes out, tokens committed.
+
+    prefill   apply_commands -> gather_prefill -> (model, sample) -> commit_prefill -> publish
+    decode    gather_and_embed -> (model, sample) -> verify_commit_publish
+
+The decode ops are one kernel each and have modules of their own, `begin` and `finish`; `publish` is
+one, too, and `record` says what the host reads. The rules that both phases share are here. These
+ops are the only ones that write the device-owned state. The host never copies into it: it states a
+slot's epoch, and the slot is started afresh once. A row that stopped clears its slot's `running`,
+so the next replay, which may be under way before the host has read this one, finds its lane padded.
+
+Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
+among them: it sits at position `kv_len` and is the next replay's query.
+
+With K drafts a step, a row has W = K + 1 lanes: lane r * W + j feeds row r's token at position
+kv_len + j, the slot's next token at j = 0 and draft j behind it.
+
+Letters: S slots, R rows of a bucket, N lanes (R * W), T tokens of a prefill bucket, E stop ids a
+slot. Lanes with slot -1 are padded: nothing is read or written for them, their other fields hold
+anything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, check_vector
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.step.record import MAX_DRAFTS
+
+# What a commit says of a row. STOP and LENGTH come with EMITTED, and may come together.
+EMITTED = 1  # the row has a new token
+STOP = 2  # which is one of the slot's stop ids
+LENGTH = 4  # or fills the sequence up to the slot's max_len
+INVALID = 8  # no token: the row's logits were not finite
+
+_EMITTED = tl.constexpr(EMITTED)
+_STOP = tl.constexpr(STOP)
+_LENGTH = tl.constexpr(LENGTH)
+_INVALID = tl.constexpr(INVALID)
+
+_BLOCK = 128
+
+
+class SlotState(NamedTuple):
+    """The device-owned state, updated in place by this module's ops."""
+
+    next_token: torch.Tensor
+    """int32 [S]: the last token, whose K and V are not in the cache yet."""
+    kv_len: torch.Tensor
+    """int32 [S]: tokens whose K and V are in the cache; the next query's position."""
+    running: torch.Tensor
+    """int32 [S]: 1 while the slot decodes; 0 before its prompt is in and after it stopped."""
+    epoch: torch.Tensor
+    """int32 [S]: the last command that was applied to the slot."""
+    sequence: torch.Tensor
+    """int64 [1]: replays published so far."""
+
+
+class StopTensors(NamedTuple):
+    """When a slot's request ends; host-owned."""
+
+    stop_ids: torch.Tensor
+    """int32 [S, E]: tokens that end it; -1 for none."""
+    max_len: torch.Tensor
+    """int32 [S]: tokens of the whole sequence, prompt included, at which it ends."""
+
+
+class DecodeLanes(NamedTuple):
+    """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined.
+
+    Of a row that is not padded as a whole, the padded lanes are its last ones.
+    """
+
+    token: torch.Tensor
+    """int32 [N]"""
+    slot: torch.Tensor
+    """int32 [N]: -1 for a padded lane."""
+    position: torch.Tensor
+    """int32 [N]: absolute position of the token."""
+
+
+class PrefillLanes(NamedTuple):
+    """What one prompt chunk feeds to the model. Padded lanes: slot -1, rest undefined."""
+
+    token: torch.Tensor
+    """int32 [T]"""
+    slot: torch.Tensor
+    """int32 [T]: -1 past the chunk."""
+    position: torch.Tensor
+    """int32 [T]: absolute position of each token."""
+    query_start: torch.Tensor
+    """int32 [2]: (0, live lanes), the one segment of paged_prefill_attention."""
+    last: torch.Tensor
+    """int32 [1]: the chunk's last lane, the one that is sampled; 0 if none is live."""
+
+
+def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
+    """Start afresh, in place, every slot whose epoch differs from the one the host commands.
+
+    Such a slot gets kv_len = running = next_token = 0 and the commanded epoch; so a command works
+    once, however many replays see it.
+
+    Args:
+        state: updated in place.
+        command_epoch_S: int32 [S], host-owned.
+    """
+    slots = check_state(state)
+    check_lanes(slots, command_epoch=command_epoch_S)
+    if not use_triton(state.epoch):
+        apply_commands_reference(state, command_epoch_S)
+        return
+    launcher(_apply_commands_kernel, (triton.cdiv(slots, _BLOCK),))(
+        command_epoch_S,
+        state.epoch,
+        state.kv_len,
+        state.running,
+        state.next_token,
+        slots,
+        BLOCK=_BLOCK,
+    )
+
+
+def apply_commands_reference(state: SlotState, command_epoch_S: torch.Tensor) -> None:
+    """Plain twin of `apply_commands`."""
+    pending = command_epoch_S != state.epoch
+    for field in (state.kv_len, state.running, state.next_token):
+        field.masked_fill_(pending, 0)
+    state.epoch.copy_(command_epoch_S)
+
+
+def gather_prefill(
+    tokens_T: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+) -> PrefillLanes:
+    """The lanes of one slot's prompt chunk, in new tensors.
+
+    Lanes 0 .. count - 1 are live, at positions start .. start + count - 1. None is where the slot
+    is -1 or the count is 0; a count past T is taken for T.
+
+    Args:
+        tokens_T: int32 [T], the chunk, then anything.
+        prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1].
+    """
+    tokens = tokens_T.numel()
+    check_lanes(tokens, prefill_tokens=tokens_T)
+    check_lanes(
+        1,
+        prefill_slot=prefill_slot_1,
+        prefill_start=prefill_start_1,
+        prefill_count=prefill_count_1,
+    )
+    if not use_triton(tokens_T):
+        return gather_prefill_reference(tokens_T, prefill_slot_1, prefill_start_1, prefill_count_1)
+    lanes = PrefillLanes(
+        token=torch.empty_like(tokens_T),
+        slot=torch.empty_like(tokens_T),
+        position=torch.empty_like(tokens_T),
+        query_start=tokens_T.new_empty(2),
+        last=tokens_T.new_empty(1),
+    )
+    launcher(_gather_prefill_kernel, (triton.cdiv(tokens, _BLOCK),))(
+        tokens_T,
+        prefill_slot_1,
+        prefill_start_1,
+        prefill_count_1,
+        *lanes,
+        tokens,
+        BLOCK=_BLOCK,
+    )
+    return lanes
+
+
+def gather_prefill_reference(
+    tokens_T: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+) -> PrefillLanes:
+    """Plain twin of `gather_prefill`."""
+    tokens = tokens_T.numel()
+    count = prefill_count_1.clamp(0, tokens).where(prefill_slot_1 >= 0, 0)
+    lane = torch.arange(tokens, dtype=torch.int32, device=tokens_T.device)
+    return PrefillLanes(
+        token=tokens_T.clone(),
+        slot=prefill_slot_1.where(lane < count, -1),
+        position=prefill_start_1 + lane,
+        query_start=torch.cat([torch.zeros_like(count), count]),
+        last=(count - 1).clamp(min=0),
+    )
+
+
+def commit_prefill(
+    state: SlotState,
+    token_1: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+    prefill_final_1: torch.Tensor,
+    limits: StopTensors,
+) -> torch.Tensor:
+    """Take one slot's prompt chunk into its state, in place: kv_len = start + count.
+
+    After the prompt's final chunk the sampled token becomes the slot's next query, under the same
+    rules as in `verify_commit_publish`, and the slot runs unless that token already stopped it.
+    Before, the token means nothing and the flags are 0. A slot of -1 or a count of 0 changes
+    nothing.
+
+    Args:
+        state: next_token, kv_len and running are updated in place.
+        token_1: int32 [1], from `sample`; read after the final chunk alone.
+        prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1], as for `gather_prefill`.
+        prefill_final_1: int32 [1], not 0 for the prompt's last chunk.
+        limits: host-owned.
+
+    Returns:
+        flags_1: new int32 [1], as of `verify_commit_publish`; 0 if nothing was emitted.
+    """
+    slots = check_state(state)
+    stop_ids = check_limits(limits, slots)
+    chunk = (prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1)
+    check_lanes(
+        1,
+        token=token_1,
+        prefill_slot=prefill_slot_1,
+        prefill_start=prefill_start_1,
+        prefill_count=prefill_count_1,
+        prefill_final=prefill_final_1,
+    )
+    if not use_triton(token_1):
+        return commit_prefill_reference(state, token_1, *chunk, limits)
+    flags_1 = torch.empty_like(token_1)
+    launcher(_commit_prefill_kernel, (1,))(
+        token_1,
+        *chunk,
+        state.next_token,
+        state.kv_len,
+        state.running,
+        limits.stop_ids,
+        limits.max_len,
+        flags_1,
+        stop_ids,
+        BLOCK_E=stop_ids_block(stop_ids),
+        num_warps=1,
+    )
+    return flags_1
+
+
+def commit_prefill_reference(
+    state: SlotState,
+    token_1: torch.Tensor,
+    prefill_slot_1: torch.Tensor,
+    prefill_start_1: torch.Tensor,
+    prefill_count_1: torch.Tensor,
+    prefill_final_1: torch.Tensor,
+    limits: StopTensors,
+) -> torch.Tensor:
+    """Plain twin of `commit_prefill`."""
+    live = (prefill_slot_1 >= 0) & (prefill_count_1 > 0)
+    slot = prefill_slot_1[live].long()
+    state.kv_len[slot] = (prefill_start_1 + prefill_count_1)[live]
+    flags_1 = torch.zeros_like(token_1)
+    final = live & (prefill_final_1 != 0)
+    slot = prefill_slot_1[final].long()
+    state.running[slot] = 1
+    flags_1[final] = commit_tokens_reference(state, token_1[final], slot, limits)
+    return flags_1
+
+
+def commit_flags_reference(
+    token: torch.Tensor, kv_len: torch.Tensor, slot: torch.Tensor, limits: StopTensors
+) -> torch.Tensor:
+    """What each of these tokens is to its slot, if it comes next; new int32, `token`'s shape.
+
+    `kv_len` counts the query. A token ends the request if it is a stop id or if the sequence with
+    it, kv_len + 1 tokens, reaches max_len. One below 0 says that the logits were not valid.
+    """
+    valid = token >= 0
+    stop = valid & (token[..., None] == limits.stop_ids[slot]).any(dim=-1)
+    length = valid & (kv_len + 1 >= limits.max_len[slot])
+    flags = torch.where(valid, EMITTED, INVALID) + STOP * stop + LENGTH * length
+    return flags.to(token.dtype)
+
+
+def commit_tokens_reference(
+    state: SlotState, token: torch.Tensor, slot: torch.Tensor, limits: StopTensors
+) -> torch.Tensor:
+    """Flags of live rows only, whose kv_len counts the query; updates next_token and running.
+
+    A row whose token is below 0 stops with the flag INVALID alone, and its next_token stays.
+    """
+    flags = commit_flags_reference(token, state.kv_len[slot], slot, limits)
+    state.next_token[slot] = token.where(token >= 0, state.next_token[slot])
+    state.running[slot] *= flags == EMITTED
+    return flags
+
+
+def check_state(state: SlotState) -> int:
+    """The number of slots; ValueError unless every field of `state` fits it."""
+    slots = state.next_token.numel()
+    check_lanes(
+        slots,
+        next_token=state.next_token,
+        kv_len=state.kv_len,
+        running=state.running,
+        epoch=state.epoch,
+    )
+    check_vector("sequence", state.sequence, 1, torch.int64)
+    return slots
+
+
+def check_stop_ids(stop_ids_SE: torch.Tensor, slots: int) -> int:
+    """The number of stop ids a slot; ValueError unless `stop_ids_SE` is dense int32 [slots, E]."""
+    shape = tuple(stop_ids_SE.shape)
+    dense = stop_ids_SE.dtype == torch.int32 and stop_ids_SE.is_contiguous()
+    if len(shape) != 2 or shape[0] != slots or not dense:
+        raise ValueError(
+            f"stop_ids must be a dense int32 [{slots}, E], not {stop_ids_SE.dtype} {shape}"
+        )
+    return shape[1]
+
+
+def check_limits(limits: StopTensors, slots: int) -> int:
+    """The number of stop ids a slot; ValueError unless `limits` are those of `slots` slots."""
+    check_lanes(slots, max_len=limits.max_len)
+    return check_stop_ids(limits.stop_ids, slots)
+
+
+def check_draft_count(num_speculative_tokens: int) -> int:
+    """Tokens a row, W = K + 1; ValueError unless K is 0 to MAX_DRAFTS."""
+    if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
+        raise ValueError(f"num_speculative_tokens={num_speculative_tokens}, not 0..{MAX_DRAFTS}")
+    return num_speculative_tokens + 1
+
+
+def check_draft_table(draft_SK: torch.Tensor, slots: int, drafts: int = 1) -> int:
+    """The table's columns; ValueError unless it is int32 [slots, drafts or more], dense rows."""
+    shape, dtype = tuple(draft_SK.shape), draft_SK.dtype
+    fits = len(shape) == 2 and shape[0] == slots and shape[1] >= drafts and draft_SK.stride(1) == 1
+    if not fits or dtype != torch.int32:
+        raise ValueError(
+            f"draft must be int32 [{slots}, {drafts} or more] with dense rows, "
+            f"not {dtype} {shape} with strides {draft_SK.stride()}"
+        )
+    return shape[1]
+
+
+def stop_ids_block(stop_ids: int) -> int:
+    """The tile that holds a slot's stop ids in a kernel, which may have none."""
+    return int(triton.next_power_of_2(max(stop_ids, 1)))
+
+
+@triton.jit
+def _apply_commands_kernel(
+    command_epoch_ptr,
+    epoch_ptr,
+    kv_len_ptr,
+    running_ptr,
+    next_token_ptr,
+    slots,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < slots
+    command = tl.load(command_epoch_ptr + slot, mask=inside, other=0)
+    pending = command != tl.load(epoch_ptr + slot, mask=inside, other=0)
+    start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
+
+
+@triton.jit
+def start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr):
+    """What a command does to the slots where it is pending.
+
+    Every thread that decides by the state must have read it by now.
+    """
+    tl.store(kv_len_ptr + slot, 0, mask=pending)
+    tl.store(running_ptr + slot, 0, mask=pending)
+    tl.store(next_token_ptr + slot, 0, mask=pending)
+    tl.store(epoch_ptr + slot, command, mask=pending)
+
+
+@triton.jit
+def _gather_prefill_kernel(
+    tokens_ptr,
+    prefill_slot_ptr,
+    prefill_start_ptr,
+    prefill_count_ptr,
+    token_ptr,
+    slot_ptr,
+    position_ptr,
+    query_start_ptr,
+    last_ptr,
+    tokens,
+    BLOCK: tl.constexpr,
+):
+    prefill_slot = tl.load(prefill_slot_ptr)
+    start = tl.load(prefill_start_ptr)
+    count = tl.minimum(tl.maximum(tl.load(prefill_count_ptr), 0), tokens)
+    count = tl.where(prefill_slot >= 0, count, 0)
+
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = lane < count
+    tl.store(slot_ptr + lane, tl.where(live, prefill_slot, -1), mask=lane < tokens)
+    tl.store(token_ptr + lane, tl.load(tokens_ptr + lane, mask=live), mask=live)
+    tl.store(position_ptr + lane, start + lane, mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(query_start_ptr, 0)
+        tl.store(query_start_ptr + 1, count)
+        tl.store(last_ptr, tl.maximum(count - 1, 0))
+
+
+@triton.jit
+def commit_flags(token_W, kv_len_W, live_W, stop_ids_E, max_len):
+    """What each of a row's tokens is to its slot, if it comes next; 0 where a lane is not live.
+
+    `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as of `load_limits`.
+    """
+    valid = live_W & (token_W >= 0)
+    # Where a slot has no stop id there is -1, which no valid token equals.
+    is_stop_id = tl.max((token_W[:, None] == stop_ids_E[None, :]).to(tl.int32), 1) != 0
+    length = kv_len_W + 1 >= max_len
+    emitted = tl.where(is_stop_id, _STOP, 0) + tl.where(length, _LENGTH, 0) + _EMITTED
+    return tl.where(valid, emitted, tl.where(live_W, _INVALID, 0))
+
+
+@triton.jit
+def load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E: tl.constexpr):
+    """The slot's stop ids, -1 for none, and its max_len; nothing is read if it is not live."""
+    e = tl.arange(0, BLOCK_E)
+    stop_ids_ptr += slot.to(tl.int64) * stop_ids
+    stop_ids_E = tl.load(stop_ids_ptr + e, mask=live & (e < stop_ids), other=-1)
+    return stop_ids_E, tl.load(max_len_ptr + slot, mask=live, other=0)
+
+
+@triton.jit
+def _commit_prefill_kernel(
+    token_ptr,
+    prefill_slot_ptr,
+    prefill_start_ptr,
+    prefill_count_ptr,
+    prefill_final_ptr,
+    next_token_ptr,
+    kv_len_ptr,
+    running_ptr,
+    stop_ids_ptr,
+    max_len_ptr,
+    flags_ptr,
+    stop_ids,
+    BLOCK_E: tl.constexpr,
+):
+    slot = tl.load(prefill_slot_ptr)
+    count = tl.load(prefill_count_ptr)
+    live = (slot >= 0) & (count > 0)
+    kv_len = tl.load(prefill_start_ptr) + count
+    tl.store(kv_len_ptr + slot, kv_len, mask=live)
+    final = live & (tl.load(prefill_final_ptr) != 0)
+    one = tl.arange(0, 1)
+    token_1 = tl.load(token_ptr + one, mask=final, other=0)
+    stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, final, stop_ids, BLOCK_E)
+    flags_1 = commit_flags(token_1, kv_len, final, stop_ids_E, max_len)
+    tl.store(next_token_ptr + slot + one, token_1, mask=(flags_1 & _EMITTED) != 0)
+    tl.store(running_ptr + slot + one, (flags_1 == _EMITTED).to(tl.int32), mask=final)
+    tl.store(flags_ptr + one, flags_1)

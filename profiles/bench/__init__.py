@@ -1,0 +1,1 @@
+"""The benchmark: what it measures, on which engines, against what."""

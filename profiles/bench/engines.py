@@ -1,0 +1,167 @@
+"""Engines to measure: built, timed while they are built, and described.
+
+Options are `EngineConfig`'s.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from graphengine import Engine, EngineConfig
+from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, OwnGraphEagle
+from graphengine.engine_options import EngineOptions
+from graphengine.observe.tracing import span
+from graphengine.opening.memory import plan_memory
+from graphengine.profiles.bench.shapes import Subject, fill_random, random_module, random_tokens
+from graphengine.speculative import MTP, NGram, describe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartUp:
+    """Seconds and MiB that an engine took to start; what only a GPU has is None on a CPU.
+
+    total_s      from nothing to ready, `weights_s` included
+    weights_s    weights allocated and drawn, or read
+    compile_s    compiling kernels, or reading compiled ones from disk
+    compiled     kernels that were compiled: 0 where all were in Triton's cache
+    loaded       kernels that were read from that cache on disk
+    warm_up_s    sum over the graphs: their first runs
+    capture_s    sum over the graphs: recording, instantiation and upload
+    capture_mib  device memory that the graphs added: pool_mib + graphs_mib
+    pool_mib     of it, what torch reserved for intermediates; the longest prefill needs most
+    graphs_mib   of it, what the driver took beyond that: the graphs themselves
+    graphs       how many were captured
+    """
+
+    total_s: float
+    weights_s: float
+    compile_s: float | None
+    compiled: int | None
+    loaded: int | None
+    warm_up_s: float | None
+    capture_s: float | None
+    capture_mib: float | None
+    pool_mib: float | None
+    graphs_mib: float | None
+    graphs: int
+
+
+def engine_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `wanted` that are not None; the others keep `EngineConfig`'s defaults."""
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def build_engine(
+    subject: Subject, options: Mapping[str, Any], *, random_vocab: int | None = None
+) -> tuple[Engine, StartUp]:
+    """An engine of `subject` with `EngineConfig(**options)`, and the cost of building it.
+
+    A shape's drafter has random weights, too, and drafts from `random_vocab` random tokens; from
+    all tokens if that is None.
+    """
+    started = time.perf_counter()
+    loaded = started
+
+    def progress(done: int, total: int) -> None:
+        nonlocal loaded
+        loaded = time.perf_counter()
+
+    if subject.checkpoint is not None:
+        engine = Engine.from_pretrained(
+            subject.checkpoint, progress=progress, **cast(EngineOptions, options)
+        )
+    else:
+        engine = _random_engine(subject, EngineConfig(**options), random_vocab, progress)
+    ready = time.perf_counter()
+    return engine, _start_up(engine, total=ready - started, weights=loaded - started)
+
+
+def _random_engine(
+    subject: Subject,
+    config: EngineConfig,
+    random_vocab: int | None,
+    progress: Callable[[int, int], None],
+) -> Engine:
+    """`Engine.from_pretrained` for a shape: weights are drawn at random, not read."""
+    drafter = random_drafter(subject, config, random_vocab)
+    memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+    with span("load"):
+        weights = subject.model.allocate(device=config.device, dtype=memory.dtype)
+        destinations = weights.named()
+        if drafter is not None:
+            destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
+        fill_random(destinations)
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize(memory.device)
+    progress(0, 0)
+    model = weights.open(max_seq_len=memory.max_seq_len)
+    return Engine(model, memory, config, drafter=drafter)
+
+
+@contextmanager
+def freed(engine: Engine) -> Iterator[Engine]:
+    """At the end the engine is closed, and the device's memory is free for the next one."""
+    on_gpu = engine.memory.device.type == "cuda"
+    try:
+        yield engine
+    finally:
+        engine.close()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def random_drafter(
+    subject: Subject, config: EngineConfig, vocab_size: int | None = None
+) -> Drafter | None:
+    """The drafter of `config` for a shape: an MTP module like the shape's layers, or n-grams.
+
+    ValueError for a mode that needs a checkpoint.
+    """
+    match config.mode:
+        case None:
+            return None
+        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None):
+            vocabulary = (
+                None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)
+            )
+            eagle = OwnGraphEagle if own_graph else EagleDrafter
+            return eagle(random_module(subject.model), k, vocabulary)
+        case NGram(k=k, max_n=max_n):
+            return NGramDrafter(k, max_n)
+        case other:
+            raise ValueError(
+                f"{describe(other)}: this needs a checkpoint, and {subject.name} has random weights"
+            )
+
+
+def _start_up(engine: Engine, *, total: float, weights: float) -> StartUp:
+    report = engine.report()
+    captures, compilation = report.captures, report.compilation
+    on_gpu = engine.memory.device.type == "cuda"
+
+    def of_gpu(value: float) -> float | None:
+        return round(value, 4) if on_gpu else None
+
+    return StartUp(
+        total_s=round(total, 4),
+        weights_s=round(weights, 4),
+        compile_s=None if compilation is None else round(compilation.seconds, 4),
+        compiled=None if compilation is None else compilation.compiled,
+        loaded=None if compilation is None else compilation.loaded,
+        warm_up_s=of_gpu(sum(capture.warm_up_ms for capture in captures) / 1e3),
+        capture_s=of_gpu(sum(capture.capture_ms for capture in captures) / 1e3),
+        capture_mib=of_gpu(sum(capture.bytes for capture in captures) / 2**20),
+        pool_mib=of_gpu(sum(capture.reserved_bytes for capture in captures) / 2**20),
+        graphs_mib=of_gpu(
+            sum(capture.bytes - capture.reserved_bytes for capture in captures) / 2**20
+        ),
+        graphs=len(captures),
+    )

@@ -1,0 +1,176 @@
+"""The time of a decode step or a prompt, kernel by kernel, as CUPTI sees graph nodes.
+
+For decode steps this is meaningful only without programmatic dependent launch: with it kernels
+overlap, and the sum of their times exceeds the step's.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from graphengine import Engine, SamplingParams
+from graphengine.profiles.bench.eager import launches
+from graphengine.profiles.bench.measure import Work, random_prompt
+from graphengine.profiles.bench.shapes import linear_bytes
+from graphengine.program.graph_key import GraphKey, prefill_key
+
+REPLAYS = 20
+LINEARS = ("dot_kernel", "fma_kernel")
+"""Names of the decode linears' kernels by row family: four a layer, and one for lm_head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    """Launches of one kernel that do the same part of a step.
+
+    part   the weight that a linear reads; None for other kernels, and if unknown
+    grid   programs, by axis
+    count  launches a step; `mean_us` is the time of one launch, `step_us` of all launches of a step
+    tb_s   weight bytes over time, in 10**12 bytes a second; None without a part
+    """
+
+    name: str
+    part: str | None
+    grid: list[int]
+    count: int
+    mean_us: float
+    step_us: float
+    tb_s: float | None
+
+
+def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
+    """Profile `REPLAYS` replays of the decode graph that serves `work`; None on a CPU device.
+
+    The scheduler does not know of these replays: afterwards the engine can only be closed.
+    """
+    if engine.runtime.stream is None:
+        return None
+    events = _trace(engine, _start_decoding(engine, work))
+    model, itemsize = engine.model.config, engine.memory.dtype.itemsize
+    return summarise(events, REPLAYS, model.num_layers, linear_bytes(model, itemsize))
+
+
+def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None:
+    """Profile `REPLAYS` replays of the prefill graph of a prompt that fits one chunk.
+
+    None on a CPU device. The engine must be idle, with lookahead 0, so that its buffers hold the
+    prompt's chunk last: ValueError otherwise. Afterwards it can only be closed.
+    """
+    if engine.runtime.stream is None:
+        return None
+    longest = engine.memory.prefill_ladder.sizes[-1]
+    if engine.busy or engine.config.lookahead or tokens > longest:
+        raise ValueError(
+            f"a prompt of {tokens} tokens, in chunks of {longest}, on an engine of lookahead "
+            f"{engine.config.lookahead} that is {'busy' if engine.busy else 'idle'}"
+        )
+    prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
+    engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+    engine.step()
+    events = _trace(engine, prefill_key(engine.memory.prefill_ladder.pick(tokens)))
+    return summarise(events, REPLAYS, engine.model.config.num_layers, {})
+
+
+def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:
+    """The kernels of `REPLAYS` replays of a graph, after one to warm up."""
+    stream = engine.runtime.stream
+    assert stream is not None, "a CPU runs no kernels"
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.cuda.stream(stream):
+        stream.synchronize()
+        engine.runtime.graphs[graph].replay()
+        stream.synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(REPLAYS):
+                engine.runtime.graphs[graph].replay()
+                stream.synchronize()
+    return _kernel_events(profiler)
+
+
+def _start_decoding(engine: Engine, work: Work) -> GraphKey:
+    """Bring all rows of `work` to decoding; returns the key of the graph that serves them."""
+    room = engine.memory.max_seq_len - work.prompt_tokens
+    if room < work.live + REPLAYS + 8:
+        raise ValueError(f"{room} new tokens a request do not last for {REPLAYS} replays")
+    prompts = work.prompts(engine.model.config.vocab_size)
+    params: Sequence[SamplingParams] = work.params(room)
+    requests = [engine.submit(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    before = Counter(engine.counters)
+    while not all(len(request.token_ids) >= 2 for request in requests):
+        before = Counter(engine.counters)
+        engine.step()
+    launched = launches(engine, engine.counters - before)
+    (graph,) = (key for key in launched if key.kind == "decode")
+    return graph
+
+
+def _kernel_events(profiler: Any) -> list[dict[str, Any]]:
+    """The trace's kernels, copies and fills on the device, in order of time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted(found, key=lambda event: float(event["ts"]))
+
+
+def summarise(
+    events: Sequence[Mapping[str, Any]],
+    replays: int,
+    layers: int,
+    weight_bytes: Mapping[str, int],
+) -> list[KernelTime]:
+    """Group the launches of `replays` equal steps, in order of first appearance.
+
+    `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is
+    identified by its place: `weight_bytes` names a layer's linears in order, lm_head last; it is
+    empty for prefill, where they are not told apart. RuntimeError if the replays' events differ.
+    """
+    if not events or len(events) % replays:
+        raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
+    length = len(events) // replays
+    steps = [events[start : start + length] for start in range(0, len(events), length)]
+    names = [event["name"] for event in steps[0]]
+    if any([event["name"] for event in step] != names for step in steps):
+        raise RuntimeError(f"the {replays} replays did not run the same {length} kernels")
+    groups: dict[tuple[str, str | None, tuple[int, ...]], list[float]] = defaultdict(list)
+    parts = _parts(names, layers, tuple(weight_bytes))
+    for step in steps:
+        for event, part in zip(step, parts, strict=True):
+            grid = tuple(event.get("args", {}).get("grid", ()))
+            groups[event["name"], part, grid].append(float(event["dur"]))
+    found = []
+    for (name, part, grid), times in groups.items():
+        mean = fmean(times)
+        rate = None if part is None else weight_bytes[part] / mean / 1e6
+        row = KernelTime(
+            name=name,
+            part=part,
+            grid=list(grid),
+            count=len(times) // replays,
+            mean_us=mean,
+            step_us=sum(times) / replays,
+            tb_s=rate,
+        )
+        found.append(row)
+    return found
+
+
+def _parts(names: Sequence[str], layers: int, linears: Sequence[str]) -> list[str | None]:
+    """For each kernel of a step its linear; all None if the number of linears is unexpected."""
+    places = [index for index, name in enumerate(names) if name in LINEARS]
+    order = [*linears[:-1]] * layers + [*linears[-1:]]
+    found: list[str | None] = [None] * len(names)
+    if len(places) == len(order):
+        for place, part in zip(places, order, strict=True):
+            found[place] = part
+    return found

@@ -1,0 +1,179 @@
+"""The shapes to measure, and random weights for them.
+
+A shape is a Hugging Face `config.json`: graphengine reads it as it would a checkpoint's, and peers
+build their own model from the same one. Weights are drawn by name, so that a tensor of one name,
+shape, dtype and device always gets the same values.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import ModelConfig, Paged
+from graphengine.models.families import read_model_config
+from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.stored import read_model
+
+DEMO = "demo"
+SEED = 0
+WEIGHT_SCALE = 0.02
+NORM_SCALE = 0.1
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _llama(**sizes: Any) -> dict[str, Any]:
+    fixed = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    return {"architectures": ["LlamaForCausalLM"], **fixed, **sizes}
+
+
+def _qwen3(**sizes: Any) -> dict[str, Any]:
+    fixed = {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    }
+    return {"architectures": ["Qwen3ForCausalLM"], **fixed, **sizes}
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-1b": _llama(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True,
+        max_position_embeddings=131072, rope_parameters=_llama3_rope(32.0),
+    ),
+    "llama-8b": _llama(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
+        max_position_embeddings=131072, rope_parameters=_llama3_rope(8.0),
+    ),
+    "qwen3-0.6b": _qwen3(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
+    ),
+    "qwen3-4b": _qwen3(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32
+    ),
+    "tiny": _llama(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=256, tie_word_embeddings=False,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}  # fmt: skip
+"""`config.json` of each shape; `demo` is the checkpoint in the package."""
+
+NAMES = (*SHAPES, DEMO)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is measured: a shape with random weights, or a checkpoint where `checkpoint` is set."""
+
+    name: str
+    hf_config: Mapping[str, Any]
+    model: ModelConfig
+    checkpoint: Path | None = None
+
+    @classmethod
+    def of_shape(cls, name: str) -> Subject:
+        """A shape of `NAMES`; ValueError lists them."""
+        if name == DEMO:
+            return cls.of_checkpoint(checkpoint_path(), name=DEMO)
+        if name not in SHAPES:
+            raise ValueError(f"unknown shape {name!r}; known: {', '.join(NAMES)}")
+        return cls(name=name, hf_config=SHAPES[name], model=read_model_config(SHAPES[name]))
+
+    @classmethod
+    def of_checkpoint(cls, path: str | Path, *, name: str | None = None) -> Subject:
+        """A directory in Hugging Face layout or a hub id; `name` is its name in reports."""
+        checkpoint = Checkpoint.open(path)
+        return cls(
+            name=name or checkpoint.path.name,
+            hf_config=dict(checkpoint.config),
+            model=read_model(checkpoint),
+            checkpoint=checkpoint.path,
+        )
+
+
+def random_module(model: ModelConfig) -> MtpConfig:
+    """One draft module for a model of random weights, as Qwen3 has it: `mtp.*`."""
+    layout = next(layout for layout in LAYOUTS if layout.name == "qwen3")
+    return MtpConfig.of_target(model, layout, (layout.module_prefix(model.num_layers, 0),))
+
+
+def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
+    """A draft vocabulary of `size` random tokens: int64, ascending, on the CPU."""
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"a draft vocabulary of {size} tokens of {vocab_size}")
+    drawn = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+    return drawn[:size].sort().values
+
+
+def model_shape(name: str) -> ModelConfig:
+    """The model of a shape of `NAMES`; ValueError lists them."""
+    return Subject.of_shape(name).model
+
+
+@torch.no_grad()
+def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
+    """Draw every tensor in place, on its device: matrices and biases around 0, norms around 1.
+
+    Each has a generator of its own, seeded by its name; the tensors may be strided views.
+    """
+    for name, tensor in tensors.items():
+        generator = torch.Generator(tensor.device)
+        generator.manual_seed(seed + zlib.crc32(name.encode()))
+        # Drawn in one piece: an element's value must not depend on its stride.
+        drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        drawn.normal_(0.0, WEIGHT_SCALE, generator=generator)
+        if "norm" in name and drawn.ndim == 1:
+            drawn.mul_(NORM_SCALE / WEIGHT_SCALE).add_(1.0)
+        tensor.copy_(drawn)
+
+
+def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
+    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
+
+    An embedding counts if it is tied to lm_head; a step reads only a few rows of an untied one.
+    `context` is the mean number of tokens that a row attends to.
+    """
+    tensors = model.allocate(device="meta", dtype=torch.float32).tensors()
+    held = {id(tensor): tensor.numel() for tensor in tensors}
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    entries = sum(
+        math.prod(state.block_shape(1))
+        for layer in model.states
+        for state in layer
+        if isinstance(state, Paged)
+    )
+    return round((sum(held.values()) - embedding + rows * context * entries) * itemsize)
+
+
+def linear_bytes(model: ModelConfig, itemsize: int) -> dict[str, int]:
+    """Weight bytes of each linear, in the order in which a layer runs them, lm_head last."""
+    return {name: linear.rows * linear.columns * itemsize for name, linear in model.linears.items()}

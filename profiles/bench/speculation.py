@@ -1,0 +1,279 @@
+"""`graphengine bench --speculative`: what a speculative step costs, and when it pays.
+
+For each draft length K one engine accepts drafts as the target says; its tokens must be those of
+plain decoding in the same row family before any number is reported. Then engines that accept n
+drafts whatever they are (or all if fewer were proposed) show the cost of a step: their text is
+nonsense.
+
+Each is compared with two plain engines of the same batch: one of the same row family, and the
+fastest, whose family follows from the batch alone. A ratio of step times is also the number of
+tokens a step at which speculation breaks even.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphengine import Engine, EngineConfig, Result
+from graphengine.cli.speculative_text import (
+    GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
+)
+from graphengine.kernels import RowFamily
+from graphengine.profiles.arguments import integers
+from graphengine.profiles.bench import measure
+from graphengine.profiles.bench.eager import drain, with_launches
+from graphengine.profiles.bench.engines import engine_options, random_drafter
+from graphengine.profiles.bench.measure import Work
+from graphengine.profiles.bench.shapes import Subject
+from graphengine.speculative import (
+    FORCE_ACCEPTED,
+    MTP,
+    Auto,
+    DraftModel,
+    NGram,
+    Speculative,
+    describe,
+    resolve_auto,
+)
+
+Open = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
+"""An engine with these options and those of every engine; closed at the end."""
+
+RESULT = ("ms_per_step", "tokens_per_step", "tokens_per_s", "itl_ms", "checked")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """The engines of a row.
+
+    mode          the drafter; its length is replaced by those of the sweep
+    lengths       draft lengths, 0 for plain decoding; None: that of the mode
+    forced        drafts accepted by force, up to K; None: 0 to K
+    random_vocab  random tokens from which a shape's module drafts; None: all
+    """
+
+    mode: Speculative
+    lengths: tuple[int, ...] | None
+    forced: tuple[int, ...] | None
+    random_vocab: int | None
+
+    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | None]:
+        """The mode for a draft length; None for 0."""
+        mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
+        assert isinstance(mode, MTP | NGram | DraftModel), f"{mode=} has no length to choose"
+        if self.lengths is None:
+            return [mode]
+        return [replace(mode, k=length) if length else None for length in self.lengths]
+
+    def forced_of(self, length: int) -> list[int]:
+        every = range(length + 1) if self.forced is None else self.forced
+        return [accepted for accepted in every if accepted <= length]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a sweep."""
+    add = parser.add_argument
+    add("--speculative", metavar="MODE", help=f"cost and gain of drafts: {GRAMMAR}")
+    add("--drafts", metavar="K,K,..", help="draft lengths, 0 is plain decoding (default: MODE's)")
+    add("--force-accepted", metavar="N,N,..", help="accepted by force (default: 0 to K)")
+    add(
+        "--draft-vocab",
+        metavar="N",
+        help="tokens that a shape's random module drafts from; TEXT:SIZE of a checkpoint",
+    )
+
+
+def read_sweep(options: argparse.Namespace, subject: Subject) -> Sweep | None:
+    """The options, checked; None without options for speculation."""
+    mode = None if options.speculative is None else parse_speculative(options.speculative)
+    if mode is None:
+        for name in ("drafts", "force_accepted", "draft_vocab"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --speculative")
+        return None
+    random_vocab = None
+    if options.draft_vocab is not None:
+        if subject.checkpoint is not None:
+            mode = with_draft_vocabulary(mode, parse_draft_vocabulary(options.draft_vocab))
+        elif not isinstance(mode, MTP):
+            raise ValueError(f"--draft-vocab is for mtp, not for {describe(mode)}")
+        else:
+            random_vocab, *more = integers(options.draft_vocab, "draft-vocab")
+            if more:
+                raise ValueError(f"--draft-vocab {options.draft_vocab}: name one size")
+    lengths, forced = options.drafts, options.force_accepted
+    return Sweep(
+        mode=mode,
+        lengths=None if lengths is None else _unique(lengths, "drafts"),
+        forced=None if forced is None else _unique(forced, "force-accepted"),
+        random_vocab=random_vocab,
+    )
+
+
+def _unique(text: str, name: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(integers(text, name, least=0)))
+
+
+def check_sweep(sweep: Sweep, subject: Subject, options: Mapping[str, Any]) -> None:
+    """ValueError unless every engine of a row is possible: its rows fit, its drafter has weights.
+
+    `options` are those of the row's plain engine.
+    """
+    for mode in sweep.modes(options["max_batch"]):
+        config = EngineConfig(**engine_options({**options, "speculative": mode}))
+        if config.forced_acceptance is not None:
+            raise ValueError(f"{FORCE_ACCEPTED} is set: no tokens could be checked")
+        if subject.checkpoint is None:
+            random_drafter(subject, config, sweep.random_vocab)
+
+
+def measure_sweep(
+    sweep: Sweep, work: Work, options: Mapping[str, Any], open_engine: Open
+) -> Iterator[dict[str, Any]]:
+    """Measure one engine after the other; yields the entries of a row's table.
+
+    `options` are those of the row's plain engine; an entry's are described by `_entry`.
+    """
+    # The graphs that serve the work are enough.
+    options = {**options, "buckets": (work.live,)}
+    plain = _PlainEngines(work, options, open_engine)
+    for mode in sweep.modes(options["max_batch"]):
+        if mode is None:
+            yield plain.fastest.entry(plain)
+            continue
+        for forced in (None, *sweep.forced_of(mode.k)):
+            wanted = {**options, "speculative": mode, "forced_acceptance": forced}
+            family = EngineConfig(**engine_options({**options, "speculative": mode})).family
+            plain.need(family)
+            with open_engine(wanted) as engine:
+                entry = _entry(engine, work, plain)
+            yield entry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plain:
+    """A plain engine's figures, and the tokens that the drafts must not change."""
+
+    family: RowFamily
+    numerics_id: str
+    figures: dict[str, Any]
+    launches: dict[str, int]
+    results: list[Result]
+
+    def entry(self, plain: _PlainEngines) -> dict[str, Any]:
+        """Its row in the table, with K = 0."""
+        described = {
+            "k": 0,
+            "forced": None,
+            "row_family": self.family,
+            "numerics_id": self.numerics_id,
+            "launches": self.launches,
+            "acceptance": None,
+            "drafts_off_ms": None,
+        }
+        return described | self.figures | plain.compare(self.family, self.figures["ms_per_step"])
+
+
+class _PlainEngines:
+    """The plain engines of one batch, by row family; each is measured when it is first needed."""
+
+    def __init__(self, work: Work, options: Mapping[str, Any], open_engine: Open) -> None:
+        self._work, self._options, self._open = work, options, open_engine
+        self._found: dict[RowFamily, _Plain] = {}
+        self._fastest = EngineConfig(max_batch=options["max_batch"], device="cpu").family
+
+    @property
+    def fastest(self) -> _Plain:
+        """The plain engine of the family that the batch's size selects."""
+        return self.need(self._fastest)
+
+    def need(self, family: RowFamily) -> _Plain:
+        if family not in self._found:
+            with self._open({**self._options, "row_family": family}) as engine:
+                figures = measure.decode(engine, self._work)
+                results, launches = _one_run(engine, self._work)
+                self._found[family] = _Plain(
+                    family=family,
+                    numerics_id=engine.numerics_id,
+                    figures={name: figures[name] for name in RESULT},
+                    launches=launches,
+                    results=results,
+                )
+        return self._found[family]
+
+    def compare(self, family: RowFamily, ms_per_step: float) -> dict[str, Any]:
+        """Step times of both plain engines, and how many of their steps go into this one."""
+        held = {"same_family": self.need(family), "fastest": self.fastest}
+        times = {name: plain.figures["ms_per_step"] for name, plain in held.items()}
+        ratios = {name: ms_per_step / time for name, time in times.items()}
+        return {"plain_ms": times, "ratio": ratios, "break_even_tokens": ratios["fastest"]}
+
+
+def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
+    """A speculative engine's figures, after the check of its tokens.
+
+    k, forced          drafts verified, and accepted by force; None: as the target says
+    tokens_per_step    for a row; `tokens_per_s` for all rows
+    itl_ms             gaps between steps, as the tokens of a step come together
+    acceptance         of one run of the work
+    launches           decode replays of that run, including the one or two after the last token
+    drafts_off_ms      a step of the same engine that drafts nothing but keeps its drafter's state
+                       up to date, as with a gate; None if acceptance is forced
+    plain_ms, ratio    step times of the plain engines, and this step's over them
+    break_even_tokens  tokens a step above which it beats the fastest plain engine
+    """
+    config, same = engine.config, plain.need(engine.row_family)
+    forced = config.forced_acceptance
+    if engine.numerics_id != same.numerics_id:
+        raise RuntimeError(
+            f"{describe(config.mode)} has numerics {engine.numerics_id}, plain decoding in row "
+            f"family {same.family} {same.numerics_id}: their tokens cannot be compared"
+        )
+    expected = same.results if forced is None else None
+    figures = measure.decode(engine, work, expected)
+    engine.acceptance.reset()
+    _, launches = _one_run(engine, work)
+    acceptance = engine.acceptance.as_dict()
+    wrong = [name for name in launches if f"/k{config.drafts}/" not in name]
+    if wrong:
+        raise RuntimeError(f"steps without {config.drafts} drafts were measured: {wrong}")
+    off = None if expected is None else _drafts_off(engine, work, expected)
+    return {
+        "k": config.drafts,
+        "forced": forced,
+        "row_family": engine.row_family,
+        "numerics_id": engine.numerics_id,
+        "launches": launches,
+        "acceptance": acceptance,
+        "drafts_off_ms": off,
+        **{name: figures[name] for name in RESULT},
+        **plain.compare(engine.row_family, figures["ms_per_step"]),
+    }
+
+
+def _one_run(engine: Engine, work: Work) -> tuple[list[Result], dict[str, int]]:
+    """Its results, and how often each decode graph was launched for it."""
+    prompts = work.prompts(engine.model.config.vocab_size)
+    results, launches = with_launches(engine, lambda: engine.generate(prompts, work.params()))
+    return results, {key.name: count for key, count in launches.items() if key.kind == "decode"}
+
+
+def _drafts_off(engine: Engine, work: Work, expected: Sequence[Result]) -> float | None:
+    """Milliseconds of a step at K = 0, by the engine's own graph for it."""
+    if 0 not in engine.memory.draft_lengths or engine.gate is not None:
+        return None
+    drain(engine)
+    width, engine.scheduler.width = engine.scheduler.width, 1
+    try:
+        found: float = measure.decode(engine, work, expected)["ms_per_step"]
+        return found
+    finally:
+        drain(engine)
+        engine.scheduler.width = width

@@ -1,0 +1,1 @@
+"""Traces of Nsight Systems and torch's profiler as runs."""

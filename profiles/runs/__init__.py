@@ -1,0 +1,1 @@
+"""Recorded runs: files, percentiles, findings, reports."""

@@ -1,0 +1,299 @@
+"""What stands out in a run: each outlier with its cause, and what is wrong with every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphengine.profiles.runs.breakdown import OUTSIDE, Breakdown, break_down, replay_times
+from graphengine.profiles.runs.run_file import Run
+
+SHOWN = 10
+OVERLAPS = 3
+IDLE = 0.2
+PADDED = 0.5
+"""Shares of the device's time, and of a bucket's rows, above which they are reported."""
+SYNC_SLACK = 0.15
+SYNC_SLACK_US = 50.0
+"""A caller that comes back within this time after the device's end counts as having waited for it:
+on an H200 `torch.cuda.synchronize` takes 30 us to return once the device is done."""
+
+READ_US = 10.0
+"""Time within which a record that has already arrived is read."""
+SYNCS = "synchronize, .item(), .cpu()"
+
+HOST_STAGES = {
+    "plan": "planning the step",
+    "load": "copying metadata to the device",
+    "launch": "launching the graph",
+    "deliver": "handing out tokens (text, callbacks)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlier:
+    """One gap that stands out.
+
+    cause    a word that groups causes: "outside", "sync", "prefill", "bucket", "device", "pause",
+             "late", "unknown", or a host stage
+    grew_us  by part, how much more it took than usual
+    overlap  what a trace shows in the gap, longest first: (name, microseconds)
+    """
+
+    gap: int
+    step: int
+    milliseconds: float
+    cause: str
+    text: str
+    grew_us: dict[str, float]
+    overlap: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A line for people about what stands out: `count` gaps, `excess_ms` above the usual in all."""
+
+    cause: str
+    count: int
+    excess_ms: float
+    text: str
+
+
+def outliers(run: Run, found: Breakdown) -> list[Outlier]:
+    """All outliers of `found`, the longest first."""
+    usual = {name: found.usual(values) for name, values in found.parts.items()}
+    usual_device = found.usual(found.device_us)
+    places = np.flatnonzero(found.outlier)
+    places = places[np.argsort(-found.milliseconds[places], kind="stable")]
+    judged = [_judge(run, found, int(place), usual, usual_device) for place in places]
+    return judged
+
+
+def _judge(
+    run: Run, found: Breakdown, place: int, usual: dict[str, float], usual_device: float
+) -> Outlier:
+    gap = int(found.gap[place])
+    excess = 1e3 * (found.milliseconds[place] - found.typical_ms)
+    grew = {name: float(values[place] - usual[name]) for name, values in found.parts.items()}
+    device = float(found.device_us[place] - usual_device)
+    overlap = _overlap(run, gap)
+    cause, text = _cause(run, found, place, grew, device, excess)
+    waited = bool(overlap) and _is_sync(overlap[0][0]) and overlap[0][1] >= 0.5 * excess
+    if cause in ("outside", "unknown") and waited:
+        cause, text = "sync", f"the caller waited in {overlap[0][0]} ({_span(overlap[0][1])})"
+    return Outlier(
+        gap=gap,
+        step=int(run.replays.step[run.gaps.last[gap]]),
+        milliseconds=float(found.milliseconds[place]),
+        cause=cause,
+        text=text,
+        grew_us=grew | ({} if np.isnan(device) else {"device": device}),
+        overlap=overlap,
+    )
+
+
+def _cause(
+    run: Run, found: Breakdown, place: int, grew: dict[str, float], device: float, excess: float
+) -> tuple[str, str]:
+    """The part that explains most of the excess, and why it grew, as far as known."""
+    # On a CPU the model runs inside the launch, so growth there is the device's.
+    waits = ("launch", "wait") if run.on_host else ("wait",)
+    host = {name: more for name, more in grew.items() if name not in waits}
+    waited = sum(grew.get(name, 0.0) for name in waits)
+    device = grew.get("launch", device) if run.on_host else device
+    worst = max(host, key=lambda name: host[name], default=None)
+    if worst is not None and host[worst] >= max(0.5 * excess, waited):
+        if worst != OUTSIDE:
+            return worst, f"{HOST_STAGES[worst]} took {_span(host[worst])} more than usual"
+        if synchronised(found)[place]:
+            return "sync", (
+                f"the host was {_span(found.parts[OUTSIDE][place])} outside the engine, until the "
+                f"device was done: something waits for it there ({SYNCS})"
+            )
+        return OUTSIDE, f"{_span(host[worst])} more between two calls of step(): the caller's code"
+    if found.skipped[place] > 0:
+        return "pause", f"{found.skipped[place]} steps went by without the request: it was paused"
+    if found.prefilled[place] > 0:
+        return "prefill", f"it waited for {found.prefilled[place]} prompt tokens to be fed"
+    larger = _larger_bucket(run, found, place)
+    if larger is not None and not device < 0.3 * excess:
+        return "bucket", larger
+    bucket = run.replays.bucket[run.gaps.last[found.gap[place]]]
+    where = "computing" if run.on_host else "on the device"
+    if device >= 0.5 * excess:
+        return "device", f"{bucket} took {_span(device)} more {where} than usual"
+    if worst is None:
+        return "unknown", "the source does not tell what the host did meanwhile"
+    if np.isnan(device):
+        return "late", f"the host waited {_span(waited)} more; the device's time is not known"
+    return "late", (
+        f"the host waited {_span(waited)} more, the device computed {_span(device)} more: the "
+        "replay began late, or the host did not poll: not scheduled, or in Python's collector"
+    )
+
+
+def synchronised(found: Breakdown) -> NDArray[np.bool_]:
+    """Gaps in which the host was outside the engine until the moment the device was done.
+
+    If the caller stalled, the device is done long before the host is back. If the caller
+    synchronised, the host is back as soon as the device is done, and finds the record there.
+    """
+    if not {OUTSIDE, "wait"} <= found.parts.keys():
+        return np.zeros(len(found), dtype=np.bool_)
+    slack = np.maximum(SYNC_SLACK_US, SYNC_SLACK * found.device_us)
+    near = np.abs(found.behind_us) <= slack
+    away = found.parts[OUTSIDE] >= 0.5 * found.device_us
+    at_once = found.parts["wait"] <= np.maximum(READ_US, 0.1 * found.device_us)
+    return near & away & at_once
+
+
+def _span(us: float) -> str:
+    return f"{us:.0f} us" if abs(us) < 10_000 else f"{us / 1e3:.1f} ms"
+
+
+def _larger_bucket(run: Run, found: Breakdown, place: int) -> str | None:
+    """Whether the gap ended in a bucket with more rows than most gaps do."""
+    rows, live = int(found.rows[place]), int(found.live[place])
+    known = found.rows[(found.rows > 0) & ~found.outlier]
+    if rows < 1 or not len(known):
+        return None
+    sizes, counts = np.unique(known, return_counts=True)
+    usual = int(sizes[np.argmax(counts)])
+    if rows <= usual:
+        return None
+    text = f"a bucket of {rows} rows for {live} live ones; most steps have {usual}"
+    return text + (f": a bucket of {live} would do" if live < rows else "")
+
+
+def _overlap(run: Run, gap: int) -> tuple[tuple[str, float], ...]:
+    """The longest other activities that a trace shows in the gap, by name."""
+    if run.activities is None:
+        return ()
+    begin, end = run.gaps.begin[gap], run.gaps.end[gap]
+    seen = run.activities
+    inside = np.flatnonzero((seen.end > begin) & (seen.begin < end))
+    total: dict[str, float] = defaultdict(float)
+    for index in inside:
+        span = min(seen.end[index], end) - max(seen.begin[index], begin)
+        total[str(seen.name[index])] += float(span) / 1e3
+    return tuple(sorted(total.items(), key=lambda item: -item[1])[:OVERLAPS])
+
+
+def _is_sync(name: str) -> bool:
+    return "ynchronize" in name or name.startswith(("cudaMemcpy_", "cudaMemcpy "))
+
+
+def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Finding]:
+    """Lines for people: causes of outliers, the costliest first, then what holds in every step."""
+    groups: dict[str, list[Outlier]] = defaultdict(list)
+    for outlier in judged:
+        groups[outlier.cause].append(outlier)
+    lines = []
+    for cause, members in groups.items():
+        excess = sum(member.milliseconds - found.typical_ms for member in members)
+        worst = members[0]
+        text = (
+            f"{len(members)} of {len(found)} gaps, {excess:.2f} ms above the usual in all; the "
+            f"longest, {worst.milliseconds:.3f} ms in step {worst.step}: {worst.text}"
+        )
+        lines.append(Finding(cause=cause, count=len(members), excess_ms=excess, text=text))
+    lines.sort(key=lambda line: -line.excess_ms)
+    return [*lines, *_hidden_syncs(found), *_idle(run, found), *_padding(run)]
+
+
+def _hidden_syncs(found: Breakdown) -> list[Finding]:
+    """Synchronisations in gaps that are not outliers: the host would be quick without them."""
+    count = int((synchronised(found) & ~found.outlier).sum())
+    if not count:
+        return []
+    text = (
+        f"{count} of {len(found)} gaps, none of them an outlier: the host was outside the engine "
+        f"until the device was done, so something waits for it there ({SYNCS}); the host's own "
+        "work is then no longer hidden behind the device's"
+    )
+    return [Finding(cause="sync", count=count, excess_ms=0.0, text=text)]
+
+
+def _idle(run: Run, found: Breakdown) -> list[Finding]:
+    """A device that is often idle, and what the host does meanwhile."""
+    device = found.usual(found.device_us)
+    if run.on_host or np.isnan(device) or not found.parts or not found.typical_ms:
+        return []
+    idle = 1.0 - device / (1e3 * found.typical_ms)
+    if idle < IDLE:
+        return []
+    usual = {name: found.usual(values) for name, values in found.parts.items() if name != "wait"}
+    worst = max(usual, key=lambda name: usual[name])
+    where = "outside the engine" if worst == OUTSIDE else HOST_STAGES[worst]
+    text = (
+        f"the device is idle for {100 * idle:.0f}% of a usual step: {_span(device)} of "
+        f"{_span(1e3 * found.typical_ms)}; the host is busiest {where}, {_span(usual[worst])}"
+    )
+    return [Finding(cause="idle", count=len(found), excess_ms=0.0, text=text)]
+
+
+def _padding(run: Run) -> list[Finding]:
+    """Buckets whose rows are mostly padding, and buckets that were larger than needed."""
+    replays, lines = run.replays, []
+    known = replays.decodes & (replays.rows > 0) & (replays.live >= 0)
+    sizes = captured_rows(run)
+    for rows in np.unique(replays.rows[known]):
+        of_bucket = known & (replays.rows == rows)
+        live = replays.live[of_bucket]
+        padding = 1.0 - live.sum() / (rows * len(live))
+        most = int(live.max())
+        smaller = [size for size in sizes if most <= size < rows]
+        if smaller:
+            text = (
+                f"{len(live)} replays of {rows} rows had {most} live ones at most, though a bucket "
+                f"of {smaller[0]} is captured{_cost(run, int(rows))}"
+            )
+        elif padding >= PADDED and most < rows:
+            text = (
+                f"{100 * padding:.0f}% of the rows of {len(live)} replays of {rows} rows were "
+                f"padding: at most {most} were live, and no captured bucket is smaller; add "
+                f"{most} to `buckets`{_cost(run, int(rows))}"
+            )
+        else:
+            continue
+        lines.append(Finding(cause="padding", count=len(live), excess_ms=0.0, text=text))
+    return lines
+
+
+def _cost(run: Run, rows: int) -> str:
+    """The time of a replay of `rows` rows, compared with the next smaller bucket in use."""
+    times, replays = replay_times(run), run.replays
+    known = replays.decodes & ~np.isnan(times)
+    smaller = replays.rows[known & (replays.rows > 0) & (replays.rows < rows)]
+    if not len(smaller):
+        return ""
+    other = int(smaller.max())
+    of_rows = [times[known & (replays.rows == n)] for n in (rows, other)]
+    if not all(map(len, of_rows)):
+        return ""
+    mine, theirs = (float(np.median(values)) for values in of_rows)
+    if not theirs:
+        return ""
+    share = 100 * (mine / theirs - 1)
+    return f" (its replays take {_span(mine)}, {share:+.0f}% against those of {other})"
+
+
+def captured_rows(run: Run) -> list[int]:
+    """Sizes of the engine's decode buckets, as far as the file tells; ascending."""
+    found = {int(rows) for rows in np.unique(run.replays.rows[run.replays.decodes]) if rows > 0}
+    for capture in run.captures or ():
+        rows = capture.get("rows")
+        if capture.get("type") == "decode" and isinstance(rows, int):
+            found.add(rows)
+    return sorted(found)
+
+
+def judge_run(run: Run) -> tuple[Breakdown, list[Outlier], list[Finding]]:
+    """Breakdown, outliers and findings of a run."""
+    found = break_down(run)
+    judged = outliers(run, found)
+    return found, judged, stands_out(run, found, judged)

@@ -1,0 +1,536 @@
+"""The command line, in process and once as users start it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine import Engine, SamplingParams
+from graphengine.cli.main import main
+from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.text.tokenizer import Tokenizer
+
+PROMPT = "def fib(n):"
+SMALL = ("--max-batch", "2", "--max-seq-len", "96")
+GENERATED_KEYS = {
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "cached_tokens",
+    "new_tokens",
+    "finish_reason",
+    "stop_reason",
+    "seed",
+    "ttft_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "replays",
+    "acceptance",
+    "device",
+}
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`cli("info", "--json")` -> (exit status, stdout, stderr); a small engine on the CPU."""
+
+    def call(command: str, *arguments: str, device: str = "cpu") -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main([command, "--device", device, *SMALL, *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def greedy_text(prompt: Any, path: Path | None = None, max_tokens: int = 12) -> str:
+    """What an engine of the same options makes of `prompt`."""
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "max_seq_len": 96}
+    with Engine.from_pretrained(path or checkpoint_path(), **options) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        text: str = engine.generate(prompt, params).text
+        return text
+
+
+def prompt_len() -> int:
+    return len(Tokenizer.from_directory(checkpoint_path()).encode(PROMPT))
+
+
+def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def assert_error(outcome: tuple[int, str, str], pattern: str) -> None:
+    status, out, err = outcome
+    assert status == 2 and out == ""
+    assert err.startswith("graphengine: error: ") and err.endswith("\n")
+    assert re.search(pattern, err), err
+    assert "Traceback" not in err
+
+
+# generate
+
+
+def test_generate_streams_text_and_sums_up(cli: Cli) -> None:
+    status, out, err = cli("generate", "--prompt", PROMPT, "--max-tokens", "12", "--seed", "7")
+    assert status == 0 and err == ""
+    text = greedy_text(PROMPT)
+    assert out.startswith(text + "\n\n")
+    summary = out.removeprefix(text)
+    assert f"{prompt_len()} prompt + 12 new tokens on cpu, finished by length, seed 7" in summary
+    latencies = r"time to first token [\d.]+ ms, inter-token p50 [\d.]+ ms, p99 [\d.]+ ms"
+    assert re.search(latencies, summary)
+    assert re.search(r"buckets: prefill/16 x1, decode/1/fast x\d+", summary)
+
+
+class Pieces(io.StringIO):
+    """A terminal that remembers what it showed at each flush."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str] = []
+
+    def flush(self) -> None:
+        self.shown.append(self.getvalue())
+
+
+def test_generate_shows_text_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Pieces()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    arguments = ["--prompt", PROMPT, "--max-tokens", "12", "--device", "cpu", *SMALL]
+    assert main(["generate", *arguments]) == 0
+    text = greedy_text(PROMPT)
+    partial = {shown for shown in terminal.shown if shown and text.startswith(shown)}
+    assert len(partial) > 5
+
+
+def test_generate_prints_json(cli: Cli, device: str) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "9", "--json", "--dtype", "float32")
+    status, out, err = cli("generate", *arguments, device=device)
+    assert status == 0 and err == ""
+    (line,) = out.splitlines()
+    document = json.loads(line, parse_constant=pytest.fail)
+    assert document.keys() == GENERATED_KEYS
+    assert document["new_tokens"] == len(document["token_ids"]) == 9
+    assert document["prompt_tokens"] == prompt_len()
+    assert document["finish_reason"] == "length"
+    assert document["device"].startswith(device)
+    assert document["ttft_ms"] > 0 and 0 <= document["itl_p50_ms"] <= document["itl_p99_ms"]
+    assert document["replays"].keys() == {"prefill/16", "decode/1/fast"}
+    assert document["replays"]["prefill/16"] == 1 and document["replays"]["decode/1/fast"] >= 8
+    if device == "cpu":
+        assert document["text"] == greedy_text(PROMPT, max_tokens=9)
+
+
+def test_a_single_token_has_no_gaps(cli: Cli) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "1")
+    status, out, _ = cli("generate", *arguments, "--json")
+    document = json.loads(out)
+    assert status == 0 and document["new_tokens"] == 1
+    assert document["itl_p50_ms"] is None and document["itl_p99_ms"] is None
+    status, out, _ = cli("generate", *arguments)
+    assert status == 0 and "time to first token" in out
+    assert "None" not in out and "nan" not in out
+
+
+def test_generate_reads_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# two lines\n" + PROMPT
+    say(monkeypatch, text)
+    status, out, _ = cli("generate", "--prompt", "-", "--max-tokens", "12", "--json")
+    assert status == 0
+    assert json.loads(out)["text"] == greedy_text(text)
+
+
+def test_sampling_options_reach_the_engine(cli: Cli) -> None:
+    def run(*arguments: str) -> dict[str, Any]:
+        arguments = ("--prompt", PROMPT, "--max-tokens", "20", "--json", *arguments)
+        status, out, _ = cli("generate", *arguments)
+        assert status == 0
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    greedy = run()
+    hot = run("--temperature", "1.5", "--seed", "3")
+    assert hot["seed"] == 3 and hot["token_ids"] != greedy["token_ids"]
+    assert run("--temperature", "1.5", "--seed", "3")["token_ids"] == hot["token_ids"]
+    again = ("--temperature", "1.5", "--seed", str(run("--temperature", "1.5")["seed"]))
+    assert run(*again)["token_ids"] == run("--temperature", "1.5")["token_ids"]
+    assert run("--temperature", "1.5", "--top-k", "1")["token_ids"] == greedy["token_ids"]
+    assert run("--temperature", "1.5", "--top-p", "1e-6")["token_ids"] == greedy["token_ids"]
+    assert run("--temperature", "1.5", "--min-p", "1")["token_ids"] == greedy["token_ids"]
+    assert run("--temperature", "1.5", "--top-n-sigma", "1e-9")["token_ids"] == greedy["token_ids"]
+    # A filter takes the sampler that knows filters; greedy needs none.
+    assert "decode/1/fast" in hot["replays"] and "decode/1/full" not in hot["replays"]
+    filtered = run("--temperature", "1.5", "--top-k", "9")["replays"]
+    assert "decode/1/full" in filtered and "decode/1/fast" not in filtered
+    assert run("--top-k", "9")["replays"].keys() == greedy["replays"].keys()
+    stop = greedy["text"][5:8]
+    stopped = run("--stop", "never in the text", "--stop", stop)
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == greedy["text"][: greedy["text"].find(stop)]
+    assert stopped["stop_reason"] == stop and greedy["stop_reason"] is None
+    included = run("--stop", stop, "--include-stop")
+    assert included["text"] == greedy["text"][: greedy["text"].find(stop) + len(stop)]
+    assert run("--deadline", "1e-9")["finish_reason"] == "deadline"
+    assert run("--min-tokens", "20", "--ignore-eos")["new_tokens"] == 20
+
+
+def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
+    def run(*options: str) -> dict[str, Any]:
+        status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "20", "--json",
+                             "--ignore-eos", *options)  # fmt: skip
+        assert status == 0
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    greedy = run()
+    said = greedy["token_ids"]
+    assert "logprobs" not in greedy
+    for name, value in (("repetition", "1.5"), ("frequency", "2"), ("presence", "2")):
+        assert run(f"--{name}-penalty", value)["token_ids"] != said, name
+    biases = ("--logit-bias", f"{said[0]}=-inf", "--logit-bias", "5=1e3")
+    assert set(run(*biases)["token_ids"]) == {5}
+    word = greedy["text"].split()[0]
+    assert word not in run("--bad-word", "never", "--bad-word", word)["text"].split()
+    found = run("--logprobs", "2")
+    assert found["token_ids"] == said
+    assert [entries[0]["token_id"] for entries in found["logprobs"]] == said
+    assert all(len(entries) in (2, 3) for entries in found["logprobs"])
+    status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "3", "--logprobs", "1")
+    lines = [line for line in out.splitlines() if " rank " in line]
+    assert status == 0 and [int(line.split()[0]) for line in lines] == said[:3]
+
+
+@pytest.mark.parametrize("wrong", ["5", "x=1", "5=", "=1", "5=y"])
+def test_a_bias_is_an_id_and_a_number(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--prompt", "x", "--logit-bias", wrong])
+    assert "must be ID=V" in capsys.readouterr().err
+
+
+def test_engine_options_reach_the_engine(cli: Cli) -> None:
+    options = ("--block-size", "8", "--lookahead", "0", "--wait", "block", "--dtype", "float32")
+    status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "5", "--json", *options)
+    assert status == 0
+    # Without lookahead no replay runs for nothing.
+    assert json.loads(out)["replays"] == {"prefill/16": 1, "decode/1/fast": 4}
+
+
+# Speculation.
+
+
+@pytest.mark.parametrize("mode", ["mtp:2", "ngram:3:2", "auto"])
+def test_speculation_changes_no_token_and_is_summed_up(cli: Cli, mode: str) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "24", "--ignore-eos", "--json")
+    status, out, _ = cli("generate", *arguments)
+    plain = json.loads(out)
+    assert status == 0 and plain["acceptance"] is None
+    status, out, err = cli("generate", *arguments, "--speculative", mode)
+    assert status == 0 and err == ""
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert document["token_ids"] == plain["token_ids"]
+    acceptance = document["acceptance"]
+    # The first token comes with the prompt.
+    assert acceptance["tokens"] == 23 and 1 <= acceptance["steps"] <= 23
+    assert 0 < document["itl_p50_ms"] <= document["itl_p99_ms"], "gaps are those between steps"
+    assert any(re.fullmatch(r"decode/1/k\d/fast", name) for name in document["replays"])
+
+
+def test_the_summary_says_what_became_of_the_drafts(cli: Cli) -> None:
+    arguments = ("--prompt", PROMPT, "--max-tokens", "24", "--ignore-eos")
+    vocabulary = ("--draft-vocab", f"{Path(__file__)}:512")
+    status, out, _ = cli("generate", *arguments, "--speculative", "mtp:2", *vocabulary)
+    assert status == 0
+    shown = r"speculation: [\d.]+ tokens a step \(.* of 2.00 drafts; .* by position\) in \d+ steps"
+    # A request's last steps may verify fewer.
+    assert re.search(shown.replace("2.00", r"[\d.]+"), out), out
+    status, out, _ = cli("generate", *arguments, "--speculative", "off")
+    assert status == 0 and "speculation" not in out
+
+
+def test_max_live_leaves_larger_buckets_without_drafts(cli: Cli) -> None:
+    arguments = ("--speculative", "mtp:3", "--max-batch", "64", "--max-live", "16", "--json")
+    status, out, err = cli("info", *arguments)
+    assert status == 0 and err == ""
+    facts = json.loads(out)
+    sizes = facts["decode_buckets"]
+    drafting = [size for size in sizes if size <= 16]
+    assert 16 in drafting and sizes[-1] == 64
+    # k=3 in these and k=0 in all, each with two samplers.
+    assert facts["graphs"] == 1 + 2 * (len(drafting) + len(sizes) + len(facts["prefill_buckets"]))
+
+
+# chat
+
+
+def test_chat_needs_a_template(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, "hello\n")
+    assert_error(cli("chat"), "demo has no chat template")
+
+
+def test_chat_needs_a_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
+    path = str(checkpoints["qwen3-biases"].path)
+    assert_error(cli("chat", "--checkpoint", path), "has no chat template")
+
+
+@pytest.mark.parametrize("system", [None, "You write Python."])
+def test_chat_remembers_what_was_said(
+    cli: Cli, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, system: str | None
+) -> None:
+    say(monkeypatch, "a function\nanother one\n")
+    options = ("--checkpoint", str(chat_checkpoint), "--max-tokens", "12")
+    options += () if system is None else ("--system", system)
+    status, out, _ = cli("chat", *options, "--json")
+    assert status == 0
+    first, second = (json.loads(line) for line in out.splitlines())
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": "a function"})
+    assert first["text"] == greedy_text(messages, chat_checkpoint)
+    messages.append({"role": "assistant", "content": first["text"]})
+    messages.append({"role": "user", "content": "another one"})
+    assert second["text"] == greedy_text(messages, chat_checkpoint)
+    assert second["prompt_tokens"] > first["prompt_tokens"] + first["new_tokens"]
+    # The session keeps whole blocks of what the template left as it was.
+    assert first["cached_tokens"] == 0 and second["cached_tokens"] % 16 == 0
+
+    say(monkeypatch, "a function\nanother one\n")
+    status, out, _ = cli("chat", *options)
+    assert status == 0
+    assert first["text"] in out and second["text"] in out
+    assert out.count("> ") >= 2
+
+
+def test_each_turn_reports_its_own_buckets(
+    cli: Cli, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, "one\ntwo\nthree\n")
+    options = ("--checkpoint", str(chat_checkpoint), "--max-tokens", "6", "--json")
+    status, out, _ = cli("chat", *options)
+    assert status == 0
+    for line in out.splitlines():
+        replays = json.loads(line)["replays"]["decode/1/fast"]
+        assert 5 <= replays <= 7, "five after the prefill, one or two ahead of the end"
+
+
+def test_a_chat_that_outgrows_the_engine_says_so(
+    cli: Cli, chat_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, "word " * 200 + "\n")
+    status, _, err = cli("chat", "--checkpoint", str(chat_checkpoint))
+    assert status == 2
+    assert re.search(r"graphengine: error: .*\d+ tokens .*max_seq_len=96", err)
+
+
+# info
+
+
+@pytest.fixture
+def nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        pytest.fail("`info` only plans")
+
+    monkeypatch.setattr(Engine, "__init__", forbidden)
+    monkeypatch.setattr(Engine, "from_pretrained", forbidden)
+    monkeypatch.setattr(Checkpoint, "load", forbidden)
+    monkeypatch.setattr("graphengine.core.runtime.capture_all", forbidden)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_shows_what_would_be_captured(cli: Cli) -> None:
+    status, out, err = cli("info", "--max-batch", "12")
+    assert status == 0 and err == ""
+    for name, value in {
+        "architecture": "Qwen3ForCausalLM",
+        "layers": "7",
+        "vocabulary": "4096",
+        "device": "cpu",
+        "dtype": "float32",
+        "max batch": "12",
+        "max seq len": "96",
+        "decode buckets": "1, 2, 4, 8, 12",
+        "prefill buckets": "16, 64, 96",
+        # Each bucket with both samplers.
+        "graphs": "17",
+    }.items():
+        assert re.search(rf"^{name} +{value}$", out, re.MULTILINE), (name, out)
+    for part in ("weights", "KV cache", "swap", "total"):
+        assert part in out
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_prints_json(cli: Cli) -> None:
+    status, out, err = cli("info", "--json", "--dtype", "bfloat16")
+    assert status == 0 and err == ""
+    document = json.loads(out)
+    assert document["architecture"] == "Qwen3ForCausalLM"
+    assert document["decode_buckets"] == [1, 2] and document["prefill_buckets"] == [16, 64, 96]
+    assert document["graphs"] == 11 and document["dtype"] == "bfloat16"
+    assert all(line.keys() == {"name", "bytes", "where"} for line in document["budget"])
+    tensors = Checkpoint.open(checkpoint_path()).tensors.items()
+    weights = sum(info.nbytes for name, info in tensors if not name.startswith("mtp."))
+    (line,) = (line for line in document["budget"] if line["name"] == "weights")
+    assert line["bytes"] == weights and line["where"] == "host"
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_counts_the_drafter(cli: Cli) -> None:
+    plain, mtp = (
+        json.loads(cli("info", "--json", "--speculative", mode)[1]) for mode in ("off", "mtp:3")
+    )
+    assert (plain["speculative"], plain["draft_lengths"]) == ("off", [0])
+    assert (mtp["speculative"], mtp["draft_lengths"]) == ("mtp eagle, k=3", [0, 3])
+    # Two decode buckets with two samplers, of each draft length.
+    assert mtp["graphs"] - plain["graphs"] == 4
+    own = json.loads(cli("info", "--json", "--speculative", "mtp:3:own")[1])
+    assert own["graphs"] - mtp["graphs"] == 4, "one beside each of those buckets"
+    tensors = Checkpoint.open(checkpoint_path()).tensors.items()
+    module = sum(info.nbytes for name, info in tensors if name.startswith("mtp."))
+    (line,) = (line for line in mtp["budget"] if line["name"] == "drafter's weights")
+    # Stored in bfloat16; a CPU computes in float32.
+    assert line["bytes"] == 2 * module
+    status, out, _ = cli("info", "--speculative", "mtp:3")
+    assert status == 0 and re.search(r"^draft lengths +0, 3$", out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
+    path = str(checkpoints["llama-biases"].path)
+    status, out, _ = cli("info", "--checkpoint", path, "--json")
+    assert status == 0 and json.loads(out)["architecture"] == "LlamaForCausalLM"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--checkpoint", "/absent/checkpoint"), "/absent/checkpoint"),
+        (("--checkpoint", "graphengine/no-such-model"), "graphengine/no-such-model.*hub"),
+        (("--max-seq-len", "2049"), "max_seq_len=2049 .*2048"),
+        (("--max-batch", "0"), "max_batch=0"),
+        (("--block-size", "12"), "block_size=12"),
+        (("--lookahead", "2"), "lookahead=2"),
+        (("--dtype", "int3"), "dtype=int3"),
+        (("--checkpoint", "~no-such-user/x"), "path '~no-such-user/x': .*home directory"),
+        (("--memory-fraction", "1e-9"), "(?s)available.*KV cache.*total"),
+        (("--speculative", "mtp:x"), r"speculative='mtp:x' must be off, auto, mtp\[:K"),
+        (("--speculative", "mtp:0"), "k=0 drafts"),
+        (("--speculative", "mtp:14", "--max-batch", "8"), "feed 120 tokens a step"),
+        (("--max-live", "3"), "gate is for an engine with drafts, not speculative=None"),
+        (("--speculative", "mtp", "--max-live", "0"), "max_live=0 must be an integer in"),
+        (("--speculative", "mtp", "--draft-vocab", "512"), "must be TEXT:SIZE"),
+        (("--speculative", "ngram", "--draft-vocab", "x.txt:512"), "a draft vocabulary is for mtp"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_errors_are_one_message(
+    cli: Cli, command: str, arguments: tuple[str, ...], pattern: str
+) -> None:
+    prompt = ("--prompt", PROMPT) if command == "generate" else ()
+    assert_error(cli(command, *prompt, *arguments), pattern)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt", "x = 1\n" * 60), r"max_seq_len=96"),
+        (("--prompt", PROMPT, "--temperature", "nan"), "temperature=nan"),
+        (("--prompt", PROMPT, "--temperature", "-1"), "temperature=-1"),
+        (("--prompt", PROMPT, "--top-p", "0"), r"top_p=0.0 .*\(0, 1\]"),
+        (("--prompt", PROMPT, "--max-tokens", "0"), "max_tokens=0"),
+        (("--prompt", PROMPT, "--stop", ""), "stop="),
+        (("--prompt", PROMPT, "--seed", "-1"), "seed=-1"),
+        (("--prompt", PROMPT, "--logprobs", "21"), r"logprobs=21 .*\[0, 20\]"),
+        (("--prompt", PROMPT, "--presence-penalty", "3"), r"presence_penalty=3.0 .*\[-2, 2\]"),
+        (("--prompt", PROMPT, "--logit-bias", "9999=1"), "9999 is outside the vocabulary"),
+        (("--prompt", PROMPT, "--bad-word", ""), "bad_words="),
+    ],
+)
+def test_requests_that_cannot_be_served_are_errors(
+    cli: Cli, arguments: tuple[str, ...], pattern: str
+) -> None:
+    assert_error(cli("generate", *arguments), pattern)
+    assert_error(cli("generate", *arguments, "--json"), pattern)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nothing"], ["generate"], ["generate", "--prompt", "a", "--top-k", "x"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: graphengine" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    status, _, err = cli("generate", "--prompt", PROMPT)
+    assert status == 130 and "Traceback" not in err
+
+
+# As users start it.
+
+
+def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+    """From any folder, without a checkout in the way; JSON alone on stdout, the log on stderr."""
+    command = [sys.executable, "-P", "-m", "graphengine", "generate", "--device", "cpu", *SMALL]
+    command += ["--prompt", PROMPT, "--max-tokens", "12", "--json", "--verbose"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document.keys() == GENERATED_KEYS
+    assert document["text"] == greedy_text(PROMPT)
+    assert "KV cache" in done.stderr and "decode/2/full" in done.stderr
+
+
+# Grammars.
+
+
+def test_text_of_a_grammar(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "list.lark"
+    schema.write_text('{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], '
+                      '"additionalProperties": false}')  # fmt: skip
+    grammar.write_text('start: "[" /[a-z]{2}/ "]"')
+    for arguments, pattern in (
+        (("--json-schema", str(schema), "--no-whitespace"), r'\{"a":7\}'),
+        (("--regex", "[0-9]{3}x", "--speculative", "ngram:2"), "[0-9]{3}x"),
+        (("--choice", "yes,no,not at all"), "yes|no|not at all"),
+        (("--grammar", str(grammar)), r"\[[a-z]{2}\]"),
+    ):
+        status, out, _ = cli("generate", "--prompt", PROMPT, "--json", *arguments)
+        result = json.loads(out)
+        assert status == 0 and result["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, result["text"]), result["text"]
+
+
+def test_what_is_no_grammar(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    assert_error(cli("generate", "--prompt", "x", "--regex", "a["), "regex='a\\[' cannot be served")
+    assert_error(cli("generate", "--prompt", "x", "--no-whitespace"), "is for --json-schema")
+    missing = str(tmp_path / "none.json")
+    assert_error(cli("generate", "--prompt", "x", "--json-schema", missing), "No such file")
+    with pytest.raises(SystemExit):
+        cli("generate", "--prompt", "x", "--regex", "a", "--choice", "a,b")

@@ -1,0 +1,75 @@
+"""Modes of speculation on command lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphengine.cli.speculative_text import (
+    GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
+)
+from graphengine.speculative import MTP, Auto, DraftModel, DraftVocabulary, NGram, Speculative
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", None),
+        ("auto", Auto()),
+        ("mtp", MTP()),
+        ("mtp:2", MTP(k=2)),
+        ("mtp:3:vanilla", MTP(k=3, style="vanilla")),
+        ("mtp:3:target", MTP(k=3, style="vanilla", feed="target")),
+        ("mtp:1:eagle", MTP(k=1)),
+        ("mtp:2:own", MTP(k=2, own_graph=True)),
+        ("ngram", NGram()),
+        ("ngram:5", NGram(k=5)),
+        ("ngram:5:3", NGram(k=5, max_n=3)),
+        ("model:a/b", DraftModel("a/b")),
+        ("model:a/b:2", DraftModel("a/b", 2)),
+        ("model:c:/d:2", DraftModel("c:/d", 2)),
+        ("model:c:/d", DraftModel("c:/d")),
+        ("model:7", DraftModel("7")),
+    ],
+)
+def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
+    assert parse_speculative(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
+        "ngram:3:", "ngram:٣", "ngram:1:2:3", "model", "model:", "model::", "MTP",
+    ],
+)  # fmt: skip
+def test_any_other_text_shows_the_grammar(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_speculative(text)
+    assert repr(text) in str(caught.value) and GRAMMAR in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("mtp:0", "k=0 drafts"), ("mtp:32", "k=32 drafts"), ("ngram:3:0", "max_n=0"),
+     ("model:a:99", "k=99 drafts")],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_told(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_speculative(text)
+
+
+def test_a_draft_vocabulary_is_a_text_and_a_size() -> None:
+    vocabulary = parse_draft_vocabulary("c:/some.txt:512")
+    assert vocabulary == DraftVocabulary(text="c:/some.txt", size=512)
+    assert with_draft_vocabulary(MTP(k=2), vocabulary) == MTP(k=2, draft_vocab=vocabulary)
+    for text in ("512", ":512", "some.txt", "some.txt:", "some.txt:-1", "some.txt:x"):
+        with pytest.raises(ValueError, match="must be TEXT:SIZE"):
+            parse_draft_vocabulary(text)
+    with pytest.raises(ValueError, match="size=0"):
+        parse_draft_vocabulary("some.txt:0")
+    for mode in (None, NGram(), Auto()):
+        with pytest.raises(ValueError, match="a draft vocabulary is for mtp"):
+            with_draft_vocabulary(mode, vocabulary)

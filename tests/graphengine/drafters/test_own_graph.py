@@ -1,0 +1,167 @@
+"""MTP with a graph of its own drafts what MTP inside the step's graph does, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtp_checkpoints import LAYOUTS, write_random
+
+from graphengine import Engine, EngineConfig, Request
+from graphengine.demo import checkpoint_path
+from graphengine.drafters import OwnGraphEagle, make_drafter
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.families import read_model_config
+from graphengine.opening.memory import plan_memory
+from graphengine.speculative import MTP, DraftVocabulary, GateOptions
+from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
+
+PROMPTS = (PROMPT, LONG, OTHER, "import os\n")
+
+
+def open_both(
+    path: Path | None = None, *, k: int = 3, mtp: dict[str, Any] | None = None, **options: Any
+) -> tuple[Engine, Engine]:
+    """Drafting inside the step's graph, and behind it."""
+    inside, behind = (
+        open_engine(path, speculative=MTP(k, own_graph=own, **(mtp or {})), **options)
+        for own in (False, True)
+    )
+    return inside, behind
+
+
+def step_both(engines: tuple[Engine, Engine], prompts: tuple[Any, ...], params: Any) -> None:
+    """Submit to both and step them to the end; drafts, tokens and events stay equal throughout."""
+    requests: list[list[Request]] = [
+        [engine.submit(prompt, params) for prompt in prompts] for engine in engines
+    ]
+    for _ in range(500):
+        if not any(engine.busy for engine in engines):
+            break
+        events = [engine.step() for engine in engines]
+        assert [e.token_ids for e in events[0]] == [e.token_ids for e in events[1]]
+        for engine in engines:
+            if engine.runtime.stream is not None:
+                engine.runtime.stream.synchronize()
+        inside, behind = (engine.runtime.buffers["draft_tokens"] for engine in engines)
+        assert torch.equal(inside, behind)
+    for left, right in zip(*requests, strict=True):
+        assert left.token_ids == right.token_ids and left.finish_reason == right.finish_reason
+    assert engines[0].acceptance.as_dict() == engines[1].acceptance.as_dict()
+    for engine in engines:
+        assert_idle(engine)
+
+
+def count(engine: Engine, prefix: str) -> dict[str, int]:
+    """Replays of the graphs of one kind, by the rest of their names."""
+    start = f"replays/{prefix}/"
+    return {
+        name.removeprefix(start): n for name, n in engine.counters.items() if name.startswith(start)
+    }
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("params", [greedy(30), sampled(30, seed=5)], ids=["greedy", "sampled"])
+def test_the_same_drafts(device: str, lookahead: int, params: Any) -> None:
+    """Requests of several chunks, more of them than slots, that end one after the other."""
+    inside, behind = open_both(device=device, lookahead=lookahead)
+    with inside, behind:
+        step_both((inside, behind), PROMPTS, params)
+        assert isinstance(behind.core.drafter, OwnGraphEagle)
+        assert behind.acceptance.as_dict()["accepted"] > 0
+        launched = count(behind, "draft")
+        assert {f"{name}/fast": n for name, n in launched.items()} == count(behind, "decode")
+        assert count(behind, "decode") == count(inside, "decode")
+        assert set(launched) == {"1/k3", "2/k3", "3/k3"}
+        assert not count(inside, "draft")
+        # Prompts and steps publish, and nothing else does.
+        published = sum(count(behind, "decode").values()) + sum(count(behind, "prefill").values())
+        assert int(behind.runtime.buffers["sequence"]) == published
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_other_layouts(tmp_path: Path, layout: str) -> None:
+    path = write_random(tmp_path, layout)
+    inside, behind = open_both(path, k=2, max_batch=2, block_size=8, lookahead=0)
+    with inside, behind:
+        step_both((inside, behind), ([1, 2, 3], list(range(40)), [5]), sampled(20, seed=1))
+
+
+def test_a_trimmed_vocabulary_and_pauses(tmp_path: Path) -> None:
+    """A pool that is short: rows pause and come back, with their drafts."""
+    text = tmp_path / "text"
+    text.write_text(LONG * 5)
+    mtp = {"draft_vocab": DraftVocabulary(text=text, size=64)}
+    inside, behind = open_both(mtp=mtp, kv_blocks=14, swap_blocks=40, max_seq_len=96)
+    with inside, behind:
+        step_both((inside, behind), PROMPTS, sampled(32, seed=2))
+        assert behind.counters["pauses"] > 0
+
+
+def test_without_drafts_the_module_keeps_up() -> None:
+    """While a gate drafts nothing, `draft/R/k0` takes in what was emitted; later drafts are as if
+    it had been so inside.
+    """
+    gate = GateOptions(window=8, off_below=3.0, on_above=3.0, probe_every=6)
+    inside, behind = open_both(gate=gate, lookahead=0)
+    with inside, behind:
+        step_both((inside, behind), PROMPTS[:3], greedy(40, ignore_eos=True))
+        launched = count(behind, "draft")
+        assert launched["3/k0"] > 0 and launched["3/k3"] > 0
+        assert behind.counters["gate/probes"] > 0
+        caches = [engine.runtime.caches[1][0] for engine in (inside, behind)]
+        assert torch.equal(*caches)
+
+
+def test_cancelled_requests_leave_nothing_behind() -> None:
+    """A slot that is cancelled with a step in flight, and taken again."""
+    inside, behind = open_both(max_batch=1)
+    with inside, behind:
+        for engine in (inside, behind):
+            request = engine.submit(PROMPT, sampled(60, seed=1))
+            while len(request.token_ids) < 6:
+                engine.step()
+            request.cancel()
+            engine.step()
+        for engine in (inside, behind):
+            run(engine)
+        step_both((inside, behind), (OTHER,), sampled(30, seed=1))
+
+
+def test_poison_behind_the_live_lanes(device: str) -> None:
+    """What earlier, larger steps handed over is not read, nor is what padded lanes hold."""
+    inside, behind = open_both(device=device, lookahead=0)
+    with inside, behind:
+        buffers = behind.runtime.buffers
+        for name in ("token", "slot", "position", "target", "emitted"):
+            buffers[f"handover_{name}"].fill_(2**31 - 1)
+        buffers["handover_hidden"].fill_(torch.nan)
+        step_both((inside, behind), PROMPTS[:2], sampled(20, seed=4))
+
+
+def test_its_graphs_and_fields_are_in_the_budget() -> None:
+    checkpoint = Checkpoint.open(checkpoint_path())
+    model = read_model_config(checkpoint.config)
+    state = []
+    for own in (False, True):
+        config = EngineConfig(speculative=MTP(3, own_graph=own), device="cpu", max_seq_len=128)
+        drafter = make_drafter(config, checkpoint, model)
+        plan = plan_memory(model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+        state.append({line.name: line.bytes for line in plan.budget.lines}["drafter's state"])
+    lanes = 8 * 4
+    assert state == [0, lanes * (4 * 4 + 4 * model.hidden_size) + 4 * 8]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_both_graphs_hold_kernels_alone(pdl: bool) -> None:
+    """And drafts in the checkpoint's own dtype are the same bits."""
+    inside, behind = open_both(device="cuda", pdl=pdl, dtype="bfloat16")
+    with inside, behind:
+        step_both((inside, behind), PROMPTS, sampled(40, seed=3))
+        for key, graph in behind.runtime.graphs.items():
+            if key.kind != "prefill":
+                assert graph.report.node_kinds is not None
+                assert graph.report.node_kinds["kernel"] == graph.report.nodes, key

@@ -1,0 +1,344 @@
+"""`config.json`: every value of every key, and what transformers makes of the same file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.models.config_schema import HARMLESS, KEYS, NEUTRAL, ROPE_KEYS, unknown_keys
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families import FAMILIES, read_model_config
+
+NAN, INF = math.nan, math.inf
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def small(family: str = "Llama", **changes: Any) -> dict[str, Any]:
+    return SMALL | {"architectures": [f"{family}ForCausalLM"]} | changes
+
+
+def refused(message: str, config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_model_config(config)
+
+
+# Any value.
+
+ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 64, 2**31, 10**9, 10**18, 10**400, -(10**400), 0.0, 0.5, -0.5,
+    1.0, 1e308, NAN, INF, -INF, "", "1", "false", "default", [], [1], [None], ["x"], [[]], {},
+    {"x": 1}, {"": None}, {"full_attention": None}, {"full_attention": {}},
+]  # fmt: skip
+NAMES = sorted({key.name for key in KEYS} | NEUTRAL.keys() | HARMLESS | {"nobody_knows"})
+ROPE_NAMES = [key.name for key in ROPE_KEYS] + ["full_attention", "nobody_knows"]
+
+
+def check_read(config: dict[str, Any]) -> None:
+    """The config is refused with a ValueError, or whatever is made of it is sound."""
+    try:
+        model = read_model_config(config)
+    except ValueError as error:
+        assert str(error)
+        return
+    assert isinstance(model, DecoderConfig) and model.architecture in FAMILIES
+    for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
+        assert isinstance(getattr(model, name), bool), name
+    for name in ("vocab_size", "hidden_size", "ffn_size", "num_layers", "max_positions"):
+        assert type(getattr(model, name)) is int and 1 <= getattr(model, name) < 2**31, name
+    assert model.num_layers <= 1024
+    assert isinstance(model.norm_eps, float) and 0 <= model.norm_eps <= 1
+    frequencies, factor = rope_frequencies(model.rope, head_dim=model.head_dim)
+    assert frequencies.isfinite().all() and math.isfinite(factor)
+    unknown_keys(config)
+
+
+def each_odd_config() -> Iterator[dict[str, Any]]:
+    for name in NAMES:
+        for value in ODD:
+            yield small("Qwen3", **({"head_dim": 64} | {name: value}))
+    for kind in ("default", "linear", "llama3", "yarn"):
+        for place in ("rope_parameters", "rope_scaling"):
+            for name in ROPE_NAMES:
+                for value in ODD:
+                    yield small(**{place: LLAMA3 | {"rope_type": kind} | {name: value}})
+
+
+def test_every_key_with_every_odd_value() -> None:
+    for config in each_odd_config():
+        check_read(config)
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4),
+    st.sampled_from(["yarn", "linear", "llama3", "full_attention", "silu"]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(ROPE_NAMES) | st.text(max_size=3), inner, max_size=4),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.sampled_from(["Llama", "Qwen2", "Qwen3", "MiMo"]),
+    changes=st.dictionaries(st.sampled_from(NAMES), values, max_size=3),
+)
+@example(family="Llama", changes={"rope_scaling": YARN | {"factor": None, "beta_slow": 0}})
+def test_any_json_value_is_read_or_refused(family: str, changes: dict[str, Any]) -> None:
+    check_read(small(family, **changes))
+
+
+# Wrong values, by name.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1: must be"),
+        ({"rms_norm_eps": NAN}, r"rms_norm_eps=nan: must be a finite number in \[0, 1\]$"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1: must be"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True: must be"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None: must be"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000: .* in \[1, 1024\]"),
+        ({"vocab_size": 10**18}, r"vocab_size=10{18}: .* in \[1, 2147483647\]"),
+        ({"hidden_size": None}, "hidden_size=None: must be an integer"),
+        ({"architectures": 5}, "architectures=5: must be a list of strings, or null"),
+        ({"architectures": [5]}, r"architectures=\[5\]: must be a list of strings"),
+        ({"rope_scaling": 5}, "rope_scaling=5: must be a JSON object, or null"),
+        ({"rope_theta": None}, "rope_theta=None: must be a finite number"),
+        ({"rope_parameters": {"rope_theta": None}}, r"rope_parameters\.rope_theta=None: must be"),
+        ({"rope_scaling": YARN | {"factor": "4"}}, r"rope_scaling\.factor='4': must be a finite"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling={'type': 'yarn'}: .* needs factor"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "'linear' needs factor"),
+        ({"rope_scaling": YARN | {"rope_type": "llama3"}}, "'llama3' needs low_freq_factor"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.rope_type='mrope': .*linear"),
+        ({"rope_parameters": {"sliding_attention": YARN}}, "supported: RoPE of all layers, or"),
+        ({"rope_parameters": {"full_attention": YARN, "factor": 2}}, "supported: RoPE of all"),
+        ({"head_dim": 72}, r"head_dim=72: supported: \(64, 80, 96, 128, 256\)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
+    refused(message, small(**changes))
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(ValueError, match=r"rope_scaling=\[0, 0, .*\.\.\.: must be") as caught:
+        read_model_config(small(rope_scaling=[0] * 10_000))
+    assert len(str(caught.value)) < 250
+
+
+# Keys that change the arithmetic.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8.*null or {}"),
+        ({"num_experts": 8}, "num_experts=8: supported: null or 0"),
+        ({"num_local_experts": 8}, "num_local_experts=8"),
+        ({"n_routed_experts": 8}, "n_routed_experts=8"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*: 'full_"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types=.*'dense' in every layer"),
+        ({"use_sliding_window": True, "sliding_window": 32}, "use_sliding_window=True: supported"),
+        ({"sliding_window": 32}, "sliding_window=32: supported: null, or use_sliding_window=False"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: supported: null"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0: supported: null or 1"),
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: supported: 1.0"),
+        ({"hidden_activation": "gelu"}, "hidden_activation='gelu': supported: null or 'silu'"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config="),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}},
+            r"rope_scaling.mrope_section=\[1, 2\]: supported: null or False",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu': supported: 'silu'"),
+        ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config="),
+    ],
+)  # fmt: skip
+def test_what_is_computed_otherwise_is_refused(changes: dict[str, Any], message: str) -> None:
+    refused(f"config.json has {message}", small(**changes))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "MiMo"])
+def test_neutral_values_are_no_obstacle(family: str) -> None:
+    plain = read_model_config(small(family, head_dim=64))
+    neutral: dict[str, Any] = dict.fromkeys(NEUTRAL)
+    neutral |= {name: values[-1] for name, values in NEUTRAL.items() if values}
+    neutral |= {"no_rope_layers": [1, 1], "use_sliding_window": False, "sliding_window": 32}
+    neutral |= {"layer_types": ["full_attention"] * 2, "partial_rotary_factor": None}
+    assert read_model_config(small(family, head_dim=64, **neutral)) == plain
+    # A window as long as any text is none.
+    assert read_model_config(small(family, head_dim=64, sliding_window=512)) == plain
+
+
+# Keys that well-known checkpoints have beside their sizes.
+REAL: dict[str, dict[str, Any]] = {
+    "Llama-3.2": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+        "initializer_range": 0.02, "mlp_bias": False, "model_type": "llama", "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
+        "use_cache": True,
+    },
+    "Llama-SmolLM2": {
+        "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None,
+        "transformers.js_config": {"dtype": "q4"}, "pad_token_id": 2, "rope_theta": 130000,
+    },
+    "Qwen2.5": {
+        "attention_dropout": 0.0, "max_window_layers": 28, "model_type": "qwen2",
+        "sliding_window": 128, "use_mrope": False, "use_sliding_window": False,
+    },
+    "MiMo-7B": {
+        "attention_bias": True, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "max_window_layers": 36, "model_type": "mimo", "num_nextn_predict_layers": 1,
+        "rope_scaling": None, "rope_theta": 640000, "sliding_window": 128, "use_cache": True,
+        "use_sliding_window": False,
+    },
+    "Qwen3": {
+        "head_dim": 128, "max_window_layers": 28, "model_type": "qwen3", "sliding_window": None,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_keys_of_real_checkpoints_are_known(name: str) -> None:
+    family = "Qwen2" if name == "Qwen2.5" else name.partition("-")[0]
+    config = small(family, **REAL[name])
+    assert read_model_config(config).num_layers == 2
+    assert unknown_keys(config) == []
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config()])
+def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
+    assert unknown_keys(config.to_dict()) == []
+    assert unknown_keys(SMALL | {"scale_sinks": 1, "rope_scaling": {"alpha": 2}}) == [
+        "rope_scaling.alpha",
+        "scale_sinks",
+    ]
+
+
+# As transformers reads it.
+
+ROPES: dict[str, dict[str, Any]] = {
+    "scaling beside parameters": {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+        "rope_theta": 500.0,
+    },
+    "parameters beside null": {"rope_scaling": None, "rope_parameters": YARN, "rope_theta": 5e5},
+    "theta beside": {"rope_theta": 5e5},
+    "theta inside": {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 300}},
+    "yarn, factor null": {"rope_scaling": YARN | {"factor": None}},
+    "yarn, original beside": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "original_max_position_embeddings": 32,
+    },
+    "yarn, original twice": {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+    "yarn, no original": {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+    "yarn, nulls": {"rope_scaling": YARN | {"beta_fast": None, "mscale": None, "beta_slow": 0}},
+    "yarn, mscale": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
+    "yarn, not truncated": {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.5}},
+    "llama3": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
+    "default, of other kinds": {"rope_parameters": LLAMA3 | {"rope_type": "default"}},
+    "partial null": {"partial_rotary_factor": None, "rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_is_that_of_transformers(name: str) -> None:
+    changes = ROPES[name]
+    copy = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in changes.items()
+    }
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict({**SMALL, **copy}))
+    ours, factor = rope_frequencies(read_model_config(small(**changes)).rope, head_dim=64)
+    assert torch.equal(ours, theirs.inv_freq)
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_rope_of_full_attention_is_that_of_every_layer() -> None:
+    nested = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
+    expected = read_model_config(small(rope_parameters=YARN, rope_theta=500.0))
+    found = read_model_config(small(rope_parameters={"full_attention": YARN}, rope_theta=500.0))
+    assert found == expected
+    found = read_model_config(
+        small("Qwen3", head_dim=64, rope_parameters=nested, layer_types=["full_attention"] * 2)
+    )
+    assert found.rope.kind == "yarn" and found.rope.factor == 4.0
+
+
+DEFAULTED = {
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [("Llama", LlamaConfig), ("Qwen2", Qwen2Config), ("Qwen3", Qwen3Config)],
+)
+def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> None:
+    config = small(family)
+    del config["max_position_embeddings"]
+    if family == "Qwen3":
+        assert read_model_config(config).head_dim == theirs.from_dict(config).head_dim == 128
+    ours, oracle = read_model_config(config), theirs.from_dict(config)
+    for key, name in DEFAULTED.items():
+        assert getattr(ours, name) == getattr(oracle, key), key
+    assert ours.rope.theta == oracle.rope_parameters["rope_theta"]
+
+
+def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
+    """transformers ignores the key: the architecture has biases on q, k and v."""
+    for told in (True, False, None):
+        model = read_model_config(small("Qwen2", attention_bias=told))
+        assert model.qkv_bias and not model.attention_bias
+
+
+@pytest.mark.parametrize("architectures", [None, [], "missing", ["base"]])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "MiMo"])
+def test_the_model_type_says_what_architectures_do_not(family: str, architectures: Any) -> None:
+    config = small(family, model_type=family.lower(), architectures=architectures)
+    if architectures == "missing":
+        del config["architectures"]
+    if architectures == ["base"]:
+        config["architectures"] = [f"{family}Model"]
+    assert read_model_config(config) == read_model_config(small(family))
+
+
+def test_neither_architecture_nor_model_type_lists_the_known() -> None:
+    refused("has no architectures, and model_type=None; known: Llama", small(architectures=None))
+    refused("model_type='gpt2'; known: Llama", small(architectures=[], model_type="gpt2"))
+    refused(
+        "'LlamaForTokenClassification'; known", small(architectures=["LlamaForTokenClassification"])
+    )

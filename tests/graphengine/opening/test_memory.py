@@ -1,0 +1,151 @@
+"""The memory budget against what is allocated, and swap that is not asked for."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import EngineConfig
+from graphengine.demo import checkpoint_path
+from graphengine.drafters import make_drafter
+from graphengine.models import contract, tuning
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.families import read_model_config
+from graphengine.opening import memory
+from graphengine.opening.allocation import allocate
+from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.speculative import (
+    MTP,
+    DraftModel,
+    DraftVocabulary,
+    NGram,
+    RelaxedAcceptance,
+    SaveHiddenStates,
+    UserProvided,
+)
+
+DEMO = Checkpoint.open(checkpoint_path())
+MODEL = read_model_config(DEMO.config)
+THINKING = RelaxedAcceptance(begin_token_ids=[5], end_token_ids=[6, 7])
+
+
+def planned(**options: Any) -> MemoryPlan:
+    config = EngineConfig(device="cpu", **options)
+    drafter = make_drafter(config, DEMO, MODEL)
+    return plan_memory(MODEL, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+
+
+def sizes(plan: MemoryPlan) -> dict[str, int]:
+    return {line.name.split(" (")[0]: line.bytes for line in plan.budget.lines}
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every tensor's storage by its address."""
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel()]
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in found
+        if tensor.device.type == "cpu"
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_stop_ids": 1024, "max_logit_bias": 4096, "max_batch": 16, "lookahead": 0},
+        {"max_logprobs": 20, "prompt_logprobs": True, "kv_blocks": 20, "swap_blocks": 33},
+        {"speculative": MTP(k=3), "relaxed_acceptance": THINKING, "max_seq_len": 100},
+        {"speculative": MTP(k=2, own_graph=True), "kv_blocks": 9, "prefill_buckets": (8, 24)},
+        {"speculative": MTP(k=1, style="vanilla"), "max_bad_words": 1024},
+        {"speculative": NGram(k=31), "max_batch": 2, "max_stop_sequences": 64},
+        {"speculative": UserProvided(k=5)},
+        {"speculative": DraftModel(checkpoint_path(), k=2), "kv_blocks": 30},
+        {"speculative": "d2t"},
+        {"speculative": "hidden"},
+    ],
+    ids=str,
+)
+def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_path: Any) -> None:
+    text = tmp_path / "text"
+    text.write_text("def read_lines(path): return open(path)", encoding="utf-8")
+    named = {
+        "d2t": MTP(k=2, draft_vocab=DraftVocabulary(text=text, size=40)),
+        "hidden": SaveHiddenStates(tmp_path, layers=[0, 1]),
+    }
+    options = {"max_batch": 3, "block_size": 8, "prefill_buckets": (8, 32)} | options
+    if isinstance(options.get("speculative"), str):
+        options["speculative"] = named[options["speculative"]]
+    config = EngineConfig(device="cpu", max_seq_len=options.pop("max_seq_len", 128), **options)
+    drafter = make_drafter(config, DEMO, MODEL)
+    plan = plan_memory(MODEL, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+    said = sizes(plan)
+
+    before = storages()
+    weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
+    if drafter is not None:
+        drafter.allocate(plan.device, plan.dtype, config.family)
+    model = weights.open(max_seq_len=plan.max_seq_len)
+    held = allocate(model, plan, config, drafter)
+    made = {at: size for at, size in storages().items() if at not in before}
+
+    buffers = held.buffers
+    assert said["staging"] >= buffers.staging_nbytes > 0
+    assert said["images of what the host owns"] >= buffers.staging_nbytes // config.staging_blocks
+    drafts = 4 * config.max_batch * (plan.tokens_per_step - 1)
+    assert said["mailbox"] == held.mailbox.tensor.nbytes + drafts
+    mailboxes = [held.logprobs.tokens, held.logprobs.prompts]
+    assert said["log-probabilities"] == sum(each.tensor.nbytes for each in mailboxes if each)
+    own = [said[name] for name in said if name in ("request options", "drafter's state")]
+    on_device = said["state and tables"] + sum(own)
+    assert buffers.nbytes <= on_device < 1.1 * buffers.nbytes + 2 * 2**20
+    assert said["swap"] == sum(area.nbytes for _, area in held.caches)
+    assert said["KV cache"] == sum(cache.nbytes for cache, _ in held.caches)
+    assert said["weights"] == weights.nbytes
+    # What is no tensor, and what only a step takes, cannot make up for anything.
+    other = ("images of what the host owns", "workspace", "graphs")
+    lines = sum(size for name, size in said.items() if name not in other)
+    assert 0.8 * lines < sum(made.values()) <= lines
+    assert held.masks is not None
+
+
+def test_the_counters_of_all_plans_are_in_the_budget() -> None:
+    least, _ = tuning._BLOCK_M["dot"]
+    assert least >= contract._LEAST_SPLIT_ROWS
+
+
+def test_pinned_memory_counts_as_torch_takes_it() -> None:
+    """In powers of two: 33 GiB of swap would take 64."""
+    assert [memory._host_bytes(size, True) for size in (0, 1, 4095, 4096, 4097)] == [
+        0, 1, 4096, 4096, 8192,
+    ]  # fmt: skip
+    assert memory._host_bytes(4097, False) == 4097
+    # Two areas of 3 and 1 bytes a block; of 64 bytes 16 blocks take all, and 17 take 96.
+    config = EngineConfig(device="cpu", max_batch=3)
+    chosen = [
+        memory._swap_blocks(config, 5, 20, [3, 1], most, True) for most in (-1, 3, 4, 80, 95, 96)
+    ]
+    assert chosen == [0, 0, 0, 16, 16, 21]
+    assert memory._swap_blocks(config, 5, 20, [3, 1], 10**9, True) == 40
+    assert memory._swap_blocks(config, 60, 20, [3, 1], 10**9, True) == 0
+    assert memory._swap_blocks(config, 5, 20, [3, 1], 80, False) == 20
+
+
+def test_swap_stays_within_half_of_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sized = {"max_batch": 8, "kv_blocks": 4, "max_seq_len": 128, "block_size": 8}
+    whole = planned(**sized)
+    assert whole.swap_blocks == 7 * 16
+    block = sizes(whole)["swap"] // whole.swap_blocks
+    used = whole.budget.total("host") - sizes(whole)["swap"]
+    for left in (0.5, 3.0, 50.0):
+        limit = int((used + left * block) / 0.9) + 1
+        monkeypatch.setattr(memory, "available_host_bytes", lambda limit=limit: limit)
+        plan = planned(**sized)
+        assert plan.swap_blocks == int(left)
+        assert plan.budget.total("host") <= 0.9 * limit + 1
+    # A small share of a large host.
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 10 * whole.budget.total("host"))
+    assert planned(**sized).swap_blocks == 112

@@ -1,0 +1,109 @@
+"""The graphs of the demo model as they are on file: an added kernel or a lost programmatic edge
+fails here.
+
+Which kernels there are also depends on the GPU and on the versions of torch and triton, so each of
+those has its own files, in `__snapshots__/test_golden_graphs/<key>/`. To record a new one, on that
+GPU: `pytest -m gpu tests/graphengine/program/test_golden_graphs.py --graph-snapshot-update`; then
+commit the folder.
+
+Without a GPU the same steps run with their launches noted, so that kernels, grids and blocks are
+compared there too. Only a capture knows the edges, shared memory, and what torch launches.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiling import GraphKernel, graph_kernels, own_kernels
+from named_graphs import graph_names
+
+from graphengine import Engine
+from graphengine.buckets import GraphStructure
+from graphengine.demo import checkpoint_path
+from graphengine.speculative import MTP
+from graphengine.testing.snapshot import GraphSnapshot, environment_key
+
+SNAPSHOTS = Path(__file__).parent / "__snapshots__" / Path(__file__).stem
+SIZES: dict[str, Any] = {"max_seq_len": 256, "block_size": 16, "prefill_buckets": (16, 64)}
+# One row in the `fma` family, a ladder in `dot`, and a step that also verifies and drafts.
+ENGINES: dict[str, dict[str, Any]] = {
+    "fma": {"max_batch": 1},
+    "dot": {"max_batch": 8, "buckets": (1, 8)},
+    "mtp": {"max_batch": 2, "buckets": (2,), "speculative": MTP(k=3)},
+}
+PREFILL = tuple(f"prefill/{name}" for name in ("16", "16/full", "64", "64/full", "64/note"))
+GRAPHS: dict[str, tuple[str, ...]] = {
+    "fma": ("decode/1/fast", "decode/1/full", *PREFILL),
+    "dot": ("decode/1/fast", "decode/1/full", "decode/8/fast", "decode/8/full", *PREFILL),
+    "mtp": ("decode/2/fast", "decode/2/full", "decode/2/k3/fast", "decode/2/k3/full", *PREFILL),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ENGINES)
+def test_demo_model(case: str, graph_snapshot: GraphSnapshot) -> None:
+    options = SIZES | ENGINES[case]
+    with Engine.from_pretrained(
+        checkpoint_path(), device="cuda", dtype="bfloat16", **options
+    ) as engine:
+        layers = engine.model.config.num_layers
+        assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
+        for graph in engine.runtime.captured:
+            name = graph.name
+            # Five kernels a layer, and begin, lm_head with its sampler, finish.
+            plain = name.startswith("decode/") and name.endswith("/fast") and case != "mtp"
+            budget = 5 * layers + 3 if plain else None
+            graph_snapshot(graph, name, key=environment_key(), max_nodes=budget)
+
+
+def file_of(key: str, case: str, name: str) -> Path:
+    return GraphSnapshot(SNAPSHOTS, f"test_demo_model[{case}]", update=False).path(name, key)
+
+
+def recorded_keys() -> list[str]:
+    return sorted(path.name for path in SNAPSHOTS.glob("*") if path.is_dir())
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_what_a_capture_would_launch_is_on_file(case: str) -> None:
+    """Of decode graphs all there is; of others all but the kernels that are torch's."""
+    with Engine.from_pretrained(
+        checkpoint_path(), device="cpu", dtype="bfloat16", **SIZES | ENGINES[case]
+    ) as engine:
+        assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
+        found, own = graph_kernels(engine), own_kernels()
+    assert sorted(found) == sorted(GRAPHS[case])
+    keys = [key for key in recorded_keys() if key.startswith("nvidia-h200_")]
+    assert keys, f"no files of an H200, but of {recorded_keys()}"
+    for key in keys:
+        for name, kernels in found.items():
+            nodes = GraphStructure.from_json(file_of(key, case, name).read_text()).nodes
+            everything = name.startswith("decode/")
+            on_file = [
+                GraphKernel(node.name, node.grid, node.block[0])
+                for node in nodes
+                if everything or node.name in own
+            ]
+            assert kernels == on_file, f"{name} of {case}, on file for {key}"
+
+
+@pytest.mark.parametrize("key", recorded_keys())
+def test_what_is_on_file_is_complete(key: str) -> None:
+    """And nothing else is: a graph that has another name leaves no file behind."""
+    expected = {file_of(key, case, name) for case, names in GRAPHS.items() for name in names}
+    assert {*(SNAPSHOTS / key).iterdir()} == expected
+
+
+@pytest.mark.parametrize("key", recorded_keys())
+@pytest.mark.parametrize("case", ENGINES)
+def test_decode_graphs_on_file_are_kernels_with_programmatic_edges(key: str, case: str) -> None:
+    files = [file_of(key, case, name) for name in GRAPHS[case] if name.startswith("decode/")]
+    assert files
+    for file in files:
+        graph = GraphStructure.from_json(file.read_text())
+        programmatic, edges = graph.programmatic_edges()
+        assert graph.count().keys() == {"kernel"}, f"{file}: {json.dumps(graph.count())}"
+        assert programmatic == edges > 0, f"{file}: {programmatic} of {edges} programmatic"

@@ -1,0 +1,336 @@
+"""What a chat template may take: everything is charged for before it is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2.filters
+import jinja2.tests
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from graphengine.text import sandbox, template_costs
+from graphengine.text.chat import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "the fox"}]
+LONG = "{% set l = range(99999)|list %}"
+TEXT = "{% set s = 'é' * 9000000 %}"
+# Lists, and tuples, that hold 2**40 of each other.
+NEST = "{% set n = namespace(l=[], m=[]) %}{% for i in range(40) %}{% set n.l = [n.l, n.l] %}"
+NEST += "{% set n.m = [n.m, n.m] %}{% endfor %}"
+TUPLES = (
+    "{% set n = namespace(t=()) %}{% for i in range(40) %}{% set n.t = (n.t, n.t) %}{% endfor %}"
+)
+
+STEPS = "it took more than 20000 steps"
+SIZE = "characters or items exceed the limit of 16000000"
+
+ATTACKS: dict[str, list[str]] = {
+    STEPS: [
+        "{{ []|slice(10**9)|map('length')|sum }}",
+        "{{ []|slice(10**12)|map('length')|sum }}",
+        f"{LONG}{{{{ l|sort }}}}",
+        f"{LONG}{{{{ l|max }}}}",
+        f"{LONG}{{{{ l|groupby('x') }}}}",
+        "{{ range(99)|sort(attribute='a.' * 1000) }}",
+        "{{ {}.fromkeys(range(9999))|dictsort }}",
+        f"{TEXT}{{{{ s|title }}}}",
+        f"{TEXT}{{{{ s|upper }}}}",
+        f"{TEXT}{{{{ s.upper() }}}}",
+        f"{TEXT}{{{{ s is upper }}}}",
+        f"{TEXT}{{{{ s|escape }}}}{{{{ s|truncate }}}}",
+        f"{TEXT}{{{{ s|wordcount }}}}",
+        f"{TEXT}{{{{ s|urlencode }}}}",
+        f"{TEXT}{{{{ s.encode('punycode') }}}}",
+        f"{TEXT}{{{{ s.strip('bcdefgh') }}}}",
+        f"{TEXT}{{{{ s|trim('bcdefgh') }}}}",
+        f"{TEXT}{{{{ s.rfind('a' * 1000) }}}}",
+        f"{TEXT}{{{{ s.split() }}}}",
+        f"{TEXT}{{{{ s.split('é') }}}}",
+        f"{TEXT}{{{{ s|replace('é', '') }}}}",
+        f"{TEXT}{{{{ s|int }}}}",
+        f"{TEXT}{{{{ 'b' * 9 ~ 'c' in s }}}}",
+        f"{TEXT}{{{{ {{'a': s}}|xmlattr }}}}",
+        f"{TEXT}{{{{ strftime_now(s) ~ s.count('éé') ~ s ~ s.find('éé') }}}}",
+        "{% set s = '9' * 9000000 %}{{ s|float }}",
+        "{{ ('a' * 99999)|wordwrap(1) }}",
+        "{{ ('<a>' * 9999)|striptags }}",
+        "{{ (')' * 9999)|urlize }}",
+        "{{ ('a\n' * 30000)|indent }}",
+        "{{ ([[1]] * 20000)|tojson }}",
+        "{{ ([[1]] * 4000)|pprint }}",
+        f"{LONG}{{{{ range(9)|select('in', l)|list }}}}",
+        f"{LONG}{{{{ -1 in l }}}}",
+        f"{LONG}{{{{ l == range(99999)|list }}}}",
+        f"{LONG}{{{{ l.index(-1) }}}}{{{{ l.count(-1) }}}}",
+        f"{LONG}{{% for i in l %}}{{% set x = l[1:] %}}{{% endfor %}}",
+        f"{LONG}{{{{ dict(l|batch(2)) }}}}",
+        "{{ {}.fromkeys(range(99999)) }}",
+        f"{LONG}{{% macro f() %}}{{% endmacro %}}{{{{ f(*l) }}}}",
+        f"{LONG}{{% for i in [1] %}}{{{{ loop.changed(l) }}}}{{% endfor %}}",
+        f"{LONG}{{{{ l|unique|list }}}}",
+        f"{LONG}{{{{ l|list|list|reverse|join }}}}",
+        "{{ range(99999)|list|list|list|list|length }}",
+        "{{ range(9999)|reject('number')|list }}",
+        "{{ range(9999)|batch(2)|list }}",
+        "{% for i in range(99999) if false %}{% endfor %}",
+        "{{ ([[1] * 99] * 999)|sum(start=[]) }}",
+        "{% set x = {}.fromkeys(range(99999)).keys() - range(99999) %}",
+        f"{NEST}{{{{ n.l }}}}",
+        f"{NEST}{{{{ n.l ~ '' }}}}",
+        f"{NEST}{{{{ n.l|string }}}}",
+        f"{NEST}{{{{ n.l|tojson }}}}",
+        f"{NEST}{{{{ n.l|pprint }}}}",
+        f"{NEST}{{{{ '%s' % n.l }}}}",
+        f"{NEST}{{{{ '{{}}'.format(n.l) }}}}",
+        f"{NEST}{{{{ n.l == n.m }}}}",
+        f"{NEST}{{{{ n.l is eq(n.m) }}}}",
+        f"{NEST}{{{{ [n.l, n.m]|sort }}}}",
+        f"{NEST}{{{{ messages[n.l].x }}}}",
+        f"{NEST}{{{{ raise_exception(n.l) }}}}",
+        f"{TUPLES}{{{{ {{n.t: 1}} }}}}",
+        f"{TUPLES}{{{{ {{}}[n.t] }}}}",
+        f"{TUPLES}{{{{ {{}}.get(n.t) }}}}",
+        f"{TUPLES}{{{{ n.t in {{}} }}}}",
+        f"{TUPLES}{{{{ [n.t]|unique|list }}}}",
+        f"{TUPLES}{{{{ dict([(n.t, 1)]) }}}}",
+        f"{{% for i in range(9999) %}}{'{% if i %}{% endif %}' * 99}{{% endfor %}}",
+    ],
+    SIZE: [
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%.1000000000f' % 1 }}",
+        "{{ '%*d' % (10**9, 1) }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '%(a)1000000000s' % {'a': 1} }}",
+        "{% set s = 'a' * 999999 %}{{ ('%(a)s' * 99) % {'a': s} }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
+        "{% set s = 'a' * 999999 %}{{ ('{0}' * 99).format(s) }}",
+        "{{ 'a'|center(10**9) }}",
+        "{{ 'a'|indent(10**9) }}",
+        "{{ ('a\n' * 99)|indent('x' * 999999) }}",
+        "{{ ('a ' * 9999)|wordwrap(1, wrapstring='x' * 9999) }}",
+        "{{ ('www.a.b ' * 999)|urlize(rel='x' * 99999) }}",
+        "{{ ('a' * 9999)|replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 9999).replace('', 'b' * 9999) }}",
+        "{{ ('a' * 99999).join(['b'] * 999) }}",
+        "{{ ('a' * 99999).join(range(999)|map('string')) }}",
+        "{{ (['b'] * 999)|join('a' * 99999) }}",
+        "{{ ('a' * 9999).translate({97: 'b' * 9999}) }}",
+        "{{ [1]|batch(10**9, 'x')|list }}",
+        "{{ [[1]]|tojson(indent=10**9) }}",
+        "{{ ([1] * 99)|tojson(separators=('x' * 999999, 'y')) }}",
+        "{% set l = [1] * 9999999 %}{% set m = l + l %}",
+    ],
+    "exceeds the limit of 1024": [
+        "{{ 1|round(20000000, 'ceil') is number }}",
+        "{{ 1|round(-20000000) is number }}",
+        "{{ [1]|map('round', 10**9, 'floor')|list }}",
+    ],
+    "it nests values more than 500 deep": [
+        "{% set n = namespace(t=()) %}{% for i in range(999) %}{% set n.t = (n.t,) %}{% endfor %}"
+        + use
+        for use in ("{{ {}[n.t] }}", "{{ n.t }}")
+    ],
+    "it wrote more than 64000000 characters": [
+        "{% set s = 'a' * 9999999 %}{% macro f() %}{% for i in range(9) %}{{ s }}{% endfor %}"
+        "{% endmacro %}{% set x = f() %}",
+        f"{{% block a %}}{'x' * 999999}{{{{ self.a() }}}}{{% endblock %}}",
+        f"{{% set x %}}{{% for i in range(99) %}}{'x' * 999999}{{% endfor %}}{{% endset %}}",
+    ],
+    "a format whose width is a field": ["{{ '{:{}}'.format(1, 10**9) }}"],
+    "must be real number, not str": ["{{ 'ab'|round(9, 'ceil') }}"],
+}
+
+
+def test_a_power_of_as_many_bits_as_there_may_be() -> None:
+    assert ChatTemplate("{{ (2**4095) // 2**4094 }}").render(MESSAGES) == "2"
+    for power, bits in (("2**4096", 4097), ("3**4097", 4098)):
+        with pytest.raises(ValueError, match=f"an integer of {bits} bits or more exceeds .* 4096"):
+            ChatTemplate(f"{{{{ {power} }}}}").render(MESSAGES)
+
+
+@pytest.mark.parametrize("expected", ATTACKS, ids=lambda text: text.split(" ", 4)[3])
+def test_what_would_take_long_is_refused_before(
+    expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these would take the host's time or memory, with the usual limit of steps too."""
+    if expected == STEPS:
+        monkeypatch.setattr("graphengine.text.sandbox.MAX_STEPS", 20_000)
+        for setup in (LONG, TEXT, NEST, TUPLES):
+            assert ChatTemplate(setup).render(MESSAGES) == ""
+    for source in ATTACKS[expected]:
+        with pytest.raises(ValueError, match=f"the chat template failed: .*{expected}"):
+            ChatTemplate(source).render(MESSAGES)
+            pytest.fail(f"rendered: {source}")
+
+
+def test_every_operation_of_jinja2_has_a_cost() -> None:
+    """Of a later jinja2 there may be more: those are not to be had before they have one."""
+    assert template_costs.FILTERS.keys() == jinja2.filters.FILTERS.keys()
+    assert template_costs.TESTS.keys() == jinja2.tests.TESTS.keys()
+
+
+SIZED = st.sampled_from(["tojson", "title", "upper", "list", "wordcount", "escape", "pprint"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(name=SIZED, size=st.integers(1000, 5000))
+def test_steps_are_counted_and_grow_with_what_is_done(name: str, size: int) -> None:
+    """The same for each rendering, whatever the machine does meanwhile."""
+
+    def steps(content: str) -> int:
+        template.render([{"role": "user", "content": content}])
+        return template._sandbox.steps
+
+    template = ChatTemplate(f"{{% set x = messages[0].content|{name} %}}")
+    one = steps("ab " * size)
+    assert steps("ab " * size) == one
+    assert one < steps("ab " * size * 16)
+
+
+# Templates like those of models, with room.
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"tool_{index}",
+            "description": "Looks <something> up & 'says' so.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "where": {"type": "string", "enum": ["a", "b"], "description": "the place"},
+                    "many": {"type": "array", "items": {"type": "number"}},
+                    "deep": {"type": "object", "properties": {"x": {"type": ["string", "null"]}}},
+                },
+                "required": ["where"],
+            },
+        },
+    }
+    for index in range(6)
+]
+
+# Types of parameters written by macros that call themselves, as of gpt-oss.
+TYPED = """\
+{%- macro kind(spec) -%}
+    {%- if spec.type == "array" -%}{{ kind(spec['items']) }}[]
+    {%- elif spec.type is iterable and spec.type is not string -%}{{ spec.type | join(" | ") }}
+    {%- elif spec.enum -%}"{{ spec.enum | join('" | "') }}"
+    {%- elif spec.type == "object" -%}{
+        {%- for name, inner in spec.properties.items() -%}
+            {{ name }}{{ "?" if name not in (spec.required or []) }}: {{ kind(inner) }}
+            {{- ", " if not loop.last }}
+        {%- endfor -%}}
+    {%- else -%}{{ spec.type }}{%- endif -%}
+{%- endmacro -%}
+{%- macro declare(tools) -%}
+    {%- for tool in tools %}{% set tool = tool.function %}
+// {{ tool.description }}
+type {{ tool.name }} = (_: {{ kind(tool.parameters) }}) => any;
+    {%- endfor %}
+{%- endmacro -%}
+{%- set ns = namespace(system="", last_user=-1, calls=[]) -%}
+{%- if messages[0].role in ["system", "developer"] -%}
+    {%- set ns.system = messages[0].content | trim %}{% set turns = messages[1:] -%}
+{%- else %}{% set turns = messages %}{% endif -%}
+{%- for message in turns[::-1] -%}
+    {%- if ns.last_user < 0 and message.role == "user" -%}
+        {%- set ns.last_user = turns | length - 1 - loop.index0 -%}
+    {%- endif -%}
+{%- endfor -%}
+<|start|>system<|message|>{{ ns.system or "Be kind." }}
+{%- if tools %}
+{{ declare(tools) }}
+{%- endif %}<|end|>
+{%- for message in turns -%}
+    {%- if message.role == "assistant" and message.tool_calls -%}
+        {%- for call in message.tool_calls %}{% set call = call.function or call -%}
+<|start|>assistant to={{ call.name }}<|message|>{{ call.arguments | tojson }}<|call|>
+            {%- set ns.calls = ns.calls + [call.name] -%}
+        {%- endfor -%}
+    {%- elif message.role == "tool" -%}
+<|start|>{{ ns.calls[-1] }}<|message|>{{ message.content | tojson }}<|end|>
+    {%- else -%}
+        {%- set content = message.content if message.content is string else "" -%}
+        {%- if "</think>" in content -%}
+            {%- set thought = content.split("</think>")[0].rstrip().split("<think>")[-1] -%}
+            {%- set content = content.split("</think>")[-1].lstrip("\\n") -%}
+            {%- if loop.index0 > ns.last_user -%}
+<|start|>{{ message.role }}<|thought|>{{ thought.strip() }}<|end|>
+            {%- endif -%}
+        {%- endif -%}
+<|start|>{{ message.role }}<|message|>{{ content | replace("<|", "< |") }}<|end|>
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{% endif -%}
+"""
+
+# Roles that have to alternate, headers with dates, tools in the last user's turn, as of Mistral and
+# Llama.
+HEADED = """\
+{{- bos_token }}{% set loop_messages = messages | rejectattr("role", "equalto", "system") | list -%}
+{%- if not date is defined %}{% set date = "26 Jul 2024" %}{% endif -%}
+{%- set users = messages | selectattr("role", "eq", "user") | map(attribute="content") | list -%}
+{%- for message in loop_messages -%}
+    {%- if message.role not in ("user", "assistant", "tool") -%}
+        {{ raise_exception("a role of " + message.role) }}
+    {%- endif -%}
+    {{- "<|head|>" + message["role"] + "<|end|>\\n\\n" -}}
+    {%- if message.role == "user" and message.content == users | last and tools is not none -%}
+        {%- for tool in tools %}{{ tool | tojson(indent=4) }}{{ "\\n\\n" }}{% endfor -%}
+        [{{ date }}]
+    {%- endif -%}
+    {%- if message.tool_calls is defined and message.tool_calls | length == 1 -%}
+        {%- for name, value in message.tool_calls[0].function.arguments.items() | sort -%}
+            {{ name ~ "=" ~ value | string | upper }}{{ ", " if not loop.last }}
+        {%- endfor -%}
+        {%- for name, value in message.tool_calls[0].function | dictsort %}{{ "%s;" % name }}
+        {%- endfor -%}
+    {%- else -%}
+        {{- message.content | trim | indent(2) | title if loop.first else message.content | trim -}}
+    {%- endif -%}
+    {{- eos_token if loop.changed(message.role) and loop.cycle(true, false) -}}
+{%- endfor -%}
+{%- for group in messages | groupby("role") -%}
+    {{ group.grouper }}{{ group.list | length }},
+{%- endfor -%}
+{{- messages | map(attribute="role") | unique | sort(reverse=true) | join("/") -}}
+{{- messages | batch(7) | first | length ~ ([1.5, 2] | sum) ~ (([0.1] * 10) | sum) -}}
+"""
+
+CALL = {"function": {"name": "tool_1", "arguments": {"where": "a", "many": [1, 2.5], "n": None}}}
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is <|it|> & 'where'?\nSay so. größe 😀"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "{'x': 1}"},
+    {"role": "assistant", "content": "<think>\nLet me see. \n</think>\n\nIt is there."},
+]
+
+
+@pytest.mark.parametrize("template", [TYPED, HEADED], ids=["typed", "headed"])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_templates_like_those_of_models_render_as_in_transformers(
+    template: str, tools: Any
+) -> None:
+    system = {"role": "system", "content": " Be brief. "}
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = ChatTemplate(template)
+    for messages in ([TURNS[0]], [system, *TURNS], TURNS * 50 + TURNS[:1]):
+        for generation in (True, False):
+            plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            (theirs,), _ = render_jinja_template(
+                [plain],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=generation,
+                **special,
+            )
+            text = ours.render(
+                messages, tools=tools, add_generation_prompt=generation, special_tokens=special
+            )
+            assert text == theirs
+            # Two hundred turns: a hundredth of what a rendering may take for every four.
+            assert ours._sandbox.steps < sandbox.MAX_STEPS // 2000 * (len(messages) + 10)

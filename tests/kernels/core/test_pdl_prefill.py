@@ -1,0 +1,104 @@
+"""Programmatic dependent launch of the prefill kernels, behind launches of the BLAS that know
+nothing of it: what may be loaded before the wait, read from the PTX without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+
+from graphengine.kernels.attention.prefill_attention import paged_prefill_attention
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.norm_rope.activation import swiglu
+from graphengine.kernels.norm_rope.norm import add_rms_norm
+from graphengine.kernels.norm_rope.rope import rope_append
+
+LANES, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 128, 32, 8, 128, 16
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return new(*shape, dtype=torch.int32)
+
+
+def cache(columns: int = 8) -> dict[str, torch.Tensor]:
+    return {"kv": new(9, 2, BLOCK, KV_HEADS, HEAD_DIM), "block_table_SB": ints(1, columns)}
+
+
+def norm() -> None:
+    x = new(LANES, 4096, dtype=torch.float32)
+    add_rms_norm(
+        x, new(LANES, 4096), new(4096), ints(LANES), eps=1e-5, out_dtype=torch.bfloat16, pdl=True
+    )
+
+
+def activation() -> None:
+    swiglu(new(LANES, 2048), ints(LANES), pdl=True)
+
+
+def rope() -> None:
+    angles = {name: new(256, HEAD_DIM // 2, dtype=torch.float32) for name in ("cos", "sin")}
+    rope_append(
+        new(LANES, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+        **angles,
+        **cache(),
+        slot_N=ints(LANES),
+        position_N=ints(LANES),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        pdl=True,
+    )
+
+
+def split_attention() -> None:
+    attention(lanes=16, columns=512, launch=Launch(arrivals=ints(128), pdl=True))
+
+
+def attention(
+    lanes: int = LANES,
+    columns: int = 8,
+    launch: Launch = Launch(pdl=True),  # noqa: B008
+) -> None:
+    paged_prefill_attention(
+        new(lanes, HEADS, HEAD_DIM),
+        **cache(columns),
+        query_start_P1=ints(2),
+        slot_P=ints(1),
+        position_P=ints(1),
+        scale=1.0,
+        launch=launch,
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize(
+    "module, call, early",
+    [
+        ("norm", norm, {"weight_ptr"}),
+        ("activation", activation, set()),
+        ("rope", rope, set()),
+        ("prefill_attention", attention, set()),
+        ("prefill_attention", split_attention, set()),
+    ],
+)
+def test_loads_nothing_but_weights_before_the_wait(
+    module: str, call: Callable[[], Any], early: set[str]
+) -> None:
+    launch = record_launch(importlib.import_module(f"graphengine.kernels.{module}"), call)
+    ptx, names = compile_launch(launch)
+    assert_waits_before_it_shows(ptx)
+    loads = list(global_loads(ptx, names))
+    assert {load.argument for load in loads if not load.after_wait} == early
+    late = {load.argument for load in loads if load.after_wait}
+    assert "slot_ptr" in late
+    splits = call is split_attention
+    assert (launch.arguments.get("SPLITS", 1) > 1) == splits == ("part_ptr" in late)

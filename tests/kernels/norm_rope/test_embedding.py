@@ -1,0 +1,88 @@
+"""Embedding: exact, at any lane, poisoned, with ids that are not in the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine.kernels.norm_rope.embedding import embed, embed_reference
+
+SENTINEL = 77.0
+HUGE = [2**31 - 1, -(2**31), -1, 10**9]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lanes=st.integers(1, 40),
+    V=st.integers(1, 50),
+    H=st.integers(1, 200) | st.sampled_from([1024, 1500]),
+    dtype=st.integers(0, 2),
+    data=st.data(),
+)
+def test_matches_reference(device, dtypes, lanes, V, H, dtype, data):
+    """Padded lanes hold huge ids; live ones may too, and are NaN then."""
+    token = data.draw(
+        st.lists(st.integers(0, V - 1) | st.sampled_from(HUGE), min_size=lanes, max_size=lanes)
+    )
+    padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
+    table = torch.randn(V, H, generator=torch.Generator().manual_seed(0))
+    table = table.to(device, dtypes[dtype % len(dtypes)])
+    token = torch.tensor(token, dtype=torch.int32)
+    slot = torch.arange(lanes, dtype=torch.int32)
+    slot[padded] = -1
+
+    expected = torch.full((lanes, H), float("nan"))
+    known = (token >= 0) & (token < V)
+    expected[known] = table.cpu().float()[token[known].long()]
+    expected[padded] = SENTINEL
+    for op in (embed, embed_reference):
+        out = torch.full((lanes, H), SENTINEL, device=device)
+        assert op(token.to(device), table, slot.to(device), out=out) is out
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_strided_table(device):
+    wide = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).to(device)
+    token = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
+    slot = torch.zeros(3, dtype=torch.int32, device=device)
+    assert torch.equal(embed(token, wide[:, 5:25], slot), wide[token.long(), 5:25])
+
+
+def test_table_beyond_int32_offsets(device):
+    if device != "cuda":
+        pytest.skip("needs 4.5 GB on a GPU")
+    V, H = 2_200_000, 1024
+    assert V * H > 2**31
+    table = torch.empty(V, H, dtype=torch.bfloat16, device=device).normal_()
+    token = torch.tensor([V - 1, V, 0], dtype=torch.int32, device=device)
+    x = embed(token, table, torch.zeros(3, dtype=torch.int32, device=device))
+    assert torch.equal(x[[0, 2]], table[[V - 1, 0]].float())
+    assert x[1].isnan().all()
+
+
+def operands() -> dict[str, object]:
+    return {
+        "token_N": torch.zeros(2).int(),
+        "table_VH": torch.zeros(5, 8),
+        "slot_N": torch.zeros(2).int(),
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"token_N": torch.zeros(2).long()}, "token_N must be int32, not torch.int64"),
+        ({"token_N": torch.zeros(3).int()}, r"token_N must be a dense \[2\], not \(3,\)"),
+        ({"slot_N": torch.zeros(2).long()}, "slot_N must be int32, not torch.int64"),
+        ({"table_VH": torch.zeros(5)}, r"\(5,\)"),
+        ({"table_VH": torch.zeros(8, 5).t()}, r"strides \(1, 5\)"),
+        ({"table_VH": torch.zeros(5, 8).int()}, "table_VH is torch.int32"),
+        ({"out": torch.zeros(2, 7)}, r"\[2, 8\].*\[2, 7\]"),
+        ({"out": torch.zeros(2, 8).half()}, "out must be torch.float32.*float16"),
+    ],
+)
+def test_bad_operands_are_errors_with_numbers(changes, message):
+    with pytest.raises(ValueError, match=message):
+        embed(**{**operands(), **changes})

@@ -1,0 +1,444 @@
+"""RoPE: tables and rotation against transformers, and the contract on padding, cache and bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.norm_rope.rope import (
+    RopeConfig,
+    rope_append,
+    rope_append_reference,
+    rope_frequencies,
+    rope_tables,
+)
+
+NATIVE = torch.cuda.is_available() and not INTERPRETED
+SENTINEL = -555.0
+HUGE = (2**31 - 1, -(2**31), 10**9, -7)
+SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 8, derandomize=not NATIVE)
+EPS = 1e-6
+
+Op = tuple[Callable[..., torch.Tensor], str]
+
+LLAMA3 = RopeConfig(
+    kind="llama3",
+    theta=500_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+YARN = RopeConfig(
+    kind="yarn", theta=1_000_000.0, factor=4.0, original_max_position_embeddings=32768
+)
+CONFIGS = {
+    "default": RopeConfig(theta=500_000.0),
+    "linear": RopeConfig(kind="linear", factor=3.0),
+    "llama3": LLAMA3,
+    "llama3-short": replace(LLAMA3, factor=32.0, original_max_position_embeddings=64),
+    "yarn": YARN,
+    "yarn-untruncated": replace(YARN, truncate=False),
+    "yarn-betas": replace(YARN, beta_fast=16.0, beta_slow=2.0),
+    "yarn-mscale": replace(YARN, factor=40.0, mscale=1.0, mscale_all_dim=0.7),
+    "yarn-attention-factor": replace(YARN, attention_factor=1.25),
+    "yarn-no-stretch": replace(YARN, factor=1.0),
+    "yarn-tiny": replace(YARN, original_max_position_embeddings=4),
+}
+
+
+def transformers_config(config: RopeConfig, head_dim: int) -> Any:
+    """A LlamaConfig that says the same."""
+    transformers = pytest.importorskip("transformers")
+    fields_of = {
+        "default": [],
+        "linear": ["factor"],
+        "llama3": [
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ],
+        "yarn": [
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "original_max_position_embeddings",
+        ],
+    }
+    parameters = {name: getattr(config, name) for name in fields_of[config.kind]}
+    return transformers.LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": config.kind, "rope_theta": config.theta}
+        | {name: value for name, value in parameters.items() if value is not None},
+    )
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_tables_equal_transformers(config: RopeConfig, head_dim: int) -> None:
+    theirs = transformers_config(config, head_dim)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    if config.kind != "default":
+        frequencies, factor = ROPE_INIT_FUNCTIONS[config.kind](theirs, device="cpu")
+        ours, our_factor = rope_frequencies(config, head_dim=head_dim)
+        assert torch.equal(ours, frequencies)
+        assert our_factor == factor
+
+    positions = 500
+    cos, sin = rope_tables(config, head_dim=head_dim, max_positions=positions, device="cpu")
+    assert cos.shape == sin.shape == (positions, head_dim // 2)
+    full_cos, full_sin = LlamaRotaryEmbedding(theirs)(
+        torch.zeros(1, 1, 1), torch.arange(positions)[None]
+    )
+    assert torch.equal(torch.cat((cos, cos), dim=-1), full_cos[0])
+    assert torch.equal(torch.cat((sin, sin), dim=-1), full_sin[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "longrope"}, "'longrope' is not one of"),
+        ({"factor": 0.0}, "factor=0.0 must be above 0"),
+        ({"kind": "yarn"}, "'yarn' needs original_max_position_embeddings, got None"),
+        (
+            {"kind": "llama3", "original_max_position_embeddings": 8, "high_freq_factor": 1.0},
+            "low_freq_factor=1.0 must be below high_freq_factor=1.0",
+        ),
+    ],
+)
+def test_wrong_configs_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RopeConfig(**change)
+
+
+def test_odd_head_dim_is_named() -> None:
+    with pytest.raises(ValueError, match="head_dim=63"):
+        rope_tables(RopeConfig(), head_dim=63, max_positions=4, device="cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Slots with `lengths` cached tokens each; a slot's lane appends the next one."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 8
+    normed: bool = True
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed + sum(shape))
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def qkv_SX(self) -> torch.Tensor:
+        return self.draw(len(self.lengths), (self.heads + 2 * self.kv_heads) * self.head_dim)
+
+    def norm_weights(self) -> dict[str, torch.Tensor]:
+        if not self.normed:
+            return {}
+        weights = 1 + 0.2 * self.draw(2, self.head_dim)
+        return {"q_norm_weight": weights[0].contiguous(), "k_norm_weight": weights[1].contiguous()}
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    q_NQD: torch.Tensor
+    key_SGD: torch.Tensor
+    value_SGD: torch.Tensor
+
+
+def append(
+    op: Op,
+    place_cache: Callable[..., Any],
+    problem: Problem,
+    lanes: Sequence[int],
+    *,
+    placement: int = 0,
+    poison: bool = False,
+) -> Appended:
+    """Append one token for each live lane, and assert that nothing else changed."""
+    function, device = op
+    longest = max(1, *problem.lengths)
+    cached = (len(problem.lengths), longest, problem.kv_heads, problem.head_dim)
+    cache = place_cache(
+        problem.draw(*cached).to(device),
+        problem.draw(*cached, 1).squeeze(-1).to(device),
+        problem.lengths,
+        block_size=problem.block_size,
+        placement=placement,
+        poison=poison,
+        room=1,
+    )
+    before = cache.all_layers.clone()
+    cos, sin = rope_tables(
+        LLAMA3, head_dim=problem.head_dim, max_positions=longest + 1, device=device
+    )
+
+    qkv_SX = problem.qkv_SX()
+    qkv_NX = torch.full((len(lanes), qkv_SX.shape[1]), torch.nan if poison else 0.0)
+    qkv_NX = qkv_NX.to(problem.dtype)
+    position = [0] * len(lanes)
+    for lane, slot in enumerate(lanes):
+        if slot >= 0:
+            qkv_NX[lane] = qkv_SX[slot]
+            position[lane] = problem.lengths[slot]
+        elif poison:
+            position[lane] = HUGE[lane % len(HUGE)]
+    out = torch.full(
+        (len(lanes), problem.heads, problem.head_dim), SENTINEL, dtype=problem.dtype, device=device
+    )
+    result = function(
+        qkv_NX.to(device),
+        cos,
+        sin,
+        cache.kv,
+        cache.block_table_SB,
+        torch.tensor(lanes, dtype=torch.int32, device=device),
+        torch.tensor(position, dtype=torch.int32, device=device),
+        num_heads=problem.heads,
+        num_kv_heads=problem.kv_heads,
+        eps=EPS,
+        out=out,
+        **{name: weight.to(device) for name, weight in problem.norm_weights().items()},
+    )
+    assert result.data_ptr() == out.data_ptr()
+    padded = (torch.tensor(lanes) < 0).to(device)
+    assert bool((out[padded] == SENTINEL).all()), "a padded lane was written"
+
+    # Take the appended entries out of the cache; what remains must be as it was.
+    appended = torch.full((2, *cached[:1], *cached[2:]), torch.nan).to(out)
+    for slot in {slot for slot in lanes if slot >= 0}:
+        length = problem.lengths[slot]
+        block = int(cache.block_table_SB[slot, length // problem.block_size])
+        entry = (block, slice(None), length % problem.block_size)
+        appended[:, slot] = cache.kv[entry]
+        cache.kv[entry] = before[:, 1][entry]
+    unchanged = torch.equal(cache.all_layers.view(torch.uint8), before.view(torch.uint8))
+    assert unchanged, "an entry that is no lane's was written"
+    return Appended(result, appended[0], appended[1])
+
+
+def transformers_append(problem: Problem) -> Appended:
+    """The same by transformers' Qwen3 norm and rotation, in float64 behind the norm."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    heads = problem.qkv_SX().view(len(problem.lengths), -1, problem.head_dim)
+    q, k, v = heads.tensor_split([problem.heads, problem.heads + problem.kv_heads], dim=1)
+    if problem.normed:
+        for name, weight in problem.norm_weights().items():
+            norm = Qwen3RMSNorm(problem.head_dim, eps=EPS)
+            norm.weight.data = weight
+            if name == "q_norm_weight":
+                q = norm(q).detach()
+            else:
+                k = norm(k).detach()
+    rotary = LlamaRotaryEmbedding(transformers_config(LLAMA3, problem.head_dim))
+    cos, sin = rotary(torch.zeros(1, 1, 1), torch.tensor(problem.lengths)[None])
+    q, k = apply_rotary_pos_emb(q.double(), k.double(), cos[0].double(), sin[0].double())
+    return Appended(q, k, v)
+
+
+@pytest.fixture(scope="module", params=["triton", "reference"])
+def op(request: pytest.FixtureRequest) -> Op:
+    if request.param == "reference":
+        return rope_append_reference, "cpu"
+    return rope_append, request.getfixturevalue("device")
+
+
+@pytest.fixture(scope="module")
+def op_dtypes(op: Op, request: pytest.FixtureRequest) -> tuple[torch.dtype, ...]:
+    if op[0] is rope_append_reference:
+        return (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(request.getfixturevalue("dtypes"))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return Problem(
+        lengths=tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))),
+        heads=kv_heads * draw(st.integers(1, 5)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
+        block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
+        normed=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@SETTINGS
+@given(problem=problems())
+def test_equals_transformers(
+    op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], problem: Problem
+) -> None:
+    pytest.importorskip("transformers")
+    for dtype in op_dtypes:
+        typed = replace(problem, dtype=dtype)
+        lanes = range(len(problem.lengths))
+        ours = append(op, place_cache, typed, lanes, placement=problem.seed, poison=True)
+        theirs = transformers_append(typed)
+        assert torch.equal(ours.value_SGD.cpu(), theirs.value_SGD)
+        # One rounding, and where the norm's statistics round the other way, one more unit of it.
+        tolerance = 4 * torch.finfo(dtype).eps
+        for mine, yours in ((ours.q_NQD, theirs.q_NQD), (ours.key_SGD, theirs.key_SGD)):
+            torch.testing.assert_close(
+                mine.cpu().double(), yours, rtol=tolerance, atol=2 * tolerance
+            )
+
+
+@pytest.mark.parametrize("lanes_total", [1, 3, 8, 32])
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_lane_has_the_same_bits_anywhere(
+    op: Op,
+    op_dtypes: tuple[torch.dtype, ...],
+    place_cache: Callable[..., Any],
+    lanes_total: int,
+    normed: bool,
+) -> None:
+    lengths = (30, 0, 7, 8, 1)
+    for dtype in op_dtypes:
+        problem = Problem(lengths=lengths, normed=normed, dtype=dtype)
+        alone = {slot: append(op, place_cache, problem, [slot]) for slot in range(len(lengths))}
+        shuffle = random.Random(lanes_total)
+        lanes = [*alone, *[-1] * 32][:lanes_total]
+        shuffle.shuffle(lanes)
+        crowd = append(op, place_cache, problem, lanes, placement=lanes_total, poison=True)
+        for lane, slot in enumerate(lanes):
+            if slot >= 0:
+                assert torch.equal(crowd.q_NQD[lane], alone[slot].q_NQD[0])
+                assert torch.equal(crowd.key_SGD[slot], alone[slot].key_SGD[slot])
+                assert torch.equal(crowd.value_SGD[slot], alone[slot].value_SGD[slot])
+
+
+def test_every_lane_padded(op: Op, place_cache: Callable[..., Any]) -> None:
+    append(op, place_cache, Problem(lengths=(3,)), [-1] * 5, poison=True)
+
+
+@pytest.mark.parametrize("position", [-1, 16, 20, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("table_positions", [16, 64])
+def test_a_live_lane_out_of_bounds_appends_nothing(
+    op: Op, position: int, table_positions: int
+) -> None:
+    """Beyond the angles (16) or beyond the block table (2 blocks of 8)."""
+    function, device = op
+    cos, sin = rope_tables(RopeConfig(), head_dim=64, max_positions=table_positions, device=device)
+    kv = torch.full((3, 2, 8, 1, 64), SENTINEL, device=device)
+    table = torch.tensor([[1, 2]], dtype=torch.int32, device=device)
+    result = function(
+        torch.randn(1, 4 * 64, device=device),
+        cos,
+        sin,
+        kv,
+        table,
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.tensor([position], dtype=torch.int32, device=device),
+        num_heads=2,
+        num_kv_heads=1,
+    )
+    assert bool(result.isnan().all())
+    assert bool((kv == SENTINEL).all())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_values_pass_unrotated(op: Op) -> None:
+    """Whatever they are: an infinity times a zero sine would be NaN. 20 heads fill two programs."""
+    function, device = op
+    cos, sin = rope_tables(RopeConfig(), head_dim=128, max_positions=16, device=device)
+    heads = torch.randn(1, 20, 128, generator=torch.Generator().manual_seed(0))
+    heads[:, 16:] = torch.inf
+    kv = torch.zeros(2, 2, 8, 4, 128, device=device)
+    q = function(
+        heads.view(1, -1).to(device),
+        cos,
+        sin,
+        kv,
+        torch.ones(1, 1, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.full((1,), 5, dtype=torch.int32, device=device),
+        num_heads=12,
+        num_kv_heads=4,
+    )
+    assert bool(q.isfinite().all())
+    assert bool(kv[1, 0, 5].isfinite().all())
+    assert bool((kv[1, 1, 5] == torch.inf).all())
+
+
+def test_strided_lanes_and_several_tokens_of_a_slot(op: Op) -> None:
+    """Prefill: the lanes are consecutive tokens of one slot, and qkv a view of a wider tensor."""
+    function, device = op
+    tokens = 11
+    cos, sin = rope_tables(RopeConfig(), head_dim=64, max_positions=64, device=device)
+    wide = torch.randn(tokens, 5 * 64, generator=torch.Generator().manual_seed(0)).to(device)
+    table = torch.tensor([[3, 1]], dtype=torch.int32, device=device)
+    slot = torch.zeros(tokens, dtype=torch.int32, device=device)
+    position = torch.arange(2, 2 + tokens, dtype=torch.int32, device=device)
+
+    def run(qkv: torch.Tensor, chosen: slice, kv: torch.Tensor) -> torch.Tensor:
+        lanes = (slot[chosen].contiguous(), position[chosen].contiguous())
+        return function(qkv[chosen], cos, sin, kv, table, *lanes, num_heads=2, num_kv_heads=1)
+
+    together, one_by_one = (torch.zeros(4, 2, 8, 1, 64, device=device) for _ in range(2))
+    q = run(wide[:, 64:], slice(None), together)
+    for token in range(tokens):
+        alone = run(wide[:, 64:].contiguous(), slice(token, token + 1), one_by_one)
+        assert torch.equal(alone[0], q[token])
+    assert torch.equal(together, one_by_one)
+
+
+def valid_arguments() -> dict[str, Any]:
+    return {
+        "qkv_NX": torch.zeros(2, 8 * 64),
+        "cos": torch.zeros(16, 32),
+        "sin": torch.zeros(16, 32),
+        "kv": torch.zeros(3, 2, 16, 2, 64),
+        "block_table_SB": torch.zeros(2, 2, dtype=torch.int32),
+        "slot_N": torch.full((2,), -1, dtype=torch.int32),
+        "position_N": torch.zeros(2, dtype=torch.int32),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv_NX": torch.zeros(2, 8 * 64 + 1)}, r"\[N, D \* 8\]"),
+        ({"qkv_NX": torch.zeros(2, 8 * 63)}, "head_dim=63 must be even"),
+        ({"qkv_NX": torch.zeros(2, 8 * 64).half()}, "kv is torch.float32, qkv torch.float16"),
+        ({"cos": torch.zeros(16, 64)}, r"cos must be float32 \[P, 32\]"),
+        ({"sin": torch.zeros(16, 32).half()}, r"not torch.float16 \(16, 32\)"),
+        ({"kv": torch.zeros(3, 2, 16, 2, 80)}, "2 heads of 80, expected 2 of 64"),
+        ({"position_N": torch.zeros(3, dtype=torch.int32)}, r"position_N must be a dense \[2\]"),
+        ({"q_norm_weight": torch.ones(64)}, "come together or not at all"),
+        (
+            {"q_norm_weight": torch.ones(64), "k_norm_weight": torch.ones(32)},
+            r"k_norm_weight must be a dense torch.float32 \[64\]",
+        ),
+        ({"out": torch.zeros(2, 4, 65)}, r"\[2, 4, 64\], not torch.float32 \[2, 4, 65\]"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rope_append(**(valid_arguments() | change))

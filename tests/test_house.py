@@ -1,0 +1,97 @@
+"""The order of the rooms, and what one module may know of another; each rule is tested on sources
+that break it.
+"""
+
+from __future__ import annotations
+
+import house
+import pytest
+from house import ROOT, package_files
+
+
+def shown(path: object) -> str:
+    return str(path).removeprefix(f"{ROOT}/")
+
+
+def test_no_imports_form_a_circle() -> None:
+    assert house.circles(house.package_graph()) == []
+
+
+def test_imports_point_down_the_list_of_rooms() -> None:
+    assert house.upward_imports(house.package_graph()) == []
+
+
+def test_the_list_has_every_room_and_no_other() -> None:
+    rooms = {house.room_of(house.module_name(path)) for path in package_files()} - {None}
+    assert rooms == {*house.ROOMS} and len(rooms) == len(house.ROOMS)
+
+
+def test_no_module_uses_the_privates_of_another() -> None:
+    """But for two methods of Gluon's memory descriptors, which have no public name."""
+    found = [
+        f"{shown(path)}:{use}"
+        for path in package_files()
+        for use in house.private_accesses(path.read_text("utf-8"))
+    ]
+    assert [use for use in found if "._reinterpret" not in use] == []
+    assert len(found) == 2
+
+
+def test_families_are_named_in_models_alone() -> None:
+    found = [
+        f"{shown(path)}:{where}"
+        for path in package_files()
+        for where in house.family_names(shown(path), path.read_text("utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from graphengine.b import x",
+        "import graphengine.b",
+        "def f():\n    from graphengine import b",
+        "if TYPE_CHECKING:\n    from graphengine.b import T",
+    ],
+)
+def test_a_planted_circle_is_found(source: str) -> None:
+    sources = {"graphengine.a": source, "graphengine.b": "import graphengine.c"}
+    sources |= {"graphengine.c": "from graphengine.a import y", "graphengine.d": "import os"}
+    assert house.circles(house.import_graph(sources)) == [
+        ["graphengine.a", "graphengine.b", "graphengine.c"]
+    ]
+
+
+def test_a_planted_import_upwards_is_found() -> None:
+    graph = {
+        "graphengine.host.blocks": {"graphengine.core.runtime", "graphengine.requests.request"},
+        "graphengine.models.mtp": {"graphengine.models.contract", "graphengine.kernels.linear"},
+        "graphengine.profiles.bench": {"graphengine.engine"},
+    }
+    assert house.upward_imports(graph) == ["graphengine.host.blocks -> graphengine.core.runtime"]
+
+
+@pytest.mark.parametrize(
+    "source", ["engine._graphs", "def f(x):\n    return x._y", "a.b._c()", "self.engine._step"]
+)
+def test_a_planted_private_access_is_found(source: str) -> None:
+    assert len(house.private_accesses(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["self._x", "cls._x", "super()._x()", "pair._replace(a=1)", "torch._C._x", "x.__class__",
+     "class A:\n    def f(self, other):\n        self._x = other._x"],
+)  # fmt: skip
+def test_what_is_ones_own_is_no_private_access(source: str) -> None:
+    assert house.private_accesses(source) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["dense_model()", "x.llama", "from a.models.qwen2 import b",
+               "class DenseConfig: ..."],
+)  # fmt: skip
+def test_a_planted_family_is_found(source: str) -> None:
+    assert len(house.family_names("graphengine/core/runtime.py", source)) == 1
+    assert house.family_names("graphengine/models/qwen2.py", source) == []
