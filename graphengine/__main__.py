@@ -1,4 +1,4 @@
-"""`python -m graphengine` is the command `graphengine`."""
+"""`python -P -m graphengine` is the command `graphengine`."""
 
 import sys
 
