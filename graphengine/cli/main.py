@@ -156,7 +156,7 @@ def info(options: argparse.Namespace) -> None:
         "prefill_buckets": memory.prefill_ladder.sizes,
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
-        "graphs": memory.graphs,
+        "graphs": len(memory.graphs),
     }
     if options.json:
         budget = [asdict(line) for line in memory.budget.lines]

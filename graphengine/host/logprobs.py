@@ -30,15 +30,15 @@ Wanted = tuple[tuple[int, ...], int]
 class LogprobMailbox:
     """A ring in step with the engine's mailbox: entry for entry, tag for tag.
 
-    tokens  tokens of a row in the widest step
-    top     largest number of most probable tokens that a request may ask for
+    items  of a lane, a multiple of `logprob_items(top)`
+    top    largest number of most probable tokens that a request may ask for
     """
 
     def __init__(
-        self, entries: int, lanes: int, tokens: int, top: int, *, device: torch.device
+        self, entries: int, lanes: int, items: int, top: int, *, device: torch.device
     ) -> None:
         self.items_of_token = logprob_items(top)
-        self._mailbox = _PartOfMailbox(entries, lanes, tokens * self.items_of_token, device=device)
+        self._mailbox = _PartOfMailbox(entries, lanes, items, device=device)
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -32,9 +32,10 @@ from graphengine.models.contract import (
 )
 from graphengine.models.tuning import PlanSources, choose_plans
 from graphengine.observe.tracing import span
+from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.memory import MemoryPlan
 from graphengine.program.fields import engine_fields, recurrent_field
-from graphengine.program.graph_key import GraphKey, decode_key, draft_key, note_key, prefill_key
+from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.step import StepProgram
@@ -71,14 +72,13 @@ def allocate(
         model.config.linears, memory.dtype, config.family, memory.device
     )
     buffers = _new_buffers(model, memory, config, drafter, plans)
-    mailbox = Mailbox(
-        entries=config.mailbox_entries,
-        lanes=config.max_batch,
-        # The tokens of a step, and one of state.
-        items_per_lane=memory.tokens_per_step + 1,
-        device=memory.device,
+    rings = mailboxes(
+        config,
+        tokens_per_step=memory.tokens_per_step,
+        prefill_tokens=memory.prefill_ladder.sizes[-1],
     )
-    logprobs = _new_logprobs(memory, config, mailbox.entries)
+    mailbox = Mailbox(*rings.tokens, device=memory.device)
+    logprobs = _new_logprobs(rings, config.max_logprobs, memory.device)
     states = model.config.states
     caches = [_new_cache(memory, *cache_shape(states, memory.block_size))]
     launch = DecodeLaunch(
@@ -159,15 +159,11 @@ def _new_buffers(
     return buffers
 
 
-def _new_logprobs(memory: MemoryPlan, config: EngineConfig, entries: int) -> Logprobs:
-    """The mailboxes of log-probabilities, in step with the engine's of so many entries."""
-    top, device = config.max_logprobs, memory.device
-    tokens = LogprobMailbox(entries, config.max_batch, memory.tokens_per_step, top, device=device)
-    longest = memory.prefill_ladder.sizes[-1]
-    prompts = None
-    if config.prompt_logprobs:
-        prompts = LogprobMailbox(entries, longest, 1, top, device=device)
-    return Logprobs(tokens, prompts)
+def _new_logprobs(rings: Rings, top: int, device: torch.device) -> Logprobs:
+    """The mailboxes of log-probabilities, of as many entries as that of the tokens."""
+    tokens = LogprobMailbox(*rings.logprobs, top, device=device)
+    prompts = rings.prompt_logprobs
+    return Logprobs(tokens, prompts and LogprobMailbox(*prompts, top, device=device))
 
 
 def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:
@@ -195,26 +191,22 @@ def swap_blocks(
 
 
 def graph_steps(program: StepProgram, memory: MemoryPlan) -> dict[GraphKey, Callable[[], object]]:
-    """The step of every graph, largest first, as they are to be captured."""
-    steps: dict[GraphKey, Callable[[], object]] = {
-        prefill_key(tokens, kind): partial(program.prefill, tokens, kind)
-        for tokens in reversed(memory.prefill_ladder.sizes)
-        for kind in memory.prefill_kinds
-    }
-    longest = memory.prefill_ladder.sizes[-1]
-    steps[note_key(longest)] = partial(program.note, longest)
-    shapes = memory.decode_shapes[::-1]
-    for rows, drafts in shapes:
-        # The full one holds logits: the fast one then finds its memory taken already.
-        for sampler in reversed(program.samplers):
-            steps[decode_key(rows, drafts, sampler)] = partial(
-                program.decode, rows, sampler, drafts
-            )
-    drafter = program.drafter
-    if drafter is not None and drafter.own_graph:
-        for rows, drafts in shapes:
-            steps[draft_key(rows, drafts)] = partial(drafter.draft, rows, drafts)
-    return steps
+    """The step of every graph, in the order of `memory.graphs`."""
+    return {key: partial(_run, program, key) for key in memory.graphs}
+
+
+def _run(program: StepProgram, key: GraphKey) -> None:
+    """The step of one graph."""
+    if key.kind == "decode":
+        assert key.variant in program.samplers, f"{key=}"
+        program.decode(key.size, key.variant, key.drafts)
+    elif key.kind == "draft":
+        assert program.drafter is not None, f"{key=}"
+        program.drafter.draft(key.size, key.drafts)
+    elif key.variant == "note":
+        program.note(key.size)
+    else:
+        program.prefill(key.size, key.variant)
 
 
 def compile_steps(

@@ -13,7 +13,6 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.kernels import (
     MAX_LANES,
-    logprob_items,
 )
 from graphengine.models.contract import (
     ModelConfig,
@@ -23,15 +22,14 @@ from graphengine.models.contract import (
 )
 from graphengine.models.tuning import MAX_SPLITS
 from graphengine.opening.host_memory import available_host_bytes
+from graphengine.opening.inventory import graph_keys, mailboxes
 from graphengine.program.fields import engine_fields
-from graphengine.program.graph_key import PrefillKind
+from graphengine.program.graph_key import GraphKey
 from graphengine.requests.processing import processing_fields
 
 # What one captured node was seen to cost in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
 _KERNELS_PER_LAYER = 12
-# Each decode bucket is captured with two samplers.
-_SAMPLERS = 2
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
@@ -43,9 +41,7 @@ class MemoryPlan:
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
-    draft_rows     the largest bucket with a graph for each of them; larger ones verify none
-    prefill_kinds  the prefill graphs of each token bucket
-    graphs         how many are captured; with relaxed acceptance fewer
+    graphs         all that are captured, in that order
     """
 
     device: torch.device
@@ -58,20 +54,13 @@ class MemoryPlan:
     kv_blocks: int
     swap_blocks: int
     draft_lengths: tuple[int, ...]
-    draft_rows: int
-    prefill_kinds: tuple[PrefillKind, ...]
-    graphs: int
+    graphs: tuple[GraphKey, ...]
     budget: MemoryBudget
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a row in the widest decode graph: one, and its drafts."""
         return 1 + self.draft_lengths[-1]
-
-    @property
-    def decode_shapes(self) -> list[tuple[int, int]]:
-        """Rows and drafts of every decode graph, ascending."""
-        return _decode_shapes(self.ladder, self.draft_lengths, self.draft_rows)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -132,15 +121,9 @@ def plan_memory(
         lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
     workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
     budget.add("workspace (estimate)", workspace, where)
-    # A drafter may have a graph of its own beside each bucket's.
-    own = drafter is not None and drafter.own_graph
-    shapes = _decode_shapes(ladder, draft_lengths, config.draft_rows)
-    kinds: tuple[PrefillKind, ...] = ("full", "fast")
-    if config.prompt_logprobs:
-        kinds = ("prompt", *kinds)
-    # The last one is that which notes tokens.
-    graphs = (_SAMPLERS + own) * len(shapes) + len(kinds) * len(prefill_ladder.sizes) + 1
-    budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
+    own_graph = drafter is not None and drafter.own_graph
+    graphs = graph_keys(config, ladder, prefill_ladder, draft_lengths, own_graph=own_graph)
+    budget.add("graphs (estimate)", _graph_bytes(model, len(graphs), device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
     if kv_blocks is None:
@@ -169,22 +152,9 @@ def plan_memory(
         kv_blocks=kv_blocks,
         swap_blocks=swap_blocks,
         draft_lengths=draft_lengths,
-        draft_rows=config.draft_rows,
-        prefill_kinds=kinds,
         graphs=graphs,
         budget=budget,
     )
-
-
-def _decode_shapes(
-    ladder: BucketLadder, draft_lengths: tuple[int, ...], draft_rows: int
-) -> list[tuple[int, int]]:
-    return [
-        (rows, drafts)
-        for rows in ladder.sizes
-        for drafts in draft_lengths
-        if rows <= draft_rows or drafts == 0
-    ]
 
 
 def _swap_blocks(
@@ -266,14 +236,12 @@ def _add_state(
     budget.add("staging", config.staging_blocks * staged, pinned)
     masks = config.max_batch * (1 + length) * -(-model.vocab_size // 32) * 4
     budget.add("images of what the host owns", sum(groups) + masks, "host")
-    tokens = config.max_batch * (1 + length)
-    mailbox = 8 * config.mailbox_entries * (tokens + config.max_batch)
-    drafts = 4 * config.max_batch * length
-    budget.add("mailbox", _host_bytes(mailbox, on_gpu) + _host_bytes(drafts, on_gpu), pinned)
-    reported = [tokens, sizes.prefill_tokens * config.prompt_logprobs]
-    # Of the entries of each mailbox, 64-bit items.
-    items = 8 * config.mailbox_entries * logprob_items(config.max_logprobs)
-    logprob_bytes = sum(_host_bytes(items * lanes, on_gpu) for lanes in reported)
+    rings = mailboxes(config, tokens_per_step=1 + length, prefill_tokens=sizes.prefill_tokens)
+    # With the table of drafts that the masks of a grammar follow.
+    held = [rings.tokens.nbytes, 4 * config.max_batch * length]
+    budget.add("mailbox", sum(_host_bytes(size, on_gpu) for size in held), pinned)
+    reported = [ring.nbytes for ring in (rings.logprobs, rings.prompt_logprobs) if ring]
+    logprob_bytes = sum(_host_bytes(size, on_gpu) for size in reported)
     budget.add("log-probabilities", logprob_bytes, pinned)
 
 

@@ -5,7 +5,7 @@ A key is data. Its name is for people (reports, files, counters); nothing parses
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Sampler = Literal["fast", "full"]
 """`fast`: greedy or by temperature, folded into lm_head. `full`: also top-k, top-p, min-p and every
@@ -14,6 +14,14 @@ other option on a request's logits."""
 PrefillKind = Literal["fast", "full", "prompt"]
 """`fast`: for requests without options on their logits. `full`: for others. `prompt`: for requests
 that ask for log-probabilities of their prompts."""
+
+
+def samplers(*, relaxed: bool) -> tuple[Sampler, ...]:
+    """Those that decode graphs are captured with; relaxed acceptance reads logits, so has no fast
+    one.
+    """
+    return ("full",) if relaxed else get_args(Sampler)
+
 
 GraphKind = Literal["prefill", "decode", "draft"]
 

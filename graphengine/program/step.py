@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ from graphengine.kernels import (
     verify_commit_publish,
 )
 from graphengine.models.contract import DecodeLaunch, Model, StateTensors, stream_groups
-from graphengine.program.graph_key import PrefillKind, Sampler
+from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation
 
@@ -83,8 +83,7 @@ class StepProgram:
     ) -> None:
         self.drafter = drafter
         self.relaxation = relaxation
-        # Those that are captured; relaxed acceptance reads logits, so has no fast one.
-        self.samplers: tuple[Sampler, ...] = get_args(Sampler) if relaxation is None else ("full",)
+        self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
         self.model = model
         self.buffers = buffers

@@ -13,14 +13,16 @@ from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
 from graphengine.host.replay import Replay
-from graphengine.kernels import EMITTED, pack_state
+from graphengine.kernels import EMITTED, logprob_items, pack_state
 from graphengine.requests.result import Logprob
 
 TOP, TOKENS, LANES, ENTRIES = 3, 2, 4, 4
 
 
 def new_mailbox() -> LogprobMailbox:
-    return LogprobMailbox(ENTRIES, LANES, TOKENS, TOP, device=torch.device("cpu"))
+    return LogprobMailbox(
+        ENTRIES, LANES, TOKENS * logprob_items(TOP), TOP, device=torch.device("cpu")
+    )
 
 
 def request(logprobs: int | None) -> Request:

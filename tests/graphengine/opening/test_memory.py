@@ -21,11 +21,13 @@ from graphengine.speculative import (
     MTP,
     DraftModel,
     DraftVocabulary,
+    GateOptions,
     NGram,
     RelaxedAcceptance,
     SaveHiddenStates,
     UserProvided,
 )
+from stepping import open_engine
 
 DEMO = Checkpoint.open(checkpoint_path())
 MODEL = read_model_config(DEMO.config)
@@ -149,3 +151,39 @@ def test_swap_stays_within_half_of_what_a_container_leaves(monkeypatch: pytest.M
     # A small share of a large host.
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 10 * whole.budget.total("host"))
     assert planned(**sized).swap_blocks == 112
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_batch": 3},
+        {"max_batch": 1, "prompt_logprobs": True},
+        {"max_batch": 4, "speculative": MTP(k=2, own_graph=True), "max_live": 2},
+        {
+            "max_batch": 2,
+            "speculative": NGram(k=2),
+            "relaxed_acceptance": THINKING,
+        },
+    ],
+    ids=["plain", "prompts", "own graph", "relaxed"],
+)
+def test_the_planned_graphs_are_those_that_are_captured(options: dict[str, Any]) -> None:
+    """And as many as a budget counts; of a full step before the fast one that shares its memory."""
+    max_live = options.pop("max_live", None)
+    if max_live is not None:
+        options["gate"] = GateOptions(max_live=max_live)
+    with open_engine(device="cpu", **options) as engine:
+        keys = engine.memory.graphs
+        assert keys == tuple(engine.runtime.graphs)
+        assert [key.name for key in keys] == [each.name for each in engine.report().captures]
+        names = {key.name for key in keys}
+        assert len(names) == len(keys)
+    decode = [key for key in keys if key.kind == "decode"]
+    assert [key.size for key in decode] == sorted((key.size for key in decode), reverse=True)
+    variants = [key.variant for key in decode]
+    if "relaxed_acceptance" in options:
+        assert {*variants} == {"full"}
+    else:
+        assert variants == ["full", "fast"] * (len(decode) // 2)
+    if max_live is not None:
+        assert max(key.size for key in keys if key.kind == "draft" and key.drafts) <= max_live

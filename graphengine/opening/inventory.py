@@ -1,0 +1,90 @@
+"""What an engine holds beside weights, caches and static fields, listed once.
+
+The budget adds these lists up, allocation makes what they name, capture walks the graphs, and
+reports count them. `engine_fields` is the same for static fields, `cache_shape` for caches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graphengine.buckets import BucketLadder
+from graphengine.config import EngineConfig
+from graphengine.kernels import logprob_items
+from graphengine.program.graph_key import (
+    GraphKey,
+    PrefillKind,
+    decode_key,
+    draft_key,
+    note_key,
+    prefill_key,
+    samplers,
+)
+
+
+def graph_keys(
+    config: EngineConfig,
+    ladder: BucketLadder,
+    prefill_ladder: BucketLadder,
+    draft_lengths: tuple[int, ...],
+    *,
+    own_graph: bool,
+) -> tuple[GraphKey, ...]:
+    """Every graph, in the order of capture: of each kind the largest first.
+
+    draft_lengths  drafts that decode graphs verify, ascending; rows above `config.draft_rows` have
+                   the first alone
+    own_graph      whether the drafter has a graph of its own beside each decode graph's
+    """
+    kinds: tuple[PrefillKind, ...] = ("full", "fast")
+    if config.prompt_logprobs:
+        kinds = ("prompt", *kinds)
+    shapes = [
+        (rows, drafts)
+        for rows in reversed(ladder.sizes)
+        for drafts in reversed(draft_lengths)
+        if rows <= config.draft_rows or drafts == 0
+    ]
+    # The full sampler's graph holds logits: the fast one then finds its memory taken already.
+    decode = samplers(relaxed=config.relaxed_acceptance is not None)[::-1]
+    return (
+        *(prefill_key(tokens, kind) for tokens in reversed(prefill_ladder.sizes) for kind in kinds),
+        note_key(prefill_ladder.sizes[-1]),
+        *(decode_key(*shape, sampler) for shape in shapes for sampler in decode),
+        *(draft_key(*shape) for shape in shapes if own_graph),
+    )
+
+
+class RingShape(NamedTuple):
+    """Of a mailbox: entries, lanes, and 64-bit items of a lane."""
+
+    entries: int
+    lanes: int
+    items: int
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self.entries * self.lanes * self.items
+
+
+class Rings(NamedTuple):
+    """The mailboxes of an engine; None for what nobody may ask for."""
+
+    tokens: RingShape
+    logprobs: RingShape
+    prompt_logprobs: RingShape | None
+
+
+def mailboxes(config: EngineConfig, *, tokens_per_step: int, prefill_tokens: int) -> Rings:
+    """Tokens and the state of each lane; log-probabilities of new tokens, and of prompts'.
+
+    prefill_tokens  tokens of the largest prefill bucket
+    """
+    entries, lanes = config.mailbox_entries, config.max_batch
+    items = logprob_items(config.max_logprobs)
+    of_prompts = RingShape(entries, prefill_tokens, items)
+    return Rings(
+        tokens=RingShape(entries, lanes, tokens_per_step + 1),
+        logprobs=RingShape(entries, lanes, tokens_per_step * items),
+        prompt_logprobs=of_prompts if config.prompt_logprobs else None,
+    )
