@@ -18,6 +18,7 @@ import pytest
 import torch
 import triton
 from compiling import assert_waits_before_it_shows, compile_kernel, record_launch
+from extent import extent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefilling import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
@@ -194,7 +195,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
 @hopper
 @settings(
     deadline=None,
-    max_examples=60,
+    max_examples=extent(20, 60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(drawn=problems(), tail=st.integers(1, 9), apart=st.sampled_from([0, 1, 1024]))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from extent import extent
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def test_arguments_broadcast_and_long_rows_are_cut_unseen():
 @given(seed=INT64, position=INT32, first=INT32, step=st.integers(1, 2**25))
 @example(seed=-(2**63), position=2**31 - 1, first=-(2**31), step=2**25)
 @example(seed=2**63 - 1, position=0, first=0, step=1)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=extent(16, 50), deadline=None)
 def test_triton_gives_the_same_integers(device, seed, position, first, step):
     tokens = (first + step * np.arange(BLOCK)).astype(np.int64).astype(np.int32)
     inputs = _inputs(seed, position, tokens, device)

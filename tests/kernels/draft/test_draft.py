@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -287,7 +288,7 @@ def fed_lanes(
     return DecodeLanes(token, slot_N, position), target
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=extent(13, 40))
 @given(step=verified_steps())
 def test_first_run_takes_in_what_was_emitted(twin: Twin, step):
     W, slots, live, counts = step
@@ -334,7 +335,7 @@ def test_first_run_takes_in_what_was_emitted(twin: Twin, step):
 # commit_draft and advance_module_draft.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=extent(20, 60))
 @given(data=st.data())
 def test_commit(twin: Twin, data):
     slots = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=5, unique=True))

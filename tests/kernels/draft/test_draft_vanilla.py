@@ -679,7 +679,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=extent(13, 40))
 @given(problem=problems())
 def test_a_launch(twin: Twin, problem):
     check_launch(twin, problem, torch.float32)

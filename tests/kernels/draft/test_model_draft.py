@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ def check_stream(
     assert (beyond == CANARY).all(), "something was written between the rows"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=extent(16, 50))
 @given(data=st.data())
 def test_the_last_two_tokens_are_fed(twin: Twin, data):
     W = data.draw(st.integers(1, 5))

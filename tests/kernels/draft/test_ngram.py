@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +133,7 @@ def test_examples(twin: Twin, monkeypatch, block, tokens, max_n, K, drafts, foun
     assert unmatched.tolist() == [0, 0, 0 if found else 1, 0, 0, 0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=extent(13, 40))
 @given(data=st.data())
 def test_requests_from_prompt_to_end(twin: Twin, data):
     """Prompts in chunks, steps of several rows of which some are padded, slots used again."""

@@ -301,7 +301,7 @@ def test_ranks_count_over_all_tiles(twin: Twin, topk: int):
     assert twin.accept_row(logits.tolist(), drafts, 1.0, topk=topk) == [1, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=extent(20, 60), deadline=None)
 @given(data=st.data())
 def test_rows_against_the_specifications_loop(twin: Twin, data: st.DataObject):
     """The leading run of a step and the target's token behind it, for rows in any arrangement."""
@@ -375,7 +375,7 @@ def marks(twin: Twin) -> tuple[torch.Tensor, torch.Tensor]:
     return twin.ints(BEGIN), twin.ints(END)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=extent(20, 60), deadline=None)
 @given(data=st.data())
 def test_updates_against_a_plain_scan(twin: Twin, data: st.DataObject):
     width, slots = data.draw(st.integers(1, 5)), 5
@@ -462,7 +462,7 @@ def feed(
     twin.prompt(tokens, twin.ints([sampled]), *ones, state, *marks(twin), 0.5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=extent(20, 60), deadline=None)
 @given(data=st.data())
 def test_chunks_leave_what_the_whole_prompt_would(twin: Twin, data: st.DataObject):
     token = st.sampled_from([0, 1, 2, *BEGIN, *END])

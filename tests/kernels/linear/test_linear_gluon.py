@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import RecordedLaunch, compile_kernel, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -257,7 +258,7 @@ def outputs_of(
 
 
 @gpu
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=extent(20, 60))
 @given(
     kind=st.sampled_from(["store", "swiglu", "residual"]),
     plan=st.sampled_from(

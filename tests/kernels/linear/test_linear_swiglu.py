@@ -11,6 +11,7 @@ import re
 
 import pytest
 import torch
+from extent import extent
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -151,7 +152,7 @@ def compiled(outputs: int) -> tuple[str, int]:
 @hopper
 @example(lanes=1024, outputs=8192, columns=64, dtype=BF16, pdl=True)
 @example(lanes=100, outputs=8192, columns=200, dtype=torch.float16, pdl=False)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=extent(13, 40))
 @given(
     lanes=st.integers(1, 300) | st.sampled_from([128, 129, 1024]),
     outputs=st.sampled_from([8, 64, 120, 128, 200, 1000, 8192]),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -290,7 +291,7 @@ def slots_of(draw: st.DrawFn, vocabulary: int, masks: int) -> Slot:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=extent(20, 60), derandomize=True)
 @given(data=st.data())
 def test_matches_a_plain_loop(twin: Twin, data: st.DataObject):
     """Rows with and without drafts, among padded ones, in tiles of any size."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from graphengine.kernels.megatron import rewind as ops
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 POISON = (HUGE, LOWEST, 10**9, -2)
 NATIVE = torch.cuda.is_available() and not INTERPRETED
-SETTINGS = settings(deadline=None, max_examples=60, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=extent(20, 60), derandomize=not NATIVE)
 INDEX_DTYPES = (torch.int32, torch.int64)
 # The interpreter computes bfloat16 wrongly.
 FLOATS = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def live_slots(lanes: int, padded: set[int] | None = None, device: str = "cpu") 
     return slot.to(device)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=extent(10, 30))
 @given(
     lanes=st.integers(1, 40),
     F=st.integers(1, 300) | st.sampled_from([1024, 2048, 2500]),
@@ -86,7 +87,7 @@ def test_reference_matches_torch():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=extent(20, 60))
 @given(
     lanes=st.integers(2, 20),
     F=st.integers(1, 600) | st.sampled_from([4096, 20_001]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ SENTINEL = 77.0
 HUGE = [2**31 - 1, -(2**31), -1, 10**9]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=extent(10, 30))
 @given(
     lanes=st.integers(1, 40),
     V=st.integers(1, 50),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def live_slots(lanes: int, padded: set[int] | None = None, device: str = "cpu") 
     return slot.to(device)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=extent(10, 30))
 @given(
     lanes=st.integers(1, 40),
     H=st.integers(1, 700) | st.sampled_from([64, 1024, 8192, 8200, 16400]),
@@ -68,7 +69,7 @@ def test_bits_do_not_depend_on_company(device, dtypes, H):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=extent(20, 60))
 @given(
     lanes=st.integers(2, 40),
     H=st.integers(1, 5000) | st.sampled_from([4096, 40_000]),
@@ -88,7 +89,7 @@ def test_reference_bits_do_not_depend_on_company(lanes, H, num_threads):
         torch.set_num_threads(before)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=extent(8, 15))
 @given(
     lanes=st.integers(1, 20),
     poison=st.sampled_from([float("nan"), float("inf"), 3e38]),
@@ -161,7 +162,7 @@ def test_bad_operands_are_errors_with_numbers(changes, message):
         rms_norm(**{**operands(), **changes})
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=extent(8, 20))
 @given(
     lanes=st.integers(1, 20),
     H=st.integers(1, 700) | st.sampled_from([64, 1024, 8192, 8200, 16400]),

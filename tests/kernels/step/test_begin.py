@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,7 +160,7 @@ def test_tokens_outside_the_table_become_nan(twin: Twin):
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=extent(13, 40), deadline=None, derandomize=True)
 def test_matches_plain_python(twin: Twin, dtypes: tuple[torch.dtype, ...], data: st.DataObject):
     slots = data.draw(st.sampled_from([1, 2, 5, 64, 70]))
     hidden = data.draw(st.sampled_from([1, 16, 100, 1024]))
@@ -227,7 +228,7 @@ def test_tables_beyond_int32_offsets(device: str):
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=extent(13, 40), deadline=None, derandomize=True)
 def test_drafts_become_lanes(twin: Twin, dtypes: tuple[torch.dtype, ...], data: st.DataObject):
     drafts = data.draw(st.sampled_from([1, 2, 3, 5, 31]))
     columns = drafts + data.draw(st.sampled_from([0, 0, 1]))

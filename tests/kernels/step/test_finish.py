@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import extent
 from finishing import (
     HUGE,
     LAST_ID,
@@ -214,7 +215,7 @@ def _prefill_ops(twin: Twin) -> list[Callable[..., Any]]:
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=extent(8, 15), deadline=None, derandomize=True)
 def test_requests_live_and_die_as_in_plain_python(twin: Twin, data: st.DataObject):
     slots = [Slot() for _ in range(4)]
     state, limits = twin.state(len(slots)), twin.limits(len(slots))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import extent
 from finishing import HUGE, LAST_ID, LOWEST, Twin, read_entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,7 +255,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Row | None], int]:
 
 
 @given(step=steps(), data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=extent(20, 60), deadline=None, derandomize=True)
 def test_matches_a_walk_in_plain_python(
     twin: Twin, step: tuple[list[Row | None], int], data: st.DataObject
 ):

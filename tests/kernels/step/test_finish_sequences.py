@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from finishing import Twin, read_entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ def padded(ids: Sequence[int]) -> list[int]:
 
 
 @given(st.data())
-@settings(max_examples=28, deadline=None)
+@settings(max_examples=extent(10, 28), deadline=None)
 def test_a_row_ends_where_a_sequence_does(twin: Twin, data: st.DataObject) -> None:
     draw = data.draw
     width = draw(st.sampled_from([1, 2, 4]))

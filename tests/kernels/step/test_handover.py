@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +112,7 @@ def steps(draw: st.DrawFn) -> tuple[int, list[int], list[int], list[int]]:
     return W, slots, live, [draw(st.integers(0, number)) for number in live]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=extent(13, 40))
 @given(drawn=steps(), room=st.integers(0, 2))
 def test_live_lanes_are_left_and_padded_ones_say_so(twin, drawn, room):
     W, slots, _, counts = drawn

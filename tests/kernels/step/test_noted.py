@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ class Notes:
             assert (wide[:, table.shape[1] :] == value).all()
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=extent(13, 40), derandomize=True)
 @given(data=st.data())
 def test_requests_from_prompt_to_end(twin: Twin, data: st.DataObject):
     """Prompts in chunks, steps of several rows of which some are padded, slots used again."""
