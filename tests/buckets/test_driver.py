@@ -116,7 +116,8 @@ def test_a_library_without_a_function_is_none(monkeypatch: pytest.MonkeyPatch) -
 WITHOUT_BINDINGS = """
     import sys
     import torch
-    from graphengine.buckets import CapturedGraph, count_nodes, nodes
+    from graphengine.buckets import CapturedGraph, count_nodes
+    from graphengine.buckets.graphs import nodes
 
     class Loud:
         def __getattr__(self, name):
