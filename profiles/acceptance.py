@@ -27,8 +27,8 @@ from graphengine.kernels import RowFamily
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out
-from graphengine.profiles.bench.eager import require_equal
-from graphengine.profiles.bench.engines import engine_options, freed
+from graphengine.profiles.benchmark.eager import require_equal
+from graphengine.profiles.benchmark.engines import engine_options, freed
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import Column, Row, number, text_table
 from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe

@@ -38,7 +38,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels import EMITTED, pack_state
 from graphengine.observe.recorder import LEAST_CAPACITY
 from graphengine.observe.ring import STAGES
-from graphengine.profiles.bench.eager import drain
+from graphengine.profiles.benchmark.eager import drain
 from graphengine.program.graph_key import GraphKey, decode_key
 
 Figure = TypeVar("Figure")

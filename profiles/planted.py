@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from graphengine import Engine, Request, SamplingParams
-from graphengine.profiles.bench.engines import build_engine, freed
-from graphengine.profiles.bench.measure import random_prompt
-from graphengine.profiles.bench.shapes import Subject
+from graphengine.profiles.benchmark.engines import build_engine, freed
+from graphengine.profiles.benchmark.measure import random_prompt
+from graphengine.profiles.benchmark.shapes import Subject
 
 CAUSES = {
     "none": "nothing planted: what the others are held against",

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from graphengine.profiles.arguments import check_out
-from graphengine.profiles.bench.workload import (
+from graphengine.profiles.benchmark.workload import (
     Workload,
     add_workload_arguments,
     profiled_range,

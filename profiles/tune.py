@@ -73,7 +73,7 @@ from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import LinearPlans, ModelConfig
 from graphengine.models.tuning import TunedPlan, TuningKey
 from graphengine.profiles.arguments import integers
-from graphengine.profiles.bench.shapes import DEMO, NAMES, Subject, fill_random, linear_bytes
+from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject, fill_random, linear_bytes
 
 Times = tuple[float, ...]
 """Microseconds of a chain, for each number of rows."""

@@ -32,10 +32,10 @@ from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out, integers, write_out
-from graphengine.profiles.bench.eager import require_equal
-from graphengine.profiles.bench.engines import build_engine, engine_options, freed
-from graphengine.profiles.bench.measure import random_prompt
-from graphengine.profiles.bench.shapes import NAMES, Subject
+from graphengine.profiles.benchmark.eager import require_equal
+from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
+from graphengine.profiles.benchmark.measure import random_prompt
+from graphengine.profiles.benchmark.shapes import NAMES, Subject
 
 SCHEMA = 1
 

@@ -19,20 +19,20 @@ from graphengine import Engine, SamplingParams
 from graphengine.kernels import KernelCompilation
 from graphengine.models.decoder import DecoderModel
 from graphengine.models.families import read_model_config
-from graphengine.profiles.bench import eager, engines, measure
-from graphengine.profiles.bench.ceiling import (
+from graphengine.profiles.benchmark import eager, engines, measure
+from graphengine.profiles.benchmark.ceiling import (
     ReadCeiling,
     measure_read_ceiling,
     sum_stream_reference,
 )
-from graphengine.profiles.bench.engines import build_engine, engine_options
-from graphengine.profiles.bench.kernel_times import (
+from graphengine.profiles.benchmark.engines import build_engine, engine_options
+from graphengine.profiles.benchmark.kernel_times import (
     LINEARS,
     kernel_times,
     prefill_kernel_times,
     summarise,
 )
-from graphengine.profiles.bench.shapes import (
+from graphengine.profiles.benchmark.shapes import (
     NAMES,
     SHAPES,
     Subject,

@@ -15,9 +15,8 @@ import torch
 from benching import Bench, bench_command
 
 from graphengine.cli import main as cli
-from graphengine.profiles import table, text
-from graphengine.profiles.bench import bench
-from graphengine.profiles.bench.ceiling import ReadCeiling
+from graphengine.profiles import bench, table, text
+from graphengine.profiles.benchmark.ceiling import ReadCeiling
 
 ROW_KEYS = {
     "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
@@ -262,7 +261,7 @@ def test_one_line_names_the_folder_above() -> None:
         and isinstance(node.value, str)
         and re.fullmatch(r"\.*(graphengine)?\.?profiles[\w.]*", node.value)
     ]
-    assert named == ["cli.py: graphengine.profiles"]
+    assert named == ["cli/main.py: graphengine.profiles"]
 
 
 def test_commands_above_have_what_the_command_line_calls() -> None:

@@ -18,11 +18,11 @@ from timed import Clock, Row, TimedEngine, result
 
 import graphengine.core.engine_core
 from graphengine import Engine, Event, SamplingParams
-from graphengine.profiles.bench import measure
-from graphengine.profiles.bench.engines import build_engine
-from graphengine.profiles.bench.kernel_times import _start_decoding
-from graphengine.profiles.bench.measure import StepTime
-from graphengine.profiles.bench.shapes import Subject
+from graphengine.profiles.benchmark import measure
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.kernel_times import _start_decoding
+from graphengine.profiles.benchmark.measure import StepTime
+from graphengine.profiles.benchmark.shapes import Subject
 
 US = 1e-6
 

@@ -14,11 +14,11 @@ import pytest
 from benching import Bench, bench_command
 from stand_in_vllm import write_vllm
 
-from graphengine.profiles import text
-from graphengine.profiles.bench import bench, peers
-from graphengine.profiles.bench.measure import Work
-from graphengine.profiles.bench.peers import PeerRun
-from graphengine.profiles.bench.shapes import SHAPES, Subject
+from graphengine.profiles import bench, text
+from graphengine.profiles.benchmark import peers
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.peers import PeerRun
+from graphengine.profiles.benchmark.shapes import SHAPES, Subject
 
 TINY = ("--shape", "tiny", "--ttft-tokens", "5", "--max-seq-len", "32")
 SIZES = {"device": "cpu", "dtype": "float32", "prompt_tokens": 4, "new_tokens": 6, "runs": 1}

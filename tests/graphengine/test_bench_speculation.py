@@ -16,11 +16,12 @@ from timed import result
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
 from graphengine.models.mtp import allocate_mtp_weights
-from graphengine.profiles.bench import bench, measure
-from graphengine.profiles.bench.engines import build_engine, random_drafter
-from graphengine.profiles.bench.measure import Work
-from graphengine.profiles.bench.shapes import Subject, random_module, random_tokens
-from graphengine.profiles.bench.speculation import Sweep, measure_sweep, read_sweep
+from graphengine.profiles import bench
+from graphengine.profiles.benchmark import measure
+from graphengine.profiles.benchmark.engines import build_engine, random_drafter
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.shapes import Subject, random_module, random_tokens
+from graphengine.profiles.benchmark.speculation import Sweep, measure_sweep, read_sweep
 from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 
 CPU = {"device": "cpu", "max_batch": 1, "max_seq_len": 64}

@@ -743,7 +743,7 @@ def test_wrong_arguments_are_refused_with_the_limits(engine: Engine) -> None:
             session.generate(SamplingParams(add_bos=True))
         with pytest.raises(ValueError, match="params must be SamplingParams, not 3"):
             session.generate(3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="prompt of 125 tokens behind 3 of the session leaves"):
+        with pytest.raises(ValueError, match="prompt of 125 tokens after 3 of the session leaves"):
             session.append([1] * 125)
         for wrong_prompt in ("", [], [99999], 5, [{"role": "user", "content": "x"}]):
             with pytest.raises(ValueError, match=r"empty|outside|text, token ids|chat messages"):

@@ -14,8 +14,8 @@ from nsys_files import KERNELS
 from simulated import simulate
 
 from graphengine import Engine, SamplingParams
-from graphengine.profiles.bench.engines import build_engine, freed
-from graphengine.profiles.bench.shapes import Subject
+from graphengine.profiles.benchmark.engines import build_engine, freed
+from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.profiles.nsys.torch_trace import KEY, read_trace, torch_profile
 from graphengine.profiles.sources import read_run
 

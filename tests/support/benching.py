@@ -9,10 +9,10 @@ import pytest
 
 from graphengine import Engine
 from graphengine.cli import main as cli
-from graphengine.profiles.bench import eager
-from graphengine.profiles.bench.engines import build_engine
-from graphengine.profiles.bench.measure import Work
-from graphengine.profiles.bench.shapes import Subject
+from graphengine.profiles.benchmark import eager
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.program.graph_key import GraphKey
 
 SMALL = ("--prompt-tokens", "9", "--new-tokens", "14", "--runs", "2", "--device", "cpu")

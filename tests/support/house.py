@@ -35,7 +35,7 @@ Imports point down this list.
 
 FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
 """What a name has that names a family of models; `llama3` is also a kind of RoPE."""
-MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/bench/shapes.py")
+MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/benchmark/shapes.py")
 # Methods of named tuples, which have an underscore for another reason; and what Python has so.
 _PUBLIC = {"_fields", "_replace", "_asdict", "_make", "_getframe"}
 _OWN = {"self", "cls", "super", "torch", "os", "sys"}

@@ -1,5 +1,5 @@
 """A package `vllm` that decodes nothing, with the part of the interface that
-`profiles/bench/peers.py` uses.
+`profiles/benchmark/peers.py` uses.
 
 It replaces the clock of its process: a step that takes in a prompt, one at a time, is 100 ms long,
 any other 2 ms. `FAKE_VLLM` makes it fail when it loads, or return a token too few.

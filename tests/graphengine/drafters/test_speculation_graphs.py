@@ -21,7 +21,7 @@ from speculating import DEMO, open_speculating, write_draft_model
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
-from graphengine.profiles.bench.eager import check_against_eager
+from graphengine.profiles.benchmark.eager import check_against_eager
 from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative, UserProvided
 

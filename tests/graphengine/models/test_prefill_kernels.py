@@ -14,8 +14,8 @@ from graphengine import Engine
 from graphengine.models.blocks import swiglu
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.families import read_model_config
-from graphengine.profiles.bench.engines import build_engine
-from graphengine.profiles.bench.shapes import SHAPES, Subject
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.shapes import SHAPES, Subject
 from graphengine.speculative import MTP
 from stepping import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 

@@ -53,14 +53,8 @@ def expected(
     """What the formula says behind a prompt, in float64."""
     tokens = list(prompt)
     zero = torch.zeros(1, dtype=torch.int32)
-    sampling = SamplingTensors(
-        temperature=torch.tensor([params.temperature]),
-        top_k=zero,
-        top_p=torch.ones(1),
-        min_p=torch.zeros(1),
-        seed=torch.tensor([params.seed or 0]),
-        stop_ids=zero[:, None] - 1,
-        min_len=zero,
+    sampling = SamplingTensors.neutral(1)._replace(
+        temperature=torch.tensor([params.temperature]), seed=torch.tensor([params.seed or 0])
     )
     for _ in range(params.max_tokens or 0):
         logits = toy_family.reference_logits(tensors, tokens)[-1:].float()

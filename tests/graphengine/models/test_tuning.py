@@ -42,7 +42,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.tuning import TunedPlan, TuningKey, numerics_id
 from graphengine.opening.memory import _workspace_bytes
 from graphengine.profiles import tune
-from graphengine.profiles.bench.shapes import model_shape
+from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tune import ChainBench, Step, Times
 
 FAMILIES: tuple[RowFamily, ...] = get_args(RowFamily)

@@ -29,7 +29,7 @@ from graphengine.core.engine_core import EngineCore
 from graphengine.observe import tracing
 from graphengine.observe.tracing import NOTHING, Tracer, unpack
 from graphengine.opening import loading as opening
-from graphengine.profiles.bench import engines as profile_engines
+from graphengine.profiles.benchmark import engines as profile_engines
 from stepping import LONG, PROMPT, greedy, open_engine, run
 
 STEPS = ("step/plan", "step/load", "step/replay", "step/collect")

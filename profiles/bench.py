@@ -26,25 +26,25 @@ from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_apart, check_out, integers
-from graphengine.profiles.bench import measure, speculation
-from graphengine.profiles.bench.ceiling import ReadCeiling, measure_read_ceiling
-from graphengine.profiles.bench.engines import (
+from graphengine.profiles.benchmark import measure, speculation
+from graphengine.profiles.benchmark.ceiling import ReadCeiling, measure_read_ceiling
+from graphengine.profiles.benchmark.engines import (
     StartUp,
     build_engine,
     engine_options,
     freed,
 )
-from graphengine.profiles.bench.kernel_times import kernel_times, prefill_kernel_times
-from graphengine.profiles.bench.measure import (
+from graphengine.profiles.benchmark.kernel_times import kernel_times, prefill_kernel_times
+from graphengine.profiles.benchmark.measure import (
     ADMITTED_NEW_TOKENS,
     CHECKED_FIRST_TOKENS,
     SAMPLERS,
     Work,
 )
-from graphengine.profiles.bench.peers import PEERS, require_peer, run_peer
-from graphengine.profiles.bench.recording import record
-from graphengine.profiles.bench.shapes import NAMES, Subject, step_bytes
-from graphengine.profiles.bench.speculation import Sweep, check_sweep, measure_sweep, read_sweep
+from graphengine.profiles.benchmark.peers import PEERS, require_peer, run_peer
+from graphengine.profiles.benchmark.recording import record
+from graphengine.profiles.benchmark.shapes import NAMES, Subject, step_bytes
+from graphengine.profiles.benchmark.speculation import Sweep, check_sweep, measure_sweep, read_sweep
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import SWEEP_COLUMNS, describe_document, row_columns, text_table
 from graphengine.speculative import describe

@@ -13,8 +13,8 @@ from typing import Any
 from graphengine import Engine, Result
 from graphengine.observe.ring import REASONS
 from graphengine.observe.tracing import span, tracer
-from graphengine.profiles.bench.eager import require_equal
-from graphengine.profiles.bench.measure import Steady, Work, host_time, steady
+from graphengine.profiles.benchmark.eager import require_equal
+from graphengine.profiles.benchmark.measure import Steady, Work, host_time, steady
 from graphengine.profiles.percentiles import percentiles
 
 LEAST_PAIRS = 8

@@ -1,6 +1,6 @@
 """The same work on another library: how long its user would wait.
 
-    python -P -m graphengine.profiles.bench.peers transformers --shape llama-1b --batch 1,8
+    python -P -m graphengine.profiles.benchmark.peers transformers --shape llama-1b --batch 1,8
 
 Prints one JSON object. `graphengine bench --peer` runs this in a process of its own, so that the
 peer has the device to itself and leaves nothing in this process. The peers are not dependencies of
@@ -27,8 +27,8 @@ import torch
 
 from graphengine.config import DTYPES
 from graphengine.profiles.arguments import integers
-from graphengine.profiles.bench.measure import Work
-from graphengine.profiles.bench.shapes import Subject, fill_random
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.shapes import Subject, fill_random
 
 ANSWER = '{"peer": '
 """Prefix of the line with the figures."""
@@ -78,7 +78,7 @@ def run_peer(
     sizes = {"prompt-tokens": prompt_tokens, "new-tokens": new_tokens, "runs": runs}
     options = [part for key, value in sizes.items() for part in (f"--{key}", str(value))]
     batch = ["--batch", ",".join(map(str, batches))]
-    module = "graphengine.profiles.bench.peers"
+    module = "graphengine.profiles.benchmark.peers"
     command = [sys.executable, "-P", "-m", module, name, *source, *batch]
     done = subprocess.run(
         [*command, *options, "--device", device, "--dtype", dtype],
@@ -225,7 +225,7 @@ PEERS = {"transformers": transformers, "vllm": vllm}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.bench.peers")
+    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.benchmark.peers")
     parser.add_argument("peer", choices=tuple(PEERS))
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--shape")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from graphengine import Engine, SamplingParams
-from graphengine.profiles.bench.eager import launches
-from graphengine.profiles.bench.measure import Work, random_prompt
-from graphengine.profiles.bench.shapes import linear_bytes
+from graphengine.profiles.benchmark.eager import launches
+from graphengine.profiles.benchmark.measure import Work, random_prompt
+from graphengine.profiles.benchmark.shapes import linear_bytes
 from graphengine.program.graph_key import GraphKey, prefill_key
 
 REPLAYS = 20

@@ -19,7 +19,7 @@ from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, OwnGraphEa
 from graphengine.engine_options import EngineOptions
 from graphengine.observe.tracing import span
 from graphengine.opening.memory import plan_memory
-from graphengine.profiles.bench.shapes import Subject, fill_random, random_module, random_tokens
+from graphengine.profiles.benchmark.shapes import Subject, fill_random, random_module, random_tokens
 from graphengine.speculative import MTP, NGram, describe
 
 

@@ -27,11 +27,11 @@ from graphengine.cli.speculative_text import (
 )
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import integers
-from graphengine.profiles.bench import measure
-from graphengine.profiles.bench.eager import drain, with_launches
-from graphengine.profiles.bench.engines import engine_options, random_drafter
-from graphengine.profiles.bench.measure import Work
-from graphengine.profiles.bench.shapes import Subject
+from graphengine.profiles.benchmark import measure
+from graphengine.profiles.benchmark.eager import drain, with_launches
+from graphengine.profiles.benchmark.engines import engine_options, random_drafter
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     FORCE_ACCEPTED,
     MTP,

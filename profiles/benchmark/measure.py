@@ -21,7 +21,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from graphengine import Engine, Request, Result, SamplingParams, Timings
-from graphengine.profiles.bench.eager import (
+from graphengine.profiles.benchmark.eager import (
     both_ways,
     check_against_eager,
     drain,

@@ -14,9 +14,9 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
-from graphengine.profiles.bench.engines import build_engine, engine_options, freed
-from graphengine.profiles.bench.measure import SAMPLERS, Work
-from graphengine.profiles.bench.shapes import NAMES, Subject
+from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
+from graphengine.profiles.benchmark.measure import SAMPLERS, Work
+from graphengine.profiles.benchmark.shapes import NAMES, Subject
 
 ENGINE_OPTIONS = ("device", "dtype", "lookahead", "max_batch", "max_seq_len")
 SPARE_TOKENS = 8
