@@ -62,8 +62,8 @@ def specialized_lines(file: str) -> range:
     does not follow that, and reports the hand-over. It has the lines of the kernel itself; what
     the groups do afterwards has those of their functions.
     """
-    path = KERNELS / file
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+    path = next(KERNELS.rglob(file), None)
+    tree = ast.Module([], []) if path is None else ast.parse(path.read_text(encoding="utf-8"))
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and "warp_specialize(" in ast.unparse(function):
             assert function.end_lineno is not None, f"{function.name=}"
@@ -201,7 +201,7 @@ def run(
 
 
 def all_targets() -> list[str]:
-    files = sorted(KERNEL_TESTS.rglob("test_*.py"))
+    files = sorted(KERNEL_TESTS.rglob("test_*.py"), key=lambda file: file.stem)
     kernels = [f"kernels/{file.stem.removeprefix('test_')}" for file in files]
     return [*kernels, *(f"engine/{name}" for name in ENGINES)]
 

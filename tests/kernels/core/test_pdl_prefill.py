@@ -83,11 +83,11 @@ def attention(
 @pytest.mark.parametrize(
     "module, call, early",
     [
-        ("norm", norm, {"weight_ptr"}),
-        ("activation", activation, set()),
-        ("rope", rope, set()),
-        ("prefill_attention", attention, set()),
-        ("prefill_attention", split_attention, set()),
+        ("norm_rope.norm", norm, {"weight_ptr"}),
+        ("norm_rope.activation", activation, set()),
+        ("norm_rope.rope", rope, set()),
+        ("attention.prefill_attention", attention, set()),
+        ("attention.prefill_attention", split_attention, set()),
     ],
 )
 def test_loads_nothing_but_weights_before_the_wait(
