@@ -137,8 +137,7 @@ class Engine:
         Its next decode step verifies them. ValueError for more than k, for anything but token ids,
         for a request that is finished or of another engine, and in an engine with another drafter.
         """
-        self.core.check_open()
-        self.core.intake.draft(request, token_ids, self.core.drafter)
+        self.core.draft(request, token_ids)
 
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.

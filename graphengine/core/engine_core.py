@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Unpack
 
@@ -150,6 +150,13 @@ class EngineCore:
         self.scheduler.submit(request)
         if request.deadline is not None:
             self.delivery.deadlines.watch(request)
+
+    def draft(self, request: Request, token_ids: Sequence[int]) -> None:
+        """What `Engine.draft` says."""
+        self.check_open()
+        scheduler = self.scheduler
+        unfinished = any(request is each for each in (*scheduler.active, *scheduler.waiting))
+        self.intake.draft(request, token_ids, self.drafter, unfinished=unfinished)
 
     @property
     def busy(self) -> bool:

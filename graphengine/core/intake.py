@@ -174,19 +174,28 @@ class Intake:
             guide=guide,
         )
 
-    def draft(self, request: Request, token_ids: Sequence[int], drafter: Drafter | None) -> None:
-        """Give drafts to a request, for the tokens behind those it has; they replace what it had.
+    def draft(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        drafter: Drafter | None,
+        *,
+        unfinished: bool,
+    ) -> None:
+        """Give drafts to a request, for the tokens after those it has; they replace its others.
 
-        ValueError where there are too many, or none can be, and for what is no such thing.
+        unfinished  whether it is one of the engine's that waits or is active
+
+        ValueError if there are too many, if the request cannot have any, and for anything else.
         """
         if drafter is None or not drafter.host_drafts:
             raise ValueError(
                 f"speculative={self._config.speculative!r}: only UserProvided takes drafts"
             )
-        if not isinstance(request, Request) or not request.belongs_to(self._cancelled):
-            raise ValueError(f"{request!r} is no request of this engine")
-        if request.finish_reason is not None:
+        if isinstance(request, Request) and request.finish_reason is not None:
             raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
+        if not unfinished:
+            raise ValueError(f"{request!r} is no request of this engine")
         length = drafter.length
         ids = token_ids_of(
             token_ids,

@@ -52,11 +52,6 @@ class GraphKey(NamedTuple):
             parts.append(self.variant)
         return "/".join(parts)
 
-    @property
-    def publishes(self) -> bool:
-        """Whether the graph writes a record that the host waits for."""
-        return self.kind != "draft"
-
 
 def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast") -> GraphKey:
     """The decode graph of `rows` rows that verifies `drafts` drafts of each."""

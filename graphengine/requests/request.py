@@ -263,10 +263,6 @@ class Request:
         said = tuple(self.token_ids[self.drafts_from : self.drafts_from + len(self.drafts)])
         return self.drafts[came:] if said == self.drafts[:came] else ()
 
-    def belongs_to(self, cancelled: list[Request]) -> bool:
-        """Whether its engine is the one with this list of cancelled requests."""
-        return self._cancelled is cancelled
-
     def cancel(self) -> None:
         """End the request: the next `step()` frees its slot and reports it as "cancelled".
 

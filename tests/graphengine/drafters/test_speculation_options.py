@@ -271,7 +271,7 @@ def test_above_so_many_requests_nothing_is_drafted(device: str, name: str) -> No
         expected = outcomes(engine, jobs)
     gate = GateOptions(window=4, off_below=0.0, on_above=0.0, max_live=2)
     with open_speculating(DRAFTING[name], device=device, max_batch=4, gate=gate) as engine:
-        assert engine.memory.draft_rows == 2
+        assert engine.config.draft_rows == 2
         assert not any(key[:2] == ("decode", 4) and key.drafts for key in engine.runtime.graphs)
         assert outcomes(engine, jobs) == expected
         counters = engine.counters
