@@ -258,7 +258,7 @@ def test_more_requests_than_may_bring_drafts(device: str) -> None:
     for mode in (Auto(), MTP(k=3)):
         gate = None if mode == Auto() else GateOptions(max_live=9, off_below=0, on_above=0)
         with open_speculating(mode, gate=gate, **sizes) as engine:
-            assert engine.memory.draft_rows == 16
+            assert engine.config.draft_rows == 16
             assert outcomes(engine, jobs) == expected
             assert replays(engine, "decode/18/fast") > 0 == replays(engine, "decode/18/k3/fast")
             assert replays(engine, "decode/16/k3/fast") > 0 < replays(engine, "decode/2/k3/fast")
