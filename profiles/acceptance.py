@@ -46,10 +46,10 @@ CPU_PROMPTS = 4
 class Study:
     """One invocation.
 
-    options  of every engine
-    modes    by the text that named them
-    prompts  token ids, one list for each continuation
-    behind   the tokens that follow each prompt in the text, as many as in a continuation
+    options    of every engine
+    modes      by the text that named them
+    prompts    token ids, one list for each continuation
+    following  the tokens that follow each prompt in the text, as many as in a continuation
     """
 
     name: str
@@ -59,7 +59,7 @@ class Study:
     modes: Mapping[str, Speculative]
     temperatures: tuple[float, ...]
     prompts: list[list[int]]
-    behind: list[list[int]]
+    following: list[list[int]]
     new_tokens: int
 
     def params(self, temperature: float) -> list[SamplingParams]:
@@ -143,7 +143,7 @@ def _read_options(options: argparse.Namespace) -> Study:
         modes=modes,
         temperatures=temperatures,
         prompts=[ids[start:end] for start, end in zip(starts, ends, strict=True)],
-        behind=[ids[end : end + options.new_tokens] for end in ends],
+        following=[ids[end : end + options.new_tokens] for end in ends],
         new_tokens=options.new_tokens,
     )
 
@@ -217,7 +217,7 @@ def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
         "prompt_tokens": len(study.prompts[0]),
         "new_tokens": study.new_tokens,
         "max_batch": config.max_batch,
-        "text_repeated_4grams": rounded(repeated_grams(study.behind)),
+        "text_repeated_4grams": rounded(repeated_grams(study.following)),
         "rows": rows,
     }
 

@@ -372,7 +372,7 @@ def new_scheduler(
         lookahead=config.lookahead,
         prefix_caching=config.prefix_caching,
         kept_blocks=0 if recurrent else config.session_blocks,
-        look_behind=0 if drafter is None else drafter.look_behind,
+        tokens_after=0 if drafter is None else drafter.tokens_after,
         note_all=config.relaxed_acceptance is not None or (drafter is not None and drafter.notes),
     )
 

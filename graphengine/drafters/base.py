@@ -69,9 +69,9 @@ class Prefilled(NamedTuple):
         """int32 [T]: the token behind each lane's, at the chunk's end the sampled one if final."""
         token, last = self.chunk.token, self.chunk.last
         assert self.next_prompt_token is not None, "nothing is drafted"
-        behind = torch.where(self.final != 0, self.token, self.next_prompt_token)
+        following = torch.where(self.final != 0, self.token, self.next_prompt_token)
         lane = torch.arange(token.shape[0], dtype=last.dtype, device=token.device)
-        return torch.where(lane == last, behind, token.roll(-1))
+        return torch.where(lane == last, following, token.roll(-1))
 
     def last_lane(self, token_T: Tensor) -> DecodeLanes:
         """The chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
@@ -118,7 +118,7 @@ class Drafter(ABC):
     """K: drafts a step, at most."""
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
-    look_behind: int = 0
+    tokens_after: int = 0
     """Tokens behind a position that its KV there depends on, or that it overwrites it by."""
     notes: bool = False
     """Whether it reads the prompt's tokens, so that `note` is to get those not prefilled."""

@@ -54,7 +54,7 @@ class DraftModelDrafter(Drafter):
         # The chain's last run stands K positions behind the last that the target verified.
         self.reserve = length
         # Behind a prompt its last token is fed again, by the decode kernels.
-        self.look_behind = 1
+        self.tokens_after = 1
         self._checkpoint = checkpoint
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:

@@ -42,7 +42,7 @@ class EagleDrafter(ModuleDrafter):
         # The chain's last run stands K - 1 positions behind the last verified token.
         self.reserve = length - 1
         # A row pairs a hidden state with the token behind it.
-        self.look_behind = 1
+        self.tokens_after = 1
 
     def prepare(self, prefilled: Prefilled) -> None:
         assert prefilled.hidden is not None, "a module reads hidden states"

@@ -67,7 +67,7 @@ class VanillaDrafter(ModuleDrafter):
         assert 1 <= length <= config.modules, f"{length=} {config.modules=}"
         super().__init__(config.first(length), length, vocabulary)
         # The last module's row at p takes the token at p + K.
-        self.look_behind = length
+        self.tokens_after = length
         self._chained = feed == "chained" and length > 1
         self._kept: Tensor | None = None
 
@@ -166,8 +166,8 @@ class VanillaDrafter(ModuleDrafter):
         runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []
         for index in range(1, self.length):
             hidden = torch.cat([kept_DH[index - 1 : index], runs[-1][:-1]])
-            behind = torch.where(prefilled.final != 0, hidden, runs[-1])
-            kept.append(behind.index_select(0, chunk.last))
+            next_hidden = torch.where(prefilled.final != 0, hidden, runs[-1])
+            kept.append(next_hidden.index_select(0, chunk.last))
             runs.append(self._prefill(index, prefilled, following, hidden, lowest))
         live = chunk.slot[:1] >= 0
         kept_SDH.index_copy_(0, slot, torch.where(live, torch.cat(kept), kept_DH)[None])

@@ -6,7 +6,7 @@ since it is evicted when its place is needed. `Reuse.evict` says what is evicted
 order.
 
 Only whole blocks are reused, and only blocks that hold, at every position, what a prefill of the
-same tokens would write there. `behind` is the number of tokens after a position on which its
+same tokens would write there. `tokens_after` is the number of tokens after a position on which its
 entries depend: 0 in the target's cache, more in the cache of a drafter that looks ahead. Nothing
 writes into a reused block, except a drafter of several modules, which writes the values that are
 there already.
@@ -133,16 +133,16 @@ class BlockPool:
 class Reuse:
     """Decides which blocks a request begins with, and what happens to its blocks when it ends.
 
-    pool        the blocks of the KV cache
-    behind      tokens after a position on which its entries depend, in the engine's caches
-    prefixes    whether prompts find blocks of earlier prompts by their tokens
-    counters    where `prefix/...` and `sessions/...` are counted
+    pool          the blocks of the KV cache
+    tokens_after  tokens after a position on which its entries depend, in the engine's caches
+    prefixes      whether prompts find blocks of earlier prompts by their tokens
+    counters      where `prefix/...` and `sessions/...` are counted
 
     A prefix is found by a chain of SHA-256: a block's key is the hash of the previous block's key,
-    the block's tokens, and the `behind` tokens that follow, so that equal keys mean equal entries.
-    The index has only blocks that prefill has written as a whole. The blocks of a reply are written
-    by the decode kernels and may differ in their last bits, so a turn of a session that builds on a
-    reply adds none.
+    the block's tokens, and the `tokens_after` tokens that follow, so that equal keys mean equal
+    entries. The index has only blocks that prefill has written as a whole. The blocks of a reply
+    are written by the decode kernels and may differ in their last bits, so a turn of a session that
+    builds on a reply adds none.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Reuse:
         pool: BlockPool,
         *,
         block_size: int,
-        behind: int,
+        tokens_after: int,
         prefixes: bool,
         counters: Counter[str],
     ) -> None:
@@ -158,7 +158,7 @@ class Reuse:
         self.contexts: dict[Context, None] = {}
         self._pool = pool
         self._block_size = block_size
-        self._behind = behind
+        self._tokens_after = tokens_after
         self._counters = counters
         self._block_of: dict[bytes, int] = {}
         self._key_of = pool.indexed
@@ -211,7 +211,7 @@ class Reuse:
     def fed(self, request: Request) -> None:
         """Put the blocks into the index whose prefill replays have been launched."""
         placement = request.placed
-        done = (placement.prefilled - self._behind) // self._block_size
+        done = (placement.prefilled - self._tokens_after) // self._block_size
         if done <= placement.indexed:
             return
         keys = self._keys(request)
@@ -237,7 +237,7 @@ class Reuse:
         fed = request.placed.prefilled
         known = fed if fed < request.prompt_len else request.prompt_len + len(request.token_ids)
         # The last sampled token has no KV.
-        count = self.whole_blocks(known - 1 + min(1, self._behind))
+        count = self.whole_blocks(known - 1 + min(1, self._tokens_after))
         if len(blocks) >= count > len(context.blocks):
             self.give(context, blocks[:count])
 
@@ -245,7 +245,7 @@ class Reuse:
 
     def whole_blocks(self, tokens: int) -> int:
         """Blocks whose entries depend on a sequence's first `tokens` tokens alone."""
-        return max(0, tokens - self._behind) // self._block_size
+        return max(0, tokens - self._tokens_after) // self._block_size
 
     def give(self, context: Context, blocks: Sequence[int]) -> None:
         """Let `context` keep these blocks in place of its own; others may hold them too.
@@ -335,11 +335,11 @@ class Reuse:
         """The keys of all blocks of the prompt whose entries depend on the prompt alone."""
         keys = request.block_keys
         if keys is None:
-            size, behind = self._block_size, self._behind
+            size, tokens_after = self._block_size, self._tokens_after
             tokens, key = array("q", request.prompt_token_ids), b""
             keys = []
-            for start in range(0, len(tokens) - size - behind + 1, size):
-                known = tokens[start : start + size + behind]
+            for start in range(0, len(tokens) - size - tokens_after + 1, size):
+                known = tokens[start : start + size + tokens_after]
                 key = hashlib.sha256(key + known.tobytes()).digest()
                 keys.append(key)
             request.block_keys = keys

@@ -131,7 +131,7 @@ class Scheduler:
     lookahead         replays that may be launched before an earlier one has been read
     prefix_caching    whether prompts find blocks of earlier prompts by their tokens
     kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
-    look_behind       tokens after a position on which its entries in the caches depend
+    tokens_after      tokens after a position on which its entries in the caches depend
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
@@ -156,7 +156,7 @@ class Scheduler:
         lookahead: int = 0,
         prefix_caching: bool = False,
         kept_blocks: int | None = None,
-        look_behind: int = 0,
+        tokens_after: int = 0,
         note_all: bool = False,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
@@ -173,7 +173,7 @@ class Scheduler:
         self.reuse = Reuse(
             self.pool,
             block_size=block_size,
-            behind=look_behind,
+            tokens_after=tokens_after,
             prefixes=prefix_caching,
             counters=self.counters,
         )

@@ -177,8 +177,8 @@ def host_updates(
             "prefill_final": [int(chunk.final)],
         }
         if speculative or request.prompt_logprobs is not None:
-            behind = request.prompt_token_ids[end : end + 1]
-            updates["prefill_next"] = behind or [-1]
+            following = request.prompt_token_ids[end : end + 1]
+            updates["prefill_next"] = following or [-1]
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
     return updates

@@ -132,26 +132,28 @@ class LogitsStep:
         note_tokens(token, count, lanes, self._tensors.counts, self.history, pdl=pdl)
 
     def report_prompt(
-        self, chunk: PrefillLanes, hidden: Tensor, lm_head: Tensor, behind: Tensor, final: Tensor
+        self, chunk: PrefillLanes, hidden: Tensor, lm_head: Tensor, following: Tensor, final: Tensor
     ) -> None:
-        """Publish the log-probabilities of `behind`, int32 [T], the tokens behind a chunk's lanes.
+        """Publish the log-probabilities of `following`, int32 [T]: the token after each lane.
 
-        hidden  [T, H] behind the final norm
-        final   int32 [1]: not 0 where nothing of the prompt is behind the last lane
+        hidden  [T, H] after the final norm
+        final   int32 [1]: not 0 where the last lane is the prompt's last token
         """
         assert self._prompt_mailbox is not None, "an engine without prompt_logprobs"
         wants = self._prompt_wants
-        lane = torch.arange(len(behind), dtype=torch.int32, device=behind.device)
+        lane = torch.arange(len(following), dtype=torch.int32, device=following.device)
         ends = (final != 0) & (lane == chunk.last)
         count = ((chunk.slot >= 0) & ~ends).to(torch.int32)
         parts = []
         # So many lanes are what a product takes, and what there is room for.
-        for start in range(0, len(behind), MAX_LANES):
+        for start in range(0, len(following), MAX_LANES):
             part = slice(start, start + MAX_LANES)
             slot = chunk.slot[part]
             logits = linear(hidden[part], lm_head, slot, out_dtype=torch.float32)
             ranked = rank_logits(logits, slot, wants)
-            tokens = token_log_probabilities(logits, behind[part], count[part], slot, wants, ranked)
+            tokens = token_log_probabilities(
+                logits, following[part], count[part], slot, wants, ranked
+            )
             parts.append((*ranked, *tokens))
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         publish_logprobs(
@@ -166,7 +168,7 @@ class LogitsStep:
         )
 
 
-def following_tokens(chunk: PrefillLanes, behind_1: Tensor) -> Tensor:
-    """int32 [T]: the prompt's token behind each lane of a chunk, of the last one `behind_1`."""
-    lane = torch.arange(len(chunk.token), dtype=torch.int32, device=behind_1.device)
-    return torch.where(lane == chunk.last, behind_1, chunk.token.roll(-1))
+def following_tokens(chunk: PrefillLanes, next_1: Tensor) -> Tensor:
+    """int32 [T]: the prompt's token after each lane of a chunk; after the last one `next_1`."""
+    lane = torch.arange(len(chunk.token), dtype=torch.int32, device=next_1.device)
+    return torch.where(lane == chunk.last, next_1, chunk.token.roll(-1))

@@ -219,8 +219,10 @@ class StepProgram:
             self.logits_step.report(processed, sampled, flags & EMITTED)
         if kind == "prompt":
             assert end.hidden is not None, f"{kind=}"
-            behind = following_tokens(chunk, buffers["prefill_next"])
-            self.logits_step.report_prompt(chunk, end.hidden, self.model.lm_head, behind, final)
+            next_tokens = following_tokens(chunk, buffers["prefill_next"])
+            self.logits_step.report_prompt(
+                chunk, end.hidden, self.model.lm_head, next_tokens, final
+            )
         if drafter is not None:
             following = buffers["prefill_next"] if self._drafts else None
             prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)

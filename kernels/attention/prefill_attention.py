@@ -299,7 +299,7 @@ def _prefill_kernel(
     common_end = tl.minimum(first_position + first_row // GROUP + 1, end)
     key_ptr = kv_ptr + kv_head * D
     first_key = 0
-    behind_keys = end
+    end_key = end
     used = 1
     if SPLITS > 1:
         # The same for all tiles of the segment, however many of its lanes are live.
@@ -309,8 +309,8 @@ def _prefill_kernel(
         if split >= used:
             return
         first_key = split * split_keys
-        behind_keys = tl.minimum(first_key + split_keys, end)
-    for start in tl.range(first_key, behind_keys, TILE, num_stages=STAGES):
+        end_key = tl.minimum(first_key + split_keys, end)
+    for start in tl.range(first_key, end_key, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         token_mask = token < end
         entry = cache_offsets(table_row_ptr, token, token_mask, kv_block_stride, BLOCK_SIZE, G * D)

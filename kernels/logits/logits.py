@@ -208,8 +208,8 @@ def process_logits_reference(
             _mask_reference(logits_V, tensors.bitmask[slot], j)
         if flags & USES_BAD_WORDS:
             start = int(tensors.bad_words_start[slot])
-            behind = tokens_from(start, tensors.history[slot], positions[lane] - j, fed)
-            _ban_reference(logits_V, tensors.bad_words[slot], behind)
+            context = tokens_from(start, tensors.history[slot], positions[lane] - j, fed)
+            _ban_reference(logits_V, tensors.bad_words[slot], context)
         if flags & USES_BIAS:
             ids, values = tensors.bias_ids[slot], tensors.bias_values[slot]
             there = (ids >= 0) & (ids < vocabulary)

@@ -363,8 +363,8 @@ def _finish_decode_kernel(
     live = slot >= 0
     live_W = tl.load(lane_slot_ptr + lane, mask=j < W, other=-1, cache_modifier=".cg") >= 0
     # What the lane behind was fed, if it is live: the draft that this lane's token decides on.
-    behind = lane_slot_ptr + lane + 1
-    fed_W = tl.load(behind, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
+    next_slot_ptr = lane_slot_ptr + lane + 1
+    fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
     draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
     stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E)
     kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0, cache_modifier=".cg")

@@ -21,18 +21,18 @@ MAD_TO_SIGMA = 1.4826
 class Breakdown:
     """The longest gap of each step that requests share; columns in order of their ends.
 
-    gap         indices into the run's `gaps`
-    parts       microseconds by part of the host's time: the stages, and `OUTSIDE`; empty where the
-                source has no stages
-    device_us   device time of the replays that the gap waited for: those launched after the one
-                that begins it, up to the one that ends it; on a CPU those that the host ran in it.
-                NaN if unknown
-    rows, live  of the last of these replays
-    prefilled   prompt tokens that these replays fed
-    skipped     decode replays in between from which the request got no token: it was paused
-    behind_us   from the device's end of the gap's last replay to the nearest begin of a step on the
-                host, within the gap; NaN if unknown or if there is none
-    limit_ms    a gap above it is an outlier; `outlier` marks these
+    gap           indices into the run's `gaps`
+    parts         microseconds by part of the host's time: the stages, and `OUTSIDE`; empty where
+                  the source has no stages
+    device_us     device time of the replays that the gap waited for: those launched after the one
+                  that begins it, up to the one that ends it; on a CPU those that the host ran in
+                  it. NaN if unknown
+    rows, live    of the last of these replays
+    prefilled     prompt tokens that these replays fed
+    skipped       decode replays in between from which the request got no token: it was paused
+    next_step_us  from the device's end of the gap's last replay to the nearest begin of a step
+                  on the host, within the gap; NaN if unknown or if there is none
+    limit_ms      a gap above it is an outlier; `outlier` marks these
     """
 
     gap: Integers
@@ -43,7 +43,7 @@ class Breakdown:
     live: Integers
     prefilled: Integers
     skipped: Integers
-    behind_us: Floats
+    next_step_us: Floats
     typical_ms: float
     limit_ms: float
     outlier: NDArray[np.bool_]
@@ -91,7 +91,7 @@ def break_down(run: Run) -> Breakdown:
         live=replays.live[until],
         prefilled=fed[until] - fed[after + 1],
         skipped=decodes[last] - decodes[first + 1] - _shared(run, first, last),
-        behind_us=_behind(run, begin, end, last),
+        next_step_us=_next_step(run, begin, end, last),
         typical_ms=typical,
         limit_ms=limit,
         outlier=milliseconds > limit,
@@ -121,8 +121,8 @@ def _shared(run: Run, first: Integers, last: Integers) -> Integers:
     return np.asarray(same, dtype=np.int64)
 
 
-def _behind(run: Run, begin: Floats, end: Floats, last: Integers) -> Floats:
-    """The `behind_us` of a breakdown."""
+def _next_step(run: Run, begin: Floats, end: Floats, last: Integers) -> Floats:
+    """The `next_step_us` of a breakdown."""
     plans = run.stages.get("plan", np.empty((0, 2)))[:, 0]
     if run.on_host or not len(plans):
         return np.full(len(begin), np.nan)

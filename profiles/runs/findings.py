@@ -145,7 +145,7 @@ def synchronised(found: Breakdown) -> NDArray[np.bool_]:
     if not {OUTSIDE, "wait"} <= found.parts.keys():
         return np.zeros(len(found), dtype=np.bool_)
     slack = np.maximum(SYNC_SLACK_US, SYNC_SLACK * found.device_us)
-    near = np.abs(found.behind_us) <= slack
+    near = np.abs(found.next_step_us) <= slack
     away = found.parts[OUTSIDE] >= 0.5 * found.device_us
     at_once = found.parts["wait"] <= np.maximum(READ_US, 0.1 * found.device_us)
     return near & away & at_once

@@ -120,7 +120,7 @@ def test_a_cpu_takes_a_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "measure", keep)
     assert cli.main(["acceptance", "--device", "cpu"]) == 2
     (study,) = studies
-    assert len(study.prompts) == len(study.behind) == acceptance.CPU_PROMPTS
+    assert len(study.prompts) == len(study.following) == acceptance.CPU_PROMPTS
     assert list(study.modes) == list(acceptance.MODES) and study.temperatures == (0.0, 1.0)
     assert {len(prompt) for prompt in study.prompts} == {128}
     assert study.options["max_seq_len"] == 256

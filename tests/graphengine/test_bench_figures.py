@@ -234,12 +234,12 @@ def test_host_time_of_an_engine_whose_times_are_known(monkeypatch: pytest.Monkey
     clock = Clock()
     before = [5000, 5000, 5, 6, 9, 5000]
     waits = [7000, 7000, 30, 50, 40, 7000]
-    behind = [1000, 1000, 3, 1, 4, 1000]
+    after = [1000, 1000, 3, 1, 4, 1000]
     engine: Any = TimedEngine(
         clock,
         before=[US * value for value in before],
         waits=[US * value for value in waits],
-        behind=[US * value for value in behind],
+        after=[US * value for value in after],
         again=2 * US,
     )
     monkeypatch.setattr(measure, "time", clock.module)
@@ -251,7 +251,7 @@ def test_host_time_of_an_engine_whose_times_are_known(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_waits_elsewhere_cannot_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = TimedEngine(
-        Clock(), before=[0.0] * 6, waits=[0.0] * 6, behind=[0.0] * 6, again=0.0
+        Clock(), before=[0.0] * 6, waits=[0.0] * 6, after=[0.0] * 6, again=0.0
     )
     elsewhere = SimpleNamespace(wait=lambda *arguments, **options: None)
     step, mailbox = engine.step, engine.runtime.mailbox

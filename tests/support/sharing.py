@@ -1,7 +1,7 @@
 """A scheduler whose requests share blocks, and a device on which a wrong block shows as a token.
 
 The simulated device knows requests only from `host_updates`. A KV entry is a checksum of the tokens
-up to its position; an entry of its drafter's cache is a checksum of the tokens up to `behind`
+up to its position; an entry of its drafter's cache is a checksum of the tokens up to `tokens_after`
 positions later. The next token follows from the last entry, and every step compares all entries of
 the row with the request's actual tokens. An entry that a decode step wrote, or that follows from
 such an entry, is marked: none of these may be in the index of prefixes.
@@ -61,7 +61,7 @@ class Sharing:
         self,
         *,
         lookahead: int = 1,
-        behind: int = 0,
+        tokens_after: int = 0,
         slots: int = 3,
         kv_blocks: int = 12,
         swap_blocks: int = 16,
@@ -71,7 +71,7 @@ class Sharing:
         prefix_caching: bool = True,
         kept_blocks: int | None = None,
     ) -> None:
-        self.lookahead, self.behind = lookahead, behind
+        self.lookahead, self.tokens_after = lookahead, tokens_after
         self.scheduler = Scheduler(
             slots=slots,
             kv_blocks=kv_blocks,
@@ -81,7 +81,7 @@ class Sharing:
             max_seq_len=max_seq_len,
             prefix_caching=prefix_caching,
             kept_blocks=kept_blocks,
-            look_behind=behind,
+            tokens_after=tokens_after,
         )
         self.kept_blocks, self.max_chunk = kept_blocks, max_chunk
         self.memory = SimpleNamespace(block_size=block_size, max_seq_len=max_seq_len)
@@ -239,9 +239,9 @@ class Sharing:
         for position, token in enumerate(tokens, start):
             said = self.write(slot, position, token, decoded=False)
         self.kv_len[slot] = end
-        behind = said if final else self.fields["prefill_next"][0]
-        self.draft(request, start, [*request.prompt_token_ids[:end], behind])
-        self.compare(request, [*request.prompt_token_ids[:end], behind])
+        following = said if final else self.fields["prefill_next"][0]
+        self.draft(request, start, [*request.prompt_token_ids[:end], following])
+        self.compare(request, [*request.prompt_token_ids[:end], following])
         self.next_token[slot] = said if final and self.goes_on(request, end, said) else None
         return said if final else None
 
@@ -278,12 +278,14 @@ class Sharing:
 
     def draft(self, request: Request, start: int, known: Sequence[int]) -> None:
         """The drafter's entries that the tokens from `start` on complete."""
-        if self.behind:
+        if self.tokens_after:
             truth = entries(known)
-            for position in range(max(0, start + 1 - self.behind), len(known) - self.behind):
-                last = self.entry(0, request.placed.slot, position + self.behind - 1)
+            for position in range(
+                max(0, start + 1 - self.tokens_after), len(known) - self.tokens_after
+            ):
+                last = self.entry(0, request.placed.slot, position + self.tokens_after - 1)
                 assert last is not None
-                made = truth[position + self.behind] | (last & DECODED)
+                made = truth[position + self.tokens_after] | (last & DECODED)
                 there = self.entry(1, request.placed.slot, position)
                 if there is not None and there % DECODED == made % DECODED:
                     # With several modules each writes what is there already.
@@ -298,9 +300,9 @@ class Sharing:
             assert found is not None and found % DECODED == truth[position], (
                 f"{request!r} reads {found} at {position}"
             )
-        for position in range(len(known) - self.behind if self.behind else 0):
+        for position in range(len(known) - self.tokens_after if self.tokens_after else 0):
             found = self.entry(1, slot, position)
-            assert found is not None and found % DECODED == truth[position + self.behind], (
+            assert found is not None and found % DECODED == truth[position + self.tokens_after], (
                 f"{request!r}: drafter at {position}"
             )
 
@@ -347,7 +349,7 @@ class Sharing:
     def check_index(self) -> None:
         """Only prefill has written what the index has; call it after all replays."""
         for block in self.scheduler.reuse._key_of:
-            for cache in self.caches[: 2 if self.behind else 1]:
+            for cache in self.caches[: 2 if self.tokens_after else 1]:
                 assert None not in cache[block], f"{block=} of the index is not written"
                 decoded = [entry >= DECODED for entry in cache[block]]
                 assert not any(decoded), f"{block=} of the index has a reply's entries: {decoded}"

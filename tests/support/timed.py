@@ -65,7 +65,7 @@ class Row:
 
 class TimedEngine:
     """Each step gives every request a token. Step i spends `before[i]` seconds on its own work,
-    `waits[i]` in its mailbox and `behind[i]` on its own work again; on an idle engine a wait takes
+    `waits[i]` in its mailbox and `after[i]` on its own work again; on an idle engine a wait takes
     `again` seconds.
     """
 
@@ -75,11 +75,11 @@ class TimedEngine:
         *,
         before: Sequence[float],
         waits: Sequence[float],
-        behind: Sequence[float],
+        after: Sequence[float],
         again: float,
     ) -> None:
         self.clock = clock
-        self.spent = list(zip(before, waits, behind, strict=True))
+        self.spent = list(zip(before, waits, after, strict=True))
         self.again = again
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=100))
         self.runtime = SimpleNamespace(mailbox=_Mailbox(self._wait))
@@ -95,12 +95,12 @@ class TimedEngine:
         return not all(row.finished for row in self.rows)
 
     def step(self) -> list[Row]:
-        before, _, behind = self.spent[self.steps]
+        before, _, after = self.spent[self.steps]
         self.clock.now += before
         self.runtime.mailbox.wait(self.steps, lanes=len(self.rows))
         for row in self.rows:
             row.timings.tokens.append(self.clock.now)
-        self.clock.now += behind
+        self.clock.now += after
         self.steps += 1
         return list(self.rows)
 

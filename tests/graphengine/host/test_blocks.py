@@ -33,7 +33,11 @@ from graphengine.requests.request import Phase, Request
 def keeping(count: int, **options: Any) -> tuple[BlockPool, Reuse, Counter[str]]:
     """A pool, and who keeps its blocks; the block size is 4."""
     pool, counters = BlockPool(count, first=1, **options), Counter[str]()
-    return pool, Reuse(pool, block_size=4, behind=0, prefixes=True, counters=counters), counters
+    return (
+        pool,
+        Reuse(pool, block_size=4, tokens_after=0, prefixes=True, counters=counters),
+        counters,
+    )
 
 
 def kept(pool: BlockPool, reuse: Reuse, count: int) -> Context:
@@ -220,9 +224,11 @@ def test_a_context_that_is_closed_or_cut_lets_go() -> None:
     assert other.closed and pool.vacant == 4 and not reuse.contexts
 
 
-@pytest.mark.parametrize(("behind", "blocks"), [(0, 3), (1, 2), (4, 2), (5, 1), (13, 0)])
-def test_whole_blocks_are_those_that_no_later_token_changes(behind: int, blocks: int) -> None:
-    reuse = Reuse(BlockPool(1), block_size=4, behind=behind, prefixes=False, counters=Counter())
+@pytest.mark.parametrize(("tokens_after", "blocks"), [(0, 3), (1, 2), (4, 2), (5, 1), (13, 0)])
+def test_whole_blocks_are_those_that_no_later_token_changes(tokens_after: int, blocks: int) -> None:
+    reuse = Reuse(
+        BlockPool(1), block_size=4, tokens_after=tokens_after, prefixes=False, counters=Counter()
+    )
     assert reuse.whole_blocks(12) == blocks
 
 
@@ -278,18 +284,18 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     world.finish()
 
 
-@pytest.mark.parametrize("behind", [1, 2, 4, 5])
-def test_a_key_covers_the_tokens_that_a_drafter_looked_at(behind: int) -> None:
+@pytest.mark.parametrize("tokens_after", [1, 2, 4, 5])
+def test_a_key_covers_the_tokens_that_a_drafter_looked_at(tokens_after: int) -> None:
     """Two prompts that part right behind a block do not share it where its entries differ."""
-    world = Sharing(kv_blocks=40, behind=behind)
+    world = Sharing(kv_blocks=40, tokens_after=tokens_after)
     head = LONG[:8]
     world.submit([*head, 1, 1, 1, 1, 1, 1, 1], 1)
     world.run()
     parted = world.submit([*head, 2, 2, 2, 2, 2, 2, 2], 1)
     same = world.submit([*head, 1, 1, 1, 1, 1, 1, 2], 1)
     world.run()
-    whole = (8 - behind) // 4 * 4
-    assert (parted.cached_tokens, same.cached_tokens) == (whole, (14 - behind) // 4 * 4)
+    whole = (8 - tokens_after) // 4 * 4
+    assert (parted.cached_tokens, same.cached_tokens) == (whole, (14 - tokens_after) // 4 * 4)
     world.finish()
 
 
@@ -498,12 +504,12 @@ def test_a_cancelled_turn_leaves_the_session_as_it_was() -> None:
     world.finish()
 
 
-@pytest.mark.parametrize(("behind", "kept"), [(0, 12), (1, 12), (2, 8)])
+@pytest.mark.parametrize(("tokens_after", "kept"), [(0, 12), (1, 12), (2, 8)])
 def test_a_turn_leaves_all_whole_blocks_and_the_next_takes_them_from_the_session(
-    behind: int, kept: int
+    tokens_after: int, kept: int
 ) -> None:
     """Also where the index has as many of them."""
-    world = Sharing(kv_blocks=40, behind=behind)
+    world = Sharing(kv_blocks=40, tokens_after=tokens_after)
     session = world.session([1, 2] * 6)
     session.submit(params(1))
     world.run()
@@ -579,7 +585,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     @initialize(
         lookahead=st.integers(0, 1),
-        behind=st.integers(0, 5),
+        tokens_after=st.integers(0, 5),
         slots=st.integers(1, 4),
         kv_blocks=st.integers(4, 16),
         swap_blocks=st.integers(0, 24),
@@ -665,13 +671,15 @@ def test_any_order_of_calls_shares_only_right_blocks() -> None:
     run_state_machine_as_test(SharingMachine, settings=machine)
 
 
-@pytest.mark.parametrize(("behind", "lookahead"), [(0, 1), (1, 0), (3, 1)])
-def test_in_a_small_pool_all_of_it_happens(behind: int, lookahead: int) -> None:
+@pytest.mark.parametrize(("tokens_after", "lookahead"), [(0, 1), (1, 0), (3, 1)])
+def test_in_a_small_pool_all_of_it_happens(tokens_after: int, lookahead: int) -> None:
     """Hits, pauses and evictions of both kinds, counted; and every token is right."""
     totals = Counter[str]()
     for seed in range(6):
         dice = random.Random(seed)
-        world = Sharing(behind=behind, lookahead=lookahead, kv_blocks=11, swap_blocks=30)
+        world = Sharing(
+            tokens_after=tokens_after, lookahead=lookahead, kv_blocks=11, swap_blocks=30
+        )
         heads = [[dice.randrange(1, ALPHABET) for _ in range(14)] for _ in range(2)]
         for _ in range(60):
             if dice.random() < 0.4:

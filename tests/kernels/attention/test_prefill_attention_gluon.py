@@ -105,9 +105,9 @@ def test_sums_are_under_way_while_scores_become_weights(
     # and waits for sums then.
     waits = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([01])", machine_code(kernel, tmp_path))
     steps = zip(waits[1::2], waits[2::2], strict=True)
-    behind_scores = [text for under_way, text in steps if under_way == "1"]
-    assert len(behind_scores) == 2
-    for text in behind_scores:
+    after_scores = [text for under_way, text in steps if under_way == "1"]
+    assert len(after_scores) == 2
+    for text in after_scores:
         assert text.count("MUFU.EX2") >= KEYS * 64 // 128
 
 

@@ -476,7 +476,7 @@ def random_fusion(H: int, dtype: torch.dtype, device: str, *, hidden_first: bool
     return Fusion(wide[:, :H], norms[0], norms[1], eps=1e-5, hidden_first=hidden_first)
 
 
-def behind_norm(hidden: Residual | torch.Tensor, lane: int, eps: float) -> torch.Tensor:
+def after_norm(hidden: Residual | torch.Tensor, lane: int, eps: float) -> torch.Tensor:
     """A lane's hidden state in the model's dtype."""
     if isinstance(hidden, torch.Tensor):
         return hidden[lane]
@@ -583,7 +583,7 @@ class Setup:
             self.slot[first], self.position[first] = row, self.problem.starts[row]
         for j in range(max(count, 0)):
             self.slot[first + j], self.target[first + j] = row, 20 + j
-            self._want(row, j, 20 + j, behind_norm(self.hidden, first + j, 0.25))
+            self._want(row, j, 20 + j, after_norm(self.hidden, first + j, 0.25))
         silent = slice(first + max(count, 0), first + self.W)
         self.hidden.scaled[silent] = torch.nan
         self.hidden.squares[:, silent] = torch.nan
@@ -602,7 +602,7 @@ class Setup:
         self.table[row][shift - 1 :] = [99] * (problem.drafts - shift + 1)
         self.expected_table[row][shift - 1 :] = [draft] + [-1] * (problem.drafts - shift)
         if draft >= 0:
-            value = behind_norm(self.output.scaled if problem.plain else self.output, source, 0.5)
+            value = after_norm(self.output.scaled if problem.plain else self.output, source, 0.5)
             self._want(row, count + shift - 1, draft, value)
             self.newest[row] = (draft, place, value)
 
