@@ -290,7 +290,7 @@ class EngineConfig:
 
     @property
     def drafts(self) -> int:
-        """K: drafts a step feeds behind each row's last token, at most."""
+        """K: drafts a step feeds after each row's last token, at most."""
         return 0 if self.mode is None else self.mode.k
 
     @property

@@ -1,4 +1,4 @@
-"""What the embedding program chooses about speculation: who drafts, and which drafts are accepted.
+"""What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
 Each drafter's options are one class here; `graphengine.drafters` has the drafters themselves. With
 options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
@@ -73,9 +73,9 @@ class MTP:
 
     k            drafts a step
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
-    own_graph    an eagle module in a graph of its own behind the step's, not inside it
+    own_graph    an eagle module in a separate graph after the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
-    feed         which hidden state a vanilla module behind the first reads beside a verified token:
+    feed         which hidden state a vanilla module after the first reads beside a verified token:
                  "chained", that of the module before, as DeepSeek-V3 trains modules and
                  transformers runs them; "target", the target's, as TensorRT-LLM's vanilla MTP. The
                  wrong one for a checkpoint costs acceptance, never a token
@@ -147,7 +147,7 @@ class UserProvided:
 
     k  drafts a step at most
 
-    `engine.draft(request, token_ids)` proposes the tokens behind `request.token_ids` as they are at
+    `engine.draft(request, token_ids)` proposes the tokens after `request.token_ids` as they are at
     the call, and replaces what was proposed before. The first step that decodes the request
     verifies them. Until then they wait: while the request waits, is prefilled or is paused, and
     over steps for which a gate has switched drafts off. Tokens that come meanwhile (the first one,

@@ -5,7 +5,7 @@
 What a linear costs depends on its neighbours: launched with PDL they overlap and compete for room
 on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
 place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
-does, on more weights than L2 can hold; lm_head is measured behind such a chain. Only attention is
+does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
 left out: `output` reads the first q_size columns of qkv's result, a strided view.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,

@@ -1,4 +1,4 @@
-"""Drafters: who proposes the tokens that a speculative step verifies, each in a file of its own.
+"""Drafters propose the tokens that a speculative step verifies; each has a file of its own.
 
 `base` has the interface; `make_drafter` turns the options of `graphengine.speculative` into one
 that fits a checkpoint, or says why none does.

@@ -1,8 +1,8 @@
-"""What a drafter is to the engine: who proposes a row's next tokens, inside the captured step.
+"""What a drafter is to the engine: it proposes a row's next tokens, in the captured step.
 
 A drafter has two moments. `prepare` runs in the prefill graphs: it takes a prompt chunk into the
-drafter's state and, behind the last chunk, makes the first drafts. `propose` runs in the decode
-graphs, behind verification: it takes in what was emitted and makes the drafts of the next step.
+drafter's state and, after the last chunk, makes the first drafts. `propose` runs in the decode
+graphs, after verification: it takes in what was emitted and makes the drafts of the next step.
 Both write `draft_tokens[slot]`, which the slot's next replay feeds and verifies; -1 is no draft.
 Drafts never change a token, only how many come at once: a drafter that fails costs speed alone.
 
@@ -43,7 +43,7 @@ class Verified(NamedTuple):
     hidden: Residual
     """The target's residual stream of the N lanes, scaled for its final norm."""
     step: FinishedStep
-    """The target's token behind each lane, and how many of them each row emitted."""
+    """The target's token after each lane, and how many of them each row emitted."""
     drafts: int
     """Drafts that this graph verified: W = drafts + 1."""
 
@@ -53,12 +53,12 @@ class Prefilled(NamedTuple):
 
     chunk: PrefillLanes
     next_prompt_token: Tensor | None
-    """int32 [1]: the prompt's token behind the chunk; it means nothing behind the last one. None
+    """int32 [1]: the prompt's token after the chunk; it has no meaning after the last one. None
     where nothing is drafted."""
     hidden: Tensor | None
-    """[T, H] in the model's dtype, behind the final norm; None where `wants_hidden` is not set."""
+    """[T, H] in the model's dtype, after the final norm; None where `wants_hidden` is not set."""
     token: Tensor
-    """int32 [1]: the sampled token; it means something behind the last chunk alone."""
+    """int32 [1]: the sampled token; it has a meaning only after the last chunk."""
     final: Tensor
     """int32 [1]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
@@ -66,7 +66,7 @@ class Prefilled(NamedTuple):
 
     @property
     def following(self) -> Tensor:
-        """int32 [T]: the token behind each lane's, at the chunk's end the sampled one if final."""
+        """int32 [T]: the token after each lane's; at a final chunk's end the sampled one."""
         token, last = self.chunk.token, self.chunk.last
         assert self.next_prompt_token is not None, "nothing is drafted"
         following = torch.where(self.final != 0, self.token, self.next_prompt_token)
@@ -119,7 +119,7 @@ class Drafter(ABC):
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
     tokens_after: int = 0
-    """Tokens behind a position that its KV there depends on, or that it overwrites it by."""
+    """Tokens after a position on which its KV there depends, or with which it overwrites it."""
     notes: bool = False
     """Whether it reads the prompt's tokens, so that `note` is to get those not prefilled."""
     wants_hidden: bool = False
@@ -127,11 +127,11 @@ class Drafter(ABC):
     host_drafts: bool = False
     """Whether the host writes `draft_tokens`; then no replay may be launched ahead."""
     own_graph: bool = False
-    """Whether `draft` is to be captured, and replayed behind each decode step."""
+    """Whether `draft` is to be captured, and replayed after each decode step."""
     prompts_only: bool = False
     """Whether a request samples one token and is over; then no replay may be launched ahead."""
     streams: Mapping[int, Tensor] = MappingProxyType({})
-    """[T or more, H] by layer of the target: where prefill leaves the residual stream behind it."""
+    """[T or more, H] by layer of the target: where prefill leaves the stream after that layer."""
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         """Allocate its weights and choose its kernels' plans, if it has any of both.
@@ -181,12 +181,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def prepare(self, prefilled: Prefilled) -> None:
-        """Take a prompt chunk in; behind the last one write the first drafts."""
+        """Take in a prompt chunk; after the last one, write the first drafts."""
 
     def note(self, noted: Prefilled) -> None:  # noqa: B027
         """Take in a part of a prompt whose KV, its own too, is there already; it is not the last.
 
-        Of `noted` the chunk means something; there are no hidden states and no tokens behind it.
+        Only the chunk of `noted` has a meaning; it has no hidden states and no following tokens.
         """
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Drafter(ABC):
         """
 
     def draft(self, rows: int, drafts: int) -> None:
-        """What `propose` left to a graph of its own, behind a step of so many rows and drafts."""
+        """What `propose` left to a separate graph, after a step of that many rows and drafts."""
         raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
 
     def collect(self, chunk: PrefillChunk) -> None:  # noqa: B027

@@ -1,7 +1,7 @@
 """A smaller model drafts: its own layers and KV, in the target's graphs.
 
 As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
-is fed the last two tokens behind each verified step, since the last draft of the step before was
+is fed the last two tokens after each verified step, since the last draft of the step before was
 never fed to it, and then its own drafts.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
@@ -51,9 +51,9 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: ModelConfig, length: int, checkpoint: Checkpoint) -> None:
         self.config = config
         self.length = length
-        # The chain's last run stands K positions behind the last that the target verified.
+        # The chain's last run stands K positions after the last that the target verified.
         self.reserve = length
-        # Behind a prompt its last token is fed again, by the decode kernels.
+        # After a prompt its last token is fed again, by the decode kernels.
         self.tokens_after = 1
         self._checkpoint = checkpoint
 
@@ -104,7 +104,7 @@ class DraftModelDrafter(Drafter):
     def prepare(self, prefilled: Prefilled) -> None:
         chunk = prefilled.chunk
         self._model.prefill(chunk, self._states, prefilled.attention, launch=self._launch.prefill)
-        # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
+        # As after a step that fed the prompt's last token. No PDL: torch kernels run in between.
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)

@@ -1,7 +1,7 @@
 """One MTP module, run K times: each run is fed what the one before it drafted, and its output.
 
 So EAGLE drafts (arXiv:2401.15077), and DeepSeek-V3's single module where K > 1. The module keeps a
-KV of its own, a row for each token but the newest. Behind a verified step its first run takes in
+KV of its own, a row for each token but the newest. After a verified step its first run takes in
 what was emitted, with the target's hidden states; each later one extends the chain by a draft, at
 positions that the next step's first run overwrites.
 
@@ -39,9 +39,9 @@ class EagleDrafter(ModuleDrafter):
 
     def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
         super().__init__(config.first(1), length, vocabulary)
-        # The chain's last run stands K - 1 positions behind the last verified token.
+        # The chain's last run stands K - 1 positions after the last verified token.
         self.reserve = length - 1
-        # A row pairs a hidden state with the token behind it.
+        # A row pairs a hidden state with the token after it.
         self.tokens_after = 1
 
     def prepare(self, prefilled: Prefilled) -> None:
@@ -68,7 +68,7 @@ class EagleDrafter(ModuleDrafter):
         hidden: Residual | Tensor,
         drafts: int,
     ) -> None:
-        """`propose`; `hidden` is the stream scaled for the final norm, or plain behind it."""
+        """`propose`; `hidden`: the stream scaled for the final norm, or plain after it."""
         launch = self._launch
         residual = self._new_stream(lanes.slot.numel())
         first = begin_module_draft(
@@ -97,7 +97,7 @@ class EagleDrafter(ModuleDrafter):
     ) -> None:
         """Draft from a run whose output is `hidden`, and K - 1 times from what was drafted.
 
-        rows    the lanes behind which drafts stand, one a row
+        rows    the lanes that the drafts follow, one a row
         fed     the lanes of that run, where they are more than `rows`
         source  int32 [R]: which of them each row's is
         """

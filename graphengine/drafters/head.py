@@ -53,7 +53,7 @@ class DraftHead:
     def tiles(
         self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, *, ahead: int
     ) -> DraftTiles:
-        """The draft `ahead` positions behind each lane, by tile. `hidden` is [N, H] behind the
+        """The draft `ahead` positions after each lane, by tile. `hidden` is [N, H] after the
         final norm, or the stream scaled for it.
         """
         x, squares = (

@@ -3,8 +3,8 @@
 The prefill graphs leave a chunk's hidden states in static fields. The host copies them out once it
 has read the replay; nothing is launched in between.
 
-As in TensorRT-LLM's mode of this name, `hidden_states` are those behind the final norm, which a
-draft module and the lm_head read, and `aux_hidden_states` the residual stream behind the chosen
+As in TensorRT-LLM's mode of this name, `hidden_states` are those after the final norm, which a
+draft module and the lm_head read, and `aux_hidden_states` the residual stream after the chosen
 layers, in front of the next norm, side by side in ascending order of the layers.
 
 Letters: P tokens of a prompt, T tokens of a prefill bucket, A chosen layers, H hidden.
@@ -68,8 +68,8 @@ class HiddenStatesDrafter(Drafter):
     def fields(self, sizes: FieldSizes) -> list[Field]:
         widths = {_HIDDEN: self._width, _AUX: len(self.layers) * self._width}
         meanings = {
-            _HIDDEN: "of the last chunk, behind the final norm",
-            _AUX: f"of the last chunk, behind layers {', '.join(map(str, self.layers))}",
+            _HIDDEN: "of the last chunk, after the final norm",
+            _AUX: f"of the last chunk, after layers {', '.join(map(str, self.layers))}",
         }
         return [
             Field(

@@ -1,4 +1,4 @@
-"""Drafts that follow from the request's own tokens: what came behind the last ones before.
+"""Drafts that follow from the request's own tokens: what came after the last ones before.
 
 Prompt lookup decoding, matched on the device: nothing is computed but the search.
 """

@@ -1,6 +1,6 @@
-"""The eagle module in a graph of its own, replayed behind the step's.
+"""The eagle module in a separate graph, replayed after the step's.
 
-The step's graph ends behind publishing with one kernel that hands over what it verified; its second
+The step's graph ends after publishing with one kernel that hands over what it verified; its second
 graph begins there. Prompts are taken in inside the prefill graphs, as without.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, S slots, H hidden.
@@ -45,7 +45,7 @@ class OwnGraphEagle(EagleDrafter):
             field("token", lanes, meaning="token that each lane was fed"),
             field("slot", lanes, pad=-1, meaning="slot of each lane"),
             field("position", lanes, meaning="position of each lane"),
-            field("target", lanes, meaning="the target's token behind each lane"),
+            field("target", lanes, meaning="the target's token after each lane"),
             field("emitted", sizes.slots, meaning="tokens that each row emitted"),
             field("hidden", lanes, width, dtype=sizes.dtype, meaning="the target's hidden states"),
         ]

@@ -1,7 +1,7 @@
 """K MTP modules in a row, each with a KV of its own: module m drafts the m-th token.
 
 Module m's row at position p takes the token at p + m. Of a verified step each module takes in what
-was emitted; behind that stand m - 1 rows of what the modules before drafted, which the next step
+was emitted; after that come m - 1 rows of what the modules before drafted, which the next step
 overwrites. The hidden state that stands beside the token is that of `MTP.feed`:
 
 chained  what module m - 1 made of its row at p, all the way down to the target's hidden state at p.
@@ -54,7 +54,7 @@ class VanillaDrafter(ModuleDrafter):
     config      of the checkpoint's modules
     length      K, at most as many as there are
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
-    feed        which hidden states the modules behind the first read
+    feed        which hidden states the modules after the first read
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class VanillaDrafter(ModuleDrafter):
             ]
         else:
             runs = self._prefill_chained(prefilled, following, self._kept)
-        # As behind a step that fed the prompt's last token. No PDL: torch's kernels stand between.
+        # As after a step that fed the prompt's last token. No PDL: torch kernels run in between.
         last = prefilled.last_lane(chunk.token)
         emitted = Emitted(
             token_N=prefilled.token,
@@ -152,7 +152,7 @@ class VanillaDrafter(ModuleDrafter):
     ) -> list[Tensor]:
         """All modules for a chunk, each with the output of the one before; their outputs.
 
-        What is kept goes on behind the chunk. The drafts behind the last chunk begin as behind a
+        What is kept goes on after the chunk. The drafts after the last chunk begin as after a
         step that fed the prompt's last token, so there it is what was kept before that token.
         """
         assert prefilled.hidden is not None, "a module reads hidden states"
@@ -254,7 +254,7 @@ class VanillaDrafter(ModuleDrafter):
 
 
 def vanilla_lanes(length: int) -> int:
-    """Lanes of a row in the last of `length` modules: W that emit, and its chain behind them."""
+    """Lanes of a row in the last of `length` modules: W that emit, and its chain after them."""
     return 2 * length
 
 

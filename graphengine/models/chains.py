@@ -1,4 +1,4 @@
-"""The linears of a few layers, one after the other, for whoever measures how to cut them.
+"""The linears of a few layers, one after the other, to measure how best to cut them.
 
 A chain is a model of like layers, with which its decode step can be run without attention.
 """

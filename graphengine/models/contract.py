@@ -456,7 +456,7 @@ class Model(Protocol):
         """A prompt chunk through the layers, as far as the states and `prefill_logits` need it.
 
         The states are updated as in `decode`. With `all_lanes` every lane goes all the way, for
-        whoever reads `PrefillEnd.hidden`; the logits' bits do not depend on it.
+        the reader of `PrefillEnd.hidden`; the logits' bits do not depend on it.
 
         `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
         its dtype; that of the last layer with `all_lanes` only.

@@ -8,7 +8,7 @@ A module pairs the hidden state of the token at position p with the token at p +
 
 E and lm_head are the target's. `hidden` is the target's after its final norm, or the `u` of
 another run: of the row before, or of the module before. Three layouts of checkpoints are read, each
-a row of `LAYOUTS`. The input [2H] of the projection is made by its caller, who knows where token
+a row of `LAYOUTS`. The input [2H] of the projection is made by its caller, which knows where token
 and hidden state come from.
 
 A wrong choice of what is fed or of the order of the halves is silent: only acceptance drops.
@@ -263,7 +263,7 @@ def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> No
         if settings[name] not in (None, supported):
             raise unsupported(name, settings[name], f"{supported} in the layout {layout.name}")
     if settings["chain_hidden_post_norm"] is not None:
-        # Whoever names it, with either value, has no norm of its own after each module.
+        # A config with this key, whatever its value, has no separate norm after each module.
         raise unsupported(
             "chain_hidden_post_norm",
             settings["chain_hidden_post_norm"],

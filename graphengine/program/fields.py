@@ -52,7 +52,7 @@ def field_table(
     S = slots
     speculation: list[Field] = []
     if prompt_logprobs or drafts:
-        meaning = "prompt token behind the chunk"
+        meaning = "prompt token after the chunk"
         speculation.append(host("prefill_next", 1, dtype=int32, pad=-1, meaning=meaning))
     if drafts:
         meaning = "drafts that the slot's next step verifies; -1 for none"

@@ -1,7 +1,7 @@
 """What the `full` graphs do with logits beside sampling from them, for requests that ask for it.
 
     process         in front of the sampler: bans, biases, penalties
-    report          behind the published tokens: their log-probabilities; what was said is noted
+    report          after the published tokens: their log-probabilities; what was said is noted
     report_prompt   those of a prompt's tokens
 
 Letters: R rows, W lanes of a row, N = R * W lanes, V vocabulary.

@@ -7,7 +7,7 @@
 
 They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.
-Verifying and drafting are there where an engine speculates: then a row feeds its K drafts behind
+Verifying and drafting are there where an engine speculates: then a row feeds its K drafts after
 its last token, W = K + 1 lanes in all, and emits 1 to W tokens. What requests ask of their logits
 beside sampling from them is done in graphs of the full sampler alone (`logits_step.py`).
 
@@ -141,7 +141,7 @@ class StepProgram:
             num_speculative_tokens=drafts,
             relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
-            # Used drafts are cleared by whoever owns their table.
+            # The owner of the drafts' table clears those that were used.
             draft_SK=None if host_drafts else table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
@@ -236,7 +236,7 @@ class StepProgram:
 
         It reaches all that reads a prompt's tokens rather than their KV: what was said, for
         penalties; the drafter; relaxed acceptance. Nothing is sampled, and `kv_len` is for the
-        prefill behind it to set.
+        prefill after it to set.
         """
         buffers, slot = self.buffers, self.buffers["prefill_slot"]
         apply_commands(self.state, buffers["command_epoch"])

@@ -216,7 +216,7 @@ def _bad_words(
     params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None, config: EngineConfig
 ) -> list[Sequence[int]]:
     """The token sequences that bad words come to, as vLLM makes them: each word as it is, and
-    behind a space where that makes another first token and no longer sequence.
+    after a space where that makes another first token and no longer sequence.
     """
     found: list[Sequence[int]] = []
     for word in params.bad_words or ():

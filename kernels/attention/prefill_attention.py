@@ -9,7 +9,7 @@ prompt was cut into chunks, nor of the other segments.
 On Hopper chunks with many tiles of rows take another kernel, `prefill_attention_gluon.py`, with the
 same bits.
 
-A short chunk behind many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
+A short chunk after many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
 keys are split among programs as well, and the last of them to arrive puts their results together
 (Flash-Decoding; Dao et al. 2023). Then a token's bits are also a function of where its chunk
 begins, of N and of P.
@@ -61,7 +61,7 @@ class PrefillTiles(NamedTuple):
 
 
 # 16-bit types by padded head_dim; a smaller one is as 64. Found on an H200 at 128 and 1,024 tokens,
-# behind none and thousands: 64 keys took 5 to 30 % longer there, more stages as long.
+# after none and thousands: 64 keys took 5 to 30 % longer there, more stages as long.
 TILES_16_BIT = {
     64: PrefillTiles(64, 64, keys=128, warps=4, stages=3),
     128: PrefillTiles(128, 64, keys=128, warps=8, stages=2),
@@ -292,7 +292,7 @@ def _prefill_kernel(
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
-    # Keys behind the last token of this tile are of no use to any of its rows.
+    # No row of this tile attends to keys after the tile's last token.
     last_token = tl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
     end = tl.minimum(first_position + last_token + 1, position_limit)
     # Keys before this are seen by all rows.

@@ -196,7 +196,7 @@ def _attend_kernel(
     rows = (tensors, barriers, place, reach, scale_log2, q_stride)
     source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
     brought = (source, keys, values, barriers, tiles)
-    # One warp group is this one. The others begin behind a barrier that comes after the wait.
+    # This is one warp group. The others begin after a barrier, which follows the wait.
     gl.warp_specialize(
         [
             (_attend_rows, (rows, gl.constexpr(0), Q, G)),
@@ -246,7 +246,7 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
     mbarrier.wait(free.index(stage), (tile // _STAGES & 1) ^ 1)
     mbarrier.expect(there.index(stage), TILE * D * 2)
     for piece in gl.static_range(TILE // BLOCK_SIZE):
-        # Behind the segment's last block comes that one again.
+        # After the segment's last block, the last block is named again.
         index = gl.minimum(tile * (TILE // BLOCK_SIZE) + piece, last_block)
         row = gl.load(table_row_ptr + index) * block_rows + WHICH * BLOCK_SIZE
         for half in gl.static_range(HALVES):
@@ -277,7 +277,7 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
     dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
     queries = queries.index(HALF)
-    # Columns of 64 behind each other are what wgmma takes as one tile.
+    # wgmma takes 64 consecutive columns as one tile.
     keys = keys._reinterpret(dtype, [_STAGES, TILE, D], tile_layout)
     values = values._reinterpret(dtype, [_STAGES, TILE, D], tile_layout)
 
@@ -319,7 +319,7 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
             scores, tile, position, largest, total, scale_log2, tile >= common
         )
         weights = weights.to(dtype)
-        # The next turn's wait. Here it keeps the compiler from moving weights behind the sums.
+        # The next iteration's wait. Here it keeps the compiler from moving weights past the sums.
         after = (tile + 1) % _STAGES
         mbarrier.wait(keys_there.index(after), (tile + 1) // _STAGES & 1, pred=tile + 1 < tiles)
         acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))

@@ -90,12 +90,12 @@ def compile_kernels(
 
     What torch computes in a step is computed, with zeros where kernels would have written first,
     on the current device and stream; what that does to the steps' tensors is for the caller to
-    reset. No thread is left behind, and no memory but what torch's allocator keeps for the next.
+    reset. No thread remains, and no memory but what torch's allocator keeps for the next.
     In Triton's interpreter there is nothing to compile, and no step runs.
 
     workers  threads; by default one for each core that the process may use, at most `MAX_WORKERS`
 
-    Filters of warnings that another thread sets meanwhile are gone behind it: Triton's own way to
+    Filters of warnings that another thread sets meanwhile are gone after it: Triton's own way to
     set them is not made for threads.
 
     ValueError for no worker. RuntimeError, with the step's name and its cause chained, where a step
@@ -106,7 +106,7 @@ def compile_kernels(
     started = time.perf_counter()
     compiled = loaded = 0
     if not INTERPRETED:
-        # A context of its own: after a failure Triton's mode would stay behind in the caller's.
+        # A separate context: after a failure Triton's mode would remain in the caller's.
         compiled, loaded = Context().run(_compile, steps, workers or _cores())
     return KernelCompilation(
         compiled=compiled, loaded=loaded, seconds=time.perf_counter() - started

@@ -5,14 +5,14 @@ The kernels of a decode graph keep one discipline, so that each may rely on it:
 - Every program, a padded one too, calls `wait_for_inputs` before it exits or stores. The wait
   returns when the launch before has completed and its stores can be seen; as that launch waited for
   its own predecessor, everything earlier is complete as well.
-- The next launch is triggered behind the wait, never before it. So when launch k starts, launch
+- The next launch is triggered after the wait, never before it. So when launch k starts, launch
   k - 2 is complete.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
   fields), or, past the L1 cache (`cache_modifier=".cg"`), what launch k - 2 or an earlier one
   wrote.
 
 In a prefill graph ordinary launches stand in between, of the BLAS and of torch. They begin when all
-that is in front of them is complete, and the wait behind them returns when they are. There a kernel
+that is in front of them is complete, and the wait after them returns when they are. There a kernel
 loads nothing but weights before its wait.
 
 A wait never stands inside a loop that Triton pipelines: loads could be hoisted above it.

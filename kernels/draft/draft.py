@@ -47,7 +47,7 @@ from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_refe
 from graphengine.kernels.step.state import DecodeLanes
 
 Hidden = Residual | torch.Tensor
-"""Hidden states behind their final norm: a stream that is scaled for that norm and not yet divided
+"""Hidden states after their final norm: a stream that is scaled for that norm and not yet divided
 by its root mean square, or a plain [M, H] that is. Padded lanes hold anything."""
 
 
@@ -67,7 +67,7 @@ class Fusion(NamedTuple):
 
 
 class FirstDraft(NamedTuple):
-    """The first run of a module behind a verified step; valid until the next replay."""
+    """The first run of a module after a verified step; valid until the next replay."""
 
     lanes: DecodeLanes
     """N lanes: those that emitted a token, which each takes in; the rest are padded."""
@@ -110,7 +110,7 @@ def combine_hidden(
     """The input of a draft module for each live lane: both halves normed, side by side.
 
     norm(v) = v / sqrt(mean(v**2) + eps) * weight in float32, rounded once. The hidden state of a
-    stream is rounded before, once, as a model does behind its final norm.
+    stream is rounded before, once, as a model does after its final norm.
 
     Args:
         token_N, slot_N: int32; a prefill chunk's lanes as well as those of decode.
@@ -182,14 +182,14 @@ def begin_module_draft(
     residual: Residual,
     pdl: bool = False,
 ) -> FirstDraft:
-    """The lanes and the input of a module's first run behind a verified step; one launch.
+    """The lanes and the input of a module's first run after a verified step; one launch.
 
-    Lane j of a row pairs the target's hidden state at its position with the target's token behind
+    Lane j of a row pairs the target's hidden state at its position with the target's token after
     that, so that the module's cache gets what was verified. Of a row that emitted `count` tokens
-    its lanes 0 .. count - 1 are live; it drafts on behind the last of them.
+    its lanes 0 .. count - 1 are live; it drafts on after the last of them.
 
     Args:
-        token_N: int32, the target's token behind each lane; read where the lane is live.
+        token_N: int32, the target's token after each lane; read where the lane is live.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
         lanes: what the target was fed.
         hidden: the target's, N lanes. hidden_eps, residual: as of `combine_hidden`.
@@ -279,7 +279,7 @@ def advance_module_draft(
 
     Args:
         tiles, rows, draft_SK, index, limit, source_R: as of `commit_draft`.
-        hidden: of the run before, M lanes as its tiles. hidden_eps: of the norm behind that run.
+        hidden: of the run before, M lanes as its tiles. hidden_eps: of the norm after that run.
         residual: R lanes, as of `combine_hidden`.
         pdl: as of `combine_hidden`; only the tiles may be as new as the launch before.
 
@@ -327,13 +327,13 @@ def commit_draft(
     source_R: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> DecodeLanes:
-    """Write each live row's draft into `draft_SK[slot, index]`; behind it no draft, -1, is left.
+    """Write each live row's draft into `draft_SK[slot, index]`; all later drafts become -1, none.
 
     The draft is -1, too, where the run had no valid logits.
 
     Args:
         tiles: of M lanes.
-        rows: the lanes, one a row, that the drafts stand behind; their tokens are not read.
+        rows: the lanes that the drafts follow, one a row; their tokens are not read.
         draft_SK: int32 [S, K], updated in place.
         index: 0 <= index < K.
         limit: positions that the cache has; no lane is put at it or past it.
@@ -342,7 +342,7 @@ def commit_draft(
             may be as new as that one.
 
     Returns:
-        New lanes for the next run: the draft, at the position behind. Padded where the row is,
+        New lanes for the next run: the draft, at the position after. Padded where the row is,
         where there is no draft, and where the position would reach the limit. ValueError for a
         shape or dtype that does not fit.
     """
@@ -454,7 +454,7 @@ def check_stream(residual: Residual | None, lanes: int, fusion: Fusion) -> None:
 
 
 def hidden_rows(hidden: Hidden, source: torch.Tensor, eps: float) -> torch.Tensor:
-    """Rows `source` of hidden states behind their norm, in the model's dtype."""
+    """Rows `source` of hidden states after their norm, in the model's dtype."""
     if not isinstance(hidden, Residual):
         return hidden[source]
     value = hidden.scaled[source]

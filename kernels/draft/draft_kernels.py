@@ -1,7 +1,7 @@
 """The Triton kernels of `draft.py`, and their parts, of which the other drafters' are made too.
 
 A kernel has one program a lane, or one a row. The hidden state's half of a module's input is made
-before the wait; the half of the token behind it, by the program that learns the token.
+before the wait; the half of the token after it, by the program that learns the token.
 
 Letters: W lanes of a row, C tiles of the draft vocabulary, V vocabulary, H hidden, T groups of
 columns, K drafts.

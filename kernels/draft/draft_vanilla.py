@@ -4,12 +4,12 @@
               lm_head) -> ... -> commit_draft
     K = 0     begin_module_draft -> (module 1) -> begin_vanilla_draft -> (module 2) -> ...
 
-Module m's run at position p takes the token at p + m, so that its last run behind a step stands
+Module m's run at position p takes the token at p + m, so that its last run after a step stands
 where those of all modules do. Of a step that fed W lanes from position L on and emitted `count`
 tokens, it runs
 
 - the emitted lanes, j < count, at L + j - (m - 1): tokens that are true;
-- m - 1 lanes behind them: what the modules before drafted. The next step's lanes overwrite these
+- m - 1 lanes after them: what the modules before drafted. The next step's lanes overwrite these
   positions with what is true by then.
 
 All stand at consecutive positions. A prompt shorter than m - 1 has some below 0: these are padded.
@@ -73,7 +73,7 @@ class Emitted(NamedTuple):
     """A verified step, as the modules take it in."""
 
     token_N: torch.Tensor
-    """int32: the target's token behind each lane; read where it was emitted."""
+    """int32: the target's token after each lane; read where it was emitted."""
     count_R: torch.Tensor
     """int32: tokens that each row emitted, at most its live lanes; N is W * R."""
     lanes: DecodeLanes
@@ -105,7 +105,7 @@ class DraftChain(NamedTuple):
     token: torch.Tensor
     """int32 [R, K - 1]"""
     hidden: torch.Tensor
-    """model dtype [R, K - 1, H], behind the norm of the module; neither read nor written where
+    """model dtype [R, K - 1, H], after the norm of the module; neither read nor written where
     modules are chained."""
 
 
@@ -116,13 +116,13 @@ class Recycled(NamedTuple):
     """Its output of this step, N lanes."""
     kept: torch.Tensor
     """model dtype [S, K - 1, H], updated in place: the output of each module's last run whose token
-    was true, behind its final norm."""
+    was true, after its final norm."""
     eps: float = 0.0
     """As in `Emitted`."""
 
 
 class ModuleInput(NamedTuple):
-    """A run of a module behind which nothing is drafted; valid until the next replay."""
+    """A module's run that no draft follows; valid until the next replay."""
 
     lanes: DecodeLanes
     """N lanes."""
@@ -150,7 +150,7 @@ def begin_vanilla_draft(
     recycled: Recycled | None = None,
     pdl: bool = False,
 ) -> ModuleInput:
-    """The emitted lanes of a module and its input, with nothing drafted behind them; one launch.
+    """The emitted lanes of a module and its input, with nothing drafted after them; one launch.
 
     Args:
         module: m, 2 or more; `begin_module_draft` is for the first.
@@ -238,7 +238,7 @@ def advance_vanilla_draft(
     The draft is written to `draft_SK[slot, m - 2]` as by `commit_draft`, which commits the last
     module's. A row of module m has W + m - 1 lanes: lane j < count is an emitted one, at position
     L + j - (m - 1), and lane count + i, i < m - 1, takes draft i + 1 with the hidden state that it
-    was drafted from. Where there is no draft, the row's lanes behind its emitted ones are padded,
+    was drafted from. Where there is no draft, the row's lanes after its emitted ones are padded,
     and no later module drafts.
 
     Args:
@@ -320,7 +320,7 @@ def advance_vanilla_draft_reference(
     step_RX = (j - count_R1).clamp(max=shift - 1)
     is_emitted = step_RX < 0
     row_R1 = torch.arange(rows, device=j.device)[:, None]
-    # Where a lane's token and hidden state are: among the N, or in the chain behind them.
+    # Where a lane's token and hidden state are: among the N, or in the chain after them.
     depth = chain.token.shape[1]
     at_RX = torch.where(is_emitted, row_R1 * W + j, rows * W + row_R1 * depth + step_RX)
     fed = DecodeLanes(*(field.view(rows, W)[:, :1] for field in emitted.lanes))
@@ -505,7 +505,7 @@ def _vanilla_kernel(
 ):
     """One program a lane; that of a row's newest draft commits it and says where the row goes on.
 
-    DRAFTS lanes of a row are behind those that may emit: 0, or `shift`. Of all that it reads only
+    DRAFTS lanes of a row come after those that may emit: 0, or `shift`. Of all that it reads only
     the tiles are as new as the launch before. With `kept_ptr` modules are chained: the program of a
     row's first lane reads what is kept of the module before, and then keeps what comes next.
     """

@@ -39,7 +39,7 @@ from graphengine.kernels.step.state import DecodeLanes
 
 
 class ModelDraft(NamedTuple):
-    """The first run of a draft model behind a verified step; valid until the next replay."""
+    """The first run of a draft model after a verified step; valid until the next replay."""
 
     lanes: DecodeLanes
     """2 * R lanes: of row r lane 2r takes the last token but one, lane 2r + 1 the last."""
@@ -60,7 +60,7 @@ def begin_model_draft(
     limit: int,
     pdl: bool = False,
 ) -> ModelDraft:
-    """The last two tokens of each row behind a verified step, fetched and embedded; one launch.
+    """The last two tokens of each row after a verified step, fetched and embedded; one launch.
 
     A draft model has not been fed the last draft. So where all drafts were accepted two tokens are
     new to its cache, and one where fewer were; the other is then fed again at its own position, and
@@ -68,7 +68,7 @@ def begin_model_draft(
     L + count - 1, the token that the target was fed there, and at L + count, what it said to that.
 
     Args:
-        token_N: int32, the target's token behind each lane; read where the lane emitted it.
+        token_N: int32, the target's token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
         lanes: what the target was fed.
         embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of

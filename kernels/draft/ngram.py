@@ -49,7 +49,7 @@ def ngram_propose(
         history_SP: int32, dense rows, updated in place: `[slot, p]` is the token at position p.
             Those up to the position of the row's first lane are there. P is at least the greatest
             length of a sequence; tokens past it are dropped.
-        token_N: int32, the target's token behind each lane; read where the lane emitted it.
+        token_N: int32, the target's token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R. A row that
             emitted none is passed over.
         lanes: what the target was fed.
@@ -128,12 +128,12 @@ def ngram_prompt(
     unmatched_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write a prompt chunk into its slot's tokens; behind the last one propose what may come next.
+    """Write a prompt chunk into its slot's tokens; after the last one propose what may come next.
 
     Args:
         history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as of `ngram_propose`.
         chunk: the chunk's lanes, the live ones first.
-        token_1: int32, the sampled token; read behind the last chunk alone. One below 0, of logits
+        token_1: int32, the sampled token; read after the last chunk alone. One below 0, of logits
             that were not valid, is not appended, and nothing is proposed.
         final_1: int32, not 0 for the prompt's last chunk.
         pdl: as of `ngram_propose`, with `chunk` for `lanes`.
@@ -387,7 +387,7 @@ def _propose(
 ):
     """Look up the end of a slot's tokens and write the slot's drafts; nothing with K = 0.
 
-    The tokens behind `position`, of which there are `count`, were stored just now; from `positions`
+    The tokens after `position`, of which there are `count`, were stored just now; from `positions`
     on there are none.
     """
     if K == 0:
@@ -437,7 +437,7 @@ def _best_of_block(tokens_ptr, suffix, end, MAX_N: tl.constexpr, BLOCK: tl.const
     same = p > 0
     matched = tl.zeros((BLOCK,), tl.int64)
     for n in tl.static_range(1, MAX_N + 1):
-        # Few positions are still the same behind the first token: this asks for little.
+        # Few positions are still the same after the first token: this asks for little.
         same = same & (p >= n)
         token = tl.load(tokens_ptr + p - n, mask=same, other=0)
         same = same & (token == suffix[n - 1])

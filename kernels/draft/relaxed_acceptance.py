@@ -17,7 +17,7 @@ What passes at lane j, whose logits say what may follow its token:
 3. The draft in lane j + 1 passes if it is a candidate and p[draft] >= p[first] - delta, in float32.
 
 Whether the drafts before it passed is left to `verify_commit_publish`, which emits the leading run
-and behind it the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
+and after it the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
 
 Letters: S slots, R rows, K drafts a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a prefill
 bucket. Lane r * (K + 1) + j is row r's j-th token.
@@ -56,7 +56,7 @@ def relaxed_acceptance(
     """Which drafts pass by the relaxed rule; the module's docstring has it.
 
     A draft of the row's stop ids never passes at a position below its min_len, where the sampler
-    would not draw it either. Nothing passes behind logits with a NaN or without a finite maximum.
+    would not draw it either. Nothing passes after logits with a NaN or without a finite maximum.
 
     Args:
         logits_NV: float32 [N, V] with dense rows, any stride between them; only read.
@@ -233,7 +233,7 @@ def relaxed_delta_prompt(
     end_ids: torch.Tensor,
     relaxed_delta: float,
 ) -> None:
-    """The same scan over one slot's prompt chunk, and behind the final one over the first token.
+    """The same scan over one slot's prompt chunk, and after the final one over the first token.
 
     The prompt's first chunk, at start 0, begins with a delta of 0; a later one with what the chunks
     before it left. A slot of -1 or a count of 0 changes nothing.
@@ -533,7 +533,7 @@ def _prompt_kernel(
     tokens,
     BLOCK_T: tl.constexpr,
 ):
-    """One program, as there is one chunk. The first sampled token is a mark behind all others."""
+    """One program, as there is one chunk. The first sampled token is the last mark."""
     slot = tl.load(prefill_slot_ptr)
     count = tl.load(prefill_count_ptr)
     live = (slot >= 0) & (count > 0)

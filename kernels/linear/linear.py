@@ -143,7 +143,7 @@ def linear_residual(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T (+ bias), and what the norm behind it needs.
+    """residual.x += x @ weight^T (+ bias), and what the norm after it needs.
 
     Args:
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.

@@ -5,7 +5,7 @@ the first STAGES tiles of weights are on the way to shared memory before the ker
 inputs, so memory is busy while the launch before drains. `takes` says which launches come here.
 
 Those copies are one group each, and the inputs of the same tiles come through registers: a copy
-behind all of them would be complete only when all are, and the first product would wait for them.
+after all of them would be complete only when all are, and the first product would wait for them.
 Weights arrive in the order they are asked for, so the first products free their room in time.
 
 One `mma.sync` (16 lanes, 8 outputs, 16 columns) after the other adds up a lane's output over the
@@ -457,7 +457,7 @@ def _part_ptrs(
     BLOCK_M: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Where a split's part [L, B] of a product lies: of a SwiGLU the gates, with the ups behind."""
+    """Where a split's part [L, B] of a product lies: of a SwiGLU the gates, with the ups after."""
     lane = _lanes_of(L, layout)
     column = tile * BLOCK_M + gl.arange(0, B, gl.SliceLayout(0, layout))
     row_ptrs = partial_ptr + lane.to(gl.int64) * (gl.num_programs(1) * BLOCK_M)

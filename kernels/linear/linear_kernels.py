@@ -356,7 +356,7 @@ def _inverse_rms(squares, eps, K: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _load_norm(residual, tile, OUTPUTS: tl.constexpr, B: tl.constexpr):
-    """The weights [B] of the norm behind the residual stream; zeros where there is no stream."""
+    """The weights [B] of the norm after the residual stream; zeros where there is no stream."""
     output = tile * B + tl.arange(0, B)
     if residual is not None:
         norm = tl.load(residual.next_norm + output, mask=output < OUTPUTS, other=0.0)

@@ -176,7 +176,7 @@ def _swiglu_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Tiles go to the programs in turns, lanes first: so programs at work share their weights."""
+    """Programs take tiles alternately, lanes first, so that running programs share weights."""
     dtype: gl.constexpr = inputs.dtype
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES: gl.constexpr = LANE_TILES * ((F + B - 1) // B)

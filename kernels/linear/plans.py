@@ -47,14 +47,14 @@ class LinearPlan(NamedTuple):
     on the way. In `linear_gluon.py` they are asked for before the launch waits for its inputs."""
     warps: int = 4
     overlap: bool = True
-    """Whether the launch behind this one may start early, with programmatic dependent launch."""
+    """Whether the launch after this one may start early, with programmatic dependent launch."""
 
 
 def row_family(lanes: int) -> RowFamily:
     """The family of an engine whose largest launch has `lanes` lanes.
 
     Two lanes of `fma` cost half as much again as one, and `dot` costs 5 % more than that one (an
-    8B model on an H200): what is multiplied in registers is no longer hidden behind the weights.
+    8B model on an H200): the loads of the weights no longer hide products made in registers.
     """
     return "fma" if lanes == 1 else "dot"
 

@@ -101,7 +101,7 @@ def process_logits(
 ) -> None:
     """Change the logits of each live lane in place; the module's docstring says how. One launch.
 
-    Lane r * W + j has row r's logits behind its j-th token, which is the last committed one for j =
+    Lane r * W + j has row r's logits after its j-th token, which is the last committed one for j =
     0 and draft j else. It serves a prompt's last lane as well, with K = 0, once `note_prompt` has
     noted the whole prompt.
 

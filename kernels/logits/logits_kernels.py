@@ -99,7 +99,7 @@ def _penalise(
     presence_ptr,
     W: tl.constexpr,
 ):
-    """The tile's logits behind repetition, frequency and presence; `draft_ptr`: the row's first."""
+    """The tile's logits after repetition, frequency and presence; `draft_ptr`: the row's first."""
     counts = tl.load(counts_ptr + ids, mask=inside, other=0)
     count = counts & _COUNT_MASK
     for k in tl.static_range(W - 1):
@@ -146,7 +146,7 @@ def process_kernel(
     """One program a lane and tile. Only the logits are as new as the launch before.
 
     What changes few ids is done in memory, by this program alone: biases before the tile is read,
-    bad words behind it. That is their order in effect, since -inf stays -inf in between.
+    bad words after it. That is their order in effect, since -inf stays -inf in between.
     """
     lane = tl.program_id(0)
     slot = tl.load(lane_slot_ptr + lane, cache_modifier=".cg").to(tl.int64)

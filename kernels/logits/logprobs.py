@@ -1,17 +1,17 @@
 """Log-probabilities of what was sampled, and of the most probable tokens beside it.
 
-    rank_logits                 anywhere behind `process_logits`    a lane's normaliser, its top n
-    token_log_probabilities     behind `verify_commit_publish`      those of the emitted tokens
+    rank_logits                 any time after `process_logits`    a lane's normaliser, its top n
+    token_log_probabilities     after `verify_commit_publish`      those of the emitted tokens
     publish_logprobs            last                                into a mailbox of their own
 
 A lane's are log_softmax(l) = (l - max l) - log(sum(exp(l - max l))), in float32, over the ids below
-`vocabulary`, as PyTorch has it. Token j's come from the logits of its row's lane j, behind which it
+`vocabulary`, as PyTorch has it. Token j's come from the logits of its row's lane j, after which it
 was sampled. They are those of the raw logits, which vLLM calls `raw_logprobs`, or of the processed
-ones: behind `process_logits`, before min_len, temperature and filters (vLLM's `processed_logprobs`
-are behind these).
+ones: after `process_logits`, before min_len, temperature and filters (vLLM's `processed_logprobs`
+are after these).
 
 The top n are ordered by logit and then by lower id. Ids at -inf are not among them: where fewer are
-left, the places behind have id -1 and -inf. A token's rank is the number of ids whose logit is at
+left, the other places have id -1 and -inf. A token's rank is the number of ids whose logit is at
 least its own, itself included: vLLM's, so that the worst of equal ones counts.
 
 A lane with a NaN, or +inf, among its logits has NaN for its log-probabilities. Sums have one order,
@@ -199,7 +199,7 @@ def token_log_probabilities(
     Args:
         token_N, count_R: int32, from `verify_commit_publish`: row r emitted the tokens of its first
             count lanes. R gives the width of a row, N / R lanes. For a prompt R is N: the token
-            behind each lane, and 1 where it is asked for.
+            after each lane, and 1 where it is asked for.
         ranked: from `rank_logits` of the same logits.
         The others as of `rank_logits`.
 

@@ -68,7 +68,7 @@ def publish_logprobs(
     Args:
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= W * (2 + 2 * top); the
             device's memory or pinned host memory. Its reader must be done with the entry.
-        sequence_1: int64 [1], `SlotState.sequence` behind `verify_commit_publish`; only read.
+        sequence_1: int64 [1], `SlotState.sequence` after `verify_commit_publish`; only read.
         count_R: int32, tokens that each row emitted, those of its first lanes.
         slot_N: int32, -1 for a padded lane; of each row the first is read.
         wants: indexed by slot; `wanted` is read.

@@ -94,7 +94,7 @@ def _rms_norm_kernel(
     """One program a lane."""
     lane = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
-    # Ahead of its use: behind the sum of squares its latency would come on top.
+    # Loaded early: after the sum of squares its latency would be added.
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
     if tl.load(slot_ptr + lane) < 0:
         return
@@ -195,7 +195,7 @@ def _add_rms_norm_kernel(
     """One program a lane."""
     lane = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
-    # Ahead of its use: behind the sum of squares its latency would come on top.
+    # Loaded early: after the sum of squares its latency would be added.
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
     wait_for_inputs(PDL)
     if tl.load(slot_ptr + lane) < 0:

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the per-head norm before it and the KV append behind it.
+"""Rotary position embedding, with the per-head norm before it and the KV append after it.
 
 Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q query heads, G kv heads,
 D head_dim, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the cache's layout.
@@ -313,7 +313,7 @@ def _rope_append_kernel(
     target = out_ptr + lane * (Q * D) + head[:, None] * D + pair[None, :]
     tl.store(target, lower, mask=mask & is_query)
     tl.store(target + HALF, upper, mask=mask & is_query)
-    # Keys of all heads come first, values BLOCK_SIZE tokens behind them.
+    # Keys of all heads come first, values BLOCK_SIZE tokens after them.
     kv_head = (head - Q)[:, None]
     offset = tl.where(is_value, (kv_head - G) * D + BLOCK_SIZE * G * D, kv_head * D)
     target = kv_ptr + entry + offset + pair[None, :]

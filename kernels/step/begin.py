@@ -175,7 +175,7 @@ def _gather_reference(state: SlotState, slot_of_row_R: torch.Tensor) -> DecodeLa
 def _widen_reference(
     query: DecodeLanes, draft_SK: torch.Tensor, max_len_S: torch.Tensor
 ) -> DecodeLanes:
-    """Each row's query with its drafts behind it, K + 1 lanes a row."""
+    """Each row's query with its drafts after it, K + 1 lanes a row."""
     drafts = draft_SK.shape[1]
     slot = query.slot.clamp(min=0).long()
     draft_RK = draft_SK[slot]

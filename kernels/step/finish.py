@@ -60,7 +60,7 @@ class FinishedStep(NamedTuple):
     """What a decode step emitted, in new tensors; undefined in padded lanes."""
 
     token_N: torch.Tensor
-    """int32: the token behind each lane, past the row's count too; -1 without valid logits."""
+    """int32: the token after each lane, past the row's count too; -1 without valid logits."""
     flags_R: torch.Tensor
     """int32: EMITTED | STOP | LENGTH or INVALID, 0 for a padded row."""
     count_R: torch.Tensor
@@ -362,7 +362,7 @@ def _finish_decode_kernel(
     slot = tl.load(lane_slot_ptr + row * W, cache_modifier=".cg")
     live = slot >= 0
     live_W = tl.load(lane_slot_ptr + lane, mask=j < W, other=-1, cache_modifier=".cg") >= 0
-    # What the lane behind was fed, if it is live: the draft that this lane's token decides on.
+    # What the next lane was fed, if it is live: the draft that this lane's token decides on.
     next_slot_ptr = lane_slot_ptr + lane + 1
     fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
     draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")

@@ -1,7 +1,7 @@
 """A verified step left in static tensors, for a draft module that runs in a graph of its own.
 
 What a step computed lies in its graph's pool, where the next graph may write; what is handed over
-does not. The hidden states are left behind their final norm, as plain rows.
+does not. The hidden states are written after their final norm, as plain rows.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, H hidden, T groups of columns.
 """
@@ -25,7 +25,7 @@ from graphengine.kernels.step.state import DecodeLanes
 
 
 class HandOver(NamedTuple):
-    """What a step leaves to the graph behind it; of a padded lane the slot alone, -1."""
+    """What a step leaves to the next graph; for a padded lane only the slot, -1."""
 
     token: torch.Tensor
     """int32 [N]: what the lane was fed."""
@@ -34,11 +34,11 @@ class HandOver(NamedTuple):
     position: torch.Tensor
     """int32 [N]"""
     target: torch.Tensor
-    """int32 [N]: the target's token behind the lane."""
+    """int32 [N]: the target's token after the lane."""
     emitted: torch.Tensor
     """int32 [R]: tokens that the row emitted; 0 of a padded row."""
     hidden: torch.Tensor
-    """[N, H] in the model's dtype, dense rows: behind the final norm."""
+    """[N, H] in the model's dtype, dense rows: after the final norm."""
 
     @property
     def lanes(self) -> DecodeLanes:
@@ -73,7 +73,7 @@ def hand_over(
     from the step itself.
 
     Args:
-        token_N: int32, the target's token behind each lane.
+        token_N: int32, the target's token after each lane.
         count_R: int32, tokens that each row emitted; N is W * R.
         lanes: what the target was fed.
         hidden: its stream of N lanes, scaled for the final norm. hidden_eps: of that norm.

@@ -42,14 +42,14 @@ def note_tokens(
 ) -> None:
     """Note what each row emitted, in place; one launch.
 
-    Behind a prompt's last chunk it notes the first token as well: one lane with the slot and the
+    After a prompt's last chunk it notes the first token as well: one lane with the slot and the
     position of the chunk's last one, and a count of flags & EMITTED.
 
     Args:
-        token_N: int32, the token behind each lane; read where the lane emitted it.
+        token_N: int32, the token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, those of its first lanes; N is W * R.
         lanes: what the model was fed; slots and positions are read. The row's first token goes to
-            the position behind its first lane's.
+            the position after its first lane's.
         counts_SV: int32, dense rows; ids from V on are not counted.
         history_SP: int32, dense rows; tokens from position P on are dropped.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
@@ -239,7 +239,7 @@ def _note_prompt_kernel(
             fed = tl.load(slot_ptr + lane, mask=lane < tokens, other=-1) >= 0
             token = tl.load(token_ptr + lane, mask=fed, other=-1)
             ours = (token >= first) & (token < end)
-            # Whoever marks an id twice stores the same.
+            # Lanes that mark the same id store the same value.
             before = tl.load(counts_ptr + token, mask=ours, other=0)
             tl.store(counts_ptr + token, before | _IN_PROMPT, mask=ours)
 

@@ -11,7 +11,7 @@ replay's sequence number.
     10 to 15                fed: the row's live lanes, its own token and its drafts
     16 to 31                the low bits of the epoch, which names the stay in the slot
 
-Who packs or unpacks a state word does it with this module: kernels with `state_payload`, their
+All code that packs or unpacks a state word uses this module: kernels with `state_payload`, their
 references with `pack_state`, the host with `FLAGS_AND_COUNT` where every nanosecond of a token
 counts and with `unpack_state` elsewhere.
 

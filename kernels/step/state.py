@@ -13,7 +13,7 @@ Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `
 among them: it sits at position `kv_len` and is the next replay's query.
 
 With K drafts a step, a row has W = K + 1 lanes: lane r * W + j feeds row r's token at position
-kv_len + j, the slot's next token at j = 0 and draft j behind it.
+kv_len + j, the slot's next token at j = 0 and draft j after it.
 
 Letters: S slots, R rows of a bucket, N lanes (R * W), T tokens of a prefill bucket, E stop ids a
 slot. Lanes with slot -1 are padded: nothing is read or written for them, their other fields hold

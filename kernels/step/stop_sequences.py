@@ -1,8 +1,8 @@
 """Stop sequences: a request ends where it has said one of several token sequences.
 
-A sequence matches behind an emitted token if its last token is that one and those before it, in
+A sequence matches after an emitted token if its last token is that one and those before it, in
 history and among the tokens emitted in the same step, are its others. Of a step's tokens the first
-behind which anything matches is the request's last; of several sequences that match there, the
+after which anything matches is the request's last; of several sequences that match there, the
 one of the lowest index counts.
 
 Two limits hold for a match: it may not begin before `start`, so that the prompt's end is not taken
@@ -64,13 +64,13 @@ def match_stop_sequences(
     *,
     pdl: bool = False,
 ) -> StopMatch:
-    """Cut what each row emitted behind the first match; the module's docstring says what matches.
+    """Cut what each row emitted after the first match; the module's docstring says what matches.
 
     Args:
-        token_N: int32, the token behind each lane; read where the lane emitted it.
+        token_N: int32, the token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, those of its first lanes; N is W * R.
         lanes: what the model was fed; slots and positions are read. The row's first token sits at
-            the position behind its first lane's.
+            the position after its first lane's.
         history_SP: int32, dense rows; only read: the token at each position up to the row's first
             lane. P is at least the greatest length of a sequence.
         sequences: indexed by slot.
@@ -196,12 +196,12 @@ def stop_sequence_of_tokens(
 ):
     """int32 [BLOCK_W]: the stop sequence that each of a row's tokens completes; -1 for none.
 
-    Each is taken to come behind those before it, whether or not these are emitted in the end. What
+    Each is taken to follow those before it, whether or not these are emitted in the end. What
     is read besides the tokens is host-owned or history, which may be read before the wait.
 
     Args:
         token_W: int32 [BLOCK_W], of which the first W count; -1 completes nothing.
-        position: of the row's first lane; its first token sits behind it.
+        position: of the row's first lane; its first token sits after it.
         slot: the row's; nothing is read if it is not live.
         sequences_ptr, start_ptr, min_len_ptr: of `StopSequences`.
         positions: P.

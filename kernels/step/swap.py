@@ -31,7 +31,7 @@ def copy_blocks(
 
     Both may be the same tensor. The order of the pairs is not defined: a block may be the target of
     one pair at most, and not the source of another. Returns when the copy is launched; blocks are
-    valid for work behind it on the current stream.
+    valid for work after it on the current stream.
     """
     _check_caches(source, destination)
     check_int32(pairs=pairs_P2)

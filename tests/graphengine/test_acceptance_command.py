@@ -1,4 +1,4 @@
-"""`graphengine acceptance`: prompts from a text, drafters on them, figures behind checks."""
+"""`graphengine acceptance`: prompts from a text, drafters on them, checks, and then figures."""
 
 from __future__ import annotations
 

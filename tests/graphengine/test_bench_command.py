@@ -356,7 +356,7 @@ def test_every_figure_names_its_file(tmp_path: Path) -> None:
 def test_shares_are_of_the_larger_read_ceiling(
     run_bench: Bench, monkeypatch: pytest.MonkeyPatch, first: float, second: float
 ) -> None:
-    """It is measured in front of the rows and behind them; a share of the lower would be larger."""
+    """It is measured in front of the rows and after them; a share of the lower would be larger."""
     rates = iter([first, second])
 
     def measured(device: str) -> ReadCeiling:

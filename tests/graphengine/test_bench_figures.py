@@ -41,14 +41,14 @@ def corrupted(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_time_to_first_token_by_prompt_length(tiny: Engine) -> None:
-    """Four tokens behind each prompt are checked, or as many as the engine holds."""
+    """Four tokens after each prompt are checked, or as many as the engine holds."""
     found, checked = measure.time_to_first_token(tiny, (3, 40, 94), runs=1)
     assert found.keys() == {"3", "40", "94"} and min(found.values()) > 0
     assert checked == {"3": 4, "40": 4, "94": 2}
 
 
 def test_the_first_token_is_timed_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the check of the prompt, and without what comes behind the token; the first warms up."""
+    """With the check of the prompt, and without what comes after the token; the first warms up."""
     clock = Clock()
     seconds = iter([9.0, 1.0, 2.0, 4.0, 7.0])
 
@@ -329,7 +329,7 @@ def test_an_admission_needs_gaps_within_and_without(times: list[float]) -> None:
 
 
 class Script:
-    """Time passes by the steps of an engine: as decoders come in, and behind a newcomer's end, a
+    """Time passes by the steps of an engine: as decoders come in, and after a newcomer's end, a
     step takes long; besides 1 ms, but the first two that a newcomer sees, which take `slow[i]` and
     4 ms in the i-th run. To hand it over takes half a millisecond.
     """
@@ -365,7 +365,7 @@ class Script:
 def test_the_longest_gap_of_an_admission_is_found(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the runs behind the warm-up; no gap counts that lies before or behind it."""
+    """Of the runs after the warm-up; no gap counts that lies before or after it."""
     # Graphs, eager steps, warm-up; then two runs.
     Script(tiny, monkeypatch, [0.9, 0.9, 0.9, 10e-3, 20e-3])
     work = tiny_work(live=1, new_tokens=4)
@@ -427,7 +427,7 @@ def test_admission_needs_room_to_decode_meanwhile() -> None:
 
 @pytest.mark.parametrize("sampler", ["fast", "full"])
 def test_the_kernels_of_a_sampler_are_those_of_its_graph(sampler: str) -> None:
-    """What a GPU would trace: the graph that serves all rows, behind a measured run."""
+    """What a GPU would trace: the graph that serves all rows, after a measured run."""
     engine, _ = build_engine(Subject.of_shape("tiny"), CPU)
     with engine:
         work = tiny_work(sampler=sampler, live=2)

@@ -57,7 +57,7 @@ def in_this_process(
 
 
 def test_vllm_runs_the_same_work(run_bench: Bench, vllm: Path, tmp_path: Path) -> None:
-    """From the option to the ratio; what vLLM prints before and behind the figures is passed over.
+    """From the option to the ratio; what vLLM prints before and after the figures is passed over.
 
     Of two rows the second's prompt comes in a step later, which is none of decoding.
     """

@@ -156,7 +156,7 @@ def test_every_acceptance_of_every_length_is_measured(entries: list[dict[str, An
 
 
 def test_steps_are_launches(entries: list[dict[str, Any]]) -> None:
-    """15 tokens behind the first: one replay is launched ahead of the end."""
+    """15 tokens after the first: one replay is launched ahead of the end."""
     for entry in entries[1:]:
         if entry["forced"] is not None:
             (launches,) = entry["launches"].values()
@@ -186,7 +186,7 @@ def test_only_strict_tokens_are_held_against_plain_ones(entries: list[dict[str, 
 
 
 def test_tokens_that_differ_stop_the_measurement() -> None:
-    """Every token of the plain engine's must come: the target's own are changed behind them."""
+    """Every token of the plain engine's must come: the target's own are changed after them."""
 
     @contextmanager
     def other_weights(options: dict[str, Any]) -> Iterator[Engine]:

@@ -260,7 +260,7 @@ def test_not_a_number_ends_only_the_request_that_meets_it(
             weight[row] = kept
             if device == "cuda":
                 torch.cuda.synchronize()
-            # Whoever gets its blocks next, NaN in their tails, sees nothing of it.
+            # The next owner of its blocks, NaN in their tails, sees nothing of it.
             again = engine.generate(prompts, params)
             assert [r.token_ids for r in again] == [r.token_ids for r in expected]
         assert_idle(engine)

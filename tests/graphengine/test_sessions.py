@@ -634,7 +634,7 @@ def test_a_snapshot_of_other_caches_is_refused(
         session.append([1] * 33)
         session.generate(greedy(1, ignore_eos=True))
         snapshot = session.snapshot()
-        # The last of four blocks looks at two tokens behind it.
+        # The last of four blocks looks at two tokens after it.
         assert snapshot.blocks == 4
         with pytest.raises(ValueError, match="of 3 blocks at most"):
             other.restore_session(replace(snapshot, token_ids=snapshot.token_ids[:33]))

@@ -72,7 +72,7 @@ class World:
         )
 
     def options(self) -> dict[str, Any]:
-        """Of a request: who waits behind whom, and at times a deadline that has come already."""
+        """Of a request: who waits after whom, and at times a deadline that has come already."""
         late = self.dice.random() < 0.05
         return {
             "priority": self.dice.choice([0, 0, 0, -1, 1]),

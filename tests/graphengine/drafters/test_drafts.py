@@ -52,7 +52,7 @@ SURE: dict[str, tuple[Callable[[Path], Speculative], tuple[str, ...]]] = {
 def test_all_drafts_of_who_cannot_be_wrong_are_accepted(
     device: str, successors: dict[str, Path], name: str, half: str
 ) -> None:
-    """At each of the K positions, behind prompts of one chunk and of several.
+    """At each of the K positions, after prompts of one chunk and of several.
 
     Greedily; and sampled with the target's noise, where the drafter has the target's odds. The
     prompts go round their period, so that n-grams have seen what comes.

@@ -184,7 +184,7 @@ def test_more_than_one_token_is_refused(saving: Opening, params: SamplingParams)
 def test_a_prompt_that_is_cancelled_leaves_no_file(
     saving: Opening, states: Path, demo_oracle: Any
 ) -> None:
-    """Between its chunks, and behind the last; what is kept of it goes with the next chunk."""
+    """Between its chunks, and after the last; what is kept of it goes with the next chunk."""
     engine = saving(max_batch=1)
     (prompt,) = demo_oracle.prompts((90,))
     early, late = engine.submit(prompt), engine.submit(prompt)

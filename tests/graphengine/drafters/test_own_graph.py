@@ -24,7 +24,7 @@ PROMPTS = (PROMPT, LONG, OTHER, "import os\n")
 def open_both(
     path: Path | None = None, *, k: int = 3, mtp: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Engine, Engine]:
-    """Drafting inside the step's graph, and behind it."""
+    """Drafting inside the step's graph, and after it."""
     inside, behind = (
         open_engine(path, speculative=MTP(k, own_graph=own, **(mtp or {})), **options)
         for own in (False, True)

@@ -1,6 +1,6 @@
 """Speculation changes no token: each engine that drafts against one of its family that does not.
 
-Whoever drafts, at whatever temperature, wherever a request ends, and however many come and go. What
+With any drafter, at any temperature, wherever a request ends, and however many come and go. What
 shows that drafts were in play at all is the acceptance and the names of the replayed graphs.
 """
 
@@ -55,7 +55,7 @@ from stepping import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
 WHOLE = checkpoint_path()
 """The demo with all of its layers, whose draft module is as often right as in use."""
 
-# Who drafts for the demo model, and the share of its drafts of `demo_jobs` that must be accepted at
+# Drafters of the demo model, and the share of its drafts of `demo_jobs` that must be accepted at
 # each position: 0.1 less than a CPU measures, of a share below 0.3 half to three quarters.
 DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] = {
     "mtp-1": (lambda folder: MTP(k=1), (0.7,)),
@@ -390,7 +390,7 @@ def test_the_sampled_distribution_is_that_of_the_model(
 ) -> None:
     """A model whose tokens are independent and known: so are those of many drawn with drafts.
 
-    By chi-square: the tokens, each with the one before, and those behind three accepted drafts.
+    By chi-square: the tokens, each with the one before, and those after three accepted drafts.
     """
     path, p = write_constant(tmp_path / "constant")
     draws = DRAWS[device]
@@ -433,7 +433,7 @@ def test_the_sampled_distribution_is_that_of_the_model(
     statistic, bound = chi_square(seen, joint)
     assert statistic < bound, f"pairs: {statistic:.1f} of {bound:.1f}"
 
-    # The token behind accepted drafts is drawn anew; the last of a step is its own.
+    # The token after accepted drafts is drawn anew; the last of a step is its own.
     last = Counter(event.token_ids[-1] for event in events if len(event.token_ids) == 4)
     statistic, bound = chi_square(
         [last[token] for token in range(VOCAB)], (p * last.total()).tolist()
@@ -492,7 +492,7 @@ def test_a_request_may_end_at_every_offset_of_a_step(
     # Each offset twice at least, and not the whole of the text.
     first = [index for index in first if index < 20]
     ends = first if by in ("eos", "stop-id", "stop-and-length") else list(range(14))
-    # Steps of 4 tokens behind the one of the prompt.
+    # Steps of 4 tokens after the one of the prompt.
     assert {(end - 1) % 4 for end in ends if end} == {0, 1, 2, 3}
     jobs = []
     for end in ends:

@@ -97,7 +97,7 @@ class Recount:
         said, prompt = tuple(request.token_ids), request.prompt_token_ids
         done = 1
         while done < len(said):
-            # Behind the last draft comes a token of the step's own, which must fit in too.
+            # After the last draft comes a token of the step's own, which must fit in too.
             room = request.max_new_tokens - done - 1
             drafts = list(propose((*prompt, *said[:done])))[: min(k, room)]
             right = 0
@@ -245,7 +245,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(device: str, sampler: st
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_absent_drafts_count_as_none(device: str, count: int) -> None:
-    """Who proposes two of three is not blamed for the third."""
+    """A drafter that proposes two of three is not charged for the third."""
     with open_plain(device=device) as engine:
         known = engine.generate(PROMPT, greedy(30, **ENDLESS)).token_ids
     with open_speculating(UserProvided(3), device=device) as engine:

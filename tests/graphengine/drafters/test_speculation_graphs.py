@@ -120,7 +120,7 @@ def decode_some(engine: Engine) -> list[Request]:
 def poison(engine: Engine, rows: list[Request], known: dict[int, int], clean: Tensors) -> None:
     """NaN and huge integers wherever a step with these rows has no business.
 
-    That is free slots, free blocks, what lies behind the known positions of the live slots, and
+    That is free slots, free blocks, what lies after the known positions of the live slots, and
     what was of rejected drafts: in the target's cache, in the drafter's and in its table of tokens.
     """
     live = {request.placed.slot: request for request in rows}
@@ -183,7 +183,7 @@ def test_poison_around_a_speculative_step(
             poison(engine, rows, known, before)
             dead = sorted({*range(ROWS)} - known.keys())
             if padding == "stopped":
-                # As behind a lookahead: planned by the host, and ended on the device.
+                # As after a lookahead: planned by the host, and ended on the device.
                 for row, slot in zip(range(len(rows), ROWS), dead, strict=True):
                     engine.runtime.buffers["slot_of_row"][row] = slot
                     engine.runtime.buffers["running"][slot] = 0
@@ -230,7 +230,7 @@ def test_poison_around_a_speculative_step(
 @pytest.mark.parametrize("chunk", ["first", "last"])
 @pytest.mark.parametrize("name", MODES)
 def test_poison_around_a_prompt_chunk(device: str, tmp_path: Path, name: str, chunk: str) -> None:
-    """The drafter's share of a prefill step: lanes behind the chunk, other slots, free blocks."""
+    """The drafter's share of a prefill step: lanes after the chunk, other slots, free blocks."""
     with open_small(device, tmp_path, name) as engine:
         others = decode_some(engine)
         dice = random.Random(4)

@@ -301,7 +301,7 @@ class Plan(Gate):
 
 
 def drafts_by_length(engine: Engine, prompt: str, tokens: int) -> dict[int, list[int]]:
-    """What is proposed behind the first so many tokens, as it stands between two steps."""
+    """What is proposed after the first so many tokens, as it stands between two steps."""
     request = engine.submit(prompt, greedy(tokens, **ENDLESS))
     found: dict[int, list[int]] = {}
     while engine.busy:
@@ -353,7 +353,7 @@ def test_acceptance_behind_a_break_is_as_high_as_without(device: str, lookahead:
             engine.core.gate = Plan(plan)
             request = engine.submit(PROMPT, greedy(110, **ENDLESS))
             events = run(engine)
-            # The same part of the text, behind the break.
+            # The same part of the text, after the break.
             steps, done = [], 0
             for event in events_of(request, events):
                 done += len(event.token_ids)

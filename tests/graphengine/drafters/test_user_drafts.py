@@ -57,7 +57,7 @@ def accounted(engine: Engine, *requests: Request) -> int:
 def test_drafts_before_prefill_wait_for_the_first_decode_step(
     engine: Engine, known: dict[str, tuple[int, ...]], beside: bool
 ) -> None:
-    """The first is for the token that the prompt's last chunk samples; the others stand behind."""
+    """The first is for the token that the prompt's last chunk samples; the others stand after."""
     if beside:
         engine.submit(OTHER, ASKED)
         engine.step()
@@ -69,7 +69,7 @@ def test_drafts_before_prefill_wait_for_the_first_decode_step(
         engine.step()
     assert request.drafts == known[PROMPT][:K] and request.next_drafts == known[PROMPT][1:K]
     engine.step()
-    # Two drafts right, and a token of the step's own behind them.
+    # Two drafts right, and a token of the step's own after them.
     assert tuple(request.token_ids) == known[PROMPT][: K + 1]
     assert request.acceptance.proposed == request.acceptance.accepted == K - 1
     assert request.drafts == () and stale(engine) == 1
@@ -186,7 +186,7 @@ def test_drafts_outlast_a_pause(known: dict[str, tuple[int, ...]]) -> None:
             engine.step()
         assert given, "nobody was paused"
         for request in given:
-            # Those of its first step behind the pause, all right.
+            # Those of its first step after the pause, all right.
             assert request.acceptance.per_position == [1] * K, f"{request.acceptance}"
         assert [tuple(request.token_ids) for request in requests] == said
         assert stale(engine) == 0 and accounted(engine, *requests) == K * len(given)

@@ -88,12 +88,12 @@ class Pools:
     hidden: list[torch.Tensor] = field(default_factory=list)
 
     def append(self, tokens: Sequence[int], hidden: Sequence[torch.Tensor]) -> None:
-        """What the target has in its cache by now, behind what it had."""
+        """What the target has in its cache by now, after what it had."""
         self.tokens = [*self.tokens, *tokens][-self.size :]
         self.hidden = [*self.hidden, *hidden][-self.size :]
 
     def propose(self, last: int, end: int) -> list[int]:
-        """The drafts behind token `last`, at position `end`."""
+        """The drafts after token `last`, at position `end`."""
         ids, hidden, drafts = [*self.tokens[1:], last], self.hidden, []
         start = end - len(hidden)
         for module in self.modules:

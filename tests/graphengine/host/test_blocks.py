@@ -286,7 +286,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("tokens_after", [1, 2, 4, 5])
 def test_a_key_covers_the_tokens_that_a_drafter_looked_at(tokens_after: int) -> None:
-    """Two prompts that part right behind a block do not share it where its entries differ."""
+    """Two prompts that part right after a block do not share it where its entries differ."""
     world = Sharing(kv_blocks=40, tokens_after=tokens_after)
     head = LONG[:8]
     world.submit([*head, 1, 1, 1, 1, 1, 1, 1], 1)
@@ -383,7 +383,7 @@ def test_a_turn_begins_with_the_blocks_of_the_last() -> None:
 
 
 def test_turns_add_no_prefixes_behind_a_reply() -> None:
-    """Its KV is the decode kernels', and what is prefilled behind attends to that."""
+    """Its KV is the decode kernels', and what is prefilled after attends to that."""
     world = Sharing(kv_blocks=40)
     session = world.session()
     session.append(LONG)

@@ -110,9 +110,11 @@ def frozen() -> Iterator[None]:
 @pytest.mark.skipif(not garbage._GENERATIONS, reason="no three generations")
 @pytest.mark.usefixtures("frozen")
 def test_python_is_left_with_full_collections_alone() -> None:
-    """20,000 circles of 16 containers, 8 of which live: so few survive that Python declines a full
-    collection for long, and its count goes far beyond the threshold. Of the others none but the
-    first of the youngest generation behind each of two is Python's.
+    """20,000 reference cycles of 16 containers, 8 of them alive at a time.
+
+    So few survive that Python declines a full collection for long, and its count goes far beyond
+    the threshold. Of the other collections Python does only the first of the youngest generation
+    after each full one.
     """
     python, ours = [0, 0, 0], [0, 0, 0]
     ran = python

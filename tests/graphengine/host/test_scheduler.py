@@ -6,7 +6,7 @@ token at position p is p. A request's `stop_ids` name the position where it stop
 scheduler does not read; so it plans rows that have stopped until their tokens are collected.
 
 With drafts a step writes W positions, of which it keeps as many as it accepts, and its drafter
-writes some more behind them. What a drafter wrote must still be there in the next step.
+writes some more after them. What a drafter wrote must still be there in the next step.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Device:
         self.kv_len = [0] * slots
         self.running = [False] * slots
         self.epoch = [0] * slots
-        # Positions behind `kv_len` that the slot's drafter has written.
+        # Positions after `kv_len` that the slot's drafter has written.
         self.drafted = [0] * slots
         self.counters: Counter[str] = Counter()
 
@@ -247,7 +247,7 @@ class Device:
     def _emit(self, slot: int, positions: Iterable[int], *, drafting: bool) -> list[Token]:
         """Commit and publish the tokens at `positions` up to a stop, as `verify_commit_publish`.
 
-        The step's drafter, where it has one, writes behind them.
+        The step's drafter, where it has one, writes after them.
         """
         tokens: list[Token] = []
         for position in positions:
@@ -693,7 +693,7 @@ CALLS: st.SearchStrategy[list[Call]] = st.lists(
     ),
     max_size=40,
 )
-# A width, positions of a drafter behind it, and how the device accepts.
+# A width, positions of a drafter after it, and how the device accepts.
 DRAFTS = {
     "width": st.just(1) | st.integers(2, 6),
     "extra": st.integers(0, 5),
@@ -937,7 +937,7 @@ def test_drafters_need_to_know_where_tables_end() -> None:
 
 
 def paused_in_flight() -> tuple[Scheduler, Request, Request]:
-    """The younger request pauses behind three rows of its own that nobody has read."""
+    """The younger request pauses after three rows of its own that nobody has read."""
     scheduler = drafting(width=4, extra=2, block_size=2, kv_blocks=24, swap_blocks=24, max_chunk=8)
     older, younger = submit(scheduler, 4, 30), submit(scheduler, 4, 30)
     for _ in range(5):
@@ -1304,7 +1304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.check_bounds()
 
     def teardown(self) -> None:
-        # Not behind a failure: what the wreck does next would hide it.
+        # Not after a failure: what the wreck does next would hide it.
         if hasattr(self, "simulation") and sys.exc_info()[0] is None:
             self.simulation.drain()
 

@@ -88,7 +88,7 @@ class Oracle:
 
     @torch.no_grad()
     def check(self, sequence: list[int], drafts: list[int]) -> list[torch.Tensor]:
-        """Each draft behind `sequence` must be the best token of its module, or as good as that;
+        """Each draft after `sequence` must be the best token of its module, or as good as that;
         the values [G, T, D] of every module's cache.
 
         All rows anew, so what is true by now is what is seen.

@@ -12,7 +12,7 @@ from devices import pairwise_here
 from graphengine import Engine, SamplingParams
 
 PROMPT_LENGTHS = (1, 3, 16, 17, 40, 75)
-# Several blocks of 8, and past position 64 behind a prompt of 40.
+# Several blocks of 8, and past position 64 after a prompt of 40.
 TOKENS = 36
 
 

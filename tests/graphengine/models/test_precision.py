@@ -87,7 +87,7 @@ class Errors:
 def windows_of(ids: list[int]) -> list[torch.Tensor]:
     """The text in ROWS windows, and again in one less that start in the middles of the first.
 
-    So every token but a few is predicted twice, behind two contexts.
+    So every token but a few is predicted twice, after two contexts.
     """
     length = len(ids) // ROWS
     middle = length // 2
@@ -217,7 +217,7 @@ def test_prefilling_heldout_text(
     eager: Callable[[Engine], Seen],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The logits behind prompts that fill each bucket, fall one short of it, or spill over."""
+    """The logits after prompts that fill each bucket, fall one short of it, or spill over."""
     errors = Errors()
     lengths = (1, 2, 15, 16, 17, 63, 64, 65, 200, 256, 257, 700, 1023, 1024, 1025, 1500, 2047)
     with Engine.from_pretrained(

@@ -98,7 +98,7 @@ def wide_engine() -> Engine:
     reason="needs a Hopper GPU",
 )
 def test_a_wide_model_is_fused_and_says_what_the_blas_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities of the first token behind a chunk, with PDL, replayed from a graph."""
+    """Log-probabilities of the first token after a chunk, with PDL, replayed from a graph."""
     dice = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 256, (100,), generator=dice).tolist()
     found = []
@@ -124,7 +124,7 @@ def test_a_wide_model_is_fused_and_says_what_the_blas_says(monkeypatch: pytest.M
 def test_a_turn_behind_a_long_context_splits_its_keys(
     monkeypatch: pytest.MonkeyPatch, pdl: bool
 ) -> None:
-    """Tokens of a turn of few tokens behind many, of the demo model: with keys split, and whole."""
+    """Tokens of a turn of few tokens after many, of the demo model: with keys split, and whole."""
     text = 10 * "def read_lines(path):\n    with open(path) as file:\n        return list(file)\n"
     sizes = {"max_seq_len": 512, "prefill_buckets": (16, 256), "dtype": "float32", "pdl": pdl}
     said = {}

@@ -151,7 +151,7 @@ def int32(*values: int) -> Tensor:
 
 
 def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict[str, Tensor]:
-    """A chunk of a prompt, its logits, two decode steps behind it, and a module beside them."""
+    """A chunk of a prompt, its logits, two decode steps after it, and a module beside them."""
     config, module = model.config, drafter.modules[0]
     blocks = LENGTH // BLOCK
     table = torch.arange(1, SLOTS * blocks + 1, dtype=torch.int32).view(SLOTS, blocks)

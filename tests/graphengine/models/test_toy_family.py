@@ -50,7 +50,7 @@ def open_toy(path: Path, **options: Any) -> Engine:
 def expected(
     tensors: dict[str, Tensor], prompt: Sequence[int], params: SamplingParams
 ) -> list[int]:
-    """What the formula says behind a prompt, in float64."""
+    """What the formula says after a prompt, in float64."""
     tokens = list(prompt)
     zero = torch.zeros(1, dtype=torch.int32)
     sampling = SamplingTensors.neutral(1)._replace(

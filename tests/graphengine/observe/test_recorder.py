@@ -30,7 +30,7 @@ from stepping import LONG, OTHER, PROMPT, greedy, open_engine, run, sampled, ste
 
 @contextmanager
 def recorded(engine: Engine, **options: Any) -> Iterator[Recorder]:
-    """Recording inside; what was recorded is dropped behind."""
+    """Recording inside; what was recorded is dropped after."""
     engine.recorder.start(**options)
     try:
         yield engine.recorder
@@ -154,7 +154,7 @@ def test_it_knows_buckets_rows_and_prompt_tokens(device: str) -> None:
     }
     both = [row for row in decodes if row["live"] == 2]
     assert all(row["lanes"] == [[1, 1], [2, 1]] and row["emitted"] == 2 for row in both)
-    # A prompt's chunk and the decode behind it are one step.
+    # A prompt's chunk and the decode after it are one step.
     fed = next(row for row in prefills if row["prompt_tokens"] == 2)
     beside = [row for row in decodes if row["step"] == fed["step"]]
     assert [(row["live"], row["plan"], row["read"]) for row in beside] == [
@@ -218,7 +218,7 @@ def test_drafts_are_counted_as_the_engine_counts_them(device: str, mode: Any) ->
         if not getattr(mode, "own_graph", False):
             assert len(drafts) == 0
             return
-        # Behind each decode, on the same rows; nobody reads it.
+        # After each decode, on the same rows; nobody reads it.
         assert drafts["sequence"].tolist() == decodes["sequence"].tolist()
         assert drafts["live"].tolist() == decodes["live"].tolist()
         assert (drafts["read"] == NEVER).all() and (drafts["lanes"] == 0).all()
@@ -465,7 +465,7 @@ def test_a_file_holds_a_header_and_a_line_for_each_record(device: str, tmp_path:
         other = engine.submit(PROMPT, greedy(12))
         run(engine)
         numerics = engine.numerics_id
-    # Behind the engine's end, too.
+    # After the engine's end, too.
     engine.recorder.write(path)
     header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert (header["schema"], header["kind"]) == (1, "header")
@@ -663,7 +663,7 @@ def test_device_times_belong_to_their_replays() -> None:
         clock.done = made
         first = recorder.dropped
         assert recorder.replays()["device_us"].tolist() == list(range(first, made))
-        # They go on behind a pause, and are unknown in between where none are taken.
+        # They go on after a pause, and are unknown in between where none are taken.
         recorder.stop()
         recorder.start(capacity=64, device_times=False)
         engine.generate("x", greedy(1))

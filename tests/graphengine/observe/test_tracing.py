@@ -1,7 +1,7 @@
 """NVTX ranges: which there are, what they carry, what they cost where nobody looks.
 
 A stand-in for NVTX's domain shows what the engine does; a small tool in C, attached to a process of
-its own as a profiler is, shows what arrives behind the nvtx package.
+its own as a profiler is, shows what arrives after the nvtx package.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ def test_weights_of_the_demo_are_in_the_budget() -> None:
 
 
 def test_no_thread_lives_behind_the_captures(device: str) -> None:
-    """Of torch's pool in C++ nothing is said: it is made once, by whoever computes first."""
+    """This says nothing of torch's pool in C++: the first computation makes it, once."""
     before = threading.enumerate()
     with open_engine(device=device) as engine:
         engine.generate(PROMPT, greedy(2))

@@ -347,7 +347,7 @@ def test_a_decode_graph_is_one_chain_of_kernels(
             assert captured.graph is not None
             structure = inspect_graph(captured.graph)
             # begin, five a layer, lm_head, finish; the full sampler adds its cutoff and its tiles,
-            # and for what requests ask one in front of them and five behind finish.
+            # and for what requests ask one in front of them and five after finish.
             kernels = 5 * layers + (3 if sampler == "fast" else 11)
             shown = f"{captured.name}, pdl={pdl}\n{structure}"
             assert structure.count() == {"kernel": kernels}, shown
@@ -373,7 +373,7 @@ class Span(NamedTuple):
     kept: torch.Tensor | None
 
     def bytes(self) -> torch.Tensor:
-        """The memory as uint8, on the GPU and in place, whoever owns it."""
+        """The memory as uint8, on the GPU and in place, whatever owns it."""
         interface = {
             "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 2
         }  # fmt: skip
@@ -597,7 +597,7 @@ def test_overlapping_kernels_compute_the_bits_of_kernels_in_turn(
 ) -> None:
     """Not a byte that a step computes differs between PDL on and off: logits, and all before them.
 
-    Every intermediate has memory of its own, so that what one kernel wrote is still there behind
+    Every intermediate has memory of its own, so that what one kernel wrote is still there after
     the step, and poison where nothing was written.
     """
     options = use_kernels(case, kernels) | {"lookahead": 0}

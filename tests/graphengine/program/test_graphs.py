@@ -536,7 +536,7 @@ def test_padded_rows_of_a_decode_step(
                     buffers[name].fill_(HUGE[torch.int32])
                 buffers["prefill_final"].fill_(1)
                 if padding == "stopped":
-                    # As behind a lookahead: the host still plans rows that the device has ended.
+                    # As after a lookahead: the host still plans rows that the device has ended.
                     dead = {*range(max_batch)} - {*slots}
                     for row, slot in zip(range(live, max_batch), dead, strict=True):
                         buffers["slot_of_row"][row] = slot

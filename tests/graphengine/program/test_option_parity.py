@@ -29,7 +29,7 @@ LENGTHS = (5, 17, 40, 9)
 
 
 class Case(NamedTuple):
-    """A checkpoint, who drafts, and which log-probabilities there are."""
+    """A checkpoint, the drafter, and which log-probabilities there are."""
 
     name: str
     speculative: Speculative | None
@@ -197,7 +197,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 
 def drawn_by(logits_V: torch.Tensor, params: SamplingParams, position: int) -> int:
-    """The sampler's plain twin of one row behind `position`."""
+    """The sampler's plain twin of one row after `position`."""
     tensors = SamplingTensors.neutral(1)
     asked = {name: getattr(params, name) for name in SAMPLER_FIELDS}
     tensors = tensors._replace(
@@ -306,7 +306,7 @@ def test_logprobs_in_plain_json(engines: Callable[..., Engine], device: str, nam
                 dict(logprobs)
             )
     assert result.cumulative_logprob == sum(entries[0]["logprob"] for entries in found["logprobs"])
-    # Who asks for none gets none, whatever the neighbour asks.
+    # A request that asks for none gets none, whatever its neighbour asks for.
     assert plain.logprobs is plain.prompt_logprobs is plain.cumulative_logprob is None
     nothing = plain.to_dict()
     assert nothing["logprobs"] is None and nothing["prompt_logprobs"] is None

@@ -135,7 +135,7 @@ def test_drafts_change_nothing(alone: Alone, device: str, name: str) -> None:
     with open_speculating(DRAFTERS[name], device=device) as engine:
         assert served(engine, together=True) == alone(device)
         assert engine.acceptance.accepted > 0
-        # The device emits nothing behind the end of an output.
+        # The device emits nothing after the end of an output.
         assert engine.counters["discarded_tokens"] == 0
 
 
@@ -165,7 +165,7 @@ def test_pauses_change_nothing(alone: Alone, device: str, speculative: Speculati
     with engine:
         for index, job in enumerate(jobs()):
             if index % 5 == 0:
-                # It takes the pool from those behind it.
+                # It takes the pool from those after it.
                 engine.submit(OTHER, greedy(60, ignore_eos=True))
             requests.append(engine.submit(*job))
         run_with(engine)

@@ -176,7 +176,7 @@ def test_a_callers_drafts_are_accepted_as_far_as_the_grammar_allows_them(device:
 
             counts = [len(event.token_ids) for event in run_with(engine, drafts)]
             assert tuple(request.token_ids) == known and request.finish_reason == "stop"
-            # Behind the prompt's chunk each step is worth the right drafts and one more.
+            # After the prompt's chunk each step is worth the right drafts and one more.
             assert all(count == right + 1 for count in counts[1:-1])
 
 
@@ -216,7 +216,7 @@ def test_relaxed_acceptance_takes_no_forbidden_draft(device: str, speculative: S
 def test_nothing_left_to_say_is_an_error(
     device: str, speculative: Speculative | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Digits are allowed, the word behind them is not."""
+    """Digits are allowed, the word after them is not."""
     with open_engine(device=device, speculative=speculative, **DOT) as engine:
         digits = [engine.tokenizer.encode(digit, add_special_tokens=False)[0] for digit in "0123"]
         params = regex("[0-9]{3} end", allowed_token_ids=digits, seed=3)
@@ -246,7 +246,7 @@ def test_allowed_ids_and_a_grammar_are_intersected(device: str) -> None:
 
 
 class FailingMatcher:
-    """A matcher that fails, for good, behind so many tokens of a draft."""
+    """A matcher that fails, for good, after so many tokens of a draft."""
 
     def __init__(self, matcher: Any, tokens: int) -> None:
         self.matcher, self.left = matcher, tokens

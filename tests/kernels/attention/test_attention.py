@@ -111,7 +111,7 @@ def counters(lanes: int, heads: int, kv_heads: int, device: str) -> torch.Tensor
 
 
 def run(op: Op, *arguments: Any, **parameters: Any) -> torch.Tensor:
-    """`op` with counters if it takes some, which must be zero again behind it."""
+    """`op` with counters if it takes some, which must be zero again after it."""
     function, device = op
     if function is decode_attention_reference:
         return function(*arguments, **parameters)

@@ -286,7 +286,7 @@ def test_groups_of_heads(
 
 @pytest.mark.parametrize("width", [2, 4, 6])
 def test_padded_lanes_are_not_read(op: Op, place_cache: Callable[..., Any], width: int) -> None:
-    """Their product is NaN, their position huge; rows of padding stand behind the others."""
+    """Their product is NaN, their position huge; rows of padding stand after the others."""
     rows = Rows(lengths=(63, 61, 0, 7, 64), width=width, live=(width, 1, 0, width - 1, 1))
     single, whole = Setup(op, place_cache, rows), Setup(op, place_cache, rows)
     expected, actual = single.one_by_one(), whole.at_once(padded_rows=2)

@@ -425,6 +425,6 @@ def poisoned_replays(races: bool, replays: int) -> int:
 
 @gpu
 def test_a_racing_kernel_is_caught():
-    """What the discipline of `pdl.py` guards against does happen, and not to who keeps it."""
+    """What the discipline of `pdl.py` guards against does happen, but not to those that keep it."""
     assert poisoned_replays(races=True, replays=200) > 0
     assert poisoned_replays(races=False, replays=200) == 0

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch of the prefill kernels, behind launches of the BLAS that know
+"""Programmatic dependent launch of the prefill kernels, after launches of the BLAS that know
 nothing of it: what may be loaded before the wait, read from the PTX without a GPU.
 """
 

@@ -431,7 +431,7 @@ def test_advance_is_commit_and_combine(device, source, kind, tiles):
 
 
 def test_a_chain_of_three_drafts(twin: Twin):
-    """N, O, P behind the last emitted token; a row without a draft stays out of the chain."""
+    """N, O, P after the last emitted token; a row without a draft stays out of the chain."""
     table = twin.ints([[100, 100, 100]] * 4)
     rows = DecodeLanes(twin.ints([1, 2]), twin.ints([3, 0]), twin.ints([6, 20]))
     source: torch.Tensor | None = twin.ints([2, 5])

@@ -161,7 +161,7 @@ class Setup:
         return read
 
     def _made(self, lane: int) -> torch.Tensor:
-        """A lane of the run before, behind its norm."""
+        """A lane of the run before, after its norm."""
         if isinstance(self.output, torch.Tensor):
             return self.output[lane].clone()
         value = self.output.scaled[lane].double()

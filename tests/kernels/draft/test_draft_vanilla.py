@@ -85,7 +85,7 @@ class Request:
     prompt: list[int]
     slot: int = 0
     tokens: list[int] = field(default_factory=list)
-    """The prompt, and behind it what was emitted."""
+    """The prompt, and after it what was emitted."""
     draft: list[int] = field(default_factory=list)
     steps: int = 0
 
@@ -108,7 +108,7 @@ class Step(NamedTuple):
     """Position of the first token that was fed."""
     fed: list[int]
     emitted: list[int]
-    """The target's tokens behind the first of them."""
+    """The target's tokens after the first of them."""
     drafts: list[int]
     """What the modules say."""
 
@@ -169,7 +169,7 @@ class Kernels:
         self.table = twin.ints([[77] * self.drafts] * 8)
 
     def prefill(self, request: Request, step: Step) -> None:
-        """The chunk's own lanes are torch's work; behind them it is a step of the last token."""
+        """The chunk's own lanes are torch's work; after them it is a step of the last token."""
         cache, everything = self.caches[request.slot], [*request.tokens, step.emitted[0]]
         for number in range(1, self.drafts + 1):
             for lane in range(len(step.fed)):
@@ -356,7 +356,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Request], list[list[Any]]]:
     for slot in draw(st.permutations(range(8)))[: draw(st.integers(1, 3))]:
         prompt = draw(st.lists(token, min_size=1, max_size=6))
         requests.append(Request(drafts, prompt, slot=slot, tokens=list(prompt)))
-    # How many drafts are accepted, the token behind them, and what is drafted.
+    # How many drafts are accepted, the token after them, and what is drafted.
     accepted = st.one_of(st.integers(0, drafts), st.just(drafts))
     drafted = st.lists(token, min_size=drafts, max_size=drafts)
     row = st.tuples(accepted, token, drafted)
@@ -909,7 +909,7 @@ def test_attention_of_rows_that_begin_below_zero(
     device: str, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], width: int
 ) -> None:
     """The bits of decoding the live lanes one by one; the padded ones are poison."""
-    # Lanes below 0 of each row; the last row begins behind two tokens, and ends in padding.
+    # Lanes below 0 of each row; the last row begins after two tokens, and ends in padding.
     below = [*range(width), -2]
     lengths = [0] * width + [2]
     tables = rope_tables(RopeConfig(), head_dim=D, max_positions=64, device=device)

@@ -97,7 +97,7 @@ class Sequences:
 @pytest.mark.parametrize(
     "tokens, max_n, K, drafts, found",
     [
-        # The latest of the longest: behind the second "1 2 3".
+        # The latest of the longest: after the second "1 2 3".
         ([1, 2, 3, 4, 1, 2, 3, 5, 9, 3, 7, 1, 2, 3], 3, 3, [5, 9, 3], True),
         # A longer match wins over a later one.
         ([1, 2, 3, 4, 7, 3, 8, 1, 2, 3], 3, 2, [4, 7], True),
@@ -229,7 +229,7 @@ def test_long_sequences(twin: Twin, where):
 
 
 def test_tokens_past_the_table_are_dropped(twin: Twin):
-    """The slot behind it must not get them."""
+    """The slot after it must not get them."""
     history, table = twin.table(4), twin.table(2)
     history[1] = twin.ints([8, 9, 8, UNTOUCHED])
     lanes = DecodeLanes(*(twin.ints([value] * 3) for value in (HUGE, 1, 2)))

@@ -304,7 +304,7 @@ def test_ranks_count_over_all_tiles(twin: Twin, topk: int):
 @settings(max_examples=extent(20, 60), deadline=None)
 @given(data=st.data())
 def test_rows_against_the_specifications_loop(twin: Twin, data: st.DataObject):
-    """The leading run of a step and the target's token behind it, for rows in any arrangement."""
+    """The leading run of a step and the target's token after it, for rows in any arrangement."""
     k = data.draw(st.integers(0, 4))
     slots, vocabulary = 4, data.draw(st.integers(1, 8))
     row_slots = data.draw(st.permutations(range(slots)))[: data.draw(st.integers(1, slots))]
@@ -388,7 +388,7 @@ def test_updates_against_a_plain_scan(twin: Twin, data: st.DataObject):
         row = [data.draw(st.sampled_from([0, 3, *BEGIN, *END])) for _ in range(width)]
         tokens += row
         counts.append(count if row_slot >= 0 else HUGE)
-        # Lanes behind the first may be padded: the tokens emitted are count's to tell.
+        # Lanes after the first may be padded: the tokens emitted are count's to tell.
         slot += [row_slot] + [data.draw(st.sampled_from([row_slot, -1]))] * (width - 1)
         if row_slot >= 0:
             expected[row_slot] = plain_scan(row[:count], expected[row_slot], 0.5)
@@ -455,7 +455,7 @@ def feed(
     sampled: int = HUGE,
     size: int = 16,
 ) -> None:
-    """One chunk in a bucket of `size` tokens; behind it, and behind the bucket, lie marks."""
+    """One chunk in a bucket of `size` tokens; after it, and after the bucket, lie marks."""
     tokens = twin.ints([*chunk, *[BEGIN[0]] * (size + 8 - len(chunk))])[:size]
     fields = (slot, start, len(chunk) if count is None else count, int(final))
     ones = (twin.ints([field]) for field in fields)

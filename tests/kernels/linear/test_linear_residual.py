@@ -1,4 +1,4 @@
-"""`linear_residual`: the stream in place, what the next norm reads, and who sees it."""
+"""`linear_residual`: the stream in place, what the next norm reads, and what sees it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ EXAMPLES = 12 if INTERPRETED else 40
 
 
 def make_params(slots, vocabulary, *, device="cpu", temperatures=(0.0, 0.7, 1.5), seed=0):
-    """Every temperature in turn; stop ids within the vocabulary, at the edge and behind it."""
+    """Every temperature in turn; stop ids within the vocabulary, at the edge and after it."""
     generator = torch.Generator().manual_seed(seed)
     stop_ids = torch.randint(-1, vocabulary + 1, (slots, STOP_IDS), generator=generator)
     params = SamplingTensors.neutral(slots)._replace(

@@ -1,5 +1,5 @@
 """The fused gate, up and SwiGLU of prefill: when it is taken, its code for sm_90, and, on a Hopper
-GPU, its results against the reference, at edges, alone and in company, behind a launch that runs.
+GPU, its results against the reference, at edges, alone and in company, after a launch that runs.
 
 Gluon has no interpreter; what it compiles to is read without a GPU.
 """

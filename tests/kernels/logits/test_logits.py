@@ -69,7 +69,7 @@ class Slot:
 def plain(
     row: Sequence[np.float32], slot: Slot, drafts: Sequence[int], j: int, vocabulary: int
 ) -> list[np.float32]:
-    """The logits behind draft j, by the module's docstring, one id after the other."""
+    """The logits after draft j, by the module's docstring, one id after the other."""
     output = [*slot.output, *drafts[:j]]
     said = [*slot.prompt, *output]
     result = list(row)
@@ -175,7 +175,7 @@ class Twin:
     def lanes(
         self, rows: Sequence[tuple[int, Sequence[int]]], slots: Sequence[Slot | None], K: int
     ) -> DecodeLanes:
-        """Rows of (slot, drafts), padded behind their drafts; slot -1 for a padded row."""
+        """Rows of (slot, drafts), padded after their drafts; slot -1 for a padded row."""
         columns: tuple[list[int], ...] = ([], [], [])
         for number, drafts in rows:
             for j in range(K + 1):

@@ -243,7 +243,7 @@ def test_equal_logits_share_the_worst_rank(twin: Twin):
 
 
 def test_a_prompt(twin: Twin):
-    """Lanes of a chunk: the token behind each, asked for one by one."""
+    """Lanes of a chunk: the token after each, asked for one by one."""
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(5, 33)).astype(np.float32)
     rows = [Row(2, [int(t)], int(t % 2), 4) for t in rng.integers(0, 33, 4)]

@@ -124,7 +124,7 @@ def test_reference_rounds_as_transformers(dtype):
 
 
 def test_rounds_before_the_weight(device):
-    """As Llama does; a single rounding behind the weight gives other bits."""
+    """As Llama does; a single rounding after the weight gives other bits."""
     x, weight = random_rows(64, 128, torch.float16, device)
     slot = live_slots(64, device=device)
     actual = rms_norm(x, weight, slot, eps=EPS, out_dtype=torch.float16)

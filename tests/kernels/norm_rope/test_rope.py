@@ -240,7 +240,7 @@ def append(
 
 
 def transformers_append(problem: Problem) -> Appended:
-    """The same by transformers' Qwen3 norm and rotation, in float64 behind the norm."""
+    """The same by transformers' Qwen3 norm and rotation, in float64 after the norm."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

@@ -123,7 +123,7 @@ def test_a_command_is_applied_once_with_or_without_a_row(twin: Twin):
     command = [0] * SLOTS
     for slot, epoch in {7: 3, 9: -1, 100: HUGE, 149: LOWEST}.items():
         command[slot] = epoch
-    # Two of them have a row, one of these behind other rows; of slots out of range none is reset.
+    # Two of them have a row, one of these after other rows; of slots out of range none is reset.
     rows = [9, 8, 149, -1, HUGE]
     residual = twin.residual(len(rows))
     lanes = twin.begin(state, twin.ints(command), twin.ints(rows), *twin.table(), residual)
@@ -224,7 +224,7 @@ def test_tables_beyond_int32_offsets(device: str):
     check_residual(residual, [vocabulary - 1, 0], embedding, weight)
 
 
-# Rows of several tokens: the drafts behind the query.
+# Rows of several tokens: the drafts after the query.
 
 
 @given(data=st.data())
@@ -241,7 +241,7 @@ def test_drafts_become_lanes(twin: Twin, dtypes: tuple[torch.dtype, ...], data: 
     command = [0, data.draw(st.integers(0, 1)), 0, 0, 0]
     room = data.draw(st.lists(st.integers(0, drafts + 2), min_size=slots, max_size=slots))
     max_len = [2000 + slot + 1 + room[slot] for slot in range(slots)]
-    # Any number below 0 is an absent draft, also with others behind it; some are in no table.
+    # Any number below 0 is an absent draft, also with others after it; some are in no table.
     draft = st.sampled_from([*[1, 5, 1099] * 5, -1, LOWEST, 1100, HUGE])
     table = data.draw(
         st.lists(st.lists(draft, min_size=columns, max_size=columns), min_size=5, max_size=5)

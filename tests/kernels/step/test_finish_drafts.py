@@ -32,7 +32,7 @@ def twin(request: pytest.FixtureRequest) -> Twin:
 
 @dataclass(kw_only=True)
 class Row:
-    """One row of a step: drafts fed behind the query, and what each of those lanes sampled."""
+    """One row of a step: drafts fed after the query, and what each of those lanes sampled."""
 
     drafts: list[int]
     sampled: list[int]
@@ -202,7 +202,7 @@ def test_a_relaxed_draft_is_what_is_emitted(twin: Twin):
     row = Row(drafts=[40, 5, 60], sampled=[4, 5, 6, 7], relaxed=[1, 0, 1])
     assert row.walk() == ([40, 5, 60, 7], EMITTED)
     check_step(twin, [row], 3, relaxed=True)
-    # It stops the request like any other, and behind a mismatch it counts for nothing.
+    # It stops the request like any other, and after a mismatch it counts for nothing.
     row = Row(drafts=[40, 5, 60], sampled=[4, 5, 6, 7], relaxed=[1, 0, 1], stop_ids=[40, 4, -1])
     assert row.walk() == ([40], EMITTED | STOP)
     check_step(twin, [row], 3, relaxed=True)

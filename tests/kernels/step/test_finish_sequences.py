@@ -1,4 +1,4 @@
-"""Stop sequences inside the step's last kernel, against cutting behind it what it emits."""
+"""Stop sequences inside the step's last kernel, against cutting after it what it emits."""
 
 from __future__ import annotations
 
