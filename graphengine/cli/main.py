@@ -64,7 +64,7 @@ command is run and at no other time, so that nothing in this folder depends on i
 """
 FOLDER_ABOVE = "graphengine.profiles"
 
-# In front of request options among what is parsed: a request has a seed, and so has an engine.
+# Prefix of parsed request options: requests and engines both have a `seed`.
 _SAMPLING = "sampling_"
 
 
@@ -73,17 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(arguments[0] if arguments else None).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that lacks a character shows another one; the text goes on.
+        # A terminal that lacks a character shows a replacement; the text continues.
         sys.stdout.reconfigure(errors="replace")
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
         command: Callable[[argparse.Namespace], int | None] = options.command
         status = command(options)
-        # What reads the output may be gone, or its disk full: here that can still be said.
+        # The reader of the output may be gone, or the disk full; here it can still be reported.
         sys.stdout.flush()
     except BrokenPipeError:
-        # As `head` leaves it. Nothing is left for the interpreter to flush at its end.
+        # `head` closes the pipe early. The interpreter must have nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
@@ -138,7 +138,7 @@ def chat(options: argparse.Namespace) -> None:
 
 
 def info(options: argparse.Namespace) -> None:
-    """What would be allocated and captured; nothing is."""
+    """Show what would be allocated and captured; allocate and capture nothing."""
     checkpoint = Checkpoint.open(_checkpoint(options))
     model = read_model(checkpoint)
     config = EngineConfig(**_engine_options(options))
@@ -170,7 +170,7 @@ def info(options: argparse.Namespace) -> None:
 
 def graph_dump(options: argparse.Namespace) -> None:
     """Write every graph that an engine captures to a folder."""
-    # What is wrong with the checkpoint comes first, but nothing is downloaded to find that out.
+    # Errors of the checkpoint are reported first, but nothing is downloaded to find them.
     if find_local(_checkpoint(options)) is not None:
         Checkpoint.open(_checkpoint(options))
     prepare_dump(EngineConfig(**_engine_options(options)), options.out, options.draw)
@@ -216,9 +216,9 @@ def _run(
 
 
 def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str, Any]:
-    """Latencies in milliseconds, the buckets that served the request, what became of its drafts.
+    """Latencies in milliseconds, the request's buckets, and the results of its drafts.
 
-    Gaps are those between steps: the tokens of one step come at once.
+    Gaps are between steps: the tokens of one step arrive together.
     """
     moments = list(dict.fromkeys(result.timings.tokens))
     first, gaps = result.timings.time_to_first_token, np.diff(moments).tolist()
@@ -314,7 +314,7 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
 
 
 def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams | None:
-    """What the output must be, by the one option of that group that was given."""
+    """The output's constraint, from the one option of that group that was given."""
     if options.json_schema is not None:
         schema = options.json_schema.read_text(encoding="utf-8")
         return StructuredOutputsParams(json=schema, disable_any_whitespace=options.no_whitespace)
@@ -344,7 +344,7 @@ def _print_logprobs(result: Result) -> None:
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:
-    """All commands; of those above only the one that is `asked` for has its options."""
+    """All commands; of `COMMANDS_ABOVE` only the one `asked` for gets its options."""
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (generate, chat, info):
@@ -358,7 +358,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             _add_sampling_options(sub)
         if command is chat:
             sub.add_argument("--system", help="system message")
-            # Its template says how a prompt begins.
+            # The chat template decides how a prompt begins.
             _add_sampling_options(sub, but=("add_bos",))
     _add_graph_commands(commands)
     for name, description in COMMANDS_ABOVE.items():

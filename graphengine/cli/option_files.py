@@ -1,6 +1,6 @@
-"""What is written of the option tables: `engine_options.py` and the tables of the README.
+"""Writes the option tables out: `engine_options.py` and the tables of the README.
 
-    python -P -m graphengine.cli.option_files            # in a checkout: writes both anew
+    python -P -m graphengine.cli.option_files            # in a checkout: writes both
     python -P -m graphengine.cli.option_files --check    # writes nothing; status 1 if one differs
 
 A type checker reads source alone, so the keyword arguments of `Engine.from_pretrained` have to be
@@ -25,7 +25,7 @@ from graphengine.sampling_params import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -P -m graphengine.cli.option_files"
 README_TABLES = {"request options": SamplingParams, "engine options": EngineConfig}
-"""By the name in its markers: the table between them."""
+"""The tables, by the name in their markers."""
 
 _LINE = 100
 
@@ -88,7 +88,7 @@ def with_tables(readme: str) -> str:
 
 
 def files(root: Path = ROOT) -> dict[Path, str]:
-    """What each of the written files has to be, in the checkout at `root`."""
+    """The contents that each written file must have, in the checkout at `root`."""
     meaning = "Keyword arguments of `Engine.from_pretrained`, for type checkers and editors."
     readme = root / "README.md"
     return {
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _imports(source: ast.Module, module: str, names: set[str]) -> Iterator[str]:
-    """The lines that import those of `names` which are no builtins, as the module itself does."""
+    """The lines that import those of `names` that are not builtins, as the module itself does."""
     for node in source.body:
         if isinstance(node, ast.Import):
             yield from (f"import {each.name}" for each in node.names if each.name in names)

@@ -21,8 +21,8 @@ def add_flags(
     """Add the flags of a table's options to `parser`; `given_options` reads them.
 
     only    names of options, each of which has a flag; None: all that have one
-    but     names of options whose flags this command leaves out
-    prefix  in front of the options' names in what is parsed: two tables may share a name
+    but     names of options that get no flag in this command
+    prefix  of the options' names in the parsed result, since two tables may share a name
     """
     for row in rows(table):
         wanted = row.flag is not None if only is None else row.name in only
@@ -43,7 +43,7 @@ def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") 
 
 def _add(parser: argparse.ArgumentParser, row: Row, flag: Flag, dest: str) -> None:
     shown: dict[str, Any] = {"dest": dest, "default": flag.default}
-    # Nobody can say None there.
+    # A command line has no way to give None.
     text, name = flag.help or row.doc.replace("None: ", "left out: "), row.flag_name
     if row.kind is bool:
         if row.optional:
@@ -69,7 +69,7 @@ def _add(parser: argparse.ArgumentParser, row: Row, flag: Flag, dest: str) -> No
 
 
 def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse`, whose ValueError argparse shows as it is."""
+    """`parse`, with its ValueError shown by argparse unchanged."""
 
     def parsed(text: str) -> Any:
         try:

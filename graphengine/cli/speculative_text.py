@@ -20,7 +20,7 @@ VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent 
 def parse_speculative(text: str) -> Speculative | None:
     """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
 
-    `mtp:K:own` is eagle in a graph of its own; `mtp:K:target` is vanilla with modules that all read
+    `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
     the target's hidden states. The last part of `model:PATH:K` is K where it is a number, so that a
     path may hold colons. ValueError shows the text and the grammar, or says which value is invalid.
     """

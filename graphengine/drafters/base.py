@@ -4,7 +4,7 @@ A drafter has two moments. `prepare` runs in the prefill graphs: it takes a prom
 drafter's state and, after the last chunk, makes the first drafts. `propose` runs in the decode
 graphs, after verification: it takes in what was emitted and makes the drafts of the next step.
 Both write `draft_tokens[slot]`, which the slot's next replay feeds and verifies; -1 is no draft.
-Drafts never change a token, only how many come at once: a drafter that fails costs speed alone.
+Drafts never change a token, only how many come at once: a drafter that fails costs only speed.
 
 Letters: S slots, R rows of a bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill
 bucket, H hidden, K drafts, B blocks of the pool.
@@ -83,7 +83,7 @@ class Prefilled(NamedTuple):
 
 
 class FieldSizes(NamedTuple):
-    """What the shapes of a drafter's static fields follow from."""
+    """The sizes that decide the shapes of a drafter's static fields."""
 
     slots: int
     max_seq_len: int
@@ -94,7 +94,7 @@ class FieldSizes(NamedTuple):
 
 
 class DraftSetting(NamedTuple):
-    """What an engine lends its drafter, once it is allocated."""
+    """What an engine lends its drafter once the engine is allocated."""
 
     model: Model
     buffers: StaticBuffers
@@ -102,7 +102,7 @@ class DraftSetting(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Positions that a cache has."""
+        """Positions that a cache holds."""
         return self.model.max_seq_len
 
     @property
@@ -112,7 +112,7 @@ class DraftSetting(NamedTuple):
 
 
 class Drafter(ABC):
-    """One way to propose `length` tokens a step; `graphengine.speculative` has its options."""
+    """A way to propose `length` tokens a step; `graphengine.speculative` has its options."""
 
     length: int
     """K: drafts a step, at most."""
@@ -121,22 +121,22 @@ class Drafter(ABC):
     tokens_after: int = 0
     """Tokens after a position on which its KV there depends, or with which it overwrites it."""
     notes: bool = False
-    """Whether it reads the prompt's tokens, so that `note` is to get those not prefilled."""
+    """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
     wants_hidden: bool = False
-    """Whether `prepare` is to get the hidden states of the prompt."""
+    """Whether `prepare` needs the prompt's hidden states."""
     host_drafts: bool = False
     """Whether the host writes `draft_tokens`; then no replay may be launched ahead."""
     own_graph: bool = False
-    """Whether `draft` is to be captured, and replayed after each decode step."""
+    """Whether `draft` is captured as a graph and replayed after each decode step."""
     prompts_only: bool = False
-    """Whether a request samples one token and is over; then no replay may be launched ahead."""
+    """Whether a request ends after one sampled token; then no replay may be launched ahead."""
     streams: Mapping[int, Tensor] = MappingProxyType({})
     """[T or more, H] by layer of the target: where prefill leaves the stream after that layer."""
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
-        """Allocate its weights and choose its kernels' plans, if it has any of both.
+        """Allocate its weights and choose its kernels' plans, where it has any.
 
-        Returns where the tensors of the target's checkpoint that are its own are to be read to.
+        Returns the destinations of the tensors that it takes from the target's checkpoint.
         """
         return {}
 
@@ -145,28 +145,28 @@ class Drafter(ABC):
         return 0
 
     def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        """[layers, 2, block_size, G, D] of a block of its own KV; [0] without any."""
+        """Shape of a block of its own KV, [layers, 2, block_size, G, D]; [0] without any."""
         return (0,)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
-        """The static fields that are its own."""
+        """Its own static fields."""
         return []
 
     @property
     def lanes_of_row(self) -> int:
-        """Lanes of a row in its widest launch."""
+        """Lanes of each row in its widest launch."""
         return 1 + self.length
 
     def arrivals(self, rows: int, lanes: int) -> int:
-        """Counters that its kernels need beside decode steps of so many rows, and so many lanes."""
+        """Counters that its kernels need, besides those of decode steps of these rows and lanes."""
         return 0
 
     def arrivals_at_most(self, lanes: int) -> int:
-        """The same, before there are plans, of launches of so many lanes."""
+        """The same, before plans exist, for launches of this many lanes."""
         return 0
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of tables that it makes as it is opened."""
+        """Bytes of the tables that it makes when it is opened."""
         return 0
 
     def counters(self) -> dict[str, int]:
@@ -184,7 +184,7 @@ class Drafter(ABC):
         """Take in a prompt chunk; after the last one, write the first drafts."""
 
     def note(self, noted: Prefilled) -> None:  # noqa: B027
-        """Take in a part of a prompt whose KV, its own too, is there already; it is not the last.
+        """Take in a part of a prompt, not the last, whose KV (its own too) already exists.
 
         Only the chunk of `noted` has a meaning; it has no hidden states and no following tokens.
         """
@@ -193,7 +193,7 @@ class Drafter(ABC):
     def propose(self, verified: Verified) -> None:
         """Take in what a step emitted, and write the drafts of the next one.
 
-        Of a graph that verified none (K = 0) only the drafter's state moves on.
+        After a graph that verified no drafts (K = 0), only the drafter's state advances.
         """
 
     def draft(self, rows: int, drafts: int) -> None:
@@ -204,4 +204,4 @@ class Drafter(ABC):
         """The host has read the replay of a prompt chunk. The current stream is the replays'."""
 
     def close(self) -> None:  # noqa: B027
-        """The engine closes; its buffers and the device are no longer to be used."""
+        """The engine closes; its buffers and the device must not be used any more."""

@@ -1,4 +1,4 @@
-"""A smaller model drafts: its own layers and KV, in the target's graphs.
+"""A smaller model drafts, with its own layers and KV, in the target's graphs.
 
 As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
 is fed the last two tokens after each verified step, since the last draft of the step before was
@@ -51,7 +51,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: ModelConfig, length: int, checkpoint: Checkpoint) -> None:
         self.config = config
         self.length = length
-        # The chain's last run stands K positions after the last that the target verified.
+        # The chain's last run is K positions after the last that the target verified.
         self.reserve = length
         # After a prompt its last token is fed again, by the decode kernels.
         self.tokens_after = 1

@@ -1,9 +1,9 @@
-"""One MTP module, run K times: each run is fed what the one before it drafted, and its output.
+"""One MTP module, run K times: each run is fed the previous run's draft and output.
 
-So EAGLE drafts (arXiv:2401.15077), and DeepSeek-V3's single module where K > 1. The module keeps a
-KV of its own, a row for each token but the newest. After a verified step its first run takes in
-what was emitted, with the target's hidden states; each later one extends the chain by a draft, at
-positions that the next step's first run overwrites.
+EAGLE drafts this way (arXiv:2401.15077), and so does DeepSeek-V3's single module where K > 1. The
+module keeps its own KV: an entry for each token but the newest. After a verified step its first
+run takes in what was emitted, with the target's hidden states; each later one extends the chain by
+a draft, at positions that the next step's first run overwrites.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidden, K drafts,
 D draft vocabulary.
@@ -39,7 +39,7 @@ class EagleDrafter(ModuleDrafter):
 
     def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
         super().__init__(config.first(1), length, vocabulary)
-        # The chain's last run stands K - 1 positions after the last verified token.
+        # The chain's last run is K - 1 positions after the last verified token.
         self.reserve = length - 1
         # A row pairs a hidden state with the token after it.
         self.tokens_after = 1
@@ -49,7 +49,7 @@ class EagleDrafter(ModuleDrafter):
         chunk, token = prefilled.chunk, prefilled.following
         combined = combine_hidden(token, chunk.slot, prefilled.hidden, None, self._fusions[0])
         hidden = self._run_chunk(0, combined, chunk, prefilled.attention)
-        # No PDL for what is written for decode: torch's own kernels stand in between.
+        # No PDL for what is written for decode: torch's own kernels run in between.
         self._chain(
             prefilled.last_lane(token),
             hidden.index_select(0, chunk.last),
@@ -99,11 +99,11 @@ class EagleDrafter(ModuleDrafter):
 
         rows    the lanes that the drafts follow, one a row
         fed     the lanes of that run, where they are more than `rows`
-        source  int32 [R]: which of them each row's is
+        source  int32 [R]: which of these lanes is each row's
         """
         lanes = fed or rows
         for index in range(self.length):
-            # A lane stands where its hidden state does, one before the token it is fed.
+            # A lane has the position of its hidden state, one before the token it is fed.
             tiles = self._head.tiles(hidden, lanes, launch, ahead=2)
             if index + 1 == self.length:
                 commit_draft(

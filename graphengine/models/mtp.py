@@ -91,7 +91,7 @@ class MtpLayout:
         return self.module_prefix(layers, 0) + self.projection
 
     def prefixes(self, names: Mapping[str, object], layers: int) -> tuple[str, ...]:
-        """Of the modules that are there."""
+        """Prefixes of the modules that exist."""
         found: list[str] = []
         while (prefix := self.module_prefix(layers, len(found))) + self.projection in names:
             found.append(prefix)
@@ -135,7 +135,7 @@ LAYOUTS = (
     ),
 )
 
-# What names below a decoder layer show that it is none of `decoder.py`.
+# Names below a decoder layer that show that `decoder.py` cannot run it.
 _OTHER_LAYERS = {
     "self_attn.kv_a_proj": "latent attention (MLA)",
     "self_attn.kv_b_proj": "latent attention (MLA)",
@@ -164,7 +164,7 @@ class MtpConfig:
 
     @classmethod
     def of_target(cls, target: ModelConfig, layout: MtpLayout, prefixes: tuple[str, ...]) -> Self:
-        """Modules whose layers are as the target's; ValueError where that has none to go by."""
+        """Modules with the target's kind of layer; ValueError where the target has no such kind."""
         if not isinstance(target, DecoderConfig):
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
@@ -187,7 +187,7 @@ class MtpConfig:
 
     @property
     def output_eps(self) -> float:
-        """Of each module's final norm."""
+        """The epsilon of each module's final norm."""
         return self.layer.norm_eps
 
     @property
@@ -210,7 +210,7 @@ class MtpConfig:
         return {"projection": Linear("residual", hidden, 2 * hidden), **layer.linears}
 
     def first(self, modules: int) -> MtpConfig:
-        """The same with the first `modules` of them alone."""
+        """The same with only the first `modules` modules."""
         return replace(self, prefixes=self.prefixes[:modules])
 
 
@@ -290,7 +290,7 @@ def _check_layers(checkpoint: Checkpoint, layout: MtpLayout, prefixes: tuple[str
 def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     """All tensors of a module must be there, and all that are there must be understood.
 
-    One that nobody reads is part of a formula that is not this one.
+    A tensor that is not read belongs to another formula.
     """
     layout, names = config.layout, checkpoint.tensors
     weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
@@ -315,7 +315,7 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
 
 
 def _some(names: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few names, and how many more there are."""
     more = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
 

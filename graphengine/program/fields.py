@@ -100,7 +100,7 @@ def recurrent_field(layer: int, name: str) -> str:
 
 
 def _recurrent_fields(states: Sequence[LayerStates], slots: int) -> list[Field]:
-    """A pause leaves them alone: a paused request keeps its slot."""
+    """A pause does not touch them: a paused request keeps its slot."""
     return [
         Field(
             name=recurrent_field(layer, name),
@@ -153,7 +153,7 @@ def host_updates(
 ) -> dict[str, Any]:
     """The host-owned fields that `plan` changes; lanes that hold no request are padded.
 
-    speculative  whether there are those that drafting needs
+    speculative  whether the fields that drafting needs exist
     """
     updates: dict[str, Any] = {}
     if plan.rows_changed:
@@ -187,9 +187,10 @@ def host_updates(
 def draft_updates(
     plan: Plan, slots: Sequence[Request | None], counters: Counter[str]
 ) -> dict[str, Any]:
-    """The drafts that the host has of the plan's rows, which are then used up.
+    """Take the drafts that the host holds for the plan's rows.
 
-    Those of other requests wait for a step of theirs, and a step of one token a row feeds nobody's.
+    Drafts of other requests wait for a step with these requests. A step of one token a row takes
+    none.
     Drafts whose tokens came before a step could feed them are counted as `drafts/stale`.
     """
     fed: dict[Request, tuple[int, ...]] = {}
@@ -204,14 +205,14 @@ def draft_updates(
 
 
 def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:
-    """Fields that are settled when a request enters its slot."""
+    """Fields that are set when a request enters its slot."""
     options = {
         name: [request and field.number(getattr(request.params, name)) for request in slots]
         for name, field in SAMPLER_FIELDS.items()
     }
     return options | {
         "command_epoch": [request and request.placed.epoch for request in slots],
-        # The engine's draw, where the request brings none.
+        # The engine draws a seed where the request has none.
         "seed": [request and request.seed for request in slots],
         "stop_ids": [request and request.stop_ids for request in slots],
         "min_len": [request and request.min_len for request in slots],

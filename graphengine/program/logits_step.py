@@ -1,7 +1,7 @@
-"""What the `full` graphs do with logits beside sampling from them, for requests that ask for it.
+"""What the `full` graphs do with logits besides sampling, for requests that ask for it.
 
-    process         in front of the sampler: bans, biases, penalties
-    report          after the published tokens: their log-probabilities; what was said is noted
+    process         before the sampler: bans, biases, penalties
+    report          after the tokens are published: their log-probabilities; notes the tokens
     report_prompt   those of a prompt's tokens
 
 Letters: R rows, W lanes of a row, N = R * W lanes, V vocabulary.
@@ -33,7 +33,7 @@ from graphengine.kernels import (
     token_log_probabilities,
 )
 
-# The fields of `processing.py` that the kernels have another name for.
+# The fields of `processing.py` that have another name in the kernels.
 _FIELDS = {
     "flags": "logits_flags",
     "bitmask": "allowed_bits",
@@ -51,7 +51,7 @@ class Processed(NamedTuple):
     logits: Tensor
     """float32 [N, V], what is sampled from."""
     raw: Tensor | None
-    """float32 [N, V], as they were, in the lanes whose log-probabilities are to be of them."""
+    """float32 [N, V], unprocessed; set in the lanes whose log-probabilities come from them."""
     lanes: DecodeLanes
 
 
@@ -110,7 +110,7 @@ class LogitsStep:
         self, processed: Processed, token: Tensor, count: Tensor, *, pdl: bool = False
     ) -> None:
         """Publish the log-probabilities of the step's tokens, int32 [N], `count` of each row, and
-        note them. The step itself has published by now.
+        note the tokens. The step itself has already published.
         """
         logits, raw, lanes = processed
         slot = lanes.slot
@@ -145,7 +145,7 @@ class LogitsStep:
         ends = (final != 0) & (lane == chunk.last)
         count = ((chunk.slot >= 0) & ~ends).to(torch.int32)
         parts = []
-        # So many lanes are what a product takes, and what there is room for.
+        # MAX_LANES is what one product takes, and what there is room for.
         for start in range(0, len(following), MAX_LANES):
             part = slice(start, start + MAX_LANES)
             slot = chunk.slot[part]

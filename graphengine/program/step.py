@@ -2,14 +2,14 @@
 
     decode    command, gather, embed -> layers -> lm_head, sample -> verify, commit, publish, draft
     prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
-    note      command -> gather -> note -> publish: of tokens whose KV is there already
-    draft     where the drafter has a graph of its own: what decode verified -> draft
+    note      command -> gather -> note -> publish: for tokens whose KV already exists
+    draft     where the drafter has its own graph: what decode verified -> draft
 
 They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.
-Verifying and drafting are there where an engine speculates: then a row feeds its K drafts after
-its last token, W = K + 1 lanes in all, and emits 1 to W tokens. What requests ask of their logits
-beside sampling from them is done in graphs of the full sampler alone (`logits_step.py`).
+An engine that speculates also verifies and drafts: a row then feeds its K drafts after its last
+token, W = K + 1 lanes in all, and emits 1 to W tokens. Other work on logits than sampling is done
+only in the graphs of the full sampler (`logits_step.py`).
 
 Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of the prefill bucket,
 S slots.
@@ -94,7 +94,7 @@ class StepProgram:
         self.state = SlotState(*(buffers[name] for name in SlotState._fields))
         self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
-        # A drafter of length 0 only looks on.
+        # A drafter of length 0 only observes.
         self._drafts = drafter is not None and drafter.length > 0
 
     def decode(self, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
@@ -232,11 +232,11 @@ class StepProgram:
         return StepOutputs(logits, sampled, flags)
 
     def note(self, tokens: int) -> None:
-        """Take in a part of a prompt whose KV is there already, of at most `tokens`.
+        """Take in a part of a prompt, of at most `tokens`, whose KV already exists.
 
-        It reaches all that reads a prompt's tokens rather than their KV: what was said, for
-        penalties; the drafter; relaxed acceptance. Nothing is sampled, and `kv_len` is for the
-        prefill after it to set.
+        The tokens go to everything that reads a prompt's tokens rather than their KV: the counts
+        for penalties, the drafter, relaxed acceptance. Nothing is sampled, and the prefill that
+        follows sets `kv_len`.
         """
         buffers, slot = self.buffers, self.buffers["prefill_slot"]
         apply_commands(self.state, buffers["command_epoch"])
