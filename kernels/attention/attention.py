@@ -8,10 +8,10 @@ cache, and attends.
 FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
 programs attend splits for the query heads of one kv head (GQA) and leave partial results, and the
 last program to arrive combines them. Splits have a fixed length counted from position 0 and tiles a
-size fixed by dtype and head_dim, so that the order of summation of a lane is a function of its own
-position alone.
+size fixed by dtype and head_dim, so that the order of summation of a lane depends only on its own
+position.
 
-The token's own key and value are appended, but not read back: the token is a partial of its own,
+The token's own key and value are appended, but not read back: the token is a separate partial,
 taken from the QKV product, rounded as the cache holds it. So keys and values of older tokens can be
 loaded before that product is known, which is what hides their latency (`pdl.py`).
 
@@ -225,7 +225,7 @@ def _position_limit(
 
 
 def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
-    """What fixes the order of summation, from dtype, shape of a head and length of a split alone.
+    """What fixes the order of summation; depends only on dtype, head shape and split length.
 
     A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
     on plain FMA units.
@@ -249,7 +249,7 @@ def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
 
 
 def _row_options(dtype: torch.dtype, tokens_per_row: int) -> dict[str, int]:
-    """What rows of several tokens change of a launch: nothing that sets a bit.
+    """How rows of several tokens change a launch; nothing that changes a result's bits.
 
     The code for siblings would take registers at the cost of a program an SM; it fits without.
     """

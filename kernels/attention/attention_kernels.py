@@ -85,7 +85,7 @@ def decode_attention_kernel(
         # Siblings are in the last two splits at most, which are the last of two programs.
         early += tl.maximum(used - 1 - first_split, 0) // programs * programs
 
-    # What no launch since the last but one writes: older keys and values, tables, norm weights.
+    # Neither of the last two launches writes these: older keys and values, tables, norm weights.
     table_row_ptr = block_table_ptr + tl.maximum(slot, 0).to(tl.int64) * table_stride
     key_ptr = kv_ptr + kv_head * D
     dim = tl.arange(0, DIM_PADDED)
@@ -279,7 +279,7 @@ def _load_angles(cos_ptr, sin_ptr, position, mask, dim, D: tl.constexpr):
 
 @triton.jit
 def _is_sibling_of_split(i, siblings, cached, split, SPLIT: tl.constexpr):
-    """Whether lane `i` of the row is a sibling, and its token one of the split's."""
+    """Whether lane `i` of the row is a sibling with a token in the split."""
     offset = cached + i - split * SPLIT
     return (i < siblings) & (offset >= 0) & (offset < SPLIT)
 

@@ -75,7 +75,7 @@ TILES_32_BIT = {
 }
 # About the multiprocessors of a large GPU.
 MANY_PROGRAMS = 128
-# Of programs that share a tile's keys, and keys of each.
+# The most programs that share a tile's keys, and the fewest keys of each.
 MOST_SPLITS = 16
 LEAST_SPLIT = 512
 
@@ -215,7 +215,7 @@ def prefill_attention_workspace_bytes(head_dim: int) -> int:
 
 
 def _pick_shares(programs: int) -> int:
-    """Parts of the keys of each of so many tiles: for one program a multiprocessor in all.
+    """Parts into which each of this many tiles splits its keys: one program a multiprocessor.
 
     With two of them parts cost more than the better balance brings (64 to 256 tokens on an H200).
     """

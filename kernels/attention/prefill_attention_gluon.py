@@ -34,11 +34,11 @@ from graphengine.kernels.core.paged import token_capacity
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 ROWS = 128
-"""Of a tile: 64 for each of two warp groups."""
+"""Rows of a tile: 64 for each of two warp groups."""
 KEYS = 128
-"""Of a tile: as many as in the Triton kernel."""
+"""Keys of a tile, as many as in the Triton kernel."""
 LEAST_PROGRAMS = {64: 128, 128: 64}
-"""By head_dim. With fewer the Triton kernel is faster on an H200, in shorter tiles."""
+"""Programs by head_dim. With fewer, the Triton kernel's shorter tiles are faster on an H200."""
 
 _WARPS = 4
 # Tiles of keys in shared memory, and of values.
@@ -54,7 +54,7 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
 def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
-    """Whether `attend` is for these queries of so many segments: it can run, and is faster.
+    """Whether to use `attend` for these queries in so many segments: it can run, and is faster.
 
     It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache whose rows are aligned to 16 bytes.
     """
@@ -182,7 +182,7 @@ def _attend_kernel(
     end = gl.minimum(first_position + last_token + 1, position_limit)
     # One of nothing where no token is inside of the block table.
     tiles = gl.maximum((end + TILE - 1) // TILE, 1)
-    # Tiles in front of this one are seen by all rows.
+    # All rows attend to the tiles before this one.
     common = gl.minimum(first_position + first_row // GROUP + 1, end) // TILE
     # Keys from here on were not appended, and may be anything.
     written = gl.minimum(first_position + tokens, position_limit)
@@ -242,7 +242,7 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
     TILE: gl.constexpr = buffer.shape[1]
     HALVES: gl.constexpr = D // _COLUMNS
     stage = tile % _STAGES
-    # The first use of a stage waits for nobody: the phase before a barrier's first is over.
+    # The first use of a stage does not wait: the phase before a barrier's first is over.
     mbarrier.wait(free.index(stage), (tile // _STAGES & 1) ^ 1)
     mbarrier.expect(there.index(stage), TILE * D * 2)
     for piece in gl.static_range(TILE // BLOCK_SIZE):
@@ -259,7 +259,7 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
 def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
     """A warp group: half of the program's rows over all of its tiles.
 
-    In the time of a loop's turn `wgmma` is at the scores of a tile and the sums of the one before;
+    During an iteration `wgmma` computes the scores of a tile and the sums of the previous one;
     sums are still under way while scores become weights.
     """
     tensors, barriers, place, reach, scale_log2, q_stride = rows

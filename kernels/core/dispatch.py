@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the Triton kernels, or the plain PyTorch twin beside them."""
+"""Which implementation of an op runs: the Triton kernels, or their plain PyTorch reference."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A launch has N lanes: a request's row in decode, one token of a chunk in prefill. `slot_N` (int32,
 on the device) holds the slot that a lane works for, or -1 for a padded lane. Nothing of a padded
 lane is read but its slot, nothing is written for it, and it cannot alter the bits of a live lane.
-How many lanes are live is known to the device alone.
+Only the device knows how many lanes are live.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ would wait for it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the kernels of a step share in how they are launched.
+    """What the launches of a step's kernels share.
 
     arrivals  int32, on the device: counters by which the programs of a launch find out who is last.
               Zero before and after each launch, so kernels that do not run at the same time may
               share them; each wrapper says how many it needs. None: there are none
     pdl       the launch may overlap the one before, by the rules of `kernels.pdl`
 
-    A wrapper of a kernel without such counters has the argument `pdl` alone.
+    The wrapper of a kernel without such counters has only the argument `pdl`.
     """
 
     arrivals: torch.Tensor | None = None
@@ -49,7 +49,7 @@ class Launch:
 
 
 ALONE = Launch()
-"""One kernel after the other, none of which needs counters."""
+"""Consecutive kernels that need no counters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ class _Compilers(ThreadPoolExecutor):
         before = knobs.listener
 
         def listener(*, cache_hit: bool, **found: Any) -> None:
-            # Of whichever thread compiles; those of others do not read it.
+            # Per thread: it holds for the thread that compiles, and other threads do not read it.
             self._thread.on_disk = cache_hit
             if before is not None:
                 before(cache_hit=cache_hit, **found)

@@ -11,11 +11,11 @@ The kernels of a decode graph keep one discipline, so that each may rely on it:
   fields), or, past the L1 cache (`cache_modifier=".cg"`), what launch k - 2 or an earlier one
   wrote.
 
-In a prefill graph ordinary launches stand in between, of the BLAS and of torch. They begin when all
-that is in front of them is complete, and the wait after them returns when they are. There a kernel
+A prefill graph also has ordinary launches of the BLAS and of torch. They begin when everything
+before them is complete, and the wait that follows returns when they are complete. There a kernel
 loads nothing but weights before its wait.
 
-A wait never stands inside a loop that Triton pipelines: loads could be hoisted above it.
+No wait is inside a loop that Triton pipelines: loads could be hoisted above it.
 Source: CUDA C++ Programming Guide, chapter "Programmatic Dependent Launch".
 """
 

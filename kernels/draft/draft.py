@@ -1,4 +1,4 @@
-"""What surrounds the runs of a draft module: its input made, its drafts committed.
+"""What surrounds the runs of a draft module: its input is made, its drafts are committed.
 
     decode    begin_module_draft -> (module, lm_head) -> advance_module_draft -> (module, lm_head)
               -> ... -> commit_draft
@@ -61,9 +61,9 @@ class Fusion(NamedTuple):
     hidden_norm: torch.Tensor
     """float [H]"""
     eps: float
-    """Of both norms."""
+    """The epsilon of both norms."""
     hidden_first: bool = False
-    """The hidden state's half in front of the token's."""
+    """Whether the hidden state's half comes before the token's."""
 
 
 class FirstDraft(NamedTuple):
@@ -152,7 +152,7 @@ def combine_hidden_reference(
     hidden_eps: float = 0.0,
     residual: Residual | None = None,
 ) -> torch.Tensor:
-    """`combine_hidden` in plain PyTorch: on a CPU too a lane's bits depend on that lane alone."""
+    """`combine_hidden` in plain PyTorch: on a CPU too, a lane's bits depend only on that lane."""
     live = live_lanes(slot_N)
     source = live if source_N is None else source_N[live].long()
     value = hidden_rows(hidden, source, hidden_eps)
@@ -530,7 +530,7 @@ def commit_args(
 
 
 def commit_blocks(tiles: DraftTiles, draft_SK: torch.Tensor, warps: int) -> dict[str, int]:
-    """Tile sizes for `commit_lane` in a kernel of so many warps: at most 16 tiles a thread."""
+    """Tile sizes for `commit_lane` in a kernel of this many warps: at most 16 tiles a thread."""
     return {
         "BLOCK_C": min(triton.next_power_of_2(tiles.best.shape[1]), 512 * warps),
         "BLOCK_K": triton.next_power_of_2(draft_SK.shape[1]),

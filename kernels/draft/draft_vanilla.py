@@ -1,4 +1,4 @@
-"""What surrounds the runs of several draft modules, each of which has a KV cache of its own.
+"""What surrounds the runs of several draft modules, each with its own KV cache.
 
     decode    begin_module_draft -> (module 1, lm_head) -> advance_vanilla_draft -> (module 2,
               lm_head) -> ... -> commit_draft
@@ -12,7 +12,7 @@ tokens, it runs
 - m - 1 lanes after them: what the modules before drafted. The next step's lanes overwrite these
   positions with what is true by then.
 
-All stand at consecutive positions. A prompt shorter than m - 1 has some below 0: these are padded.
+All have consecutive positions. A prompt shorter than m - 1 has some below 0: these are padded.
 
 Beside its token a run takes a hidden state. Chained (DeepSeek-V3, arXiv:2412.19437, equation 21)
 it is always what module m - 1 made of its run at p. That ran one lane less, from one position later
@@ -77,7 +77,7 @@ class Emitted(NamedTuple):
     count_R: torch.Tensor
     """int32: tokens that each row emitted, at most its live lanes; N is W * R."""
     lanes: DecodeLanes
-    """What the target was fed: lane r * W + j of a live row is at the position of r * W plus j."""
+    """What the target was fed; lane r * W + j of a live row has the position of r * W, plus j."""
     hidden: Hidden
     """The target's, N lanes."""
     eps: float = 0.0
@@ -85,7 +85,7 @@ class Emitted(NamedTuple):
 
 
 class ModuleRun(NamedTuple):
-    """What the module before made of its lanes."""
+    """The previous module's output for its lanes."""
 
     tiles: DraftTiles
     """Of its M lanes."""
@@ -110,7 +110,7 @@ class DraftChain(NamedTuple):
 
 
 class Recycled(NamedTuple):
-    """What a chained module reads of the one before."""
+    """What a chained module reads from the previous one."""
 
     hidden: Hidden
     """Its output of this step, N lanes."""
@@ -404,7 +404,7 @@ def _check_kept(kept: torch.Tensor, hidden: Hidden, fusion: Fusion, module: int)
         raise ValueError("kept must be dense")
 
 
-# What a launch without drafts, and without a module before, leaves out.
+# What a launch without drafts and without a previous module leaves out.
 _CHAIN_ARGUMENTS = (
     "commit",
     "run",

@@ -1,4 +1,4 @@
-"""What surrounds the runs of a draft model: a smaller model that has a KV cache of its own.
+"""What surrounds the runs of a draft model: a smaller model with its own KV cache.
 
     decode    begin_model_draft -> (model, lm_head) -> advance_model_draft -> (model, lm_head)
               -> ... -> commit_draft
@@ -64,8 +64,8 @@ def begin_model_draft(
 
     A draft model has not been fed the last draft. So where all drafts were accepted two tokens are
     new to its cache, and one where fewer were; the other is then fed again at its own position, and
-    the launch has one shape. With L the row's kv_len before the step, the two stand at
-    L + count - 1, the token that the target was fed there, and at L + count, what it said to that.
+    the launch has one shape. With L the row's kv_len before the step, the two are at
+    L + count - 1, the token that the target was fed there, and at L + count, the target's answer.
 
     Args:
         token_N: int32, the target's token after each lane; read where the lane emitted it.

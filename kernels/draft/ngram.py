@@ -1,4 +1,4 @@
-"""Drafts out of the request's own tokens: what followed the last time that it said the same.
+"""Drafts from the request's own tokens: what followed when the same tokens last occurred.
 
 With n from max_n down to 1, the *latest* earlier occurrence of the sequence's last n tokens is
 looked up, and its continuation proposed (prompt lookup decoding, A. Saxena 2023). An occurrence
@@ -54,7 +54,7 @@ def ngram_propose(
             emitted none is passed over.
         lanes: what the target was fed.
         draft_SK: int32, updated in place: the slot's drafts, -1 past the known tokens and past
-            `num_speculative_tokens`. With 0 of these it is left alone: tokens are appended.
+            `num_speculative_tokens`. With 0 of these it stays as it is: tokens are appended.
         unmatched_S: int32, counts the proposals for which nothing was found.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
             older than that one.
@@ -133,7 +133,7 @@ def ngram_prompt(
     Args:
         history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as of `ngram_propose`.
         chunk: the chunk's lanes, the live ones first.
-        token_1: int32, the sampled token; read after the last chunk alone. One below 0, of logits
+        token_1: int32, the sampled token; read only after the last chunk. One below 0, of logits
             that were not valid, is not appended, and nothing is proposed.
         final_1: int32, not 0 for the prompt's last chunk.
         pdl: as of `ngram_propose`, with `chunk` for `lanes`.
@@ -413,7 +413,7 @@ def _propose(
 
 @triton.jit
 def _longest_match(tokens_ptr, length, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """int64 n << 32 | p: the n tokens in front of position p are the sequence's last n; 0 if none.
+    """int64 n << 32 | p: the n tokens before position p are the sequence's last n; 0 if none.
 
     Of all p in 1 .. length - 1 the one with the greatest n <= MAX_N, and the last of these. It goes
     from the end to the front, and not on once n is MAX_N: what comes then is no later.

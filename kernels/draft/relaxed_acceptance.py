@@ -240,7 +240,7 @@ def relaxed_delta_prompt(
 
     Args:
         tokens_T: int32 [T], the chunk, then anything.
-        token_1: int32 [1], from `sample`; read after the final chunk alone. -1, of logits that were
+        token_1: int32 [1], from `sample`; read only after the final chunk. -1, of logits that were
             not valid, is no mark.
         prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1: int32 [1], as for
             `commit_prefill`; a count past T is taken for T.
@@ -362,7 +362,7 @@ def _check_step(
 def _scan_args(
     delta_S: torch.Tensor, begin_ids: torch.Tensor, end_ids: torch.Tensor, relaxed_delta: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int]:
-    """What a scan for marks hands its kernel, the counts of ids last; ValueError unless it fits."""
+    """The arguments of a scan for marks, counts of ids last; ValueError unless they fit."""
     check_vector("delta", delta_S, delta_S.numel(), torch.float32)
     for name, ids in (("begin_ids", begin_ids), ("end_ids", end_ids)):
         check_int32(**{name: ids})

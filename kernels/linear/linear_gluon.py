@@ -10,7 +10,7 @@ Weights arrive in the order they are asked for, so the first products free their
 
 One `mma.sync` (16 lanes, 8 outputs, 16 columns) after the other adds up a lane's output over the
 tiles in order, whether a program has 16 lanes or 32. Other sums have layouts of their own, whose
-threads and warps stand the same way along the summed dimension for both.
+threads and warps lie the same way along the summed dimension for both.
 
 Letters: N lanes, L lanes of a program, K input features, M weight rows, B outputs of a program.
 """
@@ -32,7 +32,7 @@ ALIGNMENT = 8
 """Elements of 16 bits in what one copy of a thread takes: 16 bytes, at a multiple of 16 bytes."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of one `mma.sync`.
+# Outputs of one `mma.sync`.
 _LEAST_OUTPUTS = 8
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -43,7 +43,7 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 def takes(
     weight_MK: torch.Tensor, plan: LinearPlan, *, swiglu: bool, out_dtype: torch.dtype
 ) -> bool:
-    """Whether a linear, other than `linear_sample`, is for `dot_kernel`.
+    """Whether `dot_kernel` serves a linear other than `linear_sample`.
 
     The two kernels need not agree in the last bit, so nothing here may depend on the number of
     lanes or on where the inputs lie. Logits, which are float32, are not for it: `linear_sample`
@@ -62,7 +62,7 @@ def takes(
 
 
 def is_aligned(rows: torch.Tensor) -> bool:
-    """Whether every row starts where a copy may start."""
+    """Whether every row is aligned for a copy."""
     return rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % (2 * ALIGNMENT) == 0
 
 
@@ -211,7 +211,7 @@ def dot_kernel(
         async_copy.wait_group(max(STAGES - 2, 0))
         gl.thread_barrier()
         if TILES > STAGES:
-            # Nobody reads the tile before this one any more.
+            # The previous tile is no longer read.
             ahead = t + STAGES - 1
             if (t > 0) & (ahead < TILES):
                 step = ahead * BLOCK_K
@@ -394,7 +394,7 @@ def _multiply(x, weights, y):
 
 @gluon.jit
 def _load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
-    """What belongs to the outputs [B] alone, as float32: next norm, bias, bias of the ups."""
+    """What depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
     inside = output < OUTPUTS
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm

@@ -31,7 +31,7 @@ class ResidualArgs(NamedTuple):
 
 
 class SamplerArgs(NamedTuple):
-    """What the fast sampler needs of each slot, and the best of each tile that it leaves."""
+    """What the fast sampler reads of each slot, and the best of each tile, which it writes."""
 
     position: torch.Tensor
     temperature: torch.Tensor

@@ -34,7 +34,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu, silu_reference
 
 LANES = 128
-"""Of a tile: two warp groups of 64."""
+"""Lanes of a tile: two warp groups of 64."""
 
 _COLUMNS = 64
 _WARPS = 8
@@ -51,7 +51,7 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
 def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
-    """Whether `linear_swiglu` is for so many lanes: it can run, and BLAS and `swiglu` are slower.
+    """Whether `linear_swiglu` serves this many lanes: it can, and BLAS and `swiglu` are slower.
 
     It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
     that keep the multiprocessors busy: the BLAS has them in more shapes.
@@ -65,13 +65,13 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
 
 
 def _can_be_fused(weight_MK: torch.Tensor) -> bool:
-    """Whether its rows, and dense ones of the result, are what the TMA takes."""
+    """Whether the TMA takes its rows, and dense rows of the result."""
     outputs = weight_MK.shape[0] // 2
     return _fits(weight_MK) and not outputs * weight_MK.itemsize % _ALIGNMENT
 
 
 def tile_outputs(lanes: int, outputs: int, processors: int) -> int | None:
-    """B for so many lanes and outputs; None where the BLAS is faster.
+    """B for this many lanes and outputs; None where the BLAS is faster.
 
     Found on an H200 with the weights of llama 1B and 8B: up to two tiles of lanes take as long as
     their weights' way from memory, for which 4 processors of 5 do.
@@ -156,7 +156,7 @@ def _launch(x_NK: torch.Tensor, weight_MK: torch.Tensor, out: torch.Tensor, pdl:
 
 
 def _tiled(rows: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """What the TMA knows of a matrix; past its edges it reads zeros, and writes nothing."""
+    """A matrix's descriptor for the TMA, which past the edges reads zeros and writes nothing."""
     layout = gl.NVMMASharedLayout.get_default_for([height, width], _DTYPES[rows.dtype])
     return TensorDescriptor.from_tensor(rows, [height, width], layout)
 

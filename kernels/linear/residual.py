@@ -31,7 +31,7 @@ class Residual(NamedTuple):
 
 
 def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
-    """Raise ValueError unless these are the sums of one group or more of so many lanes."""
+    """Raise ValueError unless these are sums of one or more groups of this many lanes."""
     shape, dtype = tuple(squares_TN.shape), squares_TN.dtype
     dense = dtype == torch.float32 and squares_TN.is_contiguous()
     if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
@@ -43,7 +43,7 @@ def add_to_residual_reference(
 ) -> Residual:
     """residual.x += y, and what the next norm needs, in plain PyTorch; y is float32 [N, H].
 
-    All three tensors are written, those of padded lanes left alone.
+    All three tensors are written, except in padded lanes.
     """
     live = live_lanes(slot_N)
     x = residual.x[live] + y_NH[live]

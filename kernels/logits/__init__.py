@@ -1,1 +1,1 @@
-"""What requests ask of their logits, and log-probabilities."""
+"""Changes to logits that requests ask for, and log-probabilities."""

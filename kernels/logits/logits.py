@@ -1,4 +1,4 @@
-"""Logits changed as a request asks for, in place: what may be sampled, and what was said before.
+"""Changes logits in place as requests ask: by what may be sampled and by earlier tokens.
 
     lm_head -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens (`noted.py`)
 
@@ -61,7 +61,7 @@ class LogitsTensors(NamedTuple):
     those two may be padded from row to row."""
 
     flags: torch.Tensor
-    """int32 [S]: which of the others count, USES_*; 0 leaves the logits alone."""
+    """int32 [S]: which of the others count, USES_*; 0 leaves the logits unchanged."""
     repetition_penalty: torch.Tensor
     """float32 [S], above 0."""
     presence_penalty: torch.Tensor

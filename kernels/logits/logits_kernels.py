@@ -145,7 +145,7 @@ def process_kernel(
 ):
     """One program a lane and tile. Only the logits are as new as the launch before.
 
-    What changes few ids is done in memory, by this program alone: biases before the tile is read,
+    Changes of few ids are done in memory, only by this program: biases before the tile is read,
     bad words after it. That is their order in effect, since -inf stays -inf in between.
     """
     lane = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was sampled, and of the most probable tokens beside it.
+"""Log-probabilities of the sampled tokens, and of the most probable tokens.
 
     rank_logits                 any time after `process_logits`    a lane's normaliser, its top n
     token_log_probabilities     after `verify_commit_publish`      those of the emitted tokens
@@ -15,7 +15,7 @@ left, the other places have id -1 and -inf. A token's rank is the number of ids 
 least its own, itself included: vLLM's, so that the worst of equal ones counts.
 
 A lane with a NaN, or +inf, among its logits has NaN for its log-probabilities. Sums have one order,
-which depends on the vocabulary alone.
+which depends only on the vocabulary.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, V columns of the logits, C tiles of the
 vocabulary, T = 20 places for the most probable.
@@ -51,7 +51,7 @@ class LogprobTensors(NamedTuple):
     """Which log-probabilities each slot wants; host-owned."""
 
     wanted: torch.Tensor
-    """int32 [S]: how many of the most probable tokens beside the sampled one, up to 20; below 0 for
+    """int32 [S]: how many of the most probable tokens besides the sampled one, up to 20; below 0:
     no log-probabilities at all."""
     raw: torch.Tensor
     """int32 [S]: not 0 for those of the raw logits. Of a slot without logits flags raw and

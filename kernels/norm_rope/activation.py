@@ -103,7 +103,7 @@ def swiglu_reference(
 
 
 def silu_reference(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x) of float32, the same bits wherever an element stands.
+    """x * sigmoid(x) of float32, the same bits wherever an element is.
 
     On a CPU torch's exp rounds otherwise in the tail of an array than in its vectorised body, so a
     lane's bits would depend on how many lanes there are. numpy's does not.

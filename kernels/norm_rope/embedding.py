@@ -1,6 +1,6 @@
 """Token embedding: rows of the table become the float32 residual stream.
 
-`embed` is a launch of its own. Kernels that start a decode step's `Residual` with the embedding of
+`embed` is a separate launch. Kernels that start a decode step's `Residual` with the embedding of
 a token share the parts here: `load_embedding` and `store_embedding`, with their checks and twin.
 
 Letters: N lanes, V vocabulary, H hidden, T groups of columns.

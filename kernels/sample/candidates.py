@@ -1,4 +1,4 @@
-"""What the sampler's kernels agree on: parameters by slot, and what a candidate of a row is worth.
+"""What the sampler's kernels agree on: parameters by slot, and the value of a row's candidate.
 
 A logit is masked, scaled, and mapped to an integer key in the same order. `sampling.py` says what
 is sampled of it all.
@@ -102,9 +102,9 @@ def value_of_key(key):
 
 @triton.jit
 def is_coarse(value):
-    """Whether float32 is so coarse at `value` that what was rounded off counts.
+    """Whether float32 is so coarse at `value` that rounding errors matter.
 
-    Not at the largest floats, which stand for all that lies beyond, nor at NaN.
+    Not at the largest floats, which represent everything beyond, nor at NaN.
     """
     size = tl.abs(value)
     return (size >= COARSE) & (size < LARGEST)

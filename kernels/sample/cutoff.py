@@ -298,7 +298,7 @@ def _cutoff_kernel(
         if largest_key > NO_KEY:
             largest = value_of_key(largest_key)
             ties = tl.full((), 0, tl.int64)
-            # What lies below counts for nothing from here on.
+            # Keys below this no longer count.
             least_key = tl.full((), NO_KEY, tl.int32)
             if by_sigma:
                 reached = sigma_floor(
@@ -353,7 +353,7 @@ def _cutoff_kernel(
                     target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
                     target = tl.maximum(target, 1)
                     if (by_count == 0) & (gathered < target):
-                        # What was gathered does not reach so far: the whole row is needed.
+                        # The gathered keys do not reach that far: the whole row is needed.
                         used, _ = _gather_keys(
                             logits_ptr,
                             key_ptr,

@@ -187,7 +187,7 @@ def sample_reference(
         if health_V.max() != _FINITE.value:
             token_R[row] = -1
             continue
-        # Of equals argmax takes the first, which is the lowest id.
+        # Among equals argmax takes the first, which has the lowest id.
         largest = np.flatnonzero(value.sum == value.sum.max())
         token_R[row] = int(ids[largest[np.argmax(value.error[largest])]])
     return token_R

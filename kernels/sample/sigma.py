@@ -34,7 +34,7 @@ _PLACE = tl.constexpr(52)
 
 
 def sigma_floor_reference(logits_C: NDArray[np.float32], n_sigma: np.float32) -> np.float32:
-    """Plain twin of `sigma_floor`, of the candidates alone: at least one, and no NaN."""
+    """Plain twin of `sigma_floor` for the candidates only: at least one, and no NaN."""
     value_C = np.clip(logits_C, -LARGEST.value, LARGEST.value).astype(np.float64)
     largest = value_C.max()
     _, exponent = np.frexp(largest - value_C.min())

@@ -223,7 +223,7 @@ def _begin_decode_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row, which alone may write the slot that the row names and does all W lanes;
+    """One program a row: only it may write the row's slot, and it does all W lanes;
     then one for every BLOCK_S slots, which sees to those that no row names."""
     row = tl.program_id(0)
     if row >= rows:

@@ -90,9 +90,9 @@ def verify_commit_publish(
     tokens 0..d are walked in order. The walk ends at a token that ends the request: a stop id, the
     last token of a stop sequence, or one with which the sequence reaches max_len. It also ends
     *before* a lane without valid logits; if that is the row's first, the request ends with the flag
-    INVALID alone and its next_token stays, else it runs on, and its next step will find out. Of the
-    tokens walked, `count`, the last is the next query, and the K and V before it are in the cache
-    by now: kv_len grows by `count`, or by one without a valid token.
+    INVALID alone and its next_token stays; otherwise it continues, and its next step finds out. Of
+    the tokens walked, `count`, the last is the next query, and the K and V before it are in the
+    cache by now: kv_len grows by `count`, or by one without a valid token.
 
     Worked, W = 4: tokens t0 t1 t2 t3, drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit t0 t1 t2;
     kv_len + 3, next_token t2.

@@ -1,4 +1,4 @@
-"""A verified step left in static tensors, for a draft module that runs in a graph of its own.
+"""A verified step left in static tensors, for a draft module that runs in a separate graph.
 
 What a step computed lies in its graph's pool, where the next graph may write; what is handed over
 does not. The hidden states are written after their final norm, as plain rows.
@@ -109,7 +109,7 @@ def hand_over(
         GROUPS=groups,
         BLOCK_H=block_h,
         BLOCK_T=triton.next_power_of_2(groups),
-        # As in the kernels of `draft`, whose sums of squares these must equal.
+        # As in the kernels of `draft`: the sums of squares must be equal.
         num_warps=min(max(block_h // 256, 4), 16),
         **launch_options(pdl),
     )

@@ -1,4 +1,4 @@
-"""What a request has said, noted on the device: how often each token, and which at each position.
+"""A request's tokens, noted on the device: how often each occurs, and which is at each position.
 
     prefill   note_prompt -> (model) -> process_logits -> sample -> commit_prefill -> note_tokens
     decode    (model) -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens
@@ -220,7 +220,7 @@ def _note_prompt_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for BLOCK_V ids, which alone writes their counts and looks at all tokens for
+    """One program for BLOCK_V ids: only it writes their counts, and it looks at all tokens for
     them, and for BLOCK_T tokens of the history."""
     part = tl.program_id(0)
     wait_for_inputs(PDL)

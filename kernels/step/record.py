@@ -61,7 +61,7 @@ Integers = TypeVar("Integers", int, torch.Tensor, NDArray[np.int64])
 
 
 class LaneState(NamedTuple):
-    """What a state word says."""
+    """The contents of a state word."""
 
     flags: int
     emitted: int
@@ -82,7 +82,7 @@ def pack_state(epoch: Integers, fed: Integers, count: Integers, flags: Integers)
 
 
 def unpack_state(state: int) -> LaneState:
-    """What a state word, 0 to 2**32 - 1, says."""
+    """Unpack a state word, 0 to 2**32 - 1."""
     flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
     return LaneState(flags, count, fed_of(state), state >> EPOCH_SHIFT)
 

@@ -33,7 +33,7 @@ from graphengine.kernels.core.lanes import check_lanes, check_vector
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.step.record import MAX_DRAFTS
 
-# What a commit says of a row. STOP and LENGTH come with EMITTED, and may come together.
+# Flags of a row's commit. STOP and LENGTH come with EMITTED, and may come together.
 EMITTED = 1  # the row has a new token
 STOP = 2  # which is one of the slot's stop ids
 LENGTH = 4  # or fills the sequence up to the slot's max_len
@@ -215,7 +215,7 @@ def commit_prefill(
 
     Args:
         state: next_token, kv_len and running are updated in place.
-        token_1: int32 [1], from `sample`; read after the final chunk alone.
+        token_1: int32 [1], from `sample`; read only after the final chunk.
         prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1], as for `gather_prefill`.
         prefill_final_1: int32 [1], not 0 for the prompt's last chunk.
         limits: host-owned.
@@ -277,7 +277,7 @@ def commit_prefill_reference(
 def commit_flags_reference(
     token: torch.Tensor, kv_len: torch.Tensor, slot: torch.Tensor, limits: StopTensors
 ) -> torch.Tensor:
-    """What each of these tokens is to its slot, if it comes next; new int32, `token`'s shape.
+    """Flags of each of these tokens, if its slot emits it next; new int32, `token`'s shape.
 
     `kv_len` counts the query. A token ends the request if it is a stop id or if the sequence with
     it, kv_len + 1 tokens, reaches max_len. One below 0 says that the logits were not valid.
@@ -294,7 +294,7 @@ def commit_tokens_reference(
 ) -> torch.Tensor:
     """Flags of live rows only, whose kv_len counts the query; updates next_token and running.
 
-    A row whose token is below 0 stops with the flag INVALID alone, and its next_token stays.
+    A row whose token is below 0 stops with only the flag INVALID, and its next_token stays.
     """
     flags = commit_flags_reference(token, state.kv_len[slot], slot, limits)
     state.next_token[slot] = token.where(token >= 0, state.next_token[slot])
@@ -418,7 +418,7 @@ def _gather_prefill_kernel(
 
 @triton.jit
 def commit_flags(token_W, kv_len_W, live_W, stop_ids_E, max_len):
-    """What each of a row's tokens is to its slot, if it comes next; 0 where a lane is not live.
+    """Flags of each of a row's tokens, if its slot emits it next; 0 where a lane is not live.
 
     `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as of `load_limits`.
     """

@@ -1,4 +1,4 @@
-"""Stop sequences: a request ends where it has said one of several token sequences.
+"""Stop sequences: a request ends where it has emitted one of several token sequences.
 
 A sequence matches after an emitted token if its last token is that one and those before it, in
 history and among the tokens emitted in the same step, are its others. Of a step's tokens the first
@@ -9,7 +9,7 @@ Two limits hold for a match: it may not begin before `start`, so that the prompt
 for a part of it, and it may not end below position `min_len`, where the sampler would not draw a
 stop id either (vLLM's `min_tokens`).
 
-    match_stop_sequences        a kernel of its own
+    match_stop_sequences        a separate kernel
     stop_sequence_of_tokens     its device function, for one that has a row's tokens in registers
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, P positions, Q sequences of at most L
@@ -46,7 +46,7 @@ class StopSequences(NamedTuple):
 
 
 class StopMatch(NamedTuple):
-    """What stop sequences leave of a step, in new tensors."""
+    """A step cut at stop sequences, in new tensors."""
 
     count_R: torch.Tensor
     """int32: tokens that the row keeps, up to the one that completes a sequence; 0 of a padded
