@@ -1,4 +1,4 @@
-"""What the embedding program chooses once, before anything is allocated."""
+"""The options that the embedding program sets once, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _INDEX = at_most(INT32_MAX)
 
 
 def _usual_device() -> str:
-    """Asked for each config, never at import: a process that has asked the driver may not fork."""
+    """Asked for each config, never at import: a process that queried the driver may not fork."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -59,14 +59,14 @@ class EngineConfig:
 
     device: str = option(
         factory=_usual_device,
-        doc="""one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds one as the config
-        is made""",
+        doc="""one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds a GPU when the
+        config is made""",
         flag=Flag(),
     )
     dtype: torch.dtype | str | None = option(
         None,
-        doc="""of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None: the
-        checkpoint's on a GPU, float32 on a CPU""",
+        doc="""dtype of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None:
+        the checkpoint's on a GPU, float32 on a CPU""",
         flag=Flag(),
     )
     max_batch: int = option(
@@ -95,7 +95,7 @@ class EngineConfig:
         _INDEX,
         at_least(1),
         doc="""prompt tokens that one step may feed: the largest token bucket is cut to it, so that
-        a long prompt lengthens others' gaps by less; None: no cut""",
+        a long prompt delays other requests less; None: no cut""",
         flag=Flag(),
     )
     block_size: int = option(
@@ -127,8 +127,8 @@ class EngineConfig:
         None,
         _INDEX,
         NOT_NEGATIVE,
-        doc="""blocks of the pool that idle sessions and cached prefixes hold at most, of a longer
-        session the first; None: as many as nobody else needs""",
+        doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a longer
+        session keeps its first; None: all that no request needs""",
     )
     lookahead: int = option(
         1,
@@ -159,13 +159,15 @@ class EngineConfig:
         300, within(1, 4096), doc="ids that one request's logit_bias may name"
     )
     max_bad_words: int = option(
-        64, within(1, 1024), doc="sequences of tokens that one request's bad words may come to"
+        64, within(1, 1024), doc="token sequences that one request's bad words may expand to"
     )
-    max_bad_word_tokens: int = option(8, within(1, 64), doc="tokens of one of its bad words")
+    max_bad_word_tokens: int = option(8, within(1, 64), doc="tokens of one bad word")
     max_stop_sequences: int = option(
         8, within(1, 64), doc="stop token sequences that one request may have"
     )
-    max_stop_sequence_tokens: int = option(16, within(2, 64), doc="tokens of one of them")
+    max_stop_sequence_tokens: int = option(
+        16, within(2, 64), doc="tokens of one stop token sequence"
+    )
     max_logprobs: int = option(
         MAX_LOGPROBS,
         within(0, MAX_LOGPROBS),
@@ -173,13 +175,13 @@ class EngineConfig:
     )
     prompt_logprobs: bool = option(
         False,
-        doc="""whether requests may ask for log-probabilities of their prompts, which takes prefill
-        graphs of their own""",
+        doc="""whether requests may ask for log-probabilities of their prompts; this takes
+        separate prefill graphs""",
     )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
-        doc="""of which logits log-probabilities are: "raw_logprobs", the model's, or
-        "processed_logprobs", after penalties, bias and bans (but, unlike vLLM's, before
+        doc="""the logits used for log-probabilities: "raw_logprobs", the model's, or
+        "processed_logprobs", those after penalties, bias and bans (but, unlike vLLM's, before
         min_tokens, temperature and filters)""",
     )
     pdl: bool = option(True, doc="programmatic dependent launch between the kernels of a GPU")
@@ -191,26 +193,24 @@ class EngineConfig:
     )
     speculative: Speculative | None = option(
         None,
-        doc="""who drafts, of `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then
-        feeds k + 1 tokens a row; None: nobody""",
+        doc="""the drafter, from `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then
+        feeds k + 1 tokens a row; None: no drafts""",
     )
     gate: GateOptions | None = option(
         None, doc="when to stop speculating and when to try again; None: always speculate"
     )
     relaxed_acceptance: RelaxedAcceptance | None = option(
         None,
-        doc="""drafts that a thinking, greedy request takes beside its best token; None: the tokens
+        doc="""drafts that a thinking, greedy request accepts besides its best token; None: tokens
         are those of plain decoding""",
     )
     forced_acceptance: int | None = option(
         None,
         Bound("be an integer from 0 up, or None", lambda drafts: drafts >= 0, whole=True),
-        doc="""drafts that every row takes, right or wrong, or all that it has: for measuring speed
-        alone""",
+        doc="""drafts that every row accepts, right or wrong, or all if it has fewer: only for
+        measuring speed""",
     )
-    seed: int = option(
-        0, SEED, doc="of the generator that seeds requests which bring no seed of their own"
-    )
+    seed: int = option(0, SEED, doc="seed of the generator that seeds requests without a seed")
     wait: WaitMode = option("spin", doc="how the host waits for the mailbox", flag=Flag())
     wait_limit_s: float = option(
         30.0,
@@ -219,7 +219,7 @@ class EngineConfig:
     )
     collect_while_waiting: bool = option(
         True,
-        doc="""whether a step that has to wait first runs Python's garbage collector, if that is due
+        doc="""whether a step that must wait first runs Python's garbage collector, if that is due
         soon anyway (all but full collections), `gc` is enabled and the oldest replay is not done
         yet""",
     )
@@ -295,7 +295,7 @@ class EngineConfig:
 
     @property
     def gate_options(self) -> GateOptions | None:
-        """`gate`, or the one that `Auto` goes with: it looks at the number of requests alone."""
+        """`gate`, or the one of `Auto`, which looks only at the number of requests."""
         if self.gate is not None or not isinstance(self.speculative, Auto):
             return self.gate
         sizes = BucketLadder(self.max_batch, self.buckets).sizes
@@ -305,7 +305,7 @@ class EngineConfig:
 
     @property
     def draft_rows(self) -> int:
-        """The largest bucket whose rows may bring drafts: the gate keeps them from larger ones."""
+        """The largest bucket whose rows may have drafts; the gate allows none in larger ones."""
         gate = self.gate_options
         if gate is None or gate.max_live is None:
             return self.max_batch
@@ -318,12 +318,12 @@ class EngineConfig:
 
     @property
     def family(self) -> RowFamily:
-        """The row family of the engine: the one asked for, or what the lanes of a step call for."""
+        """The engine's row family: the one asked for, or the one that fits the lanes of a step."""
         return self.row_family or row_family(self.lanes)
 
     @property
     def staging_blocks(self) -> int:
-        """Copies of what the host owns that may be on their way to the device at once."""
+        """Copies of host-owned fields that may be in flight to the device at the same time."""
         return self.lookahead + 2
 
     @property

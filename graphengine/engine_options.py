@@ -19,13 +19,13 @@ class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`."""
 
     device: str
-    """one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds one as the config is
+    """one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds a GPU when the config is
     made
     """
 
     dtype: torch.dtype | str | None
-    """of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None: the checkpoint's on a
-    GPU, float32 on a CPU
+    """dtype of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None: the
+    checkpoint's on a GPU, float32 on a CPU
     """
 
     max_batch: int
@@ -42,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
 
     max_prefill_tokens_per_step: int | None
     """prompt tokens that one step may feed: the largest token bucket is cut to it, so that a long
-    prompt lengthens others' gaps by less; None: no cut
+    prompt delays other requests less; None: no cut
     """
 
     block_size: int
@@ -64,8 +64,8 @@ class EngineOptions(TypedDict, total=False):
     """
 
     session_blocks: int | None
-    """blocks of the pool that idle sessions and cached prefixes hold at most, of a longer session
-    the first; None: as many as nobody else needs
+    """most blocks of the pool that idle sessions and cached prefixes may hold; a longer session
+    keeps its first; None: all that no request needs
     """
 
     lookahead: int
@@ -88,28 +88,28 @@ class EngineOptions(TypedDict, total=False):
     """ids that one request's logit_bias may name"""
 
     max_bad_words: int
-    """sequences of tokens that one request's bad words may come to"""
+    """token sequences that one request's bad words may expand to"""
 
     max_bad_word_tokens: int
-    """tokens of one of its bad words"""
+    """tokens of one bad word"""
 
     max_stop_sequences: int
     """stop token sequences that one request may have"""
 
     max_stop_sequence_tokens: int
-    """tokens of one of them"""
+    """tokens of one stop token sequence"""
 
     max_logprobs: int
     """logprobs and prompt_logprobs that one request may ask for, up to 20"""
 
     prompt_logprobs: bool
-    """whether requests may ask for log-probabilities of their prompts, which takes prefill graphs
-    of their own
+    """whether requests may ask for log-probabilities of their prompts; this takes separate prefill
+    graphs
     """
 
     logprobs_mode: LogprobsMode
-    """of which logits log-probabilities are: "raw_logprobs", the model's, or "processed_logprobs",
-    after penalties, bias and bans (but, unlike vLLM's, before min_tokens, temperature and
+    """the logits used for log-probabilities: "raw_logprobs", the model's, or "processed_logprobs",
+    those after penalties, bias and bans (but, unlike vLLM's, before min_tokens, temperature and
     filters)
     """
 
@@ -122,23 +122,25 @@ class EngineOptions(TypedDict, total=False):
     """
 
     speculative: Speculative | None
-    """who drafts, of `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then feeds k + 1
-    tokens a row; None: nobody
+    """the drafter, from `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then feeds k
+    + 1 tokens a row; None: no drafts
     """
 
     gate: GateOptions | None
     """when to stop speculating and when to try again; None: always speculate"""
 
     relaxed_acceptance: RelaxedAcceptance | None
-    """drafts that a thinking, greedy request takes beside its best token; None: the tokens are
+    """drafts that a thinking, greedy request accepts besides its best token; None: tokens are
     those of plain decoding
     """
 
     forced_acceptance: int | None
-    """drafts that every row takes, right or wrong, or all that it has: for measuring speed alone"""
+    """drafts that every row accepts, right or wrong, or all if it has fewer: only for measuring
+    speed
+    """
 
     seed: int
-    """of the generator that seeds requests which bring no seed of their own"""
+    """seed of the generator that seeds requests without a seed"""
 
     wait: WaitMode
     """how the host waits for the mailbox"""
@@ -147,6 +149,6 @@ class EngineOptions(TypedDict, total=False):
     """seconds after which a replay that published nothing breaks the engine"""
 
     collect_while_waiting: bool
-    """whether a step that has to wait first runs Python's garbage collector, if that is due soon
+    """whether a step that must wait first runs Python's garbage collector, if that is due soon
     anyway (all but full collections), `gc` is enabled and the oldest replay is not done yet
     """

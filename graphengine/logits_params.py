@@ -1,4 +1,4 @@
-"""What a request may ask of its logits: limits, by vLLM's names and ranges, and copies of lists.
+"""Options on a request's logits: limits, with vLLM's names and ranges, and copies of lists.
 
 `processing.py` makes what the device reads of it, once the engine's limits are known.
 """
@@ -21,7 +21,7 @@ BadWord = str | Sequence[int]
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """A token id and its bias, of `ID=V`. ValueError for any other text."""
+    """A token id and its bias, from `ID=V`. ValueError for any other text."""
     token, equals, value = text.partition("=")
     try:
         if equals:
@@ -49,7 +49,7 @@ def frozen_logit_bias(bias: object) -> dict[int, float] | None:
 
 
 def frozen_ids(name: str, ids: object) -> tuple[int, ...]:
-    """A copy; ValueError unless they are a sequence of integers, one at least."""
+    """A copy; ValueError unless it is a sequence of at least one integer."""
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise ValueError(f"{name}={ids!r} must be a list of token ids")
     for token in ids:

@@ -1,4 +1,4 @@
-"""Tables of options: each field of a frozen dataclass is a row that says all there is to say of it.
+"""Tables of options: each field of a frozen dataclass is a row with everything about the option.
 
 A row has a name, a type, a default, bounds and one text; `option` adds to a field what a dataclass
 has no place for. From the rows come the checks (`check_options`), the class's documentation
@@ -29,7 +29,7 @@ _NAMES, _LINE = 24, 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """What a value must do beside being of its type; None is not asked.
+    """What a value must satisfy besides its type; None is not checked.
 
     must   what follows "must" in the error: "be at least 1"
     holds  whether it does
@@ -66,7 +66,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotField:
-    """The host-owned static field that has a request option's number for each slot.
+    """The host-owned static field that holds a request option's number for each slot.
 
     dtype    of the field
     pad      what a padded slot holds: it asks for nothing
@@ -84,7 +84,7 @@ class SlotField:
     flag: int = 0
 
     def number(self, value: Any) -> Any:
-        """What the device gets for the option's value."""
+        """The number that the device gets for the option's value."""
         return self.pad if value in self.off else value
 
 
@@ -177,11 +177,11 @@ class Row:
 
     @property
     def flag_name(self) -> str:
-        """On a command line, without the dashes."""
+        """The flag's name on a command line, without the dashes."""
         return (self.flag and self.flag.name) or self.name.replace("_", "-")
 
     def check(self, value: Any) -> None:
-        """ValueError, with the name, the value and what it must be, unless it can be that."""
+        """ValueError, with the name, the value and what it must be, for an invalid value."""
         if value is None and self.optional:
             return
         if not _is_of(value, self.kind):
@@ -227,7 +227,7 @@ def rows(table: type) -> tuple[Row, ...]:
 
 
 def check_options(options: Any) -> None:
-    """ValueError for the first option that cannot be; numbers are then kept as Python's own.
+    """ValueError for the first invalid option; numbers are then stored as Python's own types.
 
     That is what a table's `__post_init__` begins with: NumPy's numbers would wrap around, and of
     fractions a field can make nothing.
@@ -255,7 +255,7 @@ def documented(table: type[T]) -> type[T]:
 
 
 def _kind(annotation: Any) -> tuple[Any, bool]:
-    """What `check` looks for in a value of this type, and whether it may be None."""
+    """What `check` accepts for a value of this type, and whether it may be None."""
     types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     others = [each for each in types if each is not NoneType]
     optional = len(others) < len(types)
@@ -279,5 +279,5 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A number as people write it, NumPy's too."""
+    """A number, also one of NumPy's, as people write it."""
     return str(value) if is_number(value) else repr(value)

@@ -96,7 +96,7 @@ class SamplingParams:
     top_n_sigma: float = option(
         0.0,
         Bound("be finite and not negative", lambda value: 0 <= value <= FLOAT32_MAX),
-        doc="""keep tokens whose logit is at most so many standard deviations of all logits below
+        doc="""keep tokens whose logit is at most this many standard deviations of all logits below
         the largest, before top_k and top_p; 0 keeps all""",
         flag=Flag(),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 keeps all tokens", filters=True),
@@ -104,7 +104,7 @@ class SamplingParams:
     seed: int | None = option(
         None,
         SEED,
-        doc="of the request's own random numbers; None: the engine draws one and reports it",
+        doc="seed of the request's random numbers; None: the engine draws one and reports it",
         flag=Flag(),
         slot=SlotField(dtype=torch.int64, pad=0, meaning="Philox key"),
     )
@@ -118,19 +118,18 @@ class SamplingParams:
         0,
         within(0, INT32_MAX // 2),
         doc="""end-of-sequence and stop token ids cannot be sampled before this many new tokens;
-        with `ignore_eos`, stop token ids alone (vLLM's bans both)""",
+        with `ignore_eos`, only stop token ids (vLLM's bans both)""",
         flag=Flag(),
     )
     stop: str | Sequence[str] | None = option(
         None,
-        doc="""strings that end the request; one that is complete with one of the first `min_tokens`
-        tokens does not""",
+        doc="strings that end the request, unless complete within the first `min_tokens` tokens",
         flag=Flag(many=True),
     )
     stop_token_ids: Sequence[int] | None = option(
         None,
-        doc="""token ids that end the request, beside the checkpoint's end-of-sequence ids; None: no
-        others""",
+        doc="""token ids that end the request, besides the checkpoint's end-of-sequence ids; None:
+        no others""",
     )
     ignore_eos: bool = option(
         False, doc="the checkpoint's end-of-sequence ids do not end the request", flag=Flag()
@@ -147,8 +146,8 @@ class SamplingParams:
     )
     remove_eos: bool = option(
         False,
-        doc="""the checkpoint's end-of-sequence tokens have no text wherever they stand, even where
-        special tokens and what ended the request do (`remove_EOD` of Megatron's text generation
+        doc="""the checkpoint's end-of-sequence tokens have no text anywhere, even where special
+        tokens and what ended the request have text (`remove_EOD` of Megatron's text generation
         controller)""",
         flag=Flag(),
     )
@@ -159,7 +158,7 @@ class SamplingParams:
         flag=Flag(),
     )
     allowed_token_ids: Sequence[int] | None = option(
-        None, doc="no other ids are sampled; None: all may be"
+        None, doc="the only ids that may be sampled; None: all"
     )
     bad_words: Sequence[BadWord] | None = option(
         None,
@@ -170,15 +169,15 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
-        doc="what is added to the logits of these ids: in [-1e20, 1e20], or -inf",
+        doc="added to the logits of these ids: in [-1e20, 1e20], or -inf",
         flag=Flag(metavar="ID=V", parse=token_bias, many=True, collect=dict),
         hashed=False,
     )
     repetition_penalty: float = option(
         1.0,
         within(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-        doc="""divides positive logits of ids in prompt or output, multiplies the others; above 1
-        against repetition; in [1e-6, 1e6]""",
+        doc="""divides positive logits of ids in prompt or output, multiplies negative ones; above 1
+        it discourages repetition; in [1e-6, 1e6]""",
         flag=Flag(),
         slot=SlotField(
             dtype=torch.float32, pad=1, meaning="1 changes nothing", flag=USES_REPETITION
@@ -201,15 +200,15 @@ class SamplingParams:
     logprobs: int | None = option(
         None,
         _LOGPROBS,
-        doc="""log-probabilities of each new token, and of so many of the most probable ones beside
-        it, up to 20; None: none""",
+        doc="""log-probabilities of each new token, and of this many of the most probable ones
+        besides, up to 20; None: none""",
         flag=Flag(),
     )
     prompt_logprobs: int | None = option(
         None,
         _LOGPROBS,
-        doc="""the same of the prompt's tokens, of the logits as they are; of an engine that is
-        opened with `prompt_logprobs`; None (Megatron's `skip_prompt_log_probs`): none""",
+        doc="""the same for the prompt's tokens, from unprocessed logits, in an engine opened with
+        `prompt_logprobs`; None (Megatron's `skip_prompt_log_probs`): none""",
     )
     stop_token_sequences: Sequence[Sequence[int]] = option(
         (),
@@ -220,8 +219,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = option(
         None,
         doc="""what the output must be: JSON, a match of a regular expression, ...; None: anything;
-        it alone decides where the output ends, `max_tokens` aside: beside it `stop`, stop tokens
-        and sequences, `min_tokens` and `ignore_eos` are refused at submit""",
+        only it and `max_tokens` decide where the output ends: with it `stop`, stop tokens and
+        sequences, `min_tokens` and `ignore_eos` are refused at submit""",
     )
 
     def __post_init__(self) -> None:
@@ -281,5 +280,5 @@ _SLOT_FIELDS = {row.name: row.slot for row in rows(SamplingParams) if row.slot i
 SAMPLER_FIELDS = {name: field for name, field in _SLOT_FIELDS.items() if not field.flag}
 """Static fields of the options that the sampler reads."""
 LOGITS_FIELDS = {name: field for name, field in _SLOT_FIELDS.items() if field.flag}
-"""Static fields of the options that change logits before that."""
+"""Static fields of the options that change logits before the sampler."""
 _FILTERS = {name: field for name, field in SAMPLER_FIELDS.items() if field.filters}

@@ -69,7 +69,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class MTP:
-    """The checkpoint's own multi-token-prediction modules draft.
+    """The checkpoint's multi-token-prediction (MTP) modules draft.
 
     k            drafts a step
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
@@ -107,7 +107,7 @@ class MTP:
 
 @dataclass(frozen=True, slots=True)
 class NGram:
-    """Drafts are what followed the last tokens where the request had them before.
+    """Drafts are the tokens that followed an earlier occurrence of the request's last tokens.
 
     k      drafts a step
     max_n  tokens that are looked for at most; then one less, down to one
@@ -193,7 +193,7 @@ class SaveHiddenStates:
         keep_plain_numbers(self)
 
     def layers_of(self, model_layers: int) -> tuple[int, ...]:
-        """The auxiliary layers of a model of so many, ascending. ValueError if it lacks one."""
+        """A model's auxiliary layers, ascending. ValueError unless `model_layers` has them all."""
         if self.layers is None:
             usual = {1, model_layers // 2 - 1, model_layers - 4}
             return tuple(sorted(layer for layer in usual if 0 <= layer < model_layers))
@@ -216,7 +216,7 @@ _MODES = (MTP, NGram, DraftModel, UserProvided, SaveHiddenStates, Auto)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelaxedAcceptance:
-    """While a greedy request thinks, drafts are accepted that are not the most probable token.
+    """While a greedy request thinks, also accept drafts that are not the most probable token.
 
     topk             a draft must be among so many most probable tokens
     delta            and at most so much less probable than the first, as probabilities
@@ -324,7 +324,7 @@ def resolve_auto(max_batch: int) -> NGram:
 def forced_acceptance(
     configured: int | None, environ: Mapping[str, str] = os.environ
 ) -> int | None:
-    """Drafts that every row takes whatever the target says; None: as the target says.
+    """Drafts that every row accepts, whatever the target samples; None: what the target accepts.
 
     A row takes as many as it has, where that is fewer.
 

@@ -117,7 +117,7 @@ def _choices(choices: object) -> tuple[str, ...]:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema; its objects with named properties have no others unless it speaks of them."""
+    """The schema; objects with named properties allow no others unless the schema mentions them."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):

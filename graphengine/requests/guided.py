@@ -46,7 +46,7 @@ _LARK_NAME = re.compile(
 
 
 class Guide:
-    """The state of one request's output in its grammar.
+    """The state of a request's output in its grammar.
 
     masks  int32 [W, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 where the id is allowed.
            They are those of the next step once `take` and `follow` have run, and valid until these
@@ -98,7 +98,7 @@ class Guide:
         self._try_token()
 
     def _try_token(self) -> None:
-        """Consume a token and roll back: a grammar that is too large may fail only then."""
+        """Consume a token and roll back: a grammar that is too large may fail only here."""
         bits = np.unpackbits(self.masks[0].view(np.uint8), bitorder="little")
         ends = self._tokenizer.eos_tokens
         token = next((int(token) for token in np.flatnonzero(bits) if token not in ends), None)

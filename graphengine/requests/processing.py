@@ -1,4 +1,4 @@
-"""What requests ask of their logits, on its way to the device: checked, laid out, in static fields.
+"""Requests' options on logits on their way to the device: checked, laid out, in static fields.
 
 A request that asks for none of it has no `Processing`, and its steps none of this. The fields are a
 group of their own, copied when a request that asks for something comes or goes; the padding of each
@@ -56,7 +56,7 @@ def make_processing(
     tokenizer: Tokenizer | None,
     config: EngineConfig,
 ) -> Processing | None:
-    """What `params` ask of the logits; None if nothing. ValueError for what the engine cannot do.
+    """The changes to logits in `params`; None if none. ValueError for what the engine cannot do.
 
     vocabulary  ids that can be sampled
     """
@@ -106,7 +106,7 @@ def make_processing(
 def check_something_is_left(
     params: SamplingParams, asked: Processing | None, stop_ids: Sequence[int]
 ) -> None:
-    """ValueError where no allowed id can be the first token: what is `asked` bans all of them."""
+    """ValueError where no allowed id can be the first token: `asked` bans all of them."""
     allowed = params.allowed_token_ids
     if asked is None or allowed is None:
         return
@@ -124,14 +124,14 @@ def check_something_is_left(
 
 
 def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
-    """Stop sequences of one token, which are stop ids like others."""
+    """Stop sequences of one token, which become ordinary stop ids."""
     return tuple(ids[0] for ids in params.stop_token_sequences if len(ids) == 1)
 
 
 def processing_fields(
     config: EngineConfig, *, vocab_size: int, max_seq_len: int, width: int
 ) -> list[Field]:
-    """The static fields of what requests may ask of their logits, and of what they have said.
+    """The static fields of requests' options on logits, and of their tokens so far.
 
     width  W
     """
@@ -215,7 +215,7 @@ def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
 def _bad_words(
     params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None, config: EngineConfig
 ) -> list[Sequence[int]]:
-    """The token sequences that bad words come to, as vLLM makes them: each word as it is, and
+    """The token sequences that bad words expand to, as vLLM makes them: each word as it is, and
     after a space where that makes another first token and no longer sequence.
     """
     found: list[Sequence[int]] = []
@@ -244,7 +244,7 @@ def _bad_words(
 
 
 def _from_the_end(sequences: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-    """The sequences, each with -1 in front where it is shorter than `width`."""
+    """The sequences, left-padded with -1 to `width`."""
     return [[-1] * (width - len(ids)) + list(ids) for ids in sequences]
 
 
