@@ -2,7 +2,7 @@
 
 A draft is drawn as the target will draw the token at its position: with the request's temperature
 and with the noise of that position. Where both agree on the distribution they agree on the token,
-at any temperature. Verification asks only whether they did, so a draft's odds are nobody's concern.
+at any temperature. Verification asks only whether they did, so a draft's odds do not matter.
 Source: the Gumbel coupling of M. Daliri, C. Musco, A. T. Suresh, "Coupling without Communication
 and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 

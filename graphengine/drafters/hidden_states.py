@@ -5,7 +5,7 @@ has read the replay; nothing is launched in between.
 
 As in TensorRT-LLM's mode of this name, `hidden_states` are those after the final norm, which a
 draft module and the lm_head read, and `aux_hidden_states` the residual stream after the chosen
-layers, in front of the next norm, side by side in ascending order of the layers.
+layers, before the next norm, side by side in ascending order of the layers.
 
 Letters: P tokens of a prompt, T tokens of a prefill bucket, A chosen layers, H hidden.
 """

@@ -1,4 +1,4 @@
-"""From the options of a mode to a drafter that fits the checkpoint, or to why none does."""
+"""Makes the drafter of a mode's options for a checkpoint, or says why none fits."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from graphengine.drafters.base import DraftSetting, FieldSizes, Verified
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.kernels import HandOver, hand_over
 
-# Of the static fields that hold the `HandOver`.
+# Prefix of the static fields that hold the `HandOver`.
 _PREFIX = "handover_"
 
 

@@ -1,8 +1,8 @@
-"""K MTP modules in a row, each with a KV of its own: module m drafts the m-th token.
+"""K MTP modules in a row, each with its own KV: module m drafts the m-th token.
 
 Module m's row at position p takes the token at p + m. Of a verified step each module takes in what
 was emitted; after that come m - 1 rows of what the modules before drafted, which the next step
-overwrites. The hidden state that stands beside the token is that of `MTP.feed`:
+overwrites. The hidden state that goes with the token is that of `MTP.feed`:
 
 chained  what module m - 1 made of its row at p, all the way down to the target's hidden state at p.
          So DeepSeek-V3 trains its modules (arXiv:2412.19437, equations 21 to 23), and so
@@ -160,7 +160,7 @@ class VanillaDrafter(ModuleDrafter):
         slot = chunk.slot[:1].clamp(min=0).long()
         epoch, fed = self._epoch.index_select(0, slot), self._kept_epoch.index_select(0, slot)
         kept_DH = kept_SDH.index_select(0, slot)[0]
-        # Without a chunk before, rows in front of this one are those of a reused prefix, or none.
+        # Without an earlier chunk, the rows before this one are those of a reused prefix, or none.
         lowest = torch.where(fed == epoch, 0, chunk.position[:1])
         hidden = prefilled.hidden
         runs, kept = [self._prefill(0, prefilled, following, hidden, lowest)], []

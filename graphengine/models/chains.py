@@ -26,7 +26,7 @@ class Chain(Model, Protocol):
 def new_chain(
     config: ModelConfig, *, layers: int, dtype: torch.dtype, device: torch.device
 ) -> Chain:
-    """A chain of so many layers with uninitialised weights; its embedding is lm_head's weight.
+    """A chain of this many layers with uninitialised weights; its embedding is lm_head's weight.
 
     ValueError for a model whose layers differ from each other.
     """

@@ -1,7 +1,7 @@
 """The keys of `config.json`: one table of what is read, and what every other key may say.
 
 A key is read, must be neutral, or is harmless. What is none of these is unknown, and is logged:
-nobody can tell whether it changes the arithmetic.
+it is unknown whether it changes the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Kind = Literal["integer", "number", "flag", "text", "texts", "object"]
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
-"""In place of a default: the key must be there."""
+"""Instead of a default: the key must be there."""
 
 _NAMES = {
     "integer": "an integer",
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
     bounds   least and most of a number
     default  where the key is missing, which is transformers' but for what `models/` says
-    null     whether null is allowed, and stands for the default
+    null     whether null is allowed, and means the default
     """
 
     name: str
@@ -68,7 +68,7 @@ KEYS = (
     Key("rope_scaling", "object", default=None, null=True),
     Key("original_max_position_embeddings", "integer", (1, INT32_MAX), default=None, null=True),
     Key("partial_rotary_factor", "number", (0, 1), default=1.0, null=True),
-    # None: where the family alone knows whether a window is used.
+    # None: where only the family knows whether a window is used.
     Key("use_sliding_window", "flag", default=None, null=True),
     Key("sliding_window", "integer", (-1, INT32_MAX), default=None, null=True),
     Key("layer_types", "texts", default=None, null=True),

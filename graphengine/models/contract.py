@@ -8,7 +8,7 @@ A family writes a `ModelConfig`, `ModelWeights` and a `Model`, and lists in them
               follow from them
     weights   the checkpoint's tensors, and along which dimension ranks split each of them
 
-so that nobody outside `models/` needs to know which layers a family has.
+so that no code outside `models/` needs to know which layers a family has.
 
 Letters: N or T lanes, S slots, H hidden, V vocabulary, B blocks of a slot's table, P positions.
 """
@@ -44,7 +44,7 @@ WeightKind = Literal["plain"]
 """How a weight is stored: `plain` is in the model's dtype."""
 
 ShardAxis = Literal["rows", "columns"]
-"""Along what ranks split a weight: by `rows` each has outputs of its own, by `columns` each has a
+"""How ranks split a weight: by `rows` each has outputs of its own, by `columns` each has a
 part of every sum."""
 
 
@@ -202,7 +202,7 @@ def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Rec
 class StateTensors(NamedTuple):
     """What the layers' states are kept in.
 
-    cache        `[L, blocks, *block]` of the L paged layers, in their order; block 0 is nobody's
+    cache        `[L, blocks, *block]` of the L paged layers, in their order; block 0 is the dummy
     block_table  int32 `[S, B]`
     recurrent    `[S, *shape]` of each recurrent state, by its layer's index and its name
     """
@@ -344,7 +344,7 @@ class ModelConfig(Protocol):
         ...
 
     def untied(self) -> Self:
-        """The same with an lm_head of its own."""
+        """The same with a separate lm_head."""
         ...
 
     @property
@@ -358,7 +358,7 @@ class ModelConfig(Protocol):
         ...
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that its kernels need beside those of its linears, for so many decode lanes."""
+        """Counters that its kernels need besides those of its linears, for `lanes` decode lanes."""
         ...
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
@@ -366,11 +366,11 @@ class ModelConfig(Protocol):
         ...
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Of tables for so many positions that the model makes as it is opened."""
+        """Bytes of the tables for this many positions that the model makes when it is opened."""
         ...
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
-        """Of what the programs of its attention leave to each other, in the largest launch."""
+        """Bytes that the programs of its attention leave to each other, in the largest launch."""
         ...
 
     @property
@@ -397,7 +397,7 @@ class ModelWeights(StoredWeights):
 
     @abstractmethod
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:
-        """The model of these weights, for sequences of at most so many tokens.
+        """The model of these weights, for sequences of at most this many tokens.
 
         vocabulary  ids that its logits have, the first of all; 0: every id
         """
@@ -430,7 +430,7 @@ class Model(Protocol):
         ...
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
-        """What else the bits depend on than plans and dtype, for chunks of these sizes."""
+        """What the bits depend on besides plans and dtype, for chunks of these sizes."""
         ...
 
     def decode(
@@ -491,6 +491,6 @@ _LEAST_SPLIT_ROWS = 16
 
 
 def most_arrival_counters(config: NeedsArrivals, linears: Linears, lanes: int) -> int:
-    """What `arrival_counters` comes to at most, whatever the plans."""
+    """The most that `arrival_counters` can be, whatever the plans."""
     widest = max(linear.rows for linear in linears.values())
     return max(config.arrivals(lanes), 2 * -(-widest // _LEAST_SPLIT_ROWS))

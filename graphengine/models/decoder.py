@@ -94,7 +94,7 @@ class DecoderConfig:
         )
 
     def untied(self) -> DecoderConfig:
-        """The same with an lm_head of its own."""
+        """The same with a separate lm_head."""
         return replace(self, tie_embeddings=False)
 
     @property
@@ -109,7 +109,7 @@ class DecoderConfig:
         return ((self.attention.state,),) * self.num_layers
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, of so many decode lanes and of a chunk."""
+        """Counters that attention uses, for this many decode lanes and for a chunk."""
         return self.attention.arrivals(lanes)
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
@@ -117,11 +117,11 @@ class DecoderConfig:
         return self.attention.split_tokens(family, dtype)
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Of the cosines and sines of so many positions."""
+        """Bytes of the cosines and sines of this many positions."""
         return RopeTables.nbytes(self.head_dim, max_seq_len)
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
-        """Of partial results of attention, of so many decode lanes or of a chunk."""
+        """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
         return self.attention.workspace_bytes(rows, max_seq_len)
 
     @property
@@ -199,7 +199,7 @@ class DecoderWeights(ModelWeights):
         return [self.embedding, self.final_norm, self.lm_head, *per_layer]
 
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
-        """The model, with RoPE for sequences of at most so many tokens."""
+        """The model, with RoPE for sequences of at most this many tokens."""
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
 
 
@@ -313,7 +313,7 @@ class DecoderModel:
         return layers[following].input_norm if following < len(layers) else self.weights.final_norm
 
     def fuses(self, lanes: int) -> bool:
-        """Whether a chunk of so many lanes has gate, up and SwiGLU in one kernel."""
+        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel."""
         return self.weights.layers[0].mlp.is_fused(lanes)
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
 }
-"""What reads `config.json` of an architecture; it gets the architecture's name, too."""
+"""Reads `config.json` of an architecture; also gets the architecture's name."""
 
 
 def read_model_config(config: HfConfig) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What the families make of `config.json`, with errors that name the key and the value."""
+"""How the families read `config.json`, with errors that name the key and the value."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     positions = settings["max_position_embeddings"]
-    # One beside the RoPE settings goes before one inside, as in transformers.
+    # A key beside the RoPE settings takes precedence over one inside, as in transformers.
     original = settings["original_max_position_embeddings"]
     original = original or values["original_max_position_embeddings"] or positions
     if kind == "yarn" and "factor" in given and values["factor"] is None:
@@ -123,7 +123,7 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
             )
     names = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale")
     numbers = {name: values[name] for name in (*names, "mscale_all_dim")}
-    # Zero turns stand for the default.
+    # Zero turns mean the default.
     numbers |= {name: values[name] or None for name in ("beta_fast", "beta_slow")}
     return RopeConfig(
         kind=kind,

@@ -1,4 +1,4 @@
-"""Qwen2, and MiMo, which is Qwen2 with draft modules: biases on q, k and v alone."""
+"""Qwen2, and MiMo, which is Qwen2 with draft modules: biases only on q, k and v."""
 
 from __future__ import annotations
 

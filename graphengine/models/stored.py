@@ -20,12 +20,12 @@ from graphengine.models.families import read_model_config
 log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What quantised weights have beside them, in the formats of the field.
+# What the usual formats store beside quantised weights.
 _QUANTISED = re.compile(
     r"(.*_)?scales?(_inv|_\d)?|weight_scale.*|.*_?zero_points?|weight_(packed|shape|g_idx)|qweight|"
     r"qzeros|g_idx|SCB|weight_format|absmax|quant_map|quant_state.*|nested_(absmax|quant_map)"
 )
-# What old checkpoints keep beside their weights: functions of the config, or masks.
+# What old checkpoints store beside their weights: functions of the config, or masks.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias")
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _MODULES = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.|model\.(embed_tokens|norm)\.|lm_head\.")
@@ -36,7 +36,7 @@ _NAMED_IN_ERRORS = 3
 def read_model(checkpoint: Checkpoint) -> ModelConfig:
     """The model's configuration, checked against the names, shapes and dtypes of its tensors.
 
-    Keys of `config.json` that nobody knows are logged. ValueError says what is missing, what is
+    Unknown keys of `config.json` are logged. ValueError says what is missing, what is
     not supported and what contradicts.
     """
     config = read_model_config(checkpoint.config)
@@ -113,7 +113,7 @@ def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Seque
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
-    """Raise ValueError for what the model's modules have and nobody reads; log unused layers."""
+    """Raise ValueError for tensors of the model's modules that are not read; log unused layers."""
     own = [name for name in unused if _MODULES.match(name)]
     unknown = [
         name

@@ -93,7 +93,7 @@ class TuningKey(NamedTuple):
 class TunedPlan(NamedTuple):
     """A plan, and for information how fast it was, with what, and when.
 
-    What one linear costs depends on its neighbours, so `us` is not the linear's alone. It is the
+    What one linear costs depends on its neighbours, so `us` is not only the linear's. It is the
     time of qkv, output, gate_up and down of one layer, in a chain of such layers in which this plan
     and those found with it are in use; of lm_head it is what lm_head adds to the end of that chain.
     """
@@ -204,7 +204,7 @@ def numerics_id(
 
 
 def _numerics(plan: LinearPlan, *, leaves_squares: bool) -> dict[str, str | int]:
-    """What of a plan places the elements of a sum.
+    """The parts of a plan that place the elements of a sum.
 
     leaves_squares  whether the programs leave sums of squares of their output, as those with a
                     residual epilogue do (`kernels/linear/residual.py`)
@@ -536,7 +536,7 @@ def _string(values: Mapping[str, Any], name: str) -> str:
 
 
 def _label(entry: Any) -> str:
-    """What an entry says that it is for, however damaged it is."""
+    """What an entry claims to be for, however damaged it is."""
     if not isinstance(entry, dict):
         return _brief(entry)
     family, kind, M, K, dtype = (_brief(entry.get(name, "?")) for name in _KEY_FIELDS)

@@ -57,7 +57,7 @@ class RopeTables(NamedTuple):
     def of(
         cls, rope: RopeConfig, *, head_dim: int, max_seq_len: int, device: torch.device
     ) -> RopeTables:
-        """The tables of so many positions."""
+        """The tables of this many positions."""
         tables = rope_tables(rope, head_dim=head_dim, max_positions=max_seq_len, device=device)
         return cls(*tables, max_seq_len)
 
@@ -119,7 +119,7 @@ class GroupedQueryAttention:
         return self.qkv_size + max(self.q_size, self.hidden_size)
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, of so many decode lanes and of a chunk."""
+        """Counters that attention uses, for this many decode lanes and for a chunk."""
         decode = decode_attention_arrivals(
             lanes, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads
         )
@@ -130,7 +130,7 @@ class GroupedQueryAttention:
         return attention_split(family, self.head_dim, dtype)
 
     def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
-        """Of partial results, of so many decode lanes or of a chunk."""
+        """Bytes of partial results, for this many decode lanes or for a chunk."""
         decode = decode_attention_workspace_bytes(
             rows, num_heads=self.num_heads, head_dim=self.head_dim, max_seq_len=max_seq_len
         )

@@ -76,10 +76,10 @@ class PrefillScratch:
     one kernel makes of them where they are `fused`.
 
     h         `[T, H]` in the dtype of `like`: what each layer reads
-    width     values beside `h` for each lane
+    width     values besides `h` for each lane
     fused     whether gate, up and SwiGLU are one kernel
     launch    how the kernels are launched
-    outlived  whether `h` is memory of its own, so that keeping it does not keep the rest
+    outlived  whether `h` has separate memory, so that keeping it does not keep the rest
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class SwigluWeights:
         return [self.gate_up, self.down, *(tensor for tensor in optional if tensor is not None)]
 
     def is_fused(self, lanes: int) -> bool:
-        """Whether a chunk of so many lanes has gate, up and SwiGLU in one kernel."""
+        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel."""
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
     def decode(
