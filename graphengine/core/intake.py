@@ -75,7 +75,7 @@ class Intake:
     def session_ids(
         self, prompt: Prompt, known: int, add_bos: bool | None = None
     ) -> tuple[int, ...]:
-        """Those of a prompt behind `known` tokens of a session; ValueError likewise."""
+        """The ids of a prompt after `known` tokens of a session; ValueError likewise."""
         return prompt_ids(
             prompt,
             tokenizer=self.tokenizer,
