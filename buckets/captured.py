@@ -237,11 +237,6 @@ class CapturedGraph:
                 self.stream.synchronize()
             graph.reset()
 
-    def _open_step(self) -> Step:
-        if self._step is None:
-            raise ValueError(f"bucket {self.name!r} is closed")
-        return self._step
-
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         """Make `stream` current, after the work on the caller's stream; neither may capture."""

@@ -37,7 +37,6 @@ from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import EMITTED, pack_state
 from graphengine.observe.recorder import LEAST_CAPACITY
-from graphengine.observe.ring import STAGES
 from graphengine.profiles.benchmark.eager import drain
 from graphengine.program.graph_key import GraphKey, decode_key
 
@@ -46,7 +45,6 @@ Figure = TypeVar("Figure")
 # With larger blocks fewer steps enter a new one.
 BLOCK_SIZE = 128
 PROMPT = [1, 2, 3]
-PIECES = tuple(STAGES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,7 +110,7 @@ class EngineCore:
         self.closed = False
         self.broken: str | None = None
         self._busy_in: str | None = None
-        self._counter_of = {key: f"replays/{key.name}" for key in runtime.graphs}
+        self._counter_of = {key: key.counter for key in runtime.graphs}
 
     # Entry.
 

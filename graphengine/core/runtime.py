@@ -87,7 +87,6 @@ class Runtime:
         self._device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
-        self.captured: tuple[CapturedGraph, ...] = ()
         self._capture(memory)
 
     def _capture(self, memory: MemoryPlan) -> None:
@@ -112,7 +111,7 @@ class Runtime:
             )
             self.buffers.reset()
         self.graphs.update(zip(steps, graphs.values(), strict=True))
-        self.captured = tuple(graphs.values())
+        self.captured: tuple[CapturedGraph, ...] = tuple(graphs.values())
         self.captures: tuple[CaptureReport, ...] = tuple(each.report for each in self.captured)
         self.synchronize()
         self.mailbox.clear()
@@ -224,9 +223,8 @@ class Runtime:
         for graph in self.captured:
             graph.close()
         self.buffers.close()
-        for name in ("graphs", "captured", "program", "model", "caches", "masks", "mailbox"):
-            delattr(self, name)
-        del self.logprobs, self.buffers
+        del self.graphs, self.captured, self.program, self.model, self.caches
+        del self.masks, self.mailbox, self.logprobs, self.buffers
 
 
 def _numerics_id(model: Model, memory: MemoryPlan, held: Allocation) -> str:

@@ -52,6 +52,11 @@ class GraphKey(NamedTuple):
             parts.append(self.variant)
         return "/".join(parts)
 
+    @property
+    def counter(self) -> str:
+        """The name of the counter of its replays."""
+        return f"replays/{self.name}"
+
 
 def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast") -> GraphKey:
     """The decode graph of `rows` rows that verifies `drafts` drafts of each."""

@@ -16,9 +16,9 @@ references with `pack_state`, the host with `FLAGS_AND_COUNT` where every nanose
 counts and with `unpack_state` elsewhere.
 
 Sixteen bits of an epoch are enough. A scheduler counts the stays of an engine, at most one begins
-in each of 64 slots a step, and the mailbox's ring holds three replays: epochs that can meet there
-are less than 200 apart, and two that share 16 bits are 65536 apart or more. On the device epochs
-are compared whole.
+in each of 64 slots a step, and the mailbox's ring holds the replays of a few steps: epochs that can
+meet there are some hundreds apart, and two that share 16 bits are 65536 apart or more. On the
+device epochs are compared whole.
 """
 
 from __future__ import annotations

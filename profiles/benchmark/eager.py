@@ -67,7 +67,7 @@ def with_launches(engine: Engine, run: Callable[[], Answer]) -> tuple[Answer, di
 
 def launches(engine: Engine, counters: Mapping[str, int]) -> dict[GraphKey, int]:
     """How often each launched graph was launched, from `counters`."""
-    found = {key: counters.get(f"replays/{key.name}", 0) for key in engine.runtime.graphs}
+    found = {key: counters.get(key.counter, 0) for key in engine.runtime.graphs}
     return {key: count for key, count in found.items() if count}
 
 

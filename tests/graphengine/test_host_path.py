@@ -19,6 +19,7 @@ import pytest
 from timed import Clock
 
 from graphengine import Engine
+from graphengine.observe.ring import STAGES
 from graphengine.profiles import host_path
 from graphengine.program.graph_key import decode_key
 
@@ -111,7 +112,7 @@ def test_the_pieces_are_those_of_steady_steps() -> None:
     with silent(2) as engine:
         before = engine.counters["replays/decode/2/fast"]
         found = host_path.pieces(engine, 2, 30)
-        assert set(found) == set(host_path.PIECES) and min(found.values()) > 0
+        assert set(found) == set(STAGES) and min(found.values()) > 0
         assert engine.counters["replays/decode/2/fast"] - before >= 30
         graph = engine.runtime.graphs[decode_key(2)]
         assert isinstance(graph, host_path.PublishingGraph) and len(graph.seconds) >= 30
@@ -122,7 +123,7 @@ def test_the_pieces_are_those_of_steady_steps() -> None:
 def test_every_piece_is_measured() -> None:
     result = host_path.measure(3, steps=50)
     assert result.rows == 3 and min(astuple(result)) >= 0
-    assert all(getattr(result, name) > 0 for name in (*host_path.PIECES, "step"))
+    assert all(getattr(result, name) > 0 for name in (*STAGES, "step"))
 
 
 def test_prints_a_line_for_each_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
 MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/benchmark/shapes.py")
 # Methods of named tuples, which have an underscore for another reason; and what Python has so.
 _PUBLIC = {"_fields", "_replace", "_asdict", "_make", "_getframe"}
-_OWN = {"self", "cls", "super", "torch", "os", "sys"}
+_LIBRARIES = {"torch", "os", "sys"}
 
 
 def package_files() -> list[Path]:
@@ -137,10 +137,10 @@ def private_accesses(source: str) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not re.match(r"_[a-z]", node.attr):
             continue
-        root = ast.unparse(node.value).partition(".")[0].partition("(")[0]
-        if root in _OWN and _owner(node) != "self" and root not in ("self", "cls"):
+        owner = _owner(node)
+        if owner.partition(".")[0] in _LIBRARIES or owner in ("self", "cls", "super()"):
             continue
-        if _owner(node) in ("self", "cls", "super()") or node.attr in _PUBLIC | own:
+        if node.attr in _PUBLIC | own:
             continue
         found.append(f"{node.lineno}: {ast.unparse(node)}")
     return found
