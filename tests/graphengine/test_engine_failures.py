@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -415,28 +415,42 @@ def test_two_engines_in_turns(engine: Engine, checkpoints: dict[str, Any]) -> No
 # Tokens whose text cannot be made.
 
 
+class Panicking(NamedTuple):
+    path: Path
+    token: int
+    text: str
+
+
 @pytest.fixture
-def panicking(engine: Engine, edited: Callable[..., Path]) -> Path:
-    """A decoder of `tokenizers` that panics: where a token is "F" alone."""
-    decoder = {"type": "Strip", "content": "F", "start": 0, "stop": 10**9}
+def panicking(engine: Engine, edited: Callable[..., Path]) -> Panicking:
+    """A checkpoint with a decoder of `tokenizers` that panics at a token of a single character.
+
+    The tokens before it, and those of the other request, do not consist of this character.
+    """
     assert engine.tokenizer is not None
-    token = engine.tokenizer.token_to_id("F")
-    assert token is not None and token in engine.generate(PROMPT, greedy(20)).token_ids
-    assert token not in engine.generate(OTHER, greedy(6)).token_ids
-    return edited(few_layers(), tokenizer={"decoder": decoder})
+    said, others = engine.generate([PROMPT, OTHER], [greedy(20), greedy(6)])
+    said_texts = [engine.tokenizer.id_to_token(each) or "" for each in said.token_ids]
+    other_texts = [engine.tokenizer.id_to_token(each) or "" for each in others.token_ids]
+    for index, text in enumerate(said_texts):
+        spoilt = [each for each in said_texts[:index] + other_texts if set(each) == {text}]
+        if index > 1 and len(text) == 1 and not spoilt:
+            decoder = {"type": "Strip", "content": text, "start": 0, "stop": 10**9}
+            path = edited(few_layers(), tokenizer={"decoder": decoder})
+            return Panicking(path, said.token_ids[index], text)
+    raise AssertionError(f"no token of one character: {said_texts}, {other_texts}")
 
 
 @pytest.mark.parametrize("speculative", [None, NGram(2)], ids=["plain", "ngram"])
 def test_a_token_that_cannot_be_decoded_ends_its_request_alone(
-    panicking: Path, device: str, speculative: Any, engine: Engine, caplog: Any
+    panicking: Panicking, device: str, speculative: Any, engine: Engine, caplog: Any
 ) -> None:
+    path, token, text = panicking
     expected = engine.generate([PROMPT, OTHER], [greedy(20), greedy(6)])
-    with open_engine(panicking, device=device, speculative=speculative) as own:
+    with open_engine(path, device=device, speculative=speculative) as own:
         requests = [own.submit(PROMPT, greedy(20)), own.submit(OTHER, greedy(6))]
         events = run(own)
         results = [request.result() for request in requests]
         assert [result.finish_reason for result in results] == ["error", "length"]
-        token = engine.tokenizer.token_to_id("F")
         before = expected[0].token_ids.index(token)
         assert results[0].token_ids == expected[0].token_ids[:before]
         assert len(results[0].segments) == before and results[0].stop_reason is None
@@ -446,7 +460,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request_alone(
             assert "".join(event.text for event in own_events) == result.text
             assert tokens_of(own_events) == result.token_ids
         assert own.counters["finished/error"] == own.counters["finished/length"] == 1
-        assert f"request 1: token {token} ('F') cannot be decoded: tokenizers panicked" in (
+        assert f"request 1: token {token} ({text!r}) cannot be decoded: tokenizers panicked" in (
             caplog.text
         )
         assert_idle(own)

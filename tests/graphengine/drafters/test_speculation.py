@@ -336,8 +336,8 @@ def test_seeded_requests_sample_what_they_sample_without_drafts(
         for prompt in (PROMPT, OTHER)
         for seed, options in enumerate(settings)
     ]
-    expected = plain(DEMO, jobs, device=device)
-    with open_speculating(mode, device=device) as engine:
+    expected = plain(WHOLE, jobs, device=device)
+    with open_speculating(mode, WHOLE, device=device) as engine:
         assert outcomes(engine, jobs) == expected
         assert_drafted(engine, 1.05)
         for sampler in ("fast", "full"):

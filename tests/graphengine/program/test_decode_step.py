@@ -607,7 +607,7 @@ def test_overlapping_kernels_compute_the_bits_of_kernels_in_turn(
     (engine, overlapping), (other, in_turn) = opened
     with engine, other:
         assert_kernels(engine, kernels)
-        assert engine.runtime.program.launch.pdl and not other.program.launch.pdl
+        assert engine.runtime.program.launch.pdl and not other.runtime.program.launch.pdl
         assert engine.numerics_id == other.numerics_id
         seen = dict.fromkeys(overlapping, 0)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from extent import extent
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.sample.sigma import sigma_floor, sigma_floor_reference
@@ -91,6 +91,7 @@ def test_the_twin_is_exact_to_its_bound(row: list[float], n_sigma: float) -> Non
 
 
 @given(row=ROWS, n_sigma=SIGMAS)
+@example(row=[-0.0], n_sigma=1.0)
 @settings(max_examples=extent(40, 200), deadline=None, derandomize=True)
 def test_the_kernel_has_the_twins_bits(device: str, row: list[float], n_sigma: float) -> None:
     expected = floor_of_twin(row, n_sigma).view(np.int32)
