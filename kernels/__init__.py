@@ -4,19 +4,26 @@ One convention holds for all of them. A launch has N lanes, decode rows or token
 chunk; the device tensor `slot_N` says which request each belongs to, -1 for a padded lane. Of a
 padded lane nothing is read and for it nothing is written, and no lane's bits depend on another
 lane, on its own index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
+
+A room holds the operations of one kind. An operation's module has its contract: the function that
+is called, what it checks, and how its work is cut. Kernel and twin are beside it in the same file,
+or, where they are long, in files of their own: `x_triton.py`, `x_gluon.py`, and `reference.py` for
+the room.
 """
 
-from graphengine.kernels.attention.attention import (
+from graphengine.kernels.attention.decode import (
     decode_attention,
     decode_attention_arrivals,
-    decode_attention_reference,
     decode_attention_workspace_bytes,
 )
-from graphengine.kernels.attention.prefill_attention import (
+from graphengine.kernels.attention.prefill import (
     PREFILL_ARRIVALS,
     paged_prefill_attention,
-    paged_prefill_attention_reference,
     prefill_attention_workspace_bytes,
+)
+from graphengine.kernels.attention.reference import (
+    decode_attention_reference,
+    paged_prefill_attention_reference,
 )
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.draft.draft import (
@@ -31,18 +38,6 @@ from graphengine.kernels.draft.draft import (
     combine_hidden_reference,
     commit_draft,
     commit_draft_reference,
-)
-from graphengine.kernels.draft.draft_vanilla import (
-    DraftChain,
-    Emitted,
-    ModuleInput,
-    ModuleRun,
-    Recycled,
-    advance_vanilla_draft,
-    advance_vanilla_draft_reference,
-    begin_vanilla_draft,
-    begin_vanilla_draft_reference,
-    new_draft_chain,
 )
 from graphengine.kernels.draft.model_draft import (
     ModelDraft,
@@ -64,13 +59,23 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     update_relaxed_delta,
     update_relaxed_delta_reference,
 )
+from graphengine.kernels.draft.vanilla import (
+    DraftChain,
+    Emitted,
+    ModuleInput,
+    ModuleRun,
+    Recycled,
+    advance_vanilla_draft,
+    advance_vanilla_draft_reference,
+    begin_vanilla_draft,
+    begin_vanilla_draft_reference,
+    new_draft_chain,
+)
 from graphengine.kernels.linear.linear import (
     MAX_LANES,
     arrivals_needed,
     linear,
-    linear_reference,
     linear_residual,
-    linear_residual_reference,
     linear_sample,
     residual_groups,
 )
@@ -88,13 +93,14 @@ from graphengine.kernels.linear.plans import (
     heuristic_plan,
     row_family,
 )
+from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
 from graphengine.kernels.logits.logits import (
     LogitsTensors,
     process_logits,
     process_logits_reference,
 )
-from graphengine.kernels.logits.logits_kernels import (
+from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
@@ -110,12 +116,12 @@ from graphengine.kernels.logits.logprobs import (
     token_log_probabilities,
     token_log_probabilities_reference,
 )
-from graphengine.kernels.logits.logprobs_kernels import MAX_LOGPROBS
 from graphengine.kernels.logits.logprobs_mailbox import (
     logprob_items,
     publish_logprobs,
     publish_logprobs_reference,
 )
+from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.kernels.megatron.rewind import (
     mamba_state_selective_copy,
     mamba_state_selective_copy_reference,

@@ -190,7 +190,7 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
 
 
 def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
-    """For the kernel of `linear_kernels.py`, whose loop Triton pipelines."""
+    """For the kernel of `linear_triton.py`, whose loop Triton pipelines."""
     M, K = key.M, key.K
     # float32 multiplies from registers, and large tiles need too many.
     sizes = (16, 32) if key.dtype == torch.float32 else (128, 256)

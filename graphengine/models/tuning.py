@@ -39,7 +39,7 @@ PlanSource = Literal["user", "shipped", "heuristic"]
 NUMERICS_VERSION = 4
 """Raise it with every change to a kernel, of prefill too, that may change the bits of a result
 while all plans stay the same: another order of summation, another rounding, another formula or
-constant, such as those of `kernels/attention/prefill_attention.py`."""
+constant, such as those of `kernels/attention/prefill.py`."""
 
 FORMAT_VERSION = 1
 """Of the files; raise it when an older reader would misread a newer file."""

@@ -92,3 +92,10 @@ def checked_output(
 def token_capacity(kv: torch.Tensor, block_table_SB: torch.Tensor) -> int:
     """Tokens that a slot's row of the block table can address."""
     return block_table_SB.shape[1] * kv.shape[2]
+
+
+def position_limit(
+    cos: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, max_seq_len: int
+) -> int:
+    """Positions that RoPE's table, the block table and the caller's bound all have."""
+    return min(max_seq_len, cos.shape[0], token_capacity(kv, block_table_SB))

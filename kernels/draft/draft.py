@@ -7,7 +7,7 @@
 A module's run at position p takes the hidden state at p and the token at p + 1, as
 `[norm_e(E(token)); norm_h(hidden)]` (DeepSeek-V3, arXiv:2412.19437, section 2.2), and what it says
 is the draft of position p + 2. The kernels in between fold all the small work of a chain into one
-launch (`draft_kernels.py`): reduce the tiles of the run before to a draft, write that down, embed
+launch (`draft_triton.py`): reduce the tiles of the run before to a draft, write that down, embed
 it, normalise.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before, C tiles of
@@ -33,7 +33,7 @@ from graphengine.kernels.core.lanes import (
 )
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.draft.draft_kernels import (
+from graphengine.kernels.draft.draft_triton import (
     CommitArgs,
     FusionArgs,
     advance_kernel,

@@ -27,7 +27,7 @@ from graphengine.kernels.draft.draft import (
     commit_draft_reference,
     new_lanes,
 )
-from graphengine.kernels.draft.draft_kernels import commit_lane, load_row, load_weight, store_lane
+from graphengine.kernels.draft.draft_triton import commit_lane, load_row, load_weight, store_lane
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import (
     check_embedding,

@@ -11,7 +11,7 @@ lanes, and a program has one or two such tiles of them; of 64 lanes sm_90 would 
 which sums in another order. In the `fma` family each output is a tile's width of multiply-adds over
 the K tiles in order, then their sum.
 
-The kernels are in `linear_kernels.py`; on a GPU the family `dot` in half precision, other than for
+The kernels are in `linear_triton.py`; on a GPU the family `dot` in half precision, other than for
 logits, has a faster one in `linear_gluon.py`. `linear_gluon.takes` chooses between them.
 
 Letters: N lanes, K input features, M weight rows, V weight rows of lm_head, F ffn width (a SwiGLU
@@ -30,18 +30,13 @@ from graphengine.kernels.core.lanes import (
     check_lanes,
     check_rows,
     check_vector,
-    live_lanes,
     output_rows,
 )
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
-from graphengine.kernels.linear.linear_kernels import (
-    ResidualArgs,
-    SamplerArgs,
-    dot_kernel,
-    fma_kernel,
-)
+from graphengine.kernels.linear.linear_gluon import dot_kernel
+from graphengine.kernels.linear.linear_triton import ResidualArgs, SamplerArgs, fma_kernel
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
     LinearKind,
@@ -49,13 +44,12 @@ from graphengine.kernels.linear.plans import (
     check_kind,
     heuristic_plan,
 )
-from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
-from graphengine.kernels.norm_rope.activation import silu_reference
+from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
+from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 MAX_LANES = 64
-REFERENCE_ROWS = 4
 
 
 def linear(
@@ -420,74 +414,3 @@ def _check_residual(residual: Residual, lanes: int, M: int, dtype: torch.dtype) 
 
 def _described(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def linear_reference(
-    x_NK: torch.Tensor,
-    weight_MK: torch.Tensor,
-    slot_N: torch.Tensor,
-    *,
-    squares_TN: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    swiglu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`linear` in plain PyTorch, for any number of lanes: what a CPU engine decodes with.
-
-    On a CPU as well a lane's bits do not depend on N, on its index, or on its neighbours.
-    """
-    outputs = weight_MK.shape[0] // 2 if swiglu else weight_MK.shape[0]
-    out_dtype = x_NK.dtype if out_dtype is None else out_dtype
-    if out is None:
-        out = output_rows(None, (x_NK.shape[0], outputs), dtype=out_dtype, like=x_NK)
-    weight = weight_MK.float()
-    for lanes in live_lanes(slot_N).split(REFERENCE_ROWS):
-        y = _matmul_group(x_NK[lanes].float(), weight)
-        if squares_TN is not None:
-            mean = _sum_in_order(squares_TN[:, lanes]) / x_NK.shape[1]
-            y = y * torch.rsqrt(mean + eps)[:, None]
-        if bias is not None:
-            y = y + bias.float()
-        if swiglu:
-            gate, up = y.chunk(2, dim=1)
-            y = silu_reference(gate) * up
-        out[lanes] = y.to(out.dtype)
-    return out
-
-
-def linear_residual_reference(
-    x_NK: torch.Tensor,
-    weight_MK: torch.Tensor,
-    slot_N: torch.Tensor,
-    residual: Residual,
-    next_norm_M: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-) -> Residual:
-    """`linear_residual` in plain PyTorch; writes into all three tensors of `residual`."""
-    y = linear_reference(x_NK, weight_MK, slot_N, bias=bias, out_dtype=torch.float32)
-    return add_to_residual_reference(y, slot_N, residual, next_norm_M)
-
-
-def _sum_in_order(squares: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dimension, by an order that the number of lanes does not change."""
-    total = torch.zeros_like(squares[0])
-    for group in squares:
-        total = total + group
-    return total
-
-
-def _matmul_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight^T of 1 to REFERENCE_ROWS rows, always as the same product of REFERENCE_ROWS.
-
-    A BLAS picks another order of summation for other row counts, and may for other alignments: each
-    row of the group starts on a cache line. The weight stands first because a BLAS shares the long
-    side among threads, not K.
-    """
-    rows, K = x.shape
-    aligned = triton.cdiv(K, 16) * 16
-    group = torch.zeros((REFERENCE_ROWS, aligned), dtype=x.dtype, device=x.device)[:, :K]
-    group[:rows] = x
-    return torch.mm(weight, group.t())[:, :rows].t()

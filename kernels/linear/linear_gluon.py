@@ -1,6 +1,6 @@
 """The kernel of `linear.py`'s family `dot` for half precision on a GPU, in Gluon.
 
-It is `linear_kernels.dot_kernel` with its copies in hand. What Triton's pipeliner would not do:
+It is `linear_triton.dot_kernel` with its copies in hand. What Triton's pipeliner would not do:
 the first STAGES tiles of weights are on the way to shared memory before the kernel waits for its
 inputs, so memory is busy while the launch before drains. `takes` says which launches come here.
 
@@ -316,7 +316,7 @@ def _epilogue(
     OUTPUTS: gl.constexpr,
     SWIGLU: gl.constexpr,
 ):
-    """From float32 sums [L, B] to what is stored, as `linear_kernels._epilogue` does it."""
+    """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
     slot, squares, base = of_lanes
     if GROUPS > 0:
         total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)

@@ -40,7 +40,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.logits.logits_kernels import (
+from graphengine.kernels.logits.logits_triton import (
     COUNT_MASK,
     USES_BAD_WORDS,
     USES_BIAS,

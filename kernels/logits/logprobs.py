@@ -32,7 +32,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.logits.logprobs_kernels import (
+from graphengine.kernels.logits.logprobs_triton import (
     MAX_LOGPROBS,
     rank_merge_kernel,
     rank_tile_kernel,

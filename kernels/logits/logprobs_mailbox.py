@@ -36,7 +36,7 @@ from graphengine.kernels.logits.logprobs import (
     check_ranked,
     check_wants,
 )
-from graphengine.kernels.logits.logprobs_kernels import MAX_LOGPROBS
+from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.kernels.step.publish import check_mailbox
 from graphengine.kernels.step.record import tag_items, tag_of
 

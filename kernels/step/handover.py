@@ -19,7 +19,7 @@ from graphengine.kernels.core.lanes import check_lanes, check_rows, live_lanes, 
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import check_steps, hidden_rows
-from graphengine.kernels.draft.draft_kernels import StreamArgs, load_hidden
+from graphengine.kernels.draft.draft_triton import StreamArgs, load_hidden
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 

@@ -22,7 +22,7 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import check_steps
 from graphengine.kernels.logits.logits import check_noted
-from graphengine.kernels.logits.logits_kernels import IN_PROMPT
+from graphengine.kernels.logits.logits_triton import IN_PROMPT
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 
 _IN_PROMPT = tl.constexpr(IN_PROMPT)

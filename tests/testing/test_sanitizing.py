@@ -68,7 +68,7 @@ RACE = """\
 =========     and Write access at _attend_kernel+0x7850 in {file}:{second} [2 hazards]
 =========
 """
-FILE = "prefill_attention_gluon.py"
+FILE = "prefill_gluon.py"
 
 
 def test_hand_overs_to_warp_groups_are_no_races() -> None:

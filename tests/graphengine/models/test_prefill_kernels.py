@@ -19,7 +19,7 @@ from graphengine.profiles.benchmark.shapes import SHAPES, Subject
 from graphengine.speculative import MTP
 from stepping import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 
-attention = importlib.import_module("graphengine.kernels.attention.prefill_attention")
+attention = importlib.import_module("graphengine.kernels.attention.prefill")
 
 # Enough outputs to keep a Hopper GPU's multiprocessors busy, and no more of the rest than it takes.
 WIDE = SHAPES["tiny"] | {"hidden_size": 128, "intermediate_size": 8192}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
 
-from graphengine.kernels.attention.prefill_attention import paged_prefill_attention
+from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.norm_rope.activation import swiglu

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.draft import draft_vanilla as module
+from graphengine.kernels.draft import vanilla as module
 from graphengine.kernels.draft.draft import DraftTiles, Fusion
-from graphengine.kernels.draft.draft_vanilla import (
+from graphengine.kernels.draft.vanilla import (
     Emitted,
     ModuleRun,
     Recycled,

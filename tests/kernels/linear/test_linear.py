@@ -12,12 +12,11 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import (
     MAX_LANES,
-    REFERENCE_ROWS,
     arrivals_needed,
     linear,
-    linear_reference,
 )
 from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
+from graphengine.kernels.linear.reference import REFERENCE_ROWS, linear_reference
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -21,14 +21,9 @@ from hypothesis import strategies as st
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear import linear_gluon
-from graphengine.kernels.linear.linear import (
-    MAX_LANES,
-    arrivals_needed,
-    linear,
-    linear_reference,
-    linear_residual,
-)
+from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear, linear_residual
 from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")

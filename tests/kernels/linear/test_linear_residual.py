@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import (
-    arrivals_needed,
-    linear_residual,
-    linear_residual_reference,
-    residual_groups,
-)
+from graphengine.kernels.linear.linear import arrivals_needed, linear_residual, residual_groups
 from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
+from graphengine.kernels.linear.reference import linear_residual_reference
 from graphengine.kernels.linear.residual import Residual, new_residual
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.

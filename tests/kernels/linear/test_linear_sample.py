@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import (
-    arrivals_needed,
-    linear,
-    linear_reference,
-    linear_sample,
-)
+from graphengine.kernels.linear.linear import arrivals_needed, linear, linear_sample
 from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
+from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample, sample_reference
 

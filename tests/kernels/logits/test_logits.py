@@ -21,7 +21,7 @@ from graphengine.kernels.logits.logits import (
     process_logits,
     process_logits_reference,
 )
-from graphengine.kernels.logits.logits_kernels import (
+from graphengine.kernels.logits.logits_triton import (
     IN_PROMPT,
     USES_BAD_WORDS,
     USES_BIAS,

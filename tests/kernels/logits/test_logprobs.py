@@ -27,12 +27,12 @@ from graphengine.kernels.logits.logprobs import (
     token_log_probabilities,
     token_log_probabilities_reference,
 )
-from graphengine.kernels.logits.logprobs_kernels import MAX_LOGPROBS
 from graphengine.kernels.logits.logprobs_mailbox import (
     logprob_items,
     publish_logprobs,
     publish_logprobs_reference,
 )
+from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 
 # Broken rows have NaNs to compute on, in the interpreter by numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide):RuntimeWarning")

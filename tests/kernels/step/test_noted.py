@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.logits.logits_kernels import COUNT_MASK
+from graphengine.kernels.logits.logits_triton import COUNT_MASK
 from graphengine.kernels.step import noted as module
 from graphengine.kernels.step.noted import (
     note_prompt,

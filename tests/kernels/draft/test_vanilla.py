@@ -15,15 +15,15 @@ from finishing import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.attention.attention import (
+from graphengine.kernels.attention.decode import (
     decode_attention,
     decode_attention_arrivals,
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.draft import draft_vanilla as module
+from graphengine.kernels.draft import vanilla as module
 from graphengine.kernels.draft.draft import DraftTiles, Fusion, begin_module_draft, commit_draft
-from graphengine.kernels.draft.draft_vanilla import (
+from graphengine.kernels.draft.vanilla import (
     DraftChain,
     Emitted,
     ModuleRun,

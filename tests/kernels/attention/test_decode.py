@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.attention import attention
-from graphengine.kernels.attention.attention import (
+from graphengine.kernels.attention import decode as attention
+from graphengine.kernels.attention.decode import (
     SPLIT_TOKENS,
     decode_attention,
     decode_attention_arrivals,
-    decode_attention_reference,
     decode_attention_workspace_bytes,
 )
+from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.norm_rope.rope import (

@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefilling import TOLERANCE, Op, Problem, Segment, dense_attention, prefill, segments_of
 
-from graphengine.kernels.attention import prefill_attention
-from graphengine.kernels.attention.prefill_attention import (
-    PREFILL_ARRIVALS,
-    paged_prefill_attention,
-    paged_prefill_attention_reference,
-)
+from graphengine.kernels.attention import prefill as prefill_attention
+from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
+from graphengine.kernels.attention.reference import paged_prefill_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 

@@ -3,7 +3,7 @@
 A row of speculative decoding is W lanes of one slot at consecutive positions, each of which attends
 those before it: results are bit-equal to decoding the row's tokens one by one.
 
-One kernel (`attention_kernels.py`) rotates the token's query and key, appends key and value to the
+One kernel (`decode_triton.py`) rotates the token's query and key, appends key and value to the
 cache, and attends.
 FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
 programs attend splits for the query heads of one kv head (GQA) and leave partial results, and the
@@ -27,22 +27,21 @@ import math
 import torch
 import triton
 
-from graphengine.kernels.attention.attention_kernels import decode_attention_kernel
+from graphengine.kernels.attention.decode_triton import decode_attention_kernel
+from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
 from graphengine.kernels.core.paged import (
     check_cache,
     checked_output,
-    gather_cache,
-    token_capacity,
+    position_limit,
 )
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear.plans import LONG_SPLIT_BYTES, dot_columns
 from graphengine.kernels.norm_rope.rope import (
     check_norm_weights,
     check_rope,
-    rope_append_reference,
 )
 
 SPLIT_TOKENS = 64
@@ -187,7 +186,7 @@ def decode_attention(
         kv.stride(0),
         block_table_SB.stride(0),
         splits,
-        _position_limit(cos, kv, block_table_SB, max_seq_len),
+        position_limit(cos, kv, block_table_SB, max_seq_len),
         Q=num_heads,
         G=num_kv_heads,
         D=head_dim,
@@ -216,12 +215,6 @@ def decode_attention_workspace_bytes(
 
 def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
     return -(-(num_heads // num_kv_heads) // _GROUP_ROWS)
-
-
-def _position_limit(
-    cos: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, max_seq_len: int
-) -> int:
-    return min(max_seq_len, cos.shape[0], token_capacity(kv, block_table_SB))
 
 
 def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
@@ -256,60 +249,6 @@ def _row_options(dtype: torch.dtype, tokens_per_row: int) -> dict[str, int]:
     if tokens_per_row == 1 or dtype.itemsize > 2:
         return {"ROW_LANES": tokens_per_row}
     return {"ROW_LANES": tokens_per_row, "maxnreg": _ROW_REGISTERS}
-
-
-def decode_attention_reference(
-    qkv_NX: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
-    block_table_SB: torch.Tensor,
-    slot_N: torch.Tensor,
-    position_N: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    max_seq_len: int,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
-
-    Of rows of any length: a lane finds in the cache what those before it appended.
-    """
-    head_dim = kv.shape[4]
-    out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
-    limit = _position_limit(cos, kv, block_table_SB, max_seq_len)
-    slots, positions = slot_N.tolist(), position_N.tolist()
-    for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        if slot < 0:
-            continue
-        if not 0 <= position < limit:
-            out[lane] = math.nan
-            continue
-        q_1QD = rope_append_reference(
-            qkv_NX[lane : lane + 1],
-            cos,
-            sin,
-            kv,
-            block_table_SB,
-            slot_N[lane : lane + 1],
-            position_N[lane : lane + 1],
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_norm_weight=q_norm_weight,
-            k_norm_weight=k_norm_weight,
-            eps=eps,
-        )
-        keys, values = gather_cache(kv, block_table_SB, slot, position + 1)
-        # [G, group, D] x [G, D, keys].
-        q = q_1QD.float().view(num_kv_heads, -1, head_dim)
-        weights = torch.softmax(q @ keys.permute(1, 2, 0) * scale, dim=-1)
-        out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
-    return out
 
 
 def _check_arguments(

@@ -13,12 +13,9 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.attention import attention
-from graphengine.kernels.attention.attention import (
-    decode_attention,
-    decode_attention_arrivals,
-    decode_attention_reference,
-)
+from graphengine.kernels.attention import decode as attention
+from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
+from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.plans import LONG_SPLIT_BYTES

@@ -53,7 +53,7 @@ from graphengine.kernels.draft.draft import (
     hidden_rows,
     new_lanes,
 )
-from graphengine.kernels.draft.draft_kernels import (
+from graphengine.kernels.draft.draft_triton import (
     StreamArgs,
     commit_lane,
     load_hidden,

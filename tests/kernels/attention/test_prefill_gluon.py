@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefilling import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
-from graphengine.kernels.attention.prefill_attention import paged_prefill_attention
-from graphengine.kernels.attention.prefill_attention_gluon import (
+from graphengine.kernels.attention.prefill import paged_prefill_attention
+from graphengine.kernels.attention.prefill_gluon import (
     KEYS,
     LEAST_PROGRAMS,
     attend,
@@ -34,8 +34,8 @@ from graphengine.kernels.attention.prefill_attention_gluon import (
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 
-gluon_module = importlib.import_module("graphengine.kernels.attention.prefill_attention_gluon")
-attention_module = importlib.import_module("graphengine.kernels.attention.prefill_attention")
+gluon_module = importlib.import_module("graphengine.kernels.attention.prefill_gluon")
+attention_module = importlib.import_module("graphengine.kernels.attention.prefill")
 
 hopper = pytest.mark.skipif(
     INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

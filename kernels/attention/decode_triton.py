@@ -1,4 +1,4 @@
-"""The Triton kernel of `attention.py`: its programs, and the parts they are made of.
+"""The Triton kernel of `decode.py`: its programs, and the parts they are made of.
 
 Letters: N lanes of a launch, W lanes of a row, Q query heads, G kv heads, D head_dim, D' padded to
 what `tl.dot` wants. A head has a partial for the token itself and one for each split.

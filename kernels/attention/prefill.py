@@ -1,0 +1,245 @@
+"""Prefill attention over the paged cache: the query tokens of prompt chunks, causal.
+
+FlashAttention-2 (Dao 2023) on a paged cache, as vLLM's and FlashInfer's prefill kernels do. The
+rows of a tile are tokens x the query heads of one kv head (GQA), so that short chunks fill a tile
+and keys are read once for the whole group. Key tiles start at position 0 and have a size fixed by
+dtype and head_dim: a token's bits are a function of its position and its keys, not of how its
+prompt was cut into chunks, nor of the other segments.
+
+On Hopper chunks with many tiles of rows take another kernel, `prefill_gluon.py`, with the
+same bits.
+
+A short chunk after many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
+keys are split among programs as well, and the last of them to arrive puts their results together
+(Flash-Decoding; Dao et al. 2023). Then a token's bits are also a function of where its chunk
+begins, of N and of P.
+
+Letters: N lanes (tokens) of a launch, P segments, S slots, B blocks of a slot's table,
+Q query heads, G kv heads, D head_dim. `paged.py` has the cache's layout.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from graphengine.kernels.attention.decode import MAX_HEAD_DIM
+from graphengine.kernels.attention.prefill_gluon import attend, takes_wgmma
+from graphengine.kernels.attention.prefill_triton import prefill_attention_kernel
+from graphengine.kernels.attention.reference import paged_prefill_attention_reference
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.launching import ALONE, Launch, launcher
+from graphengine.kernels.core.paged import (
+    check_cache,
+    checked_output,
+    token_capacity,
+)
+from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.linear.plans import dot_columns
+
+
+class PrefillTiles(NamedTuple):
+    """How the work of a dtype and padded head_dim is cut. Only `keys` is seen in the bits.
+
+    16-bit rows of 64 and more compile to wgmma on sm_90, whose rows know nothing of each other, so
+    that `rows` (with `warps`) and `few_rows` (with 4 warps) agree bit for bit.
+    """
+
+    rows: int
+    """Rows (tokens x heads) of a tile, as long as that makes MANY_PROGRAMS programs."""
+    few_rows: int
+    """Rows of a tile of a shorter chunk."""
+    keys: int
+    warps: int
+    stages: int
+    """Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles."""
+
+
+# 16-bit types by padded head_dim; a smaller one is as 64. Found on an H200 at 128 and 1,024 tokens,
+# after none and thousands: 64 keys took 5 to 30 % longer there, more stages as long.
+TILES_16_BIT = {
+    64: PrefillTiles(64, 64, keys=128, warps=4, stages=3),
+    128: PrefillTiles(128, 64, keys=128, warps=8, stages=2),
+    256: PrefillTiles(128, 64, keys=32, warps=8, stages=5),
+}
+# float32 runs on plain FMA units and spills beyond 32 rows.
+TILES_32_BIT = {
+    64: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
+    128: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
+    256: PrefillTiles(32, 32, keys=32, warps=4, stages=3),
+}
+# About the multiprocessors of a large GPU.
+MANY_PROGRAMS = 128
+# The most programs that share a tile's keys, and the fewest keys of each.
+MOST_SPLITS = 16
+LEAST_SPLIT = 512
+
+
+PREFILL_ARRIVALS = MANY_PROGRAMS // 2
+"""Counters that a launch that splits keys uses at most."""
+
+
+def paged_prefill_attention(
+    q_NQD: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    *,
+    query_start_P1: torch.Tensor,
+    slot_P: torch.Tensor,
+    position_P: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    launch: Launch = ALONE,
+) -> torch.Tensor:
+    """Each token of each segment attends its slot's keys 0..its own position.
+
+    Segment p is lanes query_start[p] .. query_start[p + 1] - 1, consecutive tokens of slot_P[p],
+    the first of them at position_P[p]. Keys and values of the segment itself were appended before.
+
+    Args:
+        q_NQD: [N, Q, D], heads dense, any stride on lanes. Q is a multiple of the cache's G.
+        kv: one layer's cache, in q's dtype. block_table_SB: int32.
+        query_start_P1: int32 [P + 1], each at most N. slot_P: int32 [P], -1 = padded segment, whose
+            other numbers do not count. position_P: int32 [P]. All on the device.
+        scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
+        out: [N, Q * D] in q's dtype; may not share memory with q or kv.
+        launch: with counters, PREFILL_ARRIVALS of them, keys may be split, in memory of its own.
+            With PDL the launch before, whatever it is, may still run.
+
+    Returns:
+        [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
+        Tokens past their block table are NaN.
+    """
+    lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB)
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be above 0")
+    segments = slot_P.shape[0]
+    check_lanes(segments, slot_P=slot_P, position_P=position_P)
+    check_lanes(segments + 1, query_start_P1=query_start_P1)
+    arrivals = launch.arrivals
+    if arrivals is not None:
+        _check_arrivals(arrivals)
+    out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
+    if not use_triton(q_NQD):
+        return paged_prefill_attention_reference(
+            q_NQD,
+            kv,
+            block_table_SB,
+            query_start_P1=query_start_P1,
+            slot_P=slot_P,
+            position_P=position_P,
+            scale=scale,
+            out=out,
+        )
+    kv_heads = kv.shape[3]
+    group_rows = lanes * (heads // kv_heads)
+    tiles, rows, warps = _pick_tiles(q_NQD.dtype, head_dim, group_rows, segments * kv_heads)
+    row_tiles = triton.cdiv(group_rows, rows)
+    shares = splits = 1
+    if arrivals is not None:
+        shares = _pick_shares(kv_heads * row_tiles * segments)
+        splits = min(shares, -(-token_capacity(kv, block_table_SB) // LEAST_SPLIT))
+    if splits == 1 and block_table_SB.numel() and takes_wgmma(q_NQD, kv, segments):
+        attend(
+            q_NQD,
+            kv,
+            block_table_SB,
+            query_start_P1=query_start_P1,
+            slot_P=slot_P,
+            position_P=position_P,
+            scale=scale,
+            out=out,
+            pdl=launch.pdl,
+        )
+        return out
+    grid = (kv_heads, row_tiles, splits * segments)
+    parts = None
+    if splits > 1:
+        columns = dot_columns(head_dim) + 2
+        size = math.prod(grid) * columns * rows
+        parts = torch.empty(size, dtype=torch.float32, device=q_NQD.device)
+    launcher(prefill_attention_kernel, grid)(
+        q_NQD,
+        kv,
+        block_table_SB,
+        query_start_P1,
+        slot_P,
+        position_P,
+        out,
+        parts,
+        arrivals if splits > 1 else None,
+        scale * math.log2(math.e),
+        q_NQD.stride(0),
+        kv.stride(0),
+        block_table_SB.stride(0),
+        token_capacity(kv, block_table_SB),
+        Q=heads,
+        G=kv_heads,
+        D=head_dim,
+        DIM_PADDED=dot_columns(head_dim),
+        BLOCK_SIZE=kv.shape[2],
+        ROWS=rows,
+        TILE=tiles.keys,
+        STAGES=tiles.stages,
+        SHARES=shares,
+        SPLITS=splits,
+        LEAST_SPLIT=LEAST_SPLIT,
+        num_warps=warps,
+        **launch_options(launch.pdl),
+    )
+    return out
+
+
+def _pick_tiles(
+    dtype: torch.dtype, head_dim: int, group_rows: int, groups: int
+) -> tuple[PrefillTiles, int, int]:
+    """Tiles, rows and warps for `groups` (kv heads of segments) of `group_rows` rows."""
+    by_dim = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
+    tiles = by_dim[max(64, dot_columns(head_dim))]
+    if triton.cdiv(group_rows, tiles.rows) * groups >= MANY_PROGRAMS:
+        return tiles, tiles.rows, tiles.warps
+    return tiles, tiles.few_rows, 4
+
+
+def prefill_attention_workspace_bytes(head_dim: int) -> int:
+    """The most memory that a launch with `arrivals` works in."""
+    rows = max(tiles.few_rows for tiles in TILES_16_BIT.values())
+    return MANY_PROGRAMS * rows * (dot_columns(head_dim) + 2) * 4
+
+
+def _pick_shares(programs: int) -> int:
+    """Parts into which each of this many tiles splits its keys: one program a multiprocessor.
+
+    With two of them parts cost more than the better balance brings (64 to 256 tokens on an H200).
+    """
+    return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs))
+
+
+def _check_arrivals(arrivals: torch.Tensor) -> None:
+    if arrivals.dtype != torch.int32 or arrivals.numel() < PREFILL_ARRIVALS:
+        raise ValueError(
+            f"arrivals must be int32 and {PREFILL_ARRIVALS} or more, not {arrivals.numel()} of "
+            f"{arrivals.dtype}"
+        )
+
+
+def check_query(
+    q_NQD: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor
+) -> tuple[int, int, int]:
+    """Raise ValueError unless the queries fit the cache; return (N, Q, D)."""
+    if q_NQD.dim() != 3:
+        raise ValueError(f"q must be [N, Q, D], not {tuple(q_NQD.shape)}")
+    lanes, heads, head_dim = q_NQD.shape
+    if q_NQD.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"q must have dense heads, not strides {q_NQD.stride()}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
+    if kv.dtype != q_NQD.dtype:
+        raise ValueError(f"kv is {kv.dtype}, q {q_NQD.dtype}")
+    kv_heads = kv.shape[3] if kv.dim() == 5 else 1
+    check_cache(kv, block_table_SB, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    return lanes, heads, head_dim

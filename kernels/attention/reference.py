@@ -1,0 +1,123 @@
+"""Decode and prefill attention in plain PyTorch: what `decode.py` and `prefill.py` compute."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from graphengine.kernels.core.paged import (
+    checked_output,
+    gather_cache,
+    position_limit,
+    token_capacity,
+)
+from graphengine.kernels.norm_rope.rope import rope_append_reference
+
+
+def decode_attention_reference(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    max_seq_len: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
+
+    Of rows of any length: a lane finds in the cache what those before it appended.
+    """
+    head_dim = kv.shape[4]
+    out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
+    limit = position_limit(cos, kv, block_table_SB, max_seq_len)
+    slots, positions = slot_N.tolist(), position_N.tolist()
+    for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        if slot < 0:
+            continue
+        if not 0 <= position < limit:
+            out[lane] = math.nan
+            continue
+        q_1QD = rope_append_reference(
+            qkv_NX[lane : lane + 1],
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N[lane : lane + 1],
+            position_N[lane : lane + 1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
+        )
+        keys, values = gather_cache(kv, block_table_SB, slot, position + 1)
+        # [G, group, D] x [G, D, keys].
+        q = q_1QD.float().view(num_kv_heads, -1, head_dim)
+        weights = torch.softmax(q @ keys.permute(1, 2, 0) * scale, dim=-1)
+        out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
+    return out
+
+
+def paged_prefill_attention_reference(
+    q_NQD: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    *,
+    query_start_P1: torch.Tensor,
+    slot_P: torch.Tensor,
+    position_P: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`paged_prefill_attention` in plain PyTorch, a segment at a time."""
+    lanes, heads, head_dim = q_NQD.shape
+    out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
+    starts = query_start_P1.tolist()
+    for segment, (slot, first_position) in enumerate(
+        zip(slot_P.tolist(), position_P.tolist(), strict=True)
+    ):
+        first, last = starts[segment], starts[segment + 1]
+        if slot < 0 or last <= first:
+            continue
+        out[first:last] = _segment_reference(
+            q_NQD[first:last], kv, block_table_SB, slot, first_position, scale
+        ).to(out.dtype)
+    return out
+
+
+def _segment_reference(
+    q_TQD: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot: int,
+    first_position: int,
+    scale: float,
+) -> torch.Tensor:
+    """Float32 [T, Q * D] for the T tokens of one segment."""
+    tokens, heads, head_dim = q_TQD.shape
+    capacity = token_capacity(kv, block_table_SB)
+    position_T = first_position + torch.arange(tokens, device=q_TQD.device)
+    length = min(first_position + tokens, capacity)
+    keys, values = gather_cache(kv, block_table_SB, slot, max(length, 0))
+    group = heads // keys.shape[1]
+    key_position = torch.arange(len(keys), device=q_TQD.device)
+    hidden = key_position[None, :] > position_T[:, None]
+
+    q = q_TQD.float().transpose(0, 1)
+    keys = keys.transpose(0, 1).repeat_interleave(group, dim=0)
+    values = values.transpose(0, 1).repeat_interleave(group, dim=0)
+    scores = (q @ keys.transpose(1, 2) * scale).masked_fill(hidden, -math.inf)
+    result = (torch.softmax(scores, dim=-1) @ values).transpose(0, 1)
+    outside = (position_T < 0) | (position_T >= capacity)
+    return result.masked_fill(outside[:, None, None], math.nan).reshape(tokens, heads * head_dim)
