@@ -35,8 +35,12 @@ from graphengine.kernels.core.lanes import (
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
-from graphengine.kernels.linear.linear_gluon import dot_kernel
-from graphengine.kernels.linear.linear_triton import ResidualArgs, SamplerArgs, fma_kernel
+from graphengine.kernels.linear.linear_triton import (
+    ResidualArgs,
+    SamplerArgs,
+    dot_kernel,
+    fma_kernel,
+)
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
     LinearKind,
