@@ -48,7 +48,8 @@ model-tests:
 		$(ENGINE_TESTS)/opening
 
 other-tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest --ignore tests/graphengine
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_*.py tests/buckets tests/kernels tests/profiles \
+		$(ENGINE_TESTS)/testing
 
 interpreter:
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
@@ -67,7 +68,7 @@ minimum: install
 	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/text/test_text.py \
 		tests/graphengine/test_prompts.py tests/graphengine/models/test_checkpoint.py \
 		tests/graphengine/requests/test_guided.py tests/graphengine/observe/test_tracing.py \
-		tests/profiles/test_report_html.py -k 'not drafts and not checkpoints'
+		tests/profiles/runs/test_report_html.py -k 'not drafts and not checkpoints'
 
 # Of a machine without this one's vector units, whose sums are added up in another order.
 other-capability: install
@@ -99,9 +100,9 @@ gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	find tests -name "test_*.py" | sort | xargs -P 8 -I{} sh -c \
 		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
-	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/buckets tests/profiles tests/testing
+	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/buckets tests/profiles
 
 # compute-sanitizer over all kernels and four short engines; SANITIZE takes the script's options.
 sanitize:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	$(PYTHON) tests/support/sanitizing.py $(SANITIZE)
+	$(PYTHON) tests/support/sanitize.py $(SANITIZE)

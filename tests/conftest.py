@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_user_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's own plans for the decode kernels are part of the numerics: no test sees them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path_factory.mktemp("no-tables")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

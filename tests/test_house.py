@@ -4,8 +4,9 @@ that break it.
 
 from __future__ import annotations
 
-import house
 import pytest
+
+import house
 from house import ROOT, package_files
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from house import ROOT, imports, module_name, package_files
 
 THIRD_PARTY = {"torch", "triton", "numpy"}

@@ -13,11 +13,11 @@ from functools import partial
 
 import pytest
 import torch
-from driving import driver_library
 
 from graphengine.buckets import CapturedGraph, Field, StaticBuffers, capture_all, count_nodes
 from graphengine.buckets import captured as captured_module
 from graphengine.buckets.driver import Driver
+from launches.libcuda_stand_in import driver_library
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LANES = 8

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from driving import driver_library
 
 from graphengine.buckets import driver as module
 from graphengine.buckets.driver import Driver
 from graphengine.buckets.graphs import nodes
+from launches.libcuda_stand_in import driver_library
 
 STREAM, GRAPH = 2**47 + 8, 2**48 + 16
 

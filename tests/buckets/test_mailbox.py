@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 import torch
-from timed import Clock
 
 from graphengine.buckets import Mailbox, MailboxBroken
 from graphengine.buckets import mailbox as mailbox_module
 from graphengine.buckets.mailbox import BLOCK_SECONDS, STREAM_CHECK_SECONDS, TAG_MASK, WaitMode
+from timelines.fake_clock import Clock
 
 WRAP = 2**32
 

@@ -25,7 +25,6 @@ from graphengine.program.graph_key import GraphKey
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from roundings import assert_best, in_float64, room_of
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,7 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from stepping import open_engine
+from engines.small_engine import open_engine
+from launches.rounding_bounds import assert_best, in_float64, room_of
 
 TOLERANCE = 1e-4
 """Of float32 logits, relative to the largest of a token."""
@@ -157,14 +157,6 @@ def write_checkpoint(name: str, path: Path) -> Oracle:
             parameter.add_(torch.randn_like(parameter) * scale)
     model.save_pretrained(path, max_shard_size="60KB")
     return Oracle(path)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_user_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The user's own plans for the decode kernels are part of the numerics: no test sees them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path_factory.mktemp("no-tables")))
-        yield
 
 
 @pytest.fixture(scope="session")

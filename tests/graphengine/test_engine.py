@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import Engine, Event, Request, Result, SamplingParams
-from graphengine.requests.request import Phase
-from stepping import (
+from engines.small_engine import (
     LIMIT,
     LONG,
     OTHER,
@@ -31,6 +29,8 @@ from stepping import (
     step_until,
     tokens_of,
 )
+from graphengine import Engine, Event, Request, Result, SamplingParams
+from graphengine.requests.request import Phase
 
 # Requests, events and results.
 

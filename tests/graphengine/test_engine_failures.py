@@ -12,15 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from few_layers import few_layers
-from named_graphs import graph_of, replace_graph
-from timed import Clock
 
-from graphengine import Engine, Event
-from graphengine.demo import checkpoint_path
-from graphengine.program.graph_key import decode_key, prefill_key
-from graphengine.speculative import NGram
-from stepping import (
+from checkpoints.few_layers import few_layers
+from engines.named_graphs import graph_of, replace_graph
+from engines.small_engine import (
     LONG,
     OTHER,
     PROMPT,
@@ -33,6 +28,11 @@ from stepping import (
     step_until,
     tokens_of,
 )
+from graphengine import Engine, Event
+from graphengine.demo import checkpoint_path
+from graphengine.program.graph_key import decode_key, prefill_key
+from graphengine.speculative import NGram
+from timelines.fake_clock import Clock
 
 
 def first_new(tokens: tuple[int, ...], start: int) -> int:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from few_layers import few_layers
 
-from graphengine import Engine, Result, SamplingParams
-from stepping import (
+from checkpoints.few_layers import few_layers
+from engines.small_engine import (
     LONG,
     MAX_SEQ_LEN,
     OTHER,
@@ -22,6 +21,7 @@ from stepping import (
     sampled,
     step_until,
 )
+from graphengine import Engine, Result, SamplingParams
 
 
 def first_new(tokens: tuple[int, ...], start: int) -> int:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from engines.small_engine import PROMPT, greedy, open_engine
 from graphengine import Chat, Engine
 from graphengine.speculative import UserProvided
 from graphengine.text.tokenizer import Tokenizer
-from stepping import PROMPT, greedy, open_engine
 
 BOS, EOS = "<s>", "</s>"
 TEMPLATE = (

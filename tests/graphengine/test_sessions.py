@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from conversing import SIZES, TURNS, converse
-from mtp_checkpoints import write_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from checkpoints.mtp_modules import write_random
+from engines.conversations import SIZES, TURNS, converse
+from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, run, sampled
 from graphengine import Chat, Engine, SamplingParams, SessionSnapshot
 from graphengine.speculative import MTP, DraftModel, NGram, RelaxedAcceptance, SaveHiddenStates
-from stepping import LONG, OTHER, PROMPT, greedy, open_engine, run, sampled
 
 DOT = {"row_family": "dot"}
 CASES: dict[str, dict[str, Any]] = {

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extent import SEEDS, extent
-from mtp_checkpoints import write_random
 
+from checkpoints.mtp_modules import write_random
+from engines.small_engine import open_engine, run
+from extent import SEEDS, extent
 from graphengine import Engine, Event, Request, Result, SamplingParams, Session, SessionSnapshot
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative
-from stepping import open_engine, run
 
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 72, "max_batch": 3, "row_family": "dot"}
 SHORT: dict[str, Any] = {"kv_blocks": 15, "swap_blocks": 40, "prefix_caching": True}

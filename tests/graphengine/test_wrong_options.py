@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.small_engine import assert_idle
 from graphengine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from graphengine.kernels import MAX_DRAFTS
 from graphengine.speculative import GateOptions, NGram, RelaxedAcceptance
-from stepping import assert_idle
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS: list[Any] = [

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from timed import Clock
 
 from graphengine.cli import main as cli
 from graphengine.profiles import planted
 from graphengine.profiles.planted import planted_engine, run_planted
 from graphengine.profiles.report import make_document
 from graphengine.profiles.sources import read_run
+from timelines.fake_clock import Clock
 
 TINY = ("--shape", "tiny", "--device", "cpu")
 

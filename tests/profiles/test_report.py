@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chrome_traces import chrome_trace
-from nsys_files import Export
-from simulated import Timeline, simulate, write_recording
 
 from graphengine.cli import main as cli
 from graphengine.profiles.report import make_document
 from graphengine.profiles.runs.breakdown import break_down, outlier_limit
 from graphengine.profiles.runs.report_text import describe_report
 from graphengine.profiles.sources import read_run
+from timelines.chrome_traces import chrome_trace
+from timelines.nsys_files import Export
+from timelines.simulated_run import Timeline, simulate, write_recording
 
 Report = Callable[..., tuple[int, str, str]]
 

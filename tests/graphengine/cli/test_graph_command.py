@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_examples import PLANTED, chain, with_node
 
 from graphengine import Engine, EngineConfig
 from graphengine.buckets import GraphStructure
@@ -28,6 +27,7 @@ from graphengine.cli.graph_command import (
 )
 from graphengine.cli.main import main
 from graphengine.demo import checkpoint_path
+from planted.graphs import PLANTED, chain, with_node
 
 NAMES = ("prefill/16", "decode/8/k3/fast", "decode/8/k3/full", "draft/8/k3")
 SMALL = ("--max-batch", "2", "--max-seq-len", "96")

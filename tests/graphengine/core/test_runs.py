@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphengine import Engine, Event, Request, SamplingParams
-from graphengine.core.report import StepReport
-from graphengine.requests.request import Phase
-from stepping import (
+from engines.small_engine import (
     LONG,
     OTHER,
     PROMPT,
@@ -26,6 +23,9 @@ from stepping import (
     step_until,
     tokens_of,
 )
+from graphengine import Engine, Event, Request, SamplingParams
+from graphengine.core.report import StepReport
+from graphengine.requests.request import Phase
 
 # Batches.
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from extent import extent
 from safetensors import safe_open
 
+from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.demo.corpus import END_OF_TEXT

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from timed import Clock
 
 from graphengine.demo import corpus as corpora
 from graphengine.demo import train as training
@@ -20,6 +19,7 @@ from graphengine.demo.model import DEPTH, DemoConfig, DemoModel, Rope, training_
 from graphengine.demo.optimiser import newton_schulz
 from graphengine.demo.tokenizer import load_tokenizer
 from graphengine.demo.train import main, rate_factor
+from timelines.fake_clock import Clock
 
 TEXT = "def number(n: int) -> int:\n    return n + 1\n\n\nclass Émile:\n    pass  # ½ 日本\n"
 TINY = DemoConfig(

@@ -12,14 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoints import SIZES, Module
-from speculating import ENDLESS, open_speculating, run_with
-from successor_checkpoints import PERIOD, Half, continuation, write_successors
-from vanilla_checkpoints import MODULES, agreeing_tensors, layout, target_model, write_agreeing
 
+from checkpoints.mtp_modules import SIZES, Module
+from checkpoints.successors import PERIOD, Half, continuation, write_successors
+from checkpoints.vanilla_modules import (
+    MODULES,
+    agreeing_tensors,
+    layout,
+    target_model,
+    write_agreeing,
+)
+from engines.small_engine import greedy
+from engines.speculation import ENDLESS, open_speculating, run_with
 from graphengine import Engine, Request, SamplingParams
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative, UserProvided
-from stepping import greedy
 
 K = 3
 SMALL: dict[str, Any] = {

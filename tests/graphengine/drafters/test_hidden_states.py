@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import hidden_states as module
 from graphengine.models import tensor_files
 from graphengine.speculative import SaveHiddenStates
-from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
 
 TOLERANCE = 1e-4
 """Relative to the largest number of a layer."""

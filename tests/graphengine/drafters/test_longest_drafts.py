@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from speculating import ENDLESS, Job, open_plain, open_speculating, script, serve, step_with
 
+from engines.small_engine import greedy
+from engines.speculation import ENDLESS, Job, open_plain, open_speculating, script, serve, step_with
 from graphengine import Result
 from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 from graphengine.speculative import NGram, UserProvided
-from stepping import greedy
 
 PROMPT = "def join(paths):\n    return paths\n" * 2
 JOBS = [Job(PROMPT, greedy(66, logprobs=2, **ENDLESS)), Job(PROMPT[:-9], greedy(40, **ENDLESS))]

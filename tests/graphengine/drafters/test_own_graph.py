@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoints import LAYOUTS, write_random
 
+from checkpoints.mtp_modules import LAYOUTS, write_random
+from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
 from graphengine import Engine, EngineConfig, Request
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import OwnGraphEagle, make_drafter
@@ -16,7 +17,6 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
 from graphengine.opening.memory import plan_memory
 from graphengine.speculative import MTP, DraftVocabulary, GateOptions
-from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
 
 PROMPTS = (PROMPT, LONG, OTHER, "import os\n")
 

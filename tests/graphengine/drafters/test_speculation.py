@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from devices import alternately, pairwise_here
-from extent import extent
-from mtp_checkpoints import LAYOUTS, VOCAB, write_random
-from speculating import (
+
+from checkpoints.mtp_modules import LAYOUTS, VOCAB, write_random
+from engines.device_cases import alternately, pairwise_here
+from engines.small_engine import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
+from engines.speculation import (
     DEMO,
     SCRIPTS,
     Job,
@@ -37,7 +38,7 @@ from speculating import (
     write_constant,
     write_draft_model,
 )
-
+from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.kernels import Residual
@@ -50,7 +51,6 @@ from graphengine.speculative import (
     Speculative,
     UserProvided,
 )
-from stepping import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
 
 WHOLE = checkpoint_path()
 """The demo with all of its layers, whose draft module is as often right as in use."""

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from asking import random_options
-from churning import Owners, write_tokenizer
-from devices import alternately, pairwise_here
-from extent import extent
-from mtp_checkpoints import VOCAB, write_random
-from speculating import DEMO, Script, outcome, step_with, write_draft_model
 
+from checkpoints.mtp_modules import VOCAB, write_random
+from engines.churn import Owners, write_tokenizer
+from engines.device_cases import alternately, pairwise_here
+from engines.logit_options import random_options
+from engines.small_engine import open_engine
+from engines.speculation import DEMO, Script, outcome, step_with, write_draft_model
+from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.speculative import (
     MTP,
@@ -30,7 +31,6 @@ from graphengine.speculative import (
     Speculative,
     UserProvided,
 )
-from stepping import open_engine
 
 MAX_SEQ_LEN = 128
 COUNTED = ("pauses", "resumes", "finished/cancelled", "slot_reuses")

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from speculating import (
+
+from engines.small_engine import OTHER, PROMPT, events_of, greedy, run, tokens_of
+from engines.speculation import (
     DEMO,
     DRAFTING,
     ENDLESS,
@@ -23,7 +25,6 @@ from speculating import (
     run_with,
     script,
 )
-
 from graphengine import Engine, Event, Request, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import SamplingTensors
@@ -35,7 +36,6 @@ from graphengine.speculative import (
     NGram,
     UserProvided,
 )
-from stepping import OTHER, PROMPT, events_of, greedy, run, tokens_of
 
 
 @pytest.fixture(autouse=True)

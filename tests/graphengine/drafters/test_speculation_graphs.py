@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoints import VOCAB, write_random
-from named_graphs import graph_names, graph_of
-from speculating import DEMO, open_speculating, write_draft_model
 
+from checkpoints.mtp_modules import VOCAB, write_random
+from engines.named_graphs import graph_names, graph_of
+from engines.speculation import DEMO, open_speculating, write_draft_model
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
 from graphengine.profiles.benchmark.eager import check_against_eager

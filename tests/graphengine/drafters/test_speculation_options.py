@@ -13,12 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from asking import processors
-from devices import pairwise_here
-from extent import extent
-from mtp_checkpoints import LAYOUTS, SIZES, VOCAB, random_tensors, write_checkpoint, write_random
 from safetensors.torch import save_file
-from speculating import (
+
+from checkpoints.mtp_modules import (
+    LAYOUTS,
+    SIZES,
+    VOCAB,
+    random_tensors,
+    write_checkpoint,
+    write_random,
+)
+from engines.device_cases import pairwise_here
+from engines.logit_options import processors
+from engines.small_engine import OTHER, PROMPT, assert_idle, events_of, greedy, open_engine, run
+from engines.speculation import (
     DEMO,
     DRAFTING,
     ENDLESS,
@@ -34,7 +42,7 @@ from speculating import (
     step_with,
     write_draft_model,
 )
-
+from extent import extent
 from graphengine import Engine, EngineConfig, Request, SamplingParams
 from graphengine.host.gate import Gate
 from graphengine.speculative import (
@@ -49,7 +57,6 @@ from graphengine.speculative import (
     Speculative,
     UserProvided,
 )
-from stepping import OTHER, PROMPT, assert_idle, events_of, greedy, open_engine, run
 
 
 @pytest.fixture(autouse=True)

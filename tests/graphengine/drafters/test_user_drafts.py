@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from speculating import ENDLESS, open_plain, open_speculating
 
+from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, run
+from engines.speculation import ENDLESS, open_plain, open_speculating
 from graphengine import Engine, EngineConfig, Request
 from graphengine.requests.request import Phase
 from graphengine.speculative import GateOptions, SaveHiddenStates, UserProvided
-from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, run
 
 K = 3
 ASKED = greedy(24, **ENDLESS)

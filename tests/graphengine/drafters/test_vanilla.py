@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoints import SIZES, Module
-from vanilla_checkpoints import MODULES, agreeing_tensors, layout, target_model, write_agreeing
 
+from checkpoints.mtp_modules import SIZES, Module
+from checkpoints.vanilla_modules import (
+    MODULES,
+    agreeing_tensors,
+    layout,
+    target_model,
+    write_agreeing,
+)
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.speculative import MTP, Feed

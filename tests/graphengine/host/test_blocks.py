@@ -1,6 +1,6 @@
 """Blocks that outlive a request: who holds them, who is evicted, and that nobody reads wrong ones.
 
-`support/sharing.py` has the simulated device, on which a block of other tokens shows.
+`support/engines/simulated_blocks.py` has the device, on which a block of other tokens shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from extent import extent
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,8 +21,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sharing import ALPHABET, Sharing, reply
 
+from engines.simulated_blocks import ALPHABET, Sharing, reply
+from extent import extent
 from graphengine import SamplingParams
 from graphengine.host.blocks import BlockPool, Reuse
 from graphengine.requests.context import Context

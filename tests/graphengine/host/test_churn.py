@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import HAS_GRAMMARS, consistent, random_options
-from churning import Owners, write_tokenizer
 
+from engines.churn import Owners, write_tokenizer
+from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import graphengine.core.engine_core
+from engines.small_engine import LONG, PROMPT, assert_idle, greedy, open_engine, run, tokens_of
 from graphengine import Engine
 from graphengine.host import garbage
-from stepping import LONG, PROMPT, assert_idle, greedy, open_engine, run, tokens_of
 
 THRESHOLDS = (700, 10, 10)
 

@@ -9,15 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine import Engine, QueueFull, Request, SamplingParams
-from graphengine.host.deadlines import Deadlines
-from graphengine.host.scheduler import Scheduler
-from graphengine.requests.request import Phase
-from stepping import (
+from engines.small_engine import (
     LONG,
     OTHER,
     PROMPT,
@@ -29,6 +24,11 @@ from stepping import (
     sampled,
     step_until,
 )
+from extent import extent
+from graphengine import Engine, QueueFull, Request, SamplingParams
+from graphengine.host.deadlines import Deadlines
+from graphengine.host.scheduler import Scheduler
+from graphengine.requests.request import Phase
 
 # Seconds: the tests say who is late, so that a slow machine changes nothing.
 FAR = 1e6

@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,6 +33,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from extent import extent
 from graphengine.host.blocks import BlockPool
 from graphengine.host.scheduler import Plan, Scheduler
 from graphengine.program.fields import host_updates

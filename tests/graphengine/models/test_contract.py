@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import toy_family
 
+from checkpoints import toy_family
 from graphengine.kernels import LinearPlan, arrivals_needed, residual_groups
 from graphengine.models.chains import new_chain
 from graphengine.models.contract import (

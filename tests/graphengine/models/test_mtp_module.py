@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from mtp_checkpoints import (
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints.mtp_modules import (
     FFN,
     HEAD_DIM,
     HEADS,
@@ -26,9 +29,6 @@ from mtp_checkpoints import (
     random_tensors,
     write_random,
 )
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.demo.checkpoint import load_model

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from speculating import ENDLESS, open_speculating
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from engines.small_engine import greedy
+from engines.speculation import ENDLESS, open_speculating
 from graphengine import Engine, Request
 from graphengine.speculative import MTP
-from stepping import greedy
 
 pytestmark = pytest.mark.skipif(
     not hasattr(MtpModel, "forward_layer"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_checkpoints import (
+
+from checkpoints.mtp_modules import (
     FFN,
     HIDDEN,
     LAYOUTS,
@@ -20,7 +21,6 @@ from mtp_checkpoints import (
     write_checkpoint,
     write_random,
 )
-
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
 from graphengine.models import tuning

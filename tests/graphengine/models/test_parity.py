@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import pairwise_here
 
+from engines.device_cases import pairwise_here
 from graphengine import Engine, SamplingParams
 
 PROMPT_LENGTHS = (1, 3, 16, 17, 40, 75)

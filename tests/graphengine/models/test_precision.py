@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from named_graphs import graph_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engines.named_graphs import graph_of
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 

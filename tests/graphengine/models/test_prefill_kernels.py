@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 from graphengine import Engine
 from graphengine.models.blocks import swiglu
 from graphengine.models.blocks.streams import PrefillScratch
@@ -17,7 +18,6 @@ from graphengine.models.families import read_model_config
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import SHAPES, Subject
 from graphengine.speculative import MTP
-from stepping import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 
 attention = importlib.import_module("graphengine.kernels.attention.prefill")
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
+from engines.small_engine import greedy, open_engine
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
 from graphengine.models.mtp import read_mtp_config
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.speculative import DraftModel, SaveHiddenStates
-from stepping import greedy, open_engine
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import toy_family
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpoints import toy_family
+from engines.small_engine import assert_idle, greedy, run, sampled, step_until
 from graphengine import Engine, Request, SamplingParams, SessionSnapshot
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import SamplingTensors, sample_reference
 from graphengine.models import families
 from graphengine.program.fields import recurrent_field
 from graphengine.speculative import MTP, DraftModel, NGram, SaveHiddenStates, UserProvided
-from stepping import assert_idle, greedy, run, sampled, step_until
 
 STATE = recurrent_field(*toy_family.RECURRENT)
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], list(range(40)), [60, 59, 2, 2, 2]]

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from named_graphs import graph_of, replace_graph
 
+from engines.named_graphs import graph_of, replace_graph
+from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, run, sampled, step_until
 from graphengine import Engine, Event, Request
 from graphengine.observe.recorder import Recorder, nanoseconds
 from graphengine.observe.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, STAMPS, Ring
 from graphengine.profiles.runs.breakdown import break_down
 from graphengine.profiles.runs.run_file import read_recording
 from graphengine.speculative import MTP, NGram
-from stepping import LONG, OTHER, PROMPT, greedy, open_engine, run, sampled, step_until
 
 
 @contextmanager

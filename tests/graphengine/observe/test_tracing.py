@@ -20,8 +20,9 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from named_graphs import graph_names, replace_graph
 
+from engines.named_graphs import graph_names, replace_graph
+from engines.small_engine import LONG, PROMPT, greedy, open_engine, run
 from graphengine import Engine
 from graphengine.core import engine_core as core
 from graphengine.core import runtime
@@ -30,7 +31,6 @@ from graphengine.observe import tracing
 from graphengine.observe.tracing import NOTHING, Tracer, unpack
 from graphengine.opening import loading as opening
 from graphengine.profiles.benchmark import engines as profile_engines
-from stepping import LONG, PROMPT, greedy, open_engine, run
 
 STEPS = ("step/plan", "step/load", "step/replay", "step/collect")
 STEP_METHODS = ("plan", "load", "replay", "collect")
@@ -250,7 +250,7 @@ class Domain:
         pass
 
 sys.modules["nvtx"] = SimpleNamespace(enabled=lambda: True, get_domain=lambda name: Domain())
-from stepping import greedy, open_engine
+from engines.small_engine import greedy, open_engine
 with open_engine(device="cpu", lookahead=0) as engine:
     engine.submit("x", greedy())
     print("step")

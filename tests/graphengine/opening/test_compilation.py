@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiling import take_kernels
-from vanilla_checkpoints import write_agreeing
 
+from checkpoints.vanilla_modules import write_agreeing
+from engines.small_engine import open_engine
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import KernelCompilation
 from graphengine.opening.allocation import compile_steps, graph_steps
@@ -28,7 +28,7 @@ from graphengine.speculative import (
     SaveHiddenStates,
     UserProvided,
 )
-from stepping import open_engine
+from launches.compilation import take_kernels
 
 # Steps whose kernels have written nothing.
 
@@ -113,7 +113,7 @@ import importlib, json, sys, threading
 from collections import Counter
 import triton
 from graphengine.speculative import MTP, NGram
-from stepping import LONG, PROMPT, greedy, open_engine, sampled
+from engines.small_engine import LONG, PROMPT, greedy, open_engine, sampled
 
 phase, found, programs = "before", Counter(), Counter()
 

@@ -17,13 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphengine import EngineConfig
-from graphengine.buckets import OutOfBudget
-from graphengine.demo import checkpoint_path
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
-from graphengine.opening.memory import plan_memory
-from stepping import (
+from engines.small_engine import (
     MAX_SEQ_LEN,
     PROMPT,
     assert_idle,
@@ -31,6 +25,12 @@ from stepping import (
     open_engine,
     run,
 )
+from graphengine import EngineConfig
+from graphengine.buckets import OutOfBudget
+from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.families import read_model_config
+from graphengine.opening.memory import plan_memory
 
 # Opening a checkpoint.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.small_engine import open_engine
 from graphengine import EngineConfig
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
@@ -27,7 +28,6 @@ from graphengine.speculative import (
     SaveHiddenStates,
     UserProvided,
 )
-from stepping import open_engine
 
 DEMO = Checkpoint.open(checkpoint_path())
 MODEL = read_model_config(DEMO.config)

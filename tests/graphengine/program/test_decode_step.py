@@ -19,10 +19,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from named_graphs import graph_names, graph_of, replace_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engines.named_graphs import graph_names, graph_of, replace_graph
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
 from graphengine.config import DTYPES

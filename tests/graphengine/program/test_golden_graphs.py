@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiling import GraphKernel, graph_kernels, own_kernels
-from named_graphs import graph_names
 
+from engines.named_graphs import graph_names
 from graphengine import Engine
 from graphengine.buckets import GraphStructure
 from graphengine.demo import checkpoint_path
 from graphengine.speculative import MTP
 from graphengine.testing.snapshot import GraphSnapshot, environment_key
+from launches.compilation import GraphKernel, graph_kernels, own_kernels
 
 SNAPSHOTS = Path(__file__).parent / "__snapshots__" / Path(__file__).stem
 SIZES: dict[str, Any] = {"max_seq_len": 256, "block_size": 16, "prefill_buckets": (16, 64)}

@@ -20,8 +20,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from named_graphs import graph_names, graph_of, replace_graph
 
+from engines.named_graphs import graph_names, graph_of, replace_graph
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets.captured import CHECK_EVERY
 from graphengine.config import EngineConfig

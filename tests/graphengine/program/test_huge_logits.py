@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engines.small_engine import PROMPT, open_engine, run
 from graphengine import Engine, SamplingParams, StructuredOutputsParams
-from stepping import PROMPT, open_engine, run
 
 DRAWS = 48
 CASES: dict[str, dict[str, Any]] = {

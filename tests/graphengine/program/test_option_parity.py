@@ -1,7 +1,7 @@
 """What requests ask of their logits, in mixed batches and with drafts, against others' definitions.
 
 Drafts change nothing, so the oracle knows none: each request of a batch says what transformers
-chooses for it alone, with log-probabilities of the same sequence (`asking.py`).
+chooses for it alone, with log-probabilities of the same sequence (`engines/logit_options.py`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from asking import Expected, assert_greedy, assert_logprobs, each_option, expect
-from roundings import assert_best, in_float64, room_of
-from vanilla_checkpoints import target_model, write_agreeing
 
+from checkpoints.vanilla_modules import target_model, write_agreeing
+from engines.logit_options import Expected, assert_greedy, assert_logprobs, each_option, expect
+from engines.small_engine import OTHER, PROMPT, assert_idle, greedy, open_engine, run
 from graphengine import Engine, Result, SamplingParams
 from graphengine.kernels import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
 from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, NGram, Speculative
-from stepping import OTHER, PROMPT, assert_idle, greedy, open_engine, run
+from launches.rounding_bounds import assert_best, in_float64, room_of
 
 TOKENS = 18
 LENGTHS = (5, 17, 40, 9)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from asking import assert_greedy, assert_logprobs, each_option, expect
-from speculating import DOT, open_plain, open_speculating, run_with
 
+from engines.logit_options import assert_greedy, assert_logprobs, each_option, expect
+from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
+from engines.speculation import DOT, open_plain, open_speculating, run_with
 from graphengine import Engine, Request, Result, SamplingParams
 from graphengine.core import engine_core as core
 from graphengine.host.scheduler import Plan
@@ -22,7 +23,6 @@ from graphengine.program import logits_step as logits_step_module
 from graphengine.program.fields import host_updates
 from graphengine.requests.processing import GROUP
 from graphengine.speculative import MTP, NGram, Speculative
-from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 
 MODEL_NAMES = ["llama-biases", "qwen3-tied-128", "demo"]
 TOKENS = 18

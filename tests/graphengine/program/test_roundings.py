@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from roundings import assert_best, condition, in_float64, room_of
 from torch import Tensor
+
+from launches.rounding_bounds import assert_best, condition, in_float64, room_of
 
 
 def linear_of(columns: Tensor | None) -> Any:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from speculating import (
+
+from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
+from engines.speculation import (
     DRAFTING,
     Outcome,
     open_plain,
@@ -21,14 +23,12 @@ from speculating import (
     outcome,
     run_with,
 )
-
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.buckets import StaticBuffers
 from graphengine.demo import checkpoint_path
 from graphengine.host.scheduler import Plan
 from graphengine.requests.processing import MASKS
 from graphengine.speculative import MTP, GateOptions, NGram, Speculative
-from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from schemas import Schema, is_valid, random_schema
-from speculating import open_plain, open_speculating
 
+from engines.speculation import open_plain, open_speculating
 from graphengine import Engine, Result, SamplingParams, StructuredOutputsParams
 from graphengine.speculative import MTP, NGram, Speculative
+from random_schemas import Schema, is_valid, random_schema
 
 pytest.importorskip("llguidance")
 

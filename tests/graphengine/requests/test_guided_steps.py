@@ -14,10 +14,20 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from extent import extent
-from speculating import DOT, Job, open_plain, open_speculating, outcome, run_with
 from tokenizers import decoders, models
 
+from engines.small_engine import (
+    LONG,
+    OTHER,
+    PROMPT,
+    assert_idle,
+    greedy,
+    open_engine,
+    run,
+    step_until,
+)
+from engines.speculation import DOT, Job, open_plain, open_speculating, outcome, run_with
+from extent import extent
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.demo import checkpoint_path
 from graphengine.requests.guided import Guide, _hidden
@@ -29,7 +39,6 @@ from graphengine.speculative import (
     Speculative,
     UserProvided,
 )
-from stepping import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, step_until
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from engines.small_engine import OTHER, PROMPT, greedy, run, sampled
 from graphengine import Engine, Result
 from graphengine.demo import checkpoint_path
 from graphengine.requests.request import Request
 from graphengine.requests.result import Segment, Timings
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
-from stepping import OTHER, PROMPT, greedy, run, sampled
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WORDS = ["▁the", "▁quick", "▁", "fox", "ing", "é", "日", "😀", "▁a", "b", "c", "."]

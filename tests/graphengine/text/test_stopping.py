@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from few_layers import few_layers
 
-from graphengine import Engine, Event, Request, Result
-from graphengine.cli.main import main
-from graphengine.requests.request import Phase
-from graphengine.speculative import MTP
-from stepping import (
+from checkpoints.few_layers import few_layers
+from engines.small_engine import (
     LONG,
     OTHER,
     PROMPT,
@@ -29,6 +25,10 @@ from stepping import (
     run,
     step_until,
 )
+from graphengine import Engine, Event, Request, Result
+from graphengine.cli.main import main
+from graphengine.requests.request import Phase
+from graphengine.speculative import MTP
 
 
 def plain(engine: Engine, tokens: int = 40) -> Result:

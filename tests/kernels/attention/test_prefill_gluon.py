@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiling import assert_waits_before_it_shows, compile_kernel, record_launch
-from extent import extent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prefilling import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
+from extent import extent
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.attention.prefill_gluon import (
     KEYS,
@@ -33,6 +31,8 @@ from graphengine.kernels.attention.prefill_gluon import (
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
+from launches.compilation import assert_waits_before_it_shows, compile_kernel, record_launch
+from launches.prefill import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
 gluon_module = importlib.import_module("graphengine.kernels.attention.prefill_gluon")
 attention_module = importlib.import_module("graphengine.kernels.attention.prefill")

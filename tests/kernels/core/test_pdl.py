@@ -14,14 +14,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiling import (
-    RecordedLaunch,
-    assert_waits_before_it_shows,
-    compile_kernel,
-    compile_launch,
-    global_loads,
-    record_launch,
-)
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
@@ -36,6 +28,14 @@ from graphengine.kernels.linear.linear import (
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
+from launches.compilation import (
+    RecordedLaunch,
+    assert_waits_before_it_shows,
+    compile_kernel,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
 
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.dispatch import INTERPRETED
@@ -18,6 +17,12 @@ from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.norm_rope.activation import swiglu
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.kernels.norm_rope.rope import rope_append
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 LANES, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 128, 32, 8, 128, 16
 

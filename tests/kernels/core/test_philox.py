@@ -7,10 +7,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from extent import extent
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.philox import (
     gumbel,
     gumbel_tile,

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.draft import draft as module
 from graphengine.kernels.draft.draft import (
@@ -30,6 +29,12 @@ from graphengine.kernels.draft.draft import (
 )
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 LAST_ID = 2**31 - 1

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from finishing import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +25,13 @@ from graphengine.kernels.draft.vanilla import (
 )
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
+from launches.finish import Twin
 
 HUGE = 2**31 - 1
 CANARY = 776.0

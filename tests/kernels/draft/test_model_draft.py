@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.draft import model_draft as module
 from graphengine.kernels.draft.draft import DraftTiles, commit_draft
@@ -24,6 +23,12 @@ from graphengine.kernels.draft.model_draft import (
 )
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 LAST_ID = 2**31 - 1

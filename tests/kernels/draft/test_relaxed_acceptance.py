@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.draft.relaxed_acceptance import (
     relaxed_acceptance,
     relaxed_acceptance_reference,

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
-from finishing import Twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.attention.decode import (
     decode_attention,
     decode_attention_arrivals,
@@ -36,6 +34,13 @@ from graphengine.kernels.draft.vanilla import (
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
 from graphengine.kernels.step.state import DecodeLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
+from launches.finish import Twin
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 LIMIT = 1000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from extent import extent
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import (

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import RecordedLaunch, compile_kernel, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear import linear_gluon
@@ -25,6 +24,7 @@ from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual
+from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")

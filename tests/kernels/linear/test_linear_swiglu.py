@@ -11,10 +11,10 @@ import re
 
 import pytest
 import torch
-from extent import extent
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels import linear_swiglu_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.linear_swiglu import (

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.logits import logits as module
 from graphengine.kernels.logits.logits import (
@@ -31,6 +30,12 @@ from graphengine.kernels.logits.logits_triton import (
 )
 from graphengine.kernels.logits.logprobs import LogprobTensors
 from graphengine.kernels.step.state import DecodeLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 # Broken rows are nobody's business; in the interpreter numpy computes on them all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide):RuntimeWarning")

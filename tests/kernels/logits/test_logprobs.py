@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.logits import logprobs as module
 from graphengine.kernels.logits import logprobs_mailbox as publish_module
@@ -33,6 +32,12 @@ from graphengine.kernels.logits.logprobs_mailbox import (
     publish_logprobs_reference,
 )
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 # Broken rows have NaNs to compute on, in the interpreter by numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide):RuntimeWarning")

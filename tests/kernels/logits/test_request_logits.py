@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from extent import extent
-from finishing import Twin
 
+from extent import extent
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.logits.logits import (
     LogitsTensors,
@@ -36,6 +35,7 @@ from graphengine.kernels.step.stop_sequences import (
     match_stop_sequences,
     match_stop_sequences_reference,
 )
+from launches.finish import Twin
 
 SLOTS, VOCABULARY, COLUMNS, POSITIONS = 3, 23, 26, 64
 PROMPTS = {0: [3, 4, 3], 2: [7]}

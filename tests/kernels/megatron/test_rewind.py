@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.megatron import rewind as ops
 

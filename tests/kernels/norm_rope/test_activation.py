@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.norm_rope.activation import silu_reference, swiglu, swiglu_reference
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.norm_rope.embedding import embed, embed_reference
 
 SENTINEL = 77.0

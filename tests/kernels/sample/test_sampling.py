@@ -19,10 +19,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from extent import LONG, extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import LONG, extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.philox import gumbel, philox_uint32
 from graphengine.kernels.sample.candidates import SamplingTensors

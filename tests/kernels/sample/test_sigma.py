@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from extent import extent
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.sample.sigma import sigma_floor, sigma_floor_reference
 
 INF, NAN = float("inf"), float("nan")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.begin import gather_and_embed, gather_and_embed_reference
 from graphengine.kernels.step.state import DecodeLanes, SlotState

@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from extent import extent
-from finishing import (
-    HUGE,
-    LAST_ID,
-    LOWEST,
-    STOP_IDS,
-    UNTOUCHED,
-    Record,
-    Twin,
-    read_entry,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.step.begin import gather_and_embed
@@ -39,6 +29,16 @@ from graphengine.kernels.step.state import (
     commit_prefill_reference,
     gather_prefill,
     gather_prefill_reference,
+)
+from launches.finish import (
+    HUGE,
+    LAST_ID,
+    LOWEST,
+    STOP_IDS,
+    UNTOUCHED,
+    Record,
+    Twin,
+    read_entry,
 )
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from extent import extent
-from finishing import HUGE, LAST_ID, LOWEST, Twin, read_entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.step.begin import gather_and_embed
 from graphengine.kernels.step.finish import verify_commit_publish
 from graphengine.kernels.step.state import EMITTED, INVALID, LENGTH, STOP
+from launches.finish import HUGE, LAST_ID, LOWEST, Twin, read_entry
 
 EPOCH = 41
 KV_LEN = 9

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
-from finishing import Twin, read_entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.step import finish as finish_module
@@ -26,6 +24,13 @@ from graphengine.kernels.step.state import (
     StopTensors,
 )
 from graphengine.kernels.step.stop_sequences import StopSequences
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
+from launches.finish import Twin, read_entry
 
 SLOTS, POSITIONS, LENGTH_OF_SEQUENCE = 5, 24, 3
 HUGE = 2**31 - 1

@@ -8,17 +8,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.draft.draft import Fusion, begin_module_draft
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step import handover as module
 from graphengine.kernels.step.handover import HandOver, hand_over, hand_over_reference
 from graphengine.kernels.step.state import DecodeLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 # Exact in every dtype.

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.logits.logits_triton import COUNT_MASK
 from graphengine.kernels.step import noted as module
@@ -23,6 +22,12 @@ from graphengine.kernels.step.noted import (
     note_tokens_reference,
 )
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 UNTOUCHED = -7

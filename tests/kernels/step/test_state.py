@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from finishing import new_mailbox, read_entry
 
 from graphengine.kernels.step import state as state_ops
 from graphengine.kernels.step.publish import publish, publish_reference
@@ -20,6 +19,7 @@ from graphengine.kernels.step.state import (
     SlotState,
     StopTensors,
 )
+from launches.finish import new_mailbox, read_entry
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 # More rows than one program of a kernel serves.

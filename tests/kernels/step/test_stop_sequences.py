@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiling import assert_waits_before_it_shows, compile_launch, global_loads, record_launch
-from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.step import stop_sequences as module
 from graphengine.kernels.step.state import DecodeLanes
@@ -22,6 +21,12 @@ from graphengine.kernels.step.stop_sequences import (
     StopSequences,
     match_stop_sequences,
     match_stop_sequences_reference,
+)
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
 )
 
 HUGE, LOWEST = 2**31 - 1, -(2**31)

@@ -1,0 +1,488 @@
+"""What the benchmark measures: its arithmetic on made-up times, its checks, and small engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine import Engine, SamplingParams
+from graphengine.kernels import KernelCompilation
+from graphengine.models.decoder import DecoderModel
+from graphengine.models.families import read_model_config
+from graphengine.profiles.benchmark import eager, engines, measure
+from graphengine.profiles.benchmark.ceiling import (
+    ReadCeiling,
+    measure_read_ceiling,
+    sum_stream_reference,
+)
+from graphengine.profiles.benchmark.engines import build_engine, engine_options
+from graphengine.profiles.benchmark.kernel_times import (
+    LINEARS,
+    kernel_times,
+    prefill_kernel_times,
+    summarise,
+)
+from graphengine.profiles.benchmark.shapes import (
+    NAMES,
+    SHAPES,
+    Subject,
+    fill_random,
+    linear_bytes,
+    model_shape,
+    step_bytes,
+)
+from graphengine.profiles.percentiles import SHARES, percentiles, supports
+from timelines.fake_clock import result
+from timelines.small_bench import CPU, corrupt_eager_steps, launch_captured, tiny_engine, tiny_work
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Engine]:
+    yield from tiny_engine()
+
+
+# Percentiles.
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
+@settings(deadline=None)
+def test_percentiles_are_nearest_rank(values: list[float]) -> None:
+    found = percentiles(values)
+    ordered = sorted(values)
+    for name, share in SHARES.items():
+        rank = math.ceil(round(share * 10) * len(values) / 1000)
+        assert found[name] == ordered[max(rank, 1) - 1]
+    assert found["max"] == ordered[-1] and found["n"] == found["independent"] == len(values)
+
+
+@pytest.mark.parametrize(
+    ("count", "unsupported"),
+    [
+        (1, ["p50", "p90", "p99", "p99.9"]),
+        (2, ["p90", "p99", "p99.9"]),
+        (10, ["p99", "p99.9"]),
+        (99, ["p99", "p99.9"]),
+        (100, ["p99.9"]),
+        (999, ["p99.9"]),
+        (1000, []),
+    ],
+)
+def test_a_percentile_needs_a_value_beyond_it(count: int, unsupported: list[str]) -> None:
+    assert percentiles(np.arange(count))["unsupported"] == unsupported
+
+
+def test_rows_of_a_step_are_one_measurement() -> None:
+    """Eight rows share a step's time: 125 steps support no p99.9, though they make 1,000 gaps."""
+    found = percentiles(np.repeat(np.arange(125.0), 8), independent=125)
+    assert (found["n"], found["independent"], found["unsupported"]) == (1000, 125, ["p99.9"])
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(SHARES.values())))
+def test_support_is_exact(count: int, share: float) -> None:
+    beyond = {50.0: 500, 90.0: 100, 99.0: 10, 99.9: 1}[share] * count
+    assert supports(count, share) == (beyond >= 1000)
+
+
+def test_no_values_have_no_percentiles() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        percentiles([])
+
+
+# Steady steps.
+
+
+def test_steady_steps_are_those_in_which_all_decode() -> None:
+    """The second request's prompt comes at step 2, so steps 4 to 6 have both and no prompt."""
+    first = result(1, 2, 5, 6, 7, 8, 9)
+    second = result(5, 6, 7, 8, 9, 10, 11)
+    found = measure.steady([first, second])
+    assert (found.steps, found.seconds) == (3, 3.0)
+    assert found.gaps == [1.0] * 6
+    assert found.longest_outside == 3.0
+
+
+@pytest.mark.parametrize("moments", [(1, 2, 3), (1, 2)])
+def test_too_few_tokens_are_refused(moments: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="ask for more new tokens"):
+        measure.steady([result(*moments)])
+
+
+# Tokens before numbers.
+
+
+def test_decode_checks_and_measures(tiny: Engine) -> None:
+    row = measure.decode(tiny, tiny_work())
+    assert row["checked"] == {
+        "eager_tokens": 3 * 14,
+        "tokens": 3 * 14,
+        "equal_runs": 3,
+        "alone": True,
+        "expected_tokens": 0,
+    }
+    assert row["tokens_per_step"] == 1
+    assert row["tokens_per_s"] == pytest.approx(3e3 / row["ms_per_step"], rel=0.3)
+    assert row["ms_per_step"] > 0 and row["itl_ms"]["n"] == 3 * row["itl_ms"]["independent"]
+    assert row["itl_admission_ms"] > 0
+
+
+def test_work_that_does_not_fit_is_refused(tiny: Engine) -> None:
+    with pytest.raises(ValueError, match="does not fit into max_seq_len=96"):
+        measure.decode(tiny, tiny_work(new_tokens=90))
+
+
+def test_the_full_sampler_is_measured_too(tiny: Engine) -> None:
+    work = tiny_work(sampler="full")
+    assert {(param.temperature, param.top_k) for param in work.params()} == {(1.0, 50)}
+    assert [param.seed for param in work.params()] == [0, 1, 2]
+    assert measure.decode(tiny, work)["checked"]["eager_tokens"] == 3 * 14
+
+
+def test_graphs_that_differ_from_the_eager_step_are_refused(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrupt_eager_steps(tiny, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"the eager step and the graphs, prompt 0: .* differ"):
+        measure.decode(tiny, tiny_work())
+    assert not tiny.busy
+
+
+def test_an_eager_step_that_never_ran_is_no_check(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the engine launched its graphs by another way, they would be compared with themselves."""
+    launch_captured(tiny, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"launched \{'prefill/16': 3, .*, and .* ran only \{\}"):
+        measure.decode(tiny, tiny_work())
+
+
+def test_every_replay_of_the_check_is_eager(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill alone would not do."""
+    launch_captured(tiny, monkeypatch, "decode")
+    with pytest.raises(RuntimeError, match=r"eagerly ran only \{'prefill/16': 3\}"):
+        measure.decode(tiny, tiny_work())
+
+
+def test_the_check_says_how_many_of_how_many(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CHECKED_TOKENS", 5)
+    checked = measure.decode(tiny, tiny_work())["checked"]
+    assert (checked["eager_tokens"], checked["tokens"]) == (3 * 5, 3 * 14)
+
+
+def test_a_whole_run_begins_as_the_eager_step(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All whole runs are equal, and so are the short ones; but not these and those."""
+    generate = tiny.generate
+
+    def otherwise(prompts: Any, params: Any) -> Any:
+        results = generate(prompts, params)
+        for row, found in enumerate(results if isinstance(results, list) else ()):
+            if len(found.token_ids) == 14:
+                changed = (*found.token_ids[:4], 0, *found.token_ids[5:])
+                results[row] = dataclasses.replace(found, token_ids=changed)
+        return results
+
+    monkeypatch.setattr(measure, "CHECKED_TOKENS", 5)
+    monkeypatch.setattr(tiny, "generate", otherwise)
+    with pytest.raises(RuntimeError, match=r"the eager step and a whole run: .* after 4 equal"):
+        measure.decode(tiny, tiny_work())
+
+
+def test_eager_steps_give_the_graphs_back(tiny: Engine) -> None:
+    before = dict(tiny.runtime.graphs)
+    with (
+        pytest.raises(KeyError),
+        tiny.runtime.replaced(lambda key, graph: eager.EagerStep(graph)) as stand_ins,
+    ):
+        assert stand_ins.keys() == before.keys()
+        raise KeyError
+    assert tiny.runtime.graphs == before
+
+
+def test_runs_that_differ_are_refused() -> None:
+    eager.require_equal([result(1, 2), result(1, 2)], "prompt 0:")
+    with pytest.raises(RuntimeError, match=r"prompt 0: runs 0 and 1 differ after 1 equal tokens"):
+        eager.require_equal([result(tokens=(1, 2)), result(tokens=(1, 3))], "prompt 0:")
+    with pytest.raises(RuntimeError, match=r"differ after all equal tokens \(2 and 3 in all\)"):
+        eager.require_equal([result(tokens=(1, 2)), result(tokens=(1, 2, 3))], "prompt 0:")
+
+
+def test_a_run_that_differs_stops_the_measurement(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, generate = [0], tiny.generate
+
+    def unsteady(*arguments: Any) -> Any:
+        calls[0] += 1
+        found = generate(*arguments)
+        # Graphs, eager steps, warm-up: the fourth call is the first run.
+        if calls[0] == 4:
+            found[1] = dataclasses.replace(found[1], token_ids=(0, *found[1].token_ids[1:]))
+        return found
+
+    monkeypatch.setattr(tiny, "generate", unsteady)
+    with pytest.raises(RuntimeError, match="prompt 1: runs 0 and 1 differ"):
+        measure.decode(tiny, tiny_work())
+
+
+# Work.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"live": 0}, "live=0"),
+        ({"runs": 0}, "runs=0"),
+        ({"prompt_tokens": -1}, "prompt_tokens=-1"),
+        ({"new_tokens": 3}, "new_tokens=3"),
+        ({"sampler": "slow"}, "known: fast, full"),
+    ],
+)
+def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_work(**changes)
+
+
+# Shapes and what they weigh.
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-1b", 1_235_814_400),
+        ("llama-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+    ],
+)
+def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
+    """Their exact numbers of parameters, a tied embedding counted once."""
+    model = model_shape(name)
+    weights = model.allocate(device="meta", dtype=torch.bfloat16).named()
+    assert sum(tensor.numel() for tensor in weights.values()) == parameters
+
+
+def test_every_shape_can_be_read() -> None:
+    assert set(NAMES) == {*SHAPES, "demo"}
+    for name in NAMES:
+        assert model_shape(name).vocab_size > 0
+    with pytest.raises(ValueError, match=r"unknown shape 'llama-3b'; known: llama-1b, .*, demo"):
+        Subject.of_shape("llama-3b")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, biases: bool) -> None:
+    changes = {"tie_word_embeddings": tied, "attention_bias": biases, "mlp_bias": biases}
+    model = read_model_config({**SHAPES["tiny"], "architectures": [architecture], **changes})
+    weights = model.allocate(device="meta", dtype=torch.float16)
+    embedding = 0 if tied else weights.embedding.nbytes
+    read = step_bytes(model, context=0, rows=4, itemsize=2)
+    assert read == weights.nbytes - embedding
+    kv = step_bytes(model, context=10.5, rows=4, itemsize=2) - read
+    # Keys and values of 2 layers, 2 heads of 64, for 42 tokens in all.
+    assert kv == 2 * 2 * 2 * 64 * 42 * 2
+
+
+def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
+    model = read_model_config({**SHAPES["tiny"], "architectures": ["Qwen2ForCausalLM"]})
+    assert model.qkv_bias and not model.attention_bias
+    weights = model.allocate(device="meta", dtype=torch.float16)
+    read = step_bytes(model, context=0, rows=1, itemsize=2)
+    assert read == weights.nbytes - weights.embedding.nbytes
+
+
+def test_linear_bytes_are_the_matrices() -> None:
+    model = model_shape("tiny")
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    layer, found = weights.layers[0], linear_bytes(model, 2)
+    matrices = (
+        layer.attention.qkv,
+        layer.attention.output,
+        layer.mlp.gate_up,
+        layer.mlp.down,
+        weights.lm_head,
+    )
+    assert list(found.values()) == [matrix.nbytes for matrix in matrices]
+
+
+def test_random_weights_follow_from_name_and_shape() -> None:
+    """Strided views get what contiguous tensors get, and so does a peer's own tensor."""
+    views = {
+        "a.weight": torch.empty(6, 20).t(),
+        "a_norm.weight": torch.empty(9),
+        "b.weight": torch.empty(20, 6),
+    }
+    copies = {name: torch.empty(view.shape) for name, view in views.items()}
+    fill_random(views)
+    fill_random(copies)
+    assert all(torch.equal(views[name], copies[name]) for name in views)
+    assert not torch.equal(copies["a.weight"], copies["b.weight"])
+    assert copies["a_norm.weight"].mean() == pytest.approx(1, abs=0.2)
+    assert copies["a.weight"].std() == pytest.approx(0.02, rel=0.4)
+
+
+def test_random_logits_are_finite_and_differ(tiny: Engine) -> None:
+    results = tiny.generate(
+        tiny_work().prompts(256), SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    )
+    assert all(found.finish_reason == "length" for found in results)
+    assert len({token for found in results for token in found.token_ids}) > 5
+
+
+def test_an_engine_says_what_it_is_and_what_it_took() -> None:
+    engine, start = build_engine(Subject.of_shape("demo"), CPU)
+    with engine:
+        assert start.total_s >= start.weights_s > 0 and start.graphs == len(engine.runtime.graphs)
+        assert start.capture_s is start.capture_mib is start.warm_up_s is None
+        assert start.pool_mib is start.graphs_mib is None
+        assert start.compile_s is start.compiled is start.loaded is None
+        described = engine.core.description
+        assert (described["max_batch"], described["dtype"]) == (3, "float32")
+        assert (described["row_family"], described["numerics_id"]) == ("dot", engine.numerics_id)
+        linears = ("qkv", "output", "gate_up", "down", "lm_head")
+        assert described["plan_sources"] == dict.fromkeys(linears, "heuristic")
+        assert isinstance(engine.model, DecoderModel)
+
+
+def test_the_pool_and_the_graphs_make_up_what_captures_took(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a graph that fitted into memory which the driver had given already."""
+    (first, second, *rest), mib = tiny.report().captures, 2**20
+    captures = (
+        dataclasses.replace(first, reserved_bytes=40 * mib, driver_bytes=46 * mib),
+        dataclasses.replace(second, reserved_bytes=2 * mib, driver_bytes=0),
+        *rest,
+    )
+    compilation = KernelCompilation(compiled=41, loaded=2, seconds=3.4567)
+    report = dataclasses.replace(tiny.report(), captures=captures, compilation=compilation)
+    monkeypatch.setattr(Engine, "report", lambda engine: report)
+    on_gpu = dataclasses.replace(tiny.memory, device=torch.device("cuda"))
+    monkeypatch.setattr(tiny, "memory", on_gpu)
+    start = engines._start_up(tiny, total=2.0, weights=1.0)
+    assert (start.pool_mib, start.graphs_mib, start.capture_mib) == (42.0, 6.0, 48.0)
+    assert (start.compiled, start.loaded, start.compile_s) == (41, 2, 3.4567)
+
+
+def test_options_that_are_not_given_keep_their_defaults() -> None:
+    assert engine_options({"max_batch": 3, "dtype": None}) == {"max_batch": 3}
+
+
+# Ceiling and kernels.
+
+
+def test_a_cpu_has_no_read_ceiling() -> None:
+    assert measure_read_ceiling("cpu") is None
+
+
+def test_the_ceiling_gives_a_floor() -> None:
+    ceiling = ReadCeiling(tb_s=4.0, buffer_bytes=1, block=1, programs=1, warps=1)
+    assert ceiling.milliseconds(2 * 10**9) == pytest.approx(0.5)
+
+
+def test_the_stream_is_summed_block_by_block() -> None:
+    x, sums = torch.arange(24, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    sum_stream_reference(x, sums, block=4)
+    # Blocks 0 and 3, 1 and 4, 2 and 5.
+    assert sums.tolist() == [6 + 54, 22 + 70, 38 + 86]
+    with pytest.raises(ValueError, match="23 integers are no multiple of 3 blocks of 4"):
+        sum_stream_reference(x[1:], sums, block=4)
+
+
+@pytest.mark.gpu
+def test_the_ceiling_of_a_gpu() -> None:
+    """The kernel's sum is checked where it is measured."""
+    found = measure_read_ceiling("cuda", buffer_bytes=2**29, repeats=2)
+    assert found is not None and 0.05 < found.tb_s < 50
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampler", ["fast", "full"])
+def test_the_kernels_of_a_gpu(sampler: str) -> None:
+    """Every linear is found, in an engine of either sampler."""
+    work = tiny_work(sampler=sampler)
+    options = {"device": "cuda", "max_batch": 3, "max_seq_len": 96, "pdl": False}
+    engine, _ = build_engine(Subject.of_shape("tiny"), options)
+    with engine:
+        times = kernel_times(engine, work)
+    assert times is not None and all(time.mean_us > 0 for time in times)
+    counts = {time.part: time.count for time in times if time.part is not None}
+    assert counts == {"qkv": 2, "output": 2, "gate_up": 2, "down": 2, "lm_head": 1}
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_a_prompt() -> None:
+    """Each of the 2 layers feeds attention once, and a longer prompt's chunk is refused."""
+    options = {"device": "cuda", "max_batch": 1, "max_seq_len": 96, "lookahead": 0}
+    engine, _ = build_engine(Subject.of_shape("tiny"), options)
+    with engine:
+        with pytest.raises(ValueError, match="a prompt of 1025 tokens, in chunks of 96"):
+            prefill_kernel_times(engine, 1025)
+        times = prefill_kernel_times(engine, 70)
+        assert times is not None and all(time.mean_us > 0 for time in times)
+        (attention,) = [time for time in times if time.name == "_prefill_kernel"]
+        assert attention.count == 2
+        with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
+            prefill_kernel_times(engine, 70)
+
+
+def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict[str, Any]]:
+    """A made-up trace: begin, five kernels a layer, lm_head, finish; times by place."""
+    layer = [(linear, 3), ("decode_attention_kernel", 2), (linear, 1), (linear, 8), (linear, 4)]
+    step = [("_begin_decode_kernel", 1), *layer * layers, (linear, 20)]
+    step.append(("_finish_decode_kernel", 1))
+    return [
+        {"name": name, "dur": duration, "args": {"grid": [duration, 1, 1]}}
+        for _ in range(replays)
+        for name, duration in step
+    ]
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_kernels_are_grouped_by_their_part_of_the_step(linear: str) -> None:
+    weights = {"qkv": 3e6, "output": 1e6, "gate_up": 4e6, "down": 2e6, "lm_head": 5e6}
+    sizes = {name: int(size) for name, size in weights.items()}
+    found = summarise(trace(replays=3, layers=2, linear=linear), 3, 2, sizes)
+    by_part = {row.part or row.name: row for row in found}
+    assert list(by_part) == [
+        "_begin_decode_kernel", "qkv", "decode_attention_kernel", "output", "gate_up", "down",
+        "lm_head", "_finish_decode_kernel",
+    ]  # fmt: skip
+    assert (by_part["down"].count, by_part["down"].mean_us, by_part["down"].step_us) == (2, 4, 8)
+    assert by_part["qkv"].tb_s == pytest.approx(1.0)
+    assert by_part["lm_head"].tb_s == pytest.approx(0.25)
+    assert by_part["decode_attention_kernel"].tb_s is None
+    assert by_part["down"].grid == [4, 1, 1]
+
+
+def test_linears_of_an_unknown_step_have_no_part() -> None:
+    sizes = {"qkv": 1, "output": 1, "gate_up": 1, "down": 1, "lm_head": 1}
+    found = summarise(trace(replays=2, layers=3), 2, 2, sizes)
+    assert {row.part for row in found} == {None}
+    assert sum(row.count for row in found) == 3 * 5 + 3
+
+
+def test_replays_that_differ_cannot_be_summarised() -> None:
+    events = trace(replays=2, layers=2)
+    with pytest.raises(RuntimeError, match="25 kernels were traced in 2 replays"):
+        summarise(events[1:], 2, 2, {"lm_head": 1})
+    events[-1] = events[-1] | {"name": "other"}
+    with pytest.raises(RuntimeError, match="did not run the same 13 kernels"):
+        summarise(events, 2, 2, {"lm_head": 1})
+    with pytest.raises(RuntimeError, match="0 kernels"):
+        summarise([], 2, 2, {"lm_head": 1})
+
+
+def test_products_of_a_prompt_have_no_part() -> None:
+    found = summarise(trace(replays=3, layers=2), 3, 2, {})
+    assert {row.part for row in found} == {None} and len(found) == 8

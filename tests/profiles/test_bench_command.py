@@ -1,0 +1,443 @@
+"""`graphengine bench`: its JSON, its tables, its errors, and the README made from its results."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphengine.cli import main as cli
+from graphengine.profiles import bench, table, text
+from graphengine.profiles.benchmark.ceiling import ReadCeiling
+from timelines.small_bench import Bench, bench_command
+
+ROW_KEYS = {
+    "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
+    "tokens_per_step", "tokens_per_s", "itl_ms", "itl_admission_ms", "checked", "step_bytes",
+    "floor_ms", "share", "ttft_ms", "host", "long_plain", "long", "record", "start", "engine",
+    "speculation",
+}  # fmt: skip
+ENVIRONMENT_KEYS = {
+    "device", "driver", "cuda", "torch", "triton", "python", "threads", "commit",
+    "uncommitted_changes", "date",
+}  # fmt: skip
+
+LONG_PLAIN = (
+    "- tiny, one row of 1, 10,200 gaps, events kept, with Python's collector on (it ran 0 times, "
+    "heap frozen): ITL p99.9 is 1.050 times p50, the maximum 0.900 ms (file 1).\n"
+)
+LONG = (
+    "- tiny, one row of 1, 10,200 gaps, 16 containers a token kept in reference cycles, with "
+    "Python's collector on (it ran 250 times in the youngest generation, 23, 0 in the others, "
+    "for at most 0.120, 0.840, - ms, heap frozen): ITL p99.9 is 1.250 times p50, the maximum "
+    "0.900 ms (file 1).\n"
+)
+
+
+@pytest.fixture
+def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+    return bench_command(capsys)
+
+
+def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    options = ("--long", "20", "--admission", "40", "--kernels", "--ttft-tokens", "5,600")
+    status, printed, _ = run_bench("--shape", "tiny", "--batch", "1,3", *options, "--out", str(out))
+    assert status == 0
+    document = json.loads(out.read_text())
+    assert document["schema"] == bench.SCHEMA
+    assert document["environment"].keys() == ENVIRONMENT_KEYS
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", document["environment"]["date"])
+    assert (document["shape"], document["config"]["hidden_size"]) == ("tiny", 64)
+    assert document["random_weights"] and document["ceiling"] is None
+
+    # The last is one live row in an engine of the default sizes.
+    rows = document["rows"]
+    assert [(row["live"], row["max_batch"]) for row in rows] == [(1, 1), (3, 3), (1, 8)]
+    for name, kept in (("long_plain", 0), ("long", 16)):
+        assert [row[name] is None for row in rows] == [False, True, True], name
+        assert rows[0][name]["kept_objects"] == kept
+    first, second = re.findall(r"gaps of \d+ requests, (.*), slots 1, collector on", printed)
+    assert (first, second) == ("events kept", "16 containers a token kept in reference cycles")
+    for row in rows:
+        assert row.keys() == ROW_KEYS
+        assert row["ms_per_step"] > 0 and row["step_bytes"] > 0
+        itl = row["itl_ms"]
+        assert 0 < itl["p50"] <= itl["p90"] <= itl["p99"] <= itl["p99.9"] <= itl["max"]
+        assert itl["unsupported"] == ["p99", "p99.9"]
+        # A prompt of 600 tokens is more than the model can hold.
+        assert row["ttft_ms"].keys() == {"5"}
+        for name in ("floor_ms", "share", "host"):
+            assert row[name] is None, name
+        assert row["start"]["capture_s"] is None and row["start"]["total_s"] > 0
+        assert row["engine"]["dtype"] == "float32"
+
+    # The whole first run of the admission, and of each row what it was told to check.
+    checked = document["admission"]["checked"]
+    assert document["admission"]["decoding"] == 7 and checked["equal_runs"] == 3
+    assert checked["eager_tokens"] == checked["tokens"] >= 7 * 8 + 2
+    assert [row["checked"]["eager_tokens"] for row in rows] == [14, 42, 14]
+    assert [row["checked"]["first_tokens"] for row in rows] == [{"5": 4}] * 3
+    assert "Tokens checked: 14 of 14 by eager steps, 4 after 5 prompt tokens; all" in printed
+    assert "heuristic plans" not in printed
+    titles = next(line for line in printed.splitlines() if "ms/step" in line)
+    assert "share   TTFT 5  ITL p50" in titles, "a column for each length that was measured"
+    assert [entry["kernels"] for entry in document["kernels"]] == [None, None]
+    assert [entry["kernels"] for entry in document["prefill_kernels"]] == [None]
+    assert document["peers"] == {}
+    assert "tiny, float32, on" in printed and "7 requests decode, a prompt of 40" in printed
+    assert "* fewer values than this percentile needs" in printed
+
+
+@pytest.mark.gpu
+def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
+    options = ("--batch", "1,3", "--kernels", "--admission", "40", "--ttft-tokens", "5", "--json")
+    status, printed, _ = run_bench("--shape", "tiny", *options, "--device", "cuda")
+    assert status == 0
+    document = json.loads(printed)
+    assert document["ceiling"]["tb_s"] > 0.05 and document["environment"]["cuda"]
+    for row in document["rows"]:
+        assert row["engine"]["dtype"] == "bfloat16"
+        # The floor of so small a model is a few of the digits that it is rounded to.
+        assert 0 < row["share"] == pytest.approx(row["floor_ms"] / row["ms_per_step"], abs=5e-3)
+        assert min(row["host"].values()) >= 0 and row["host"]["host_us"] > 0
+        start = row["start"]
+        assert start["capture_s"] > 0 and start["pool_mib"] > 0 and start["graphs_mib"] >= 0
+        assert start["capture_mib"] == pytest.approx(start["pool_mib"] + start["graphs_mib"])
+        assert start["compile_s"] > 0 and min(start["compiled"], start["loaded"]) >= 0
+    for name in ("kernels", "prefill_kernels"):
+        assert document[name] and all(entry["kernels"] for entry in document[name])
+
+
+def test_json_alone_is_printed_when_asked_for(run_bench: Bench) -> None:
+    arguments = ("--shape", "tiny", "--batch", "2", "--max-batch", "4", "--sampler", "full")
+    status, printed, errors = run_bench(*arguments, "--ttft-tokens", "5", "--json")
+    assert status == 0 and errors == ""
+    (row,) = json.loads(printed)["rows"]
+    assert (row["live"], row["max_batch"], row["sampler"]) == (2, 4, "full")
+
+
+def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
+    """The demo is the default shape, and a folder may be given in its place."""
+    arguments = ("--batch", "2", "--ttft-tokens", "5", "--json")
+    status, printed, _ = run_bench(*arguments)
+    assert status == 0
+    document = json.loads(printed)
+    assert document["shape"] == "demo" and not document["random_weights"]
+    assert document["rows"][0]["engine"]["architecture"] == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "llama-2b"), "unknown shape 'llama-2b'; known: llama-1b, llama-8b"),
+        (("--shape", "tiny", "--checkpoint", "x"), "give one"),
+        (("--checkpoint", "no/such/folder/here"), "no/such/folder/here"),
+        (("--shape", "tiny", "--batch", "1,,2"), "batch='1,,2' must be positive integers"),
+        (("--shape", "tiny", "--batch", "0"), "batch='0' must be positive integers"),
+        (("--shape", "tiny", "--batch", "4", "--max-batch", "2"), "less than a batch of 4"),
+        (("--shape", "tiny", "--batch", "1,65"), "max_batch=65 must be in [1, 64]"),
+        (("--shape", "tiny", "--batch", "2", "--max-batch", "65"), "max_batch=65 must be in"),
+        (("--shape", "tiny", "--batch", "1,4", "--row-family", "fma"), "not max_batch=4"),
+        (("--shape", "tiny", "--runs", "0"), "runs=0 must be at least 1"),
+        (("--shape", "tiny", "--prompt-tokens", "0"), "prompt_tokens=0 must be at least 1"),
+        (("--shape", "tiny", "--new-tokens", "0"), "new_tokens=0: a steady step needs"),
+        (("--shape", "tiny", "--new-tokens", "2"), "new_tokens=2"),
+        (
+            ("--shape", "tiny", "--max-prefill-tokens-per-step", "0"),
+            "max_prefill_tokens_per_step=0 must be at least 1",
+        ),
+        (("--shape", "tiny", "--max-seq-len", "0"), "max_seq_len=0 must be at least 2"),
+        (("--shape", "tiny", "--max-seq-len", "513"), "513 exceeds the 512 positions"),
+        (
+            ("--shape", "tiny", "--admission", "511"),
+            "--admission 511: that prompt with 2 new tokens, and 23 tokens of each other "
+            "request, must fit into max_seq_len=512",
+        ),
+        (
+            ("--shape", "tiny", "--admission", "40", "--max-seq-len", "41"),
+            "must fit into max_seq_len=41",
+        ),
+        (
+            ("--shape", "tiny", "--batch", "1", "--row-family", "fma", "--admission", "40"),
+            "row_family='fma' serves up to 2 rows, not max_batch=8",
+        ),
+        (("--shape", "tiny", "--device", "foo"), "device='foo': must be 'cpu', 'cuda'"),
+        (("--shape", "tiny", "--device", "cpu:x"), "device='cpu:x': must be 'cpu', 'cuda'"),
+        (("--shape", "tiny", "--new-tokens", "900"), "900 new tokens exceed max_seq_len=512"),
+        (("--shape", "tiny", "--max-seq-len", "22"), "14 new tokens exceed max_seq_len=22"),
+        (("--shape", "tiny", "--peer", "llama.cpp"), "known: transformers, vllm"),
+        (
+            ("--shape", "tiny", "--peer", "transformers", "--sampler", "full"),
+            "--peer transformers decodes greedily, not --sampler full",
+        ),
+        (("--shape", "tiny", "--long", "-1"), "--long -1"),
+        (("--shape", "tiny", "--ttft-tokens", "x"), "ttft-tokens='x'"),
+        (("--shape", "tiny", "--out", "no/such/folder/x.json"), "no such folder"),
+        (("--shape", "tiny", "--out", "/"), "--out / is a folder: name a file in it"),
+        # Nobody can make a file there, not even root.
+        (("--shape", "tiny", "--out", "/proc/x.json"), "--out /proc/x.json cannot be written"),
+    ],
+)
+def test_errors_say_what_is_wrong(
+    run_bench: Bench,
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And say it before anything is measured."""
+    monkeypatch.setattr(bench, "measure_all", None)
+    status, printed, errors = run_bench(*arguments)
+    assert status == 2 and printed == ""
+    assert errors.startswith("graphengine: error: ") and message in errors
+
+
+@pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 2)])
+def test_a_gpu_that_is_not_there_is_an_error_at_once(
+    run_bench: Bench, monkeypatch: pytest.MonkeyPatch, available: bool, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(bench, "measure_all", None)
+    status, _, errors = run_bench("--shape", "tiny", "--device", "cuda:7")
+    found = "2 CUDA devices" if available else "no CUDA device"
+    assert status == 2 and f"device='cuda:7', but torch finds {found}" in errors
+
+
+@pytest.mark.parametrize("before", [None, "what another run measured"])
+def test_checking_out_leaves_the_file_as_it_is(
+    run_bench: Bench, tmp_path: Path, before: str | None
+) -> None:
+    out = tmp_path / "bench.json"
+    if before is not None:
+        out.write_text(before)
+    assert run_bench("--shape", "tiny", "--runs", "0", "--out", str(out))[0] == 2
+    assert (out.read_text() if out.exists() else None) == before
+
+
+def test_what_fails_late_takes_nothing_with_it(
+    run_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(bench, "require_peer", lambda name: None)
+    monkeypatch.setattr(bench, "run_peer", fail)
+    out = tmp_path / "bench.json"
+    sizes = ("--shape", "tiny", "--batch", "2", "--ttft-tokens", "5")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run_bench(*sizes, "--peer", "vllm", "--out", str(out))
+    document = json.loads(out.read_text())
+    assert len(document["rows"]) == 1 and document["peers"] == {}
+
+
+# The arrow of the design: graphengine/ does not depend on what lies above it.
+
+
+def test_importing_the_command_line_imports_nothing_above_it() -> None:
+    code = "import sys, graphengine.cli.main as c; c._parser('info')\nprint(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "graphengine.cli.main" in modules
+    assert not [name for name in modules if name.startswith("graphengine.profiles")]
+
+
+def test_one_line_names_the_folder_above() -> None:
+    """As a string that the layering test cannot see: so it may stand in one place only."""
+    folder = Path(cli.__file__).resolve().parents[1]
+    named = [
+        f"{path.relative_to(folder)}: {node.value}"
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"\.*(graphengine)?\.?profiles[\w.]*", node.value)
+    ]
+    assert named == ["cli/main.py: graphengine.profiles"]
+
+
+def test_commands_above_have_what_the_command_line_calls() -> None:
+    for name in cli.COMMANDS_ABOVE:
+        module = import_module(f"{cli.FOLDER_ABOVE}.{name}")
+        assert callable(module.add_arguments) and callable(getattr(module, name))
+
+
+def test_help_lists_the_commands_above(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "bench" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "--admission" in capsys.readouterr().out
+
+
+# The README.
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    """If it does not: `python -P -m graphengine.profiles.table`."""
+    assert table.main(["--check"]) == 0
+
+
+def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -> None:
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    options = ("--batch", "1", "--long", "20", "--admission", "40", "--ttft-tokens", "5")
+    assert run_bench("--shape", "tiny", *options, "--out", str(results / "bench-tiny.json"))[0] == 0
+    document = json.loads((results / "bench-tiny.json").read_text())
+    # What only a GPU has, and a peer.
+    document["ceiling"] = {"tb_s": 4.4}
+    document["rows"][0] |= {"share": 0.84, "floor_ms": 0.56, "host": {"host_us": 12.34}}
+    document["rows"][0]["ttft_ms"] = {"128": 1.5, "1024": 4.25}
+    document["rows"][0]["ms_per_step"] = 0.66
+    itl = document["rows"][0]["long"]["itl_ms"]
+    found = {"p99.9/p50": 1.25, "itl_ms": itl | {"n": 10_200, "max": 0.9}}
+    found |= {"collections": [250, 23, 0], "pauses_ms": [0.12, 0.84, None]}
+    document["rows"][0]["long"] |= found
+    found |= {"p99.9/p50": 1.05, "collections": [0, 0, 0], "pauses_ms": [None, None, None]}
+    document["rows"][0]["long_plain"] |= found
+    document["peers"] = {
+        "vllm": {"version": "1", "rows": [{"live": 1, "ms_per_step": 1.457, "ratio": 2.208}]}
+    }
+    (results / "bench-tiny.json").write_text(json.dumps(document))
+    readme.write_text(f"before\n{table.BEGIN}\nstale\n{table.END}\nafter\n")
+    arguments = ["--readme", str(readme), "--results", str(results)]
+    assert table.main([*arguments, "--check"]) == 1
+    assert "stale" in readme.read_text()
+    assert table.main(arguments) == 0
+    assert table.main([*arguments, "--check"]) == 0
+
+    shown = readme.read_text()
+    assert shown.startswith("before\n") and shown.endswith("after\n") and "stale" not in shown
+    assert "| tiny | 1/1 | fast | fma | 0.660 | 84% | 1.50 | 4.25 |" in shown
+    assert shown.count("| tiny |") == 2 and "| 12.3 | 1 |" in shown
+    assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long (file 1)." in shown
+    assert "read ceiling 4.40 TB/s" in shown and "1. `profiles/results/bench-tiny.json`" in shown
+    assert "admitting a prompt of 40 tokens" in shown
+    for line in (LONG_PLAIN, LONG):
+        assert line in shown
+    # Each percentile that so few gaps do not support is marked, and not in italics.
+    assert r"\*" in shown and not re.search(r"\d\*", shown)
+
+
+def test_the_committed_results_lack_no_figure_that_tables_need() -> None:
+    """They are older than the pool's share of a capture, which is left out."""
+    paths = sorted(table.RESULTS.glob("bench-*.json"))
+    assert paths
+    for path in paths:
+        document = json.loads(path.read_text())
+        shown = text.describe_document(document)
+        assert document["shape"] in shown and "pool MiB" in shown
+        assert not document["environment"]["uncommitted_changes"], path.name
+
+
+def test_every_figure_names_its_file(tmp_path: Path) -> None:
+    """Two files of one shape, as numbers of the list at the end; a note says so, too."""
+    source = json.loads((table.RESULTS / "bench-llama-1b-h200.json").read_text())
+    for name, milliseconds in (("bench-a.json", 0.111), ("bench-b.json", 0.222)):
+        source["rows"] = [source["rows"][0] | {"ms_per_step": milliseconds}]
+        (tmp_path / name).write_text(json.dumps(source))
+    shown = table.markdown(tmp_path)
+    assert re.search(r"\| 0\.111 \|.*\| 1 \|\n", shown)
+    assert re.search(r"\| 0\.222 \|.*\| 2 \|\n", shown)
+    assert re.search(r"p99\.9 is .* ms \(file 2\)\.\n", shown)
+    assert shown.index("\n1. `profiles/results/bench-a.json`") < shown.index("\n2. `profiles/")
+
+
+@pytest.mark.parametrize(("first", "second"), [(4.0, 4.4), (4.4, 4.0)])
+def test_shares_are_of_the_larger_read_ceiling(
+    run_bench: Bench, monkeypatch: pytest.MonkeyPatch, first: float, second: float
+) -> None:
+    """It is measured in front of the rows and after them; a share of the lower would be larger."""
+    rates = iter([first, second])
+
+    def measured(device: str) -> ReadCeiling:
+        return ReadCeiling(tb_s=next(rates), buffer_bytes=1, block=1, programs=1, warps=1)
+
+    monkeypatch.setattr(bench, "measure_read_ceiling", measured)
+    # So large a step that digits are left of its floor.
+    monkeypatch.setattr(bench, "step_bytes", lambda *arguments, **options: 44 * 10**9)
+    arguments = ("--shape", "tiny", "--batch", "2", "--ttft-tokens", "5", "--max-batch", "2")
+    _, printed, _ = run_bench(*arguments, "--json")
+    document = json.loads(printed)
+    ceiling, (row,) = document["ceiling"], document["rows"]
+    assert (ceiling["tb_s"], ceiling["tb_s_after"], ceiling["tb_s_of_shares"]) == (
+        first, second, 4.4,
+    )  # fmt: skip
+    assert row["floor_ms"] == pytest.approx(10.0)
+    assert row["share"] == pytest.approx(10.0 / row["ms_per_step"], rel=1e-3)
+    both = f"{first:.2f} TB/s before the rows and {second:.2f} after, shares of the larger"
+    assert f"read ceiling {both}" in text.describe_document(document)
+
+
+def test_a_document_of_a_run_that_failed_has_the_first_ceiling() -> None:
+    ceiling = {"tb_s": 4.25, "tb_s_after": None}
+    assert text.read_ceiling(ceiling) == text.read_ceiling({"tb_s": 4.25}) == "4.25 TB/s"
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"device": "cuda:0", "qkv": "heuristic", "down": "heuristic"}, "all linears (dot)"),
+        ({"device": "cuda:0", "qkv": "shipped", "down": "heuristic"}, "down (dot)"),
+        ({"device": "cuda:0", "qkv": "user", "down": "shipped"}, ""),
+        ({"device": "cpu", "qkv": "heuristic", "down": "heuristic"}, ""),
+        ({"device": "cuda:0"}, ""),
+    ],
+)
+def test_plans_that_nobody_measured_are_told(
+    tmp_path: Path, engine: dict[str, str], told: str
+) -> None:
+    """Older results do not say where their plans came from."""
+    document = json.loads((table.RESULTS / "bench-llama-1b-h200.json").read_text())
+    described = {"device": engine.pop("device"), "row_family": "dot"}
+    described |= {"plan_sources": engine} if engine else {}
+    for row in document["rows"]:
+        row["engine"] |= described
+    (tmp_path / "bench-x.json").write_text(json.dumps(document))
+    line = f"heuristic plans of {told}: `graphengine tune` measures them\n"
+    assert text.heuristic_plans(document["rows"][0]) == told
+    assert (line in text.describe_document(document)) == bool(told)
+    shown = table.markdown(tmp_path)
+    assert shown.endswith(f"5 runs; heuristic plans of {told}." if told else "5 runs.")
+
+
+def test_the_table_is_readable_as_text() -> None:
+    lines = [line for line in table.markdown().splitlines() if line.startswith("|")]
+    assert len(lines) > 2 and max(map(len, lines)) <= 110
+
+
+def test_a_commit_that_was_set_afterwards_is_marked(run_bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "bench-tiny.json"
+    options = ("--batch", "2", "--ttft-tokens", "5", "--no-pdl", "--out", str(out))
+    limit = ("--max-prefill-tokens-per-step", "8")
+    assert run_bench("--shape", "tiny", *options, *limit)[0] == 0
+    shown = table.markdown(tmp_path)
+    assert "2 runs, at most 8 prompt tokens a step, without PDL." in shown
+    assert "set afterwards" not in shown
+    document = json.loads(out.read_text())
+    recorded = {"commit": None, "uncommitted_changes": None}
+    document["environment"] |= {"commit": "0123456789ab" * 3, "recorded": recorded}
+    document["environment"]["uncommitted_changes"] = False
+    out.write_text(json.dumps(document))
+    assert "commit 0123456789ab (set afterwards);" in table.markdown(tmp_path)
+
+
+@pytest.mark.parametrize("readme", ["none", f"{table.BEGIN}", f"{table.BEGIN * 2}{table.END}"])
+def test_markers_must_be_there_once(readme: str) -> None:
+    with pytest.raises(ValueError, match="times the marker"):
+        table.render(readme, "")
+
+
+def test_no_results_make_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main(["--results", str(tmp_path)])
+    assert "holds no bench-*.json" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Checkpoints that tests write: cut down, random, or made for one purpose."""

@@ -1,0 +1,1 @@
+"""Small engines, what tests ask of them, and how they are stepped."""

@@ -1,0 +1,140 @@
+"""Callers that submit and end requests at random, and a check of each request's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import string
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engines.logit_options import HAS_GRAMMARS
+from graphengine import Engine, Event, Request, SamplingParams
+
+
+def write_tokenizer(folder: Path, size: int, eos: int | None = None) -> None:
+    """A byte-level tokenizer of this many ids, with letters and digits among the first."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((known, _),) = level.pre_tokenize_str(string.printable[:95] + "\n")
+    tokens = [*known, *sorted({*level.alphabet()} - {*known})]
+    merges = [(a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase]
+    tokens += ["".join(pair) for pair in merges]
+    if eos is not None:
+        tokens.insert(eos, "<eos>")
+    vocabulary = {token: index for index, token in enumerate(tokens[:size])}
+    merges = [pair for pair in merges if "".join(pair) in vocabulary]
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    library.pre_tokenizer, library.decoder = level, decoders.ByteLevel()
+    if eos is not None:
+        library.add_special_tokens(["<eos>"])
+    library.save(str(folder / "tokenizer.json"))
+
+
+class Owners:
+    """All callers with requests in `engine`: they get events, end requests early, or let them run.
+
+    `requests` has all requests so far. `late` and `stopped` count those ended by a deadline and by
+    the engine's `stop_callback`.
+    """
+
+    def __init__(self, engine: Engine, dice: random.Random) -> None:
+        self.requests: list[Request] = []
+        self.stopped: set[int] = set()
+        self._heard: dict[int, list[int]] = {}
+        self._engine = engine
+        self._dice = dice
+        engine.stop_callback = self._stop_some
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        dice, options = self._dice, dict[str, Any]()
+        if dice.random() < 0.3:
+            options["priority"] = dice.randrange(-2, 3)
+        if dice.random() < 0.3:
+            # Far away: `disturb` decides which request is late, so that a slow machine changes
+            # nothing.
+            options["deadline_s"] = 1e6
+        if dice.random() < 0.3:
+            options["on_event"] = self._hear
+        request = self._engine.submit(list(prompt), params, **options)
+        self.requests.append(request)
+        if "on_event" in options:
+            self._heard[request.id] = []
+
+    def disturb(self) -> None:
+        """Now and then cancel a request or make it late."""
+        dice = self._dice
+        unfinished = [request for request in self.requests if not request.finished]
+        if unfinished and dice.random() < 0.1:
+            dice.choice(unfinished).cancel()
+        heap = self._engine.core.delivery.deadlines.heap
+        if heap and dice.random() < 0.15:
+            heap[0] = (time.perf_counter(), *heap[0][1:])
+
+    def leave(self) -> None:
+        """End the churn: requests that still wait for their first step are cancelled."""
+        for request in [*self._engine.scheduler.waiting]:
+            if not request.token_ids:
+                request.cancel()
+
+    @property
+    def late(self) -> int:
+        return sum(request.finish_reason == "deadline" for request in self.requests)
+
+    def _hear(self, event: Event) -> None:
+        self._heard[event.request.id] += event.token_ids
+
+    def _stop_some(self, active: tuple[int, ...]) -> set[int]:
+        ended = {self._dice.choice(active)} if self._dice.random() < 0.02 else set()
+        self.stopped |= ended
+        return ended
+
+    def check(self, alone: Engine) -> None:
+        """Each request has the tokens that it gets alone in the other engine, or the first ones."""
+        assert all(request.finished for request in self.requests)
+        for request in self.requests:
+            if request.id in self._heard:
+                assert self._heard[request.id] == request.token_ids
+            if not request.token_ids:
+                continue
+            count, params = len(request.token_ids), request.params
+            params = dataclasses.replace(params, seed=request.seed)
+            if request.id in self.stopped or request.finish_reason in ("cancelled", "deadline"):
+                # Its further tokens are not compared.
+                least = min(params.min_tokens, count)
+                params = dataclasses.replace(params, max_tokens=count, min_tokens=least)
+            expected = alone.generate(list(request.prompt_token_ids), params)
+            assert tuple(request.token_ids) == expected.token_ids[:count], f"{request}"
+            if request.id in self.stopped:
+                assert request.finish_reason == "stop" and request.stop_reason is None
+            elif request.finish_reason not in ("cancelled", "deadline"):
+                assert count == len(expected.token_ids), f"{request}"
+                for name in ("text", "finish_reason", "stop_reason"):
+                    assert getattr(request, name) == getattr(expected, name), f"{request}: {name}"
+            if expected.logprobs is not None:
+                assert request.logprobs == list(expected.logprobs[:count]), f"{request}"
+            if expected.prompt_logprobs is not None:
+                assert request.prompt_logprobs == list(expected.prompt_logprobs), f"{request}"
+
+    def unasked(self) -> list[str]:
+        """Options that no request with tokens had, and ways to end that no request took."""
+        usual = SamplingParams()
+        asked = [request.params for request in self.requests if request.token_ids]
+        # Prompts are token ids here.
+        left_out = (
+            {"add_bos", "seed"} if HAS_GRAMMARS else {"add_bos", "seed", "structured_outputs"}
+        )
+        options = [each.name for each in dataclasses.fields(SamplingParams)]
+        return [
+            *(
+                name
+                for name in options
+                if name not in left_out
+                and all(getattr(params, name) == getattr(usual, name) for params in asked)
+            ),
+            *(name for name in ("late", "stopped") if not getattr(self, name)),
+        ]

@@ -1,0 +1,1 @@
+"""Faults that tests plant, to see that they are found."""
