@@ -1,0 +1,130 @@
+"""The plans to try for each linear of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import triton
+
+from graphengine.kernels import (
+    LinearPlan,
+    RowFamily,
+    heuristic_plan,
+)
+from graphengine.kernels.linear import linear_gluon
+from graphengine.models import tuning
+from graphengine.models.contract import LinearPlans, ModelConfig
+from graphengine.models.tuning import TuningKey
+
+ORDER = ("down", "gate_up", "qkv", "output", "lm_head")
+FMA_REGISTERS = (12, 96)
+"""Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
+DOT_SHARED_BYTES = 200 * 1024
+"""Most shared memory of a program: it has to fit an SM."""
+DOT_IN_FLIGHT_BYTES = 48 * 1024
+"""Least bytes in flight of a program: memory latency is long, and an SM holds few programs."""
+DOT_PROGRAMS = (90, 792)
+"""Programs of a launch: from two thirds of an H200's 132 SMs to six for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A shape to find a plan for; `names` are the linears that have it and so share the plan."""
+
+    names: tuple[str, ...]
+    key: TuningKey
+
+    def plan(self, plans: LinearPlans) -> LinearPlan:
+        return plans[self.names[0]]
+
+    def variants(self, plans: LinearPlans) -> dict[LinearPlan, LinearPlans]:
+        """`plans` with each candidate in this place; the first is the plan in use."""
+        candidates = dict.fromkeys([self.plan(plans), *candidate_plans(self.key)])
+        return {plan: plans.replace(dict.fromkeys(self.names, plan)) for plan in candidates}
+
+
+def targets_of(
+    config: ModelConfig, dtype: torch.dtype, family: RowFamily, only: Sequence[str] = ORDER
+) -> list[Target]:
+    """A model's linears in the order of the search; with `only`, those that it names."""
+    names_of: dict[TuningKey, list[str]] = {}
+    for name in ORDER:
+        names_of.setdefault(TuningKey.of(config.linears[name], family, dtype), []).append(name)
+    return [Target(tuple(n), key) for key, n in names_of.items() if not set(only).isdisjoint(n)]
+
+
+def candidate_plans(key: TuningKey) -> list[LinearPlan]:
+    """The grid that found the best plans on an H200, and the heuristic. Every plan is valid."""
+    heuristic = heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family)
+    if key.family == "fma":
+        grid = _fma_grid(key)
+    elif key.kind == "sample" or key.dtype == torch.float32 or key.K % linear_gluon.ALIGNMENT:
+        grid = _pipelined_dot_grid(key, heuristic)
+    else:
+        grid = _dot_grid(key)
+    return [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key)]
+
+
+def _is_valid(plan: LinearPlan, key: TuningKey) -> bool:
+    with contextlib.suppress(ValueError):
+        tuning.check_plan(plan, key.kind, key.K, key.dtype)
+        return True
+    return False
+
+
+def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
+    K, (least, most) = key.K, FMA_REGISTERS
+    fitting = [size for size in (1024, 2048, 4096) if size <= K and 4 * (-K % size) <= K]
+    sizes = fitting or [max(16, int(triton.next_power_of_2(K)))]
+    for block_m, block_k, warps in product((1, 2, 4, 8, 16), sizes, (2, 4, 8)):
+        plan = LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
+        # The cost of many tiles in the sampler after lm_head is not part of the chain.
+        few_tiles = key.kind != "sample" or block_m >= 4
+        if few_tiles and least <= tuning.weight_registers(plan, K, key.dtype) <= most:
+            yield plan
+
+
+def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
+    """For the kernel of `linear_gluon.py`."""
+    rows = 2 if key.kind == "swiglu" else 1
+    for outputs, block_k, splits, stages, warps in product(
+        (32, 64, 128), (64, 128, 256), (1, 2, 4), (3, 4, 5, 6), (4, 8)
+    ):
+        plan = LinearPlan("dot", rows * outputs, block_k, splits, stages, warps)
+        programs = triton.cdiv(key.M, plan.block_m) * splits
+        least, most = DOT_PROGRAMS
+        # A weight too small or too large for that many still gets the fewest or most outputs.
+        if programs < least and (outputs, splits) != (32, 1):
+            continue
+        if programs > most and outputs < 128:
+            continue
+        even = splits == 1 or key.K % (block_k * splits) == 0
+        long = triton.cdiv(key.K, block_k * splits) >= stages - 1
+        room = tuning.shared_bytes(plan, key.dtype)
+        # With fewer rows, 8 warps would have one instruction each.
+        busy = warps == 4 or plan.block_m >= 128
+        if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= DOT_SHARED_BYTES:
+            yield plan
+
+
+def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
+    """For the kernel of `linear_triton.py`, whose loop Triton pipelines."""
+    M, K = key.M, key.K
+    # float32 multiplies from registers, and large tiles need too many.
+    sizes = (16, 32) if key.dtype == torch.float32 else (128, 256)
+    fitting = [size for size in sizes if K % size == 0] or [heuristic.block_k]
+    for block_m, block_k, splits, stages in product((32, 64), fitting, (1, 2, 4, 8), (3, 4, 5)):
+        programs = triton.cdiv(M, block_m) * splits
+        # Splits fill SMs that would be idle; an H200 has 132.
+        pays = M <= 9000 and K % (block_k * splits) == 0 and 120 <= programs <= 8 * 132
+        if splits > 1 and not pays:
+            continue
+        plan = LinearPlan("dot", block_m=block_m, block_k=block_k, splits=splits, stages=stages)
+        long = triton.cdiv(K, block_k * splits) >= stages - 1
+        if long and tuning.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
+            yield plan
+            yield plan._replace(overlap=False)

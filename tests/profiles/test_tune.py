@@ -1,0 +1,530 @@
+"""The search for plans with an injected timer, its chain on references, and its command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from graphengine.cli import main as cli
+from graphengine.kernels import (
+    DecodeLanes,
+    LinearKind,
+    LinearPlan,
+    Residual,
+    RowFamily,
+    heuristic_plan,
+)
+from graphengine.models import tuning
+from graphengine.models.blocks import gqa
+from graphengine.models.contract import (
+    DecodeLaunch,
+    LinearPlans,
+    StateTensors,
+    heuristic_plans,
+)
+from graphengine.models.tuning import TuningKey
+from graphengine.profiles import tune
+from graphengine.profiles.benchmark.shapes import model_shape
+from graphengine.profiles.tuning import candidates, chain_bench
+from graphengine.profiles.tuning.chain_bench import ChainBench, Times
+from graphengine.profiles.tuning.search import Step, search
+from launches.tuning_cases import BF16, DOT, FAMILIES, KINDS, MODEL, key_of, keys
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test sees the user's own tables."""
+    monkeypatch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# Candidates.
+
+SHIPPED = tuning.shipped_table("NVIDIA H200")
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=keys())
+def test_every_candidate_is_valid(key: TuningKey) -> None:
+    plans = candidates.candidate_plans(key)
+    heuristic = heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family)
+    assert len(set(plans)) == len(plans) <= 100
+    for plan in plans:
+        tuning.check_plan(plan, key.kind, key.K, key.dtype)
+        registers = tuning.weight_registers(plan, key.K, key.dtype)
+        tiles = -(-key.K // plan.block_k)
+        if plan == heuristic:
+            continue
+        if plan.family == "fma":
+            assert 12 <= registers <= 96
+            assert plan.block_m >= (4 if key.kind == "sample" else 1)
+        else:
+            assert tuning.shared_bytes(plan, key.dtype) <= candidates.DOT_SHARED_BYTES
+            assert plan.splits == 1 or key.K % (plan.block_k * plan.splits) == 0
+            assert -(-tiles // plan.splits) >= plan.stages - 1
+
+
+@pytest.mark.parametrize("key", SHIPPED, ids=str)
+def test_the_grid_holds_the_plans_that_won(key: TuningKey) -> None:
+    plans = candidates.candidate_plans(key)
+    assert SHIPPED[key].plan in plans
+    assert 5 <= len(plans) <= 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("M", "K"), [(2, 1), (6, 73), (330, 72), (32, 4097), (2560, 9728)])
+def test_odd_shapes_have_a_plan(kind: LinearKind, M: int, K: int, family: RowFamily) -> None:
+    plans = candidates.candidate_plans(TuningKey(family, kind, M, K, BF16))
+    assert plans[0] == heuristic_plan(kind, M, K, BF16, family)
+
+
+def test_a_chain_exceeds_the_cache_and_is_no_longer_than_the_model() -> None:
+    assert chain_bench.chain_layers(model_shape("llama-1b"), BF16) == 9
+    assert chain_bench.chain_layers(model_shape("llama-8b"), BF16) == 3
+    assert chain_bench.chain_layers(MODEL, BF16) == 2
+    assert chain_bench.chain_layers(replace(MODEL, num_layers=1), BF16) == 2
+    assert chain_bench.chain_layers(replace(MODEL, num_layers=30), BF16) == 30
+
+
+def test_targets_of_a_model() -> None:
+    targets = candidates.targets_of(MODEL, BF16, "fma")
+    assert [target.names for target in targets] == [(name,) for name in candidates.ORDER]
+    assert [target.key for target in targets] == [key_of(name) for name in candidates.ORDER]
+    some = candidates.targets_of(MODEL, BF16, "dot", ["qkv", "down"])
+    assert [target.names for target in some] == [("down",), ("qkv",)]
+    # Linears of one shape share the entry of a table.
+    square = replace(MODEL, ffn_size=MODEL.attention.q_size)
+    shared = candidates.targets_of(square, BF16, "dot", ["output"])[0]
+    assert shared.names == ("down", "output")
+    plans = heuristic_plans(square.linears, BF16, "dot")
+    variants = shared.variants(plans)
+    assert next(iter(variants.items())) == (plans["down"], plans)
+    for plan, variant in variants.items():
+        assert variant == plans.replace({"down": plan, "output": plan})
+
+
+# The search.
+
+
+class FakeBench(ChainBench):
+    """Times from a function; plans that it gives a string are refused with that."""
+
+    def __init__(self, time_of: Callable[[LinearPlans], Times | str]) -> None:
+        self.time_of = time_of
+        self.prepared: list[LinearPlans] = []
+        self.timed: list[tuple[LinearPlans, bool]] = []
+
+    def prepare(self, variants: Sequence[LinearPlans], *, seconds: float) -> dict[LinearPlans, str]:
+        self.prepared += variants
+        answers = {plans: self.time_of(plans) for plans in variants}
+        return {plans: answer for plans, answer in answers.items() if isinstance(answer, str)}
+
+    def times(self, variants: Sequence[LinearPlans], *, head: bool) -> list[Times]:
+        assert set(variants) <= set(self.prepared)
+        self.timed += [(plans, head) for plans in variants]
+        answers = []
+        for plans in variants:
+            answer = self.time_of(plans)
+            assert not isinstance(answer, str)
+            answers.append(answer)
+        return answers
+
+
+LLAMA = model_shape("llama-1b")
+
+
+def run_search(
+    time_of: Callable[[LinearPlans], Times | str],
+    family: RowFamily = "dot",
+    only: Sequence[str] = candidates.ORDER,
+    **options: Any,
+) -> tuple[LinearPlans, list[Step], FakeBench]:
+    bench, steps = FakeBench(time_of), list[Step]()
+    plans = search(
+        candidates.targets_of(LLAMA, BF16, family, only),
+        heuristic_plans(LLAMA.linears, BF16, family),
+        bench,
+        report=steps.append,
+        **{"seconds": math.inf} | options,
+    )
+    return plans, steps, bench
+
+
+def distance(plan: LinearPlan, other: LinearPlan) -> float:
+    """Doublings between two plans, and one for another `overlap`."""
+    sizes, other_sizes = plan._replace(overlap=True)[1:], other._replace(overlap=True)[1:]
+    doublings = sum(abs(math.log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True))
+    return doublings + (plan.overlap != other.overlap)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_best_of_each_linear_is_found(family: RowFamily) -> None:
+    best = LinearPlans(
+        {
+            name: SHIPPED[TuningKey.of(shape, family, BF16)].plan
+            for name, shape in LLAMA.linears.items()
+        }
+    )
+    rows = tune.DEFAULT_ROWS[family]
+
+    def time_of(plans: LinearPlans) -> Times:
+        return (10 + sum(map(distance, plans.values(), best.values())),) * len(rows)
+
+    plans, steps, bench = run_search(time_of, family)
+    assert plans == best
+    # A second round finds nothing better; where it meets what it has seen it measures nothing.
+    assert tuple(step.target.names[0] for step in steps[:5]) == candidates.ORDER
+    assert 6 <= len(steps) < 10
+    assert {step.gain for step in steps[5:]} == {0.0}
+    assert {head for _, head in bench.timed} == {False, True}
+    assert bench.prepared[0] == heuristic_plans(LLAMA.linears, BF16, family)
+
+
+def test_neighbours_are_in_place() -> None:
+    """A plan of qkv that is good with one of down only: the second round finds the pair."""
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
+    qkv, output = (
+        next(p for p in candidates.candidate_plans(key) if p != start[name])
+        for name in ("qkv", "output")
+        for key in [TuningKey.of(LLAMA.linears[name], "dot", BF16)]
+    )
+
+    def time_of(plans: LinearPlans) -> Times:
+        if plans["output"] == output:
+            return (80.0, 80.0) if plans["qkv"] == qkv else (90.0, 90.0)
+        return (120.0, 120.0) if plans["qkv"] == qkv else (100.0, 100.0)
+
+    plans, steps, bench = run_search(time_of)
+    assert plans == start.replace({"qkv": qkv, "output": output})
+    gains = [(step.target.names[0], round(step.gain, 3)) for step in steps if step.gain]
+    assert gains == [("output", 0.1), ("qkv", 0.111)]
+    # One linear differs from those in use, in everything that is measured.
+    for timed, _ in bench.timed:
+        assert any(
+            sum(a != b for a, b in zip(timed, used, strict=True)) <= 1
+            for used in (start, start.replace({"output": output}), plans)
+        )
+
+
+def test_rounds_are_limited() -> None:
+    """Each step finds something: there is no third round."""
+    clock = iter(range(10_000))
+    _, steps, _ = run_search(lambda plans: (1000.0 / (1 + next(clock)),) * 2)
+    assert len(steps) == 10
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.05, False), (0.15, False), (0.3, True), (5, True)])
+def test_a_plan_stays_unless_it_is_clearly_beaten(gain: float, kept: bool) -> None:
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
+    better = candidates.candidate_plans(key_of_llama("down"))[3]
+
+    def time_of(plans: LinearPlans) -> Times:
+        return (100.0 - gain,) * 2 if plans["down"] == better else (100.0,) * 2
+
+    plans, steps, _ = run_search(time_of, only=["down"])
+    assert plans["down"] == (better if kept else start["down"])
+    assert len(steps) == 1, "with the same neighbours a second round finds nothing new"
+    table = steps[0].table((8, 32))
+    starred = [line for line in table.splitlines() if line.startswith("* ")]
+    assert len(starred) == 1
+    assert f"{-gain if kept else 0:+.2f}%" in starred[0]
+    assert "us at 8" in table
+    assert "us at 32" in table
+
+
+def key_of_llama(linear: str) -> TuningKey:
+    return TuningKey.of(LLAMA.linears[linear], "dot", BF16)
+
+
+def test_every_number_of_rows_counts_the_same() -> None:
+    first, second = candidates.candidate_plans(key_of_llama("down"))[3:5]
+    times = {first: (9.0, 111.0), second: (11.0, 80.0)}
+    plans, _, _ = run_search(lambda p: times.get(p["down"], (10.0, 100.0)), only=["down"])
+    assert plans["down"] == second
+
+
+def test_plans_that_are_refused_do_not_win() -> None:
+    fast = candidates.candidate_plans(key_of_llama("gate_up"))[2:6]
+
+    def time_of(plans: LinearPlans) -> Times | str:
+        return "gate_up is off by 7\nand so on" if plans["gate_up"] in fast else (5.0, 5.0)
+
+    plans, steps, bench = run_search(time_of, only=["gate_up"])
+    assert plans == heuristic_plans(LLAMA.linears, BF16, "dot")
+    assert not {timed["gate_up"] for timed, _ in bench.timed} & set(fast)
+    assert set(steps[0].refused) == set(fast)
+    assert "4 refused, 0 not tried" in steps[0].table((8, 32))
+    assert steps[0].table((8, 32)).endswith("  refused: gate_up is off by 7")
+
+
+def test_plans_to_start_from_must_work() -> None:
+    with pytest.raises(RuntimeError, match=r"LinearPlans\(.* cannot be measured: down: broken"):
+        run_search(lambda plans: "down: broken")
+
+
+def test_the_time_is_bounded() -> None:
+    clock: Iterator[int] = iter(range(1000))
+    _, steps, bench = run_search(
+        lambda plans: (float(plans["down"].block_m),) * 2, seconds=5, clock=lambda: next(clock)
+    )
+    # Until 5: what begins a search, what begins a step, one batch, and no more.
+    (step,) = steps
+    assert step.target.names == ("down",)
+    assert len(bench.timed) == len(step.times) == 17
+    assert step.untried == len(candidates.candidate_plans(step.target.key)) - 17
+    assert f"{step.untried} not tried" in step.table((8, 32))
+
+
+def test_without_time_nothing_changes() -> None:
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
+    plans, steps, _ = run_search(lambda plans: (1.0, 1.0), seconds=0.0)
+    assert (plans, steps) == (start, [])
+
+
+def test_a_step_without_time_has_a_table() -> None:
+    clock = iter([0, 0, 0, 0, 9, 9, 9, 9, 9, 9])
+    start = heuristic_plans(LLAMA.linears, BF16, "dot")
+    plans, (step,), bench = run_search(lambda p: (1.0, 1.0), seconds=5, clock=lambda: next(clock))
+    assert plans == start
+    assert not bench.timed
+    assert "0 plans measured" in step.table((8, 32))
+
+
+# The chain, and the checks, on references.
+
+
+def bench_of(rows: tuple[int, ...] = (1, 20), processes: int = 0, **changes: Any) -> ChainBench:
+    config, dtype = replace(MODEL, **changes), torch.float32
+    model = chain_bench.chain_model(config, dtype, torch.device("cpu"), layers=2)
+    return ChainBench(model, rows, processes=processes)
+
+
+PLANS = LinearPlans(dict.fromkeys(LLAMA.linears, DOT))
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_chain_is_a_decode_step_without_attention(
+    biases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(attention_bias=biases, mlp_bias=biases)
+    config = bench.model.config
+    results = list(bench.launches(PLANS, 20, layers=2, head=True))
+    assert [name for name, _ in results] == ["qkv", "output", "gate_up", "down"] * 2 + ["lm_head"]
+    q_size = config.attention.q_size
+    monkeypatch.setattr(gqa, "decode_attention", lambda qkv, *_, **__: qkv[:, :q_size])
+    slot = torch.arange(20, dtype=torch.int32)
+    x = bench._x.clone()
+    start = Residual(x, x.clone(), x.square().sum(dim=1)[None])
+    out = bench.model.decode(
+        DecodeLanes(**dict.fromkeys(DecodeLanes._fields, slot)),
+        start,
+        StateTensors(
+            torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim),
+            torch.zeros((20, 1), dtype=torch.int32),
+        ),
+        DecodeLaunch(plans=PLANS, split_tokens=64, arrivals=slot),
+    )
+    chain = results[7][1]
+    torch.testing.assert_close(chain.x, out.x)
+    torch.testing.assert_close(chain.scaled, out.scaled)
+    # And again the same: replays start where the first one did.
+    *_, (_, again), _ = bench.launches(PLANS, 20, layers=2, head=True)
+    assert torch.equal(again.x, chain.x)
+
+
+def test_right_results_pass() -> None:
+    bench = bench_of()
+    other = PLANS.replace({"down": DOT._replace(block_m=16)})
+    assert bench.prepare([PLANS, other], seconds=1) == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "named"),
+    [
+        ("linear", "store", "qkv"),
+        ("linear", "swiglu", "gate_up"),
+        ("linear_residual", "output", "output"),
+        ("linear_residual", "down", "down"),
+        ("linear_sample", "sample", "lm_head"),
+    ],
+)
+@pytest.mark.parametrize("spoil", ["value", "nan"])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_wrong_results_are_refused(
+    function: str, kind: str, named: str, part: int, spoil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wrong row of 20 in one plan of two."""
+    bench = bench_of()
+    right, changed = getattr(chain_bench, function), DOT._replace(block_m=16)
+
+    def wrong(x: torch.Tensor, *operands: Any, plan: LinearPlan, **options: Any) -> Any:
+        result = right(x, *operands, plan=plan, **options)
+        if plan != changed or len(x) < 20:
+            return result
+        if kind == "sample":
+            # Another token of the row, or none.
+            best, health = result
+            best[-1] = best[-1] ^ 5 if spoil == "value" else best[-1]
+            health[-1] = 1 if spoil == "value" else 2
+            return best, health
+        target = result[part] if isinstance(result, Residual) else result
+        target[..., -1] += 0.25 * target.abs().max() if spoil == "value" else math.nan
+        return result
+
+    monkeypatch.setattr(chain_bench, function, wrong)
+    variant = PLANS.replace({named: changed})
+    refused = bench.prepare([PLANS, variant], seconds=1)
+    assert list(refused) == [variant]
+    assert refused[variant].startswith(f"{named} of 20 rows is off by ")
+
+
+def test_a_plan_that_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*operands: Any, **options: Any) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(chain_bench, "linear", fail)
+    assert bench_of().prepare([PLANS], seconds=1) == {PLANS: "PassManager::run failed"}
+
+
+@pytest.mark.slow
+def test_plans_are_compiled_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(processes=1)
+    try:
+        assert bench.prepare([PLANS], seconds=math.inf) == {}
+        # What is not begun in time is not used, and not held against the plan later on.
+        many = [PLANS.replace({"down": DOT._replace(stages=n)}) for n in range(1, 9)]
+        late = bench.prepare(many, seconds=0)
+        assert set(late.values()) == {"not compiled in time"}
+        assert many[-1] in late
+        assert bench.prepare(many, seconds=math.inf) == {}
+    finally:
+        bench.close()
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0"], "rows='0' must be positive integers"),
+        (["--rows", "1,x"], "rows='1,x' must be positive integers"),
+        (["--rows", "65", "--family", "dot"], "--rows 65: dot serves up to 64"),
+        (["--rows", "8"], "--rows 8: fma serves up to 2"),
+        (["--seconds", "0"], "--seconds 0.0 must be positive"),
+        (["--device", "cpu"], "tuning measures on an NVIDIA GPU, and --device is 'cpu'"),
+    ],
+)
+def test_options_are_checked(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", "--checkpoint", "demo", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--family", "gemm"], ["--only", "qkv", "head"], ["--dtype", "int8"]]
+)
+def test_names_are_checked(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["tune", "--checkpoint", "demo", *options])
+    assert exit_.value.code == 2
+    assert f"invalid choice: '{options[-1]}'" in capsys.readouterr().err
+
+
+def test_help_comes_through_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["tune", "--help"])
+    assert exit_.value.code == 0
+    assert "--seconds" in capsys.readouterr().out
+
+
+def test_a_command_writes_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the measurement."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(tune, "compile_processes", lambda model: 3)
+    monkeypatch.setattr(tune, "chain_model", lambda *setting, layers: setting)
+
+    class Timer(FakeBench):
+        def __init__(self, model: Any, rows: tuple[int, ...], *, processes: int) -> None:
+            assert processes == 3
+            super().__init__(lambda plans: tuple(float(r + plans["down"].block_m) for r in rows))
+
+        def times(self, variants: Sequence[LinearPlans], *, head: bool) -> list[Times]:
+            found = super().times(variants, head=head)
+            return [tuple(us + 7 * head for us in times) for times in found]
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Timer] = []
+    monkeypatch.setattr(tune, "ChainBench", Timer)
+    path = tuning.user_table_path("NVIDIA Test")
+    assert cli.main(["tune", "--shape", "llama-1b", "--dtype", "float16"]) == 0
+    table = tuning.read_table(path, "NVIDIA Test")
+    assert table.keys() == {
+        TuningKey.of(shape, family, torch.float16)
+        for family in FAMILIES
+        for shape in LLAMA.linears.values()
+    }
+    assert len(closed) == 2
+    down, lm_head = (LLAMA.linears[name] for name in ("down", "lm_head"))
+    entry = table[TuningKey.of(down, "dot", torch.float16)]
+    assert entry.plan.block_m == 32
+    # At 8 rows, and shared among 9 layers.
+    assert entry.us == round((8 + 32) / 9, 1)
+    assert table[TuningKey.of(lm_head, "dot", torch.float16)].us == 7.0
+    assert entry.torch == torch.__version__
+    printed = capsys.readouterr().out
+    assert str(path) in printed
+    assert "dot, 32 rows: 7.1 us a layer, 7.0 us lm_head" in printed
+
+    out = tmp_path / "more" / "table.json"
+    options = ["--only", "down", "--family", "fma", "--rows", "2,1", "--out", str(out)]
+    assert cli.main(["tune", "--shape", "llama-1b", *options]) == 0
+    ((key, entry),) = tuning.read_table(out, "NVIDIA Test").items()
+    assert key == TuningKey.of(down, "fma", BF16)
+    assert entry.us == round((2 + entry.plan.block_m) / 9, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--checkpoint", "demo"]) == 2
+    assert "tuning measures on an NVIDIA GPU, and torch finds none" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_tunes_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search in each family writes what an engine then takes."""
+    out = tmp_path / "table.json"
+    options = ["--checkpoint", "demo", "--dtype", "bfloat16", "--only", "output", "lm_head"]
+    assert cli.main(["tune", *options, "--seconds", "60", "--out", str(out)]) == 0
+    table = tuning.read_table(out, tuning.device_name("cuda"))
+    assert {key.family for key in table} == set(FAMILIES)
+    assert {key.kind for key in table} == {"residual", "sample"}
+    assert capsys.readouterr().out.count("plans measured") >= len(table)
+    assert all(entry.us > 0 for entry in table.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_heuristic_plans_agree_with_the_reference(family: RowFamily, dtype: torch.dtype) -> None:
+    config = replace(MODEL, hidden_size=584, ffn_size=1026)
+    model = chain_bench.chain_model(config, dtype, torch.device("cuda"), layers=2)
+    bench = ChainBench(model, tune.DEFAULT_ROWS[family])
+    plans = heuristic_plans(config.linears, dtype, family)
+    assert bench.prepare([plans], seconds=math.inf) == {}
+    (chain,), (whole,) = (bench.times([plans], head=head) for head in (False, True))
+    assert all(0 < a < b < 10_000 for a, b in zip(chain, whole, strict=True))

@@ -1,0 +1,53 @@
+"""A small model, plans and keys, for the tests of tables of plans and of the search."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from hypothesis import strategies as st
+
+from graphengine.kernels import (
+    LinearKind,
+    LinearPlan,
+    RopeConfig,
+    RowFamily,
+)
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.tuning import TuningKey
+
+FAMILIES: tuple[RowFamily, ...] = get_args(RowFamily)
+KINDS: tuple[LinearKind, ...] = get_args(LinearKind)
+BF16 = torch.bfloat16
+
+MODEL = DecoderConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=331,
+    hidden_size=72,
+    ffn_size=100,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=80,
+    norm_eps=1e-5,
+    max_positions=512,
+    rope=RopeConfig(kind="default", theta=1e4),
+)
+
+FMA = LinearPlan("fma", block_m=4, block_k=128, warps=2)
+DOT = LinearPlan("dot", block_m=32, block_k=32, splits=2, stages=3, warps=8)
+
+
+def keys() -> st.SearchStrategy[TuningKey]:
+    return st.builds(
+        TuningKey,
+        st.sampled_from(FAMILIES),
+        st.sampled_from(KINDS),
+        st.integers(1, 70_000).map(lambda half: 2 * half),
+        st.integers(1, 16_384),
+        st.sampled_from([torch.float32, torch.float16, BF16]),
+    )
+
+
+def key_of(linear: str, family: RowFamily = "fma") -> TuningKey:
+    return TuningKey.of(MODEL.linears[linear], family, BF16)
