@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from os import PathLike
@@ -22,8 +23,11 @@ from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
+from graphengine.host.gate import Gate
+from graphengine.host.scheduler import Scheduler
 from graphengine.kernels import RowFamily
 from graphengine.models.contract import Model
+from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import open_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prompts import Prompt
@@ -70,10 +74,6 @@ class Engine:
             eos_ids=self.eos_ids,
             drafter=drafter,
         )
-        self.scheduler = self.core.scheduler
-        self.counters = self.core.counters
-        self.gate = self.core.gate
-        self.recorder = self.core.recorder
         log.info("captured\n%s", self.report())
 
     @classmethod
@@ -105,6 +105,28 @@ class Engine:
         if self.core.closed:
             raise ValueError("the engine is closed, and what its runtime held is freed")
         return self.core.runtime
+
+    # The core owns these; here they can only be read.
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Slots, queue and KV blocks; for tools and tests."""
+        return self.core.scheduler
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What `stats()["counters"]` copies, as it is counted."""
+        return self.core.counters
+
+    @property
+    def gate(self) -> Gate | None:
+        """What chooses how many drafts a step has; None where it is always as many."""
+        return self.core.gate
+
+    @property
+    def recorder(self) -> Recorder:
+        """Times of each replay, once its `start()` was called."""
+        return self.core.recorder
 
     # What a caller does with requests.
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from graphengine.checks import check_number, is_int
 
-# That of the kernels, which a test compares: options are made without importing torch.
-MAX_LOGPROBS = 20
 MAX_PENALTY = 2.0
 # Beyond them products and quotients leave float32's range, whatever the temperature.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from graphengine.checks import INT32_MAX, is_int
-from graphengine.kernels import USES_COUNTS, USES_REPETITION
+from graphengine.kernels import MAX_LOGPROBS, USES_COUNTS, USES_REPETITION
 from graphengine.logits_params import (
-    MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,

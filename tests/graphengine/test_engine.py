@@ -556,3 +556,15 @@ def test_events_of_others_wait_for_the_next_step(engine: Engine) -> None:
     events = engine.step()
     assert tokens_of(events_of(request, events)) == expected
     assert events[-1].finish_reason is not None and not engine.busy
+
+
+# Tools.
+
+
+@pytest.mark.parametrize("name", ["scheduler", "counters", "gate", "recorder"])
+def test_what_the_core_owns_is_read_and_not_replaced(engine: Engine, name: str) -> None:
+    owned = getattr(engine, name)
+    assert owned is getattr(engine.core, name)
+    with pytest.raises(AttributeError):
+        setattr(engine, name, None)
+    assert getattr(engine, name) is owned
