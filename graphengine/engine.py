@@ -58,9 +58,9 @@ class Engine:
         memory: MemoryPlan,
         config: EngineConfig,
         *,
+        drafter: Drafter,
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
-        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.memory = memory

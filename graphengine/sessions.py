@@ -295,7 +295,7 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
 
 def _check_sessions(core: EngineCore) -> None:
     core.check_open()
-    if core.drafter is not None and core.drafter.prompts_only:
+    if core.needs.prompts_only:
         raise ValueError(
             f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
         )

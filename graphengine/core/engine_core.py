@@ -20,7 +20,7 @@ from graphengine.core.delivery import Delivery
 from graphengine.core.intake import Intake, QueueOptions
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
-from graphengine.drafters import Drafter
+from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
 from graphengine.host.replay import Replay
@@ -56,6 +56,7 @@ def _counts_of_oldest(core: EngineCore, timeout: float | None) -> tuple[int, int
 class EngineCore:
     """Scheduler, intake, delivery, gate and recorder around one `runtime`, which it closes.
 
+    needs        what the drafter asks for
     in_flight    replays of each step that was launched and not yet collected, oldest first
     description  what latency and numerics depend on, for reports
     closed       whether `close()` was called
@@ -70,13 +71,13 @@ class EngineCore:
         *,
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
-        drafter: Drafter | None,
+        drafter: Drafter,
     ) -> None:
         self.config = config
         self.memory = memory
         self.runtime = runtime
-        self.drafter = drafter
-        self.scheduler = new_scheduler(memory, config, drafter, runtime.model.config)
+        self.drafter, self.needs = drafter, drafter.needs
+        self.scheduler = new_scheduler(memory, config, drafter.needs, runtime.model.config)
         self.counters = self.scheduler.counters
         self.gate: Gate | None = None
         if config.gate_options is not None:
@@ -103,7 +104,7 @@ class EngineCore:
             vocab_size=runtime.model.config.vocab_size,
             vocabulary=runtime.model.lm_head.shape[0],
             eos_ids=eos_ids,
-            prompts_only=drafter is not None and drafter.prompts_only,
+            prompts_only=drafter.needs.prompts_only,
             cancelled=self.delivery.cancelled,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
@@ -156,7 +157,7 @@ class EngineCore:
         self.check_open()
         scheduler = self.scheduler
         unfinished = any(request is each for each in (*scheduler.active, *scheduler.waiting))
-        self.intake.draft(request, token_ids, self.drafter, unfinished=unfinished)
+        self.intake.draft(request, token_ids, self.needs, unfinished=unfinished)
 
     @property
     def busy(self) -> bool:
@@ -213,13 +214,12 @@ class EngineCore:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
         if self.recorder.recording:
             self.recorder.loading()
-        drafter = self.drafter
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
         if plan.masks_changed:
             # Before the host's drafts are used up.
             updates |= self.runtime.masks.updates(plan, self.scheduler.slots)
-        if drafter is not None and drafter.host_drafts and plan.rows:
+        if self.needs.host_drafts and plan.rows:
             updates |= draft_updates(plan, self.scheduler.slots, self.counters)
         if updates:
             self.runtime.load(updates)
@@ -243,7 +243,7 @@ class EngineCore:
             rows, drafts, full = plan.bucket, plan.width - 1, plan.full
             key = decode_key(rows, drafts, self.runtime.program.samplers[-1 if full else 0])
             replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
-            if self.drafter is not None and self.drafter.own_graph:
+            if self.needs.own_graph:
                 # It publishes nothing, so nothing waits for it.
                 self._run(draft_key(rows, drafts), replays[-1])
         if plan.masks_changed and self.scheduler.guided:
@@ -314,7 +314,7 @@ class EngineCore:
         except BaseException as error:
             self._break(error)
             raise
-        if self.drafter is not None:
+        if self.needs.collects:
             with runtime.on_stream():
                 for replay in replays:
                     if replay.chunk is not None:
@@ -336,21 +336,19 @@ class EngineCore:
             return
         if self.broken is None:
             self.runtime.synchronize()
-            if self.drafter is not None:
-                self.counters.update(self.drafter.counters())  # the device no longer holds them
+            self.counters.update(self.drafter.counters())  # the device no longer holds them
         self.scheduler.close()
         self.closed = True
         self.recorder.close()
         self.in_flight.clear()
         self.delivery.clear()
         self.runtime.close()
-        drafter, self.drafter = self.drafter, None
-        if drafter is not None:
-            drafter.close()
+        drafter, self.drafter = self.drafter, NoDrafter()
+        drafter.close()
 
 
 def new_scheduler(
-    memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None, model: ModelConfig
+    memory: MemoryPlan, config: EngineConfig, needs: DraftNeeds, model: ModelConfig
 ) -> Scheduler:
     """The scheduler of an engine with these sizes.
 
@@ -365,15 +363,15 @@ def new_scheduler(
         block_size=memory.block_size,
         max_chunk=memory.prefill_ladder.sizes[-1],
         tokens_per_step=memory.tokens_per_step,
-        reserve_extra=0 if drafter is None else drafter.reserve,
+        reserve_extra=needs.reserve,
         max_seq_len=memory.max_seq_len,
         ladder=memory.ladder,
         max_waiting=config.max_waiting,
         lookahead=config.lookahead,
         prefix_caching=config.prefix_caching,
         kept_blocks=0 if recurrent else config.session_blocks,
-        tokens_after=0 if drafter is None else drafter.tokens_after,
-        note_all=config.relaxed_acceptance is not None or (drafter is not None and drafter.notes),
+        tokens_after=needs.tokens_after,
+        note_all=config.relaxed_acceptance is not None or needs.notes,
     )
 
 

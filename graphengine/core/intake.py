@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack
 
 from graphengine.checks import is_finite, is_int, is_number
 from graphengine.config import EngineConfig
-from graphengine.drafters import Drafter
+from graphengine.drafters import DraftNeeds
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
 from graphengine.requests.guided import Grammars
@@ -178,7 +178,7 @@ class Intake:
         self,
         request: Request,
         token_ids: Sequence[int],
-        drafter: Drafter | None,
+        needs: DraftNeeds,
         *,
         unfinished: bool,
     ) -> None:
@@ -188,7 +188,7 @@ class Intake:
 
         ValueError if there are too many, if the request cannot have any, and for anything else.
         """
-        if drafter is None or not drafter.host_drafts:
+        if not needs.host_drafts:
             raise ValueError(
                 f"speculative={self._config.speculative!r}: only UserProvided takes drafts"
             )
@@ -196,7 +196,7 @@ class Intake:
             raise ValueError(f"{request!r} has ended: nothing verifies its drafts")
         if not unfinished:
             raise ValueError(f"{request!r} is no request of this engine")
-        length = drafter.length
+        length = needs.length
         ids = token_ids_of(
             token_ids,
             self._vocab_size,

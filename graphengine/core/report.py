@@ -85,15 +85,14 @@ def statistics(
     scheduler: Scheduler,
     acceptance: Acceptance,
     gate: Gate | None,
-    drafter: Drafter | None,
+    drafter: Drafter,
 ) -> dict[str, Any]:
     """What `Engine.stats` says."""
-    own = {} if drafter is None else drafter.counters()
     return {
         "acceptance": acceptance.as_dict(),
         "gate": None if gate is None else {"drafts": gate.drafts},
         "kv": _kv_blocks(scheduler),
-        "counters": dict(scheduler.counters) | own,
+        "counters": dict(scheduler.counters) | drafter.counters(),
     }
 
 

@@ -73,7 +73,7 @@ class Runtime:
         model: Model,
         memory: MemoryPlan,
         config: EngineConfig,
-        drafter: Drafter | None,
+        drafter: Drafter,
     ) -> None:
         held = allocate(model, memory, config, drafter)
         self.model = model

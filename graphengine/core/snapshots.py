@@ -22,8 +22,6 @@ from torch import Tensor
 
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
-from graphengine.drafters import Drafter, DraftModelDrafter
-from graphengine.drafters.modules import ModuleDrafter
 from graphengine.models.contract import StoredWeights
 from graphengine.models.tensor_files import save_whole
 from graphengine.speculative import DraftModel, Speculative, describe
@@ -232,7 +230,7 @@ def origin_of(core: EngineCore) -> Origin:
         model=_fingerprint(core.runtime.model.weights),
         caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
         speculative=_without_path(core.config.mode),
-        drafter=_fingerprint_of(core.drafter),
+        drafter="" if core.drafter.weights is None else _fingerprint(core.drafter.weights),
         numerics_id=core.runtime.numerics_id,
     )
 
@@ -246,13 +244,6 @@ def _without_path(mode: Speculative | None) -> str:
     if isinstance(mode, DraftModel):
         return f"draft model, k={mode.k}"
     return describe(mode)
-
-
-def _fingerprint_of(drafter: Drafter | None) -> str:
-    """Fingerprint of what its KV depends on: empty for a drafter without weights."""
-    if isinstance(drafter, DraftModelDrafter | ModuleDrafter):
-        return _fingerprint(drafter.weights)
-    return ""
 
 
 def _fingerprint(weights: StoredWeights) -> str:

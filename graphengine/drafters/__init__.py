@@ -11,19 +11,23 @@ from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
 from graphengine.drafters.making import make_drafter
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
+from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter
 
 __all__ = [
     "DraftModelDrafter",
+    "DraftNeeds",
     "DraftSetting",
     "Drafter",
     "EagleDrafter",
     "FieldSizes",
     "HiddenStatesDrafter",
     "NGramDrafter",
+    "NoDrafter",
     "OwnGraphEagle",
     "Prefilled",
     "UserDrafter",

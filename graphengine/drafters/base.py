@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     FinishedStep,
@@ -32,7 +33,7 @@ from graphengine.kernels import (
 
 if TYPE_CHECKING:
     from graphengine.host.scheduler import PrefillChunk
-    from graphengine.models.contract import DecodeLaunch, Destinations, Model
+    from graphengine.models.contract import DecodeLaunch, Destinations, Model, StoredWeights
 
 
 class Verified(NamedTuple):
@@ -112,26 +113,50 @@ class DraftSetting(NamedTuple):
 
 
 class Drafter(ABC):
-    """A way to propose `length` tokens a step; `graphengine.speculative` has its options."""
+    """A way to propose `needs.length` tokens a step; `graphengine.speculative` has its options.
 
-    length: int
-    """K: drafts a step, at most."""
-    reserve: int = 0
-    """Positions past the last verified one that it writes into its own KV."""
-    tokens_after: int = 0
-    """Tokens after a position on which its KV there depends, or with which it overwrites it."""
-    notes: bool = False
-    """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
-    wants_hidden: bool = False
-    """Whether `prepare` needs the prompt's hidden states."""
-    host_drafts: bool = False
-    """Whether the host writes `draft_tokens`; then no replay may be launched ahead."""
-    own_graph: bool = False
-    """Whether `draft` is captured as a graph and replayed after each decode step."""
-    prompts_only: bool = False
-    """Whether a request ends after one sampled token; then no replay may be launched ahead."""
+    It says what it needs, and has the two moments: `prepare` and `propose`. The other methods are
+    for those with weights, fields or files of their own; here they hold and do nothing.
+    """
+
+    needs: DraftNeeds
+    weights: StoredWeights | None = None
+    """On which its KV depends, once `allocate` made them."""
     streams: Mapping[int, Tensor] = MappingProxyType({})
-    """[T or more, H] by layer of the target: where prefill leaves the stream after that layer."""
+    """[T or more, H] by layer of the target: where prefill leaves the stream after that layer.
+    Known once it is opened."""
+
+    @property
+    def length(self) -> int:
+        """K: drafts a step, at most."""
+        return self.needs.length
+
+    # What it takes. The engine asks before anything is allocated, except where it is said.
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of weights that it adds to the target's."""
+        return 0
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Bytes of the tables that it makes when it is opened."""
+        return 0
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        """Its own static fields."""
+        return []
+
+    def arrivals_at_most(self, lanes: int) -> int:
+        """`arrivals`, before plans exist, for launches of this many lanes."""
+        return 0
+
+    def arrivals(self, rows: int, lanes: int) -> int:
+        """Counters that its kernels need, besides those of decode steps of these rows and lanes.
+
+        Asked once it is allocated.
+        """
+        return 0
+
+    # Opening.
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         """Allocate its weights and choose its kernels' plans, where it has any.
@@ -140,44 +165,12 @@ class Drafter(ABC):
         """
         return {}
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of weights that it adds to the target's."""
-        return 0
-
-    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Shape of a block of its own KV, [layers, 2, block_size, G, D]; [0] without any."""
-        return (0,)
-
-    def fields(self, sizes: FieldSizes) -> list[Field]:
-        """Its own static fields."""
-        return []
-
-    @property
-    def lanes_of_row(self) -> int:
-        """Lanes of each row in its widest launch."""
-        return 1 + self.length
-
-    def arrivals(self, rows: int, lanes: int) -> int:
-        """Counters that its kernels need, besides those of decode steps of these rows and lanes."""
-        return 0
-
-    def arrivals_at_most(self, lanes: int) -> int:
-        """The same, before plans exist, for launches of this many lanes."""
-        return 0
-
-    def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the tables that it makes when it is opened."""
-        return 0
-
-    def counters(self) -> dict[str, int]:
-        """What it counts on the device; reading it waits for the device."""
-        return {}
-
-    @abstractmethod
-    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:  # noqa: B027
         """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D] of blocks
         as in the target's cache, or empty.
         """
+
+    # Captured.
 
     @abstractmethod
     def prepare(self, prefilled: Prefilled) -> None:
@@ -200,8 +193,15 @@ class Drafter(ABC):
         """What `propose` left to a separate graph, after a step of that many rows and drafts."""
         raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
 
-    def collect(self, chunk: PrefillChunk) -> None:  # noqa: B027
+    # On the host.
+
+    def counters(self) -> dict[str, int]:
+        """What it counts on the device; reading it waits for the device."""
+        return {}
+
+    def collect(self, chunk: PrefillChunk) -> None:
         """The host has read the replay of a prompt chunk. The current stream is the replays'."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing")
 
     def close(self) -> None:  # noqa: B027
         """The engine closes; its buffers and the device must not be used any more."""

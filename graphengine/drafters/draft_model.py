@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
 from graphengine.drafters.head import DraftHead
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     Residual,
@@ -30,9 +31,9 @@ from graphengine.models.contract import (
     DecodeLaunch,
     Destinations,
     ModelConfig,
+    ModelWeights,
     StateTensors,
     arrival_counters,
-    cache_shape,
     most_arrival_counters,
     stream_groups,
 )
@@ -48,13 +49,18 @@ class DraftModelDrafter(Drafter):
     checkpoint  where its weights are read from
     """
 
+    weights: ModelWeights
+
     def __init__(self, config: ModelConfig, length: int, checkpoint: Checkpoint) -> None:
         self.config = config
-        self.length = length
-        # The chain's last run is K positions after the last that the target verified.
-        self.reserve = length
-        # After a prompt its last token is fed again, by the decode kernels.
-        self.tokens_after = 1
+        self.needs = DraftNeeds(
+            length=length,
+            states=config.states,
+            # The chain's last run is K positions after the last that the target verified.
+            reserve=length,
+            # After a prompt its last token is fed again, by the decode kernels.
+            tokens_after=1,
+        )
         self._checkpoint = checkpoint
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
@@ -70,9 +76,6 @@ class DraftModelDrafter(Drafter):
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.config.allocate(device="meta", dtype=dtype).nbytes
-
-    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        return cache_shape(self.config.states, block_size)
 
     def arrivals(self, rows: int, lanes: int) -> int:
         return arrival_counters(self.config, self.config.linears, self.plans, self.lanes_of(rows))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphengine.drafters.base import Prefilled, Verified
 from graphengine.drafters.modules import ModuleDrafter
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     Residual,
@@ -38,11 +39,10 @@ class EagleDrafter(ModuleDrafter):
     """
 
     def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
-        super().__init__(config.first(1), length, vocabulary)
-        # The chain's last run is K - 1 positions after the last verified token.
-        self.reserve = length - 1
-        # A row pairs a hidden state with the token after it.
-        self.tokens_after = 1
+        # The chain's last run is K - 1 positions after the last verified token. A row pairs a
+        # hidden state with the token after it.
+        needs = DraftNeeds(reserve=length - 1, tokens_after=1)
+        super().__init__(config.first(1), length, vocabulary, needs)
 
     def prepare(self, prefilled: Prefilled) -> None:
         assert prefilled.hidden is not None, "a module reads hidden states"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.models.tensor_files import save_whole
 from graphengine.paths import expand_user
 from graphengine.speculative import SaveHiddenStates
@@ -50,9 +51,7 @@ class HiddenStatesDrafter(Drafter):
     close, and its prompt is tried again with the next ones.
     """
 
-    length = 0
-    wants_hidden = True
-    prompts_only = True
+    needs = DraftNeeds(wants_hidden=True, prompts_only=True, collects=True)
 
     def __init__(self, options: SaveHiddenStates, model: ModelConfig) -> None:
         self.directory = expand_user(options.directory)

@@ -13,6 +13,7 @@ from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
 from graphengine.drafters.ngram import NGramDrafter
+from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
@@ -38,17 +39,15 @@ from graphengine.speculative import (
 from graphengine.text.tokenizer import Tokenizer
 
 
-def make_drafter(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
-) -> Drafter | None:
+def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
 
-    None where the engine does not speculate. ValueError says why a mode does not fit.
+    `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
     _check_states(config.mode, model, "the model")
     match config.mode:
         case None:
-            return None
+            return NoDrafter()
         case MTP() as options:
             return _mtp(options, config, checkpoint, model)
         case NGram(k=k, max_n=max_n):

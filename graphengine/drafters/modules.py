@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphengine.drafters.base import Drafter, DraftSetting
 from graphengine.drafters.head import DraftHead
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     Fusion,
@@ -23,11 +24,11 @@ from graphengine.models.contract import (
     Destinations,
     Linears,
     arrival_counters,
-    cache_shape,
     most_arrival_counters,
 )
 from graphengine.models.mtp import (
     MtpConfig,
+    MtpWeights,
     allocate_mtp_weights,
     mtp_decode,
     mtp_prefill,
@@ -42,14 +43,17 @@ class ModuleDrafter(Drafter):
     config      of the modules that are run
     length      K
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    needs       what the subclass adds to them
     """
 
-    wants_hidden = True
+    weights: MtpWeights
 
-    def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None) -> None:
+    def __init__(
+        self, config: MtpConfig, length: int, vocabulary: Tensor | None, needs: DraftNeeds
+    ) -> None:
         self.config = config
-        self.length = length
         self.vocabulary = vocabulary
+        self.needs = replace(needs, length=length, states=config.states, wants_hidden=True)
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
@@ -66,11 +70,8 @@ class ModuleDrafter(Drafter):
         # The rows of lm_head that it keeps, and their ids.
         return own + rows * (self.config.hidden_size * dtype.itemsize + 4)
 
-    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
-        return cache_shape(self.config.states, block_size)
-
     def arrivals(self, rows: int, lanes: int) -> int:
-        widest = max(lanes, lanes // (1 + self.length) * self.lanes_of_row)
+        widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
         return arrival_counters(self.config, self._linears, self.plans, widest)
 
     def arrivals_at_most(self, lanes: int) -> int:

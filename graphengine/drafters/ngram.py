@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import ngram_prompt, ngram_propose
 
 
@@ -20,10 +21,8 @@ class NGramDrafter(Drafter):
     max_n   tokens of the longest suffix that is looked for
     """
 
-    notes = True
-
     def __init__(self, length: int, max_n: int) -> None:
-        self.length = length
+        self.needs = DraftNeeds(length=length, notes=True)
         self.max_n = max_n
 
     def fields(self, sizes: FieldSizes) -> list[Field]:

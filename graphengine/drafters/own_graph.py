@@ -8,6 +8,8 @@ Letters: R rows, W lanes of a row, N = R * W lanes, S slots, H hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes, Verified
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.kernels import HandOver, hand_over
+from graphengine.models.mtp import MtpConfig
 
 # Prefix of the static fields that hold the `HandOver`.
 _PREFIX = "handover_"
@@ -23,7 +26,9 @@ _PREFIX = "handover_"
 class OwnGraphEagle(EagleDrafter):
     """`MTP(k, own_graph=True)`: the drafts of `EagleDrafter`, bit for bit."""
 
-    own_graph = True
+    def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
+        super().__init__(config, length, vocabulary)
+        self.needs = replace(self.needs, own_graph=True)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         lanes, int32 = sizes.slots * (1 + self.length), torch.int32

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
+from graphengine.drafters.base import Drafter, Prefilled, Verified
+from graphengine.drafters.needs import DraftNeeds
 
 
 class UserDrafter(Drafter):
     """`UserProvided(k)`: `Engine.draft(request, token_ids)` names up to `length` of them a step."""
 
-    host_drafts = True
-
     def __init__(self, length: int) -> None:
-        self.length = length
-
-    def open(self, setting: DraftSetting, cache: Tensor) -> None:
-        pass
+        self.needs = DraftNeeds(length=length, host_drafts=True)
 
     def prepare(self, prefilled: Prefilled) -> None:
         pass

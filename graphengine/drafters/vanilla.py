@@ -29,6 +29,7 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.modules import ModuleDrafter
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     Emitted,
@@ -65,16 +66,11 @@ class VanillaDrafter(ModuleDrafter):
         feed: Feed = "chained",
     ) -> None:
         assert 1 <= length <= config.modules, f"{length=} {config.modules=}"
-        super().__init__(config.first(length), length, vocabulary)
-        # The last module's row at p takes the token at p + K.
-        self.tokens_after = length
+        # The last module's row at p takes the token at p + K, and its launches are the widest.
+        needs = DraftNeeds(tokens_after=length, own_lanes=vanilla_lanes(length))
+        super().__init__(config.first(length), length, vocabulary, needs)
         self._chained = feed == "chained" and length > 1
         self._kept: Tensor | None = None
-
-    @property
-    def lanes_of_row(self) -> int:
-        # The last module's are the widest.
-        return vanilla_lanes(self.length)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         if not self._chained:

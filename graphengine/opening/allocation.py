@@ -64,7 +64,7 @@ class Allocation:
 
 
 def allocate(
-    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter | None
+    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter
 ) -> Allocation:
     """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
     on_gpu = memory.device.type == "cuda"
@@ -87,11 +87,10 @@ def allocate(
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
     )
-    if drafter is not None:
-        own_cache, own_area = _new_cache(memory, *drafter.kv_block_shape(memory.block_size))
-        if own_cache.shape[0]:
-            caches.append((own_cache, own_area))
-        drafter.open(DraftSetting(model, buffers, launch), own_cache)
+    own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
+    if own_cache.shape[0]:
+        caches.append((own_cache, own_area))
+    drafter.open(DraftSetting(model, buffers, launch), own_cache)
     relaxed = config.relaxed_acceptance
     program = StepProgram(
         model,
@@ -123,7 +122,7 @@ def allocate(
         buffers=buffers,
         mailbox=mailbox,
         logprobs=logprobs,
-        masks=MaskTable(buffers, host_drafts=drafter is not None and drafter.host_drafts),
+        masks=MaskTable(buffers, host_drafts=drafter.needs.host_drafts),
         caches=tuple(caches),
         program=program,
         stream=stream,
@@ -134,7 +133,7 @@ def _new_buffers(
     model: Model,
     memory: MemoryPlan,
     config: EngineConfig,
-    drafter: Drafter | None,
+    drafter: Drafter,
     plans: LinearPlans,
 ) -> StaticBuffers:
     prefill_tokens = memory.prefill_ladder.sizes[-1]
@@ -151,7 +150,7 @@ def _new_buffers(
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         arrivals=max(
             arrival_counters(model.config, model.config.linears, plans, config.lanes),
-            0 if drafter is None else drafter.arrivals(config.max_batch, config.lanes),
+            drafter.arrivals(config.max_batch, config.lanes),
         ),
     )
     buffers = StaticBuffers(fields, memory.device, staging_blocks=config.staging_blocks)
@@ -201,7 +200,6 @@ def _run(program: StepProgram, key: GraphKey) -> None:
         assert key.variant in program.samplers, f"{key=}"
         program.decode(key.size, key.variant, key.drafts)
     elif key.kind == "draft":
-        assert program.drafter is not None, f"{key=}"
         program.drafter.draft(key.size, key.drafts)
     elif key.variant == "note":
         program.note(key.size)

@@ -26,7 +26,7 @@ class Opened(NamedTuple):
     memory: MemoryPlan
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
-    drafter: Drafter | None
+    drafter: Drafter
 
 
 def open_checkpoint(
@@ -44,8 +44,7 @@ def open_checkpoint(
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
-        if drafter is not None:
-            wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
+        wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         unused = checkpoint.load(wanted, progress)
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))

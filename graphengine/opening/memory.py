@@ -78,7 +78,7 @@ def plan_memory(
     config: EngineConfig,
     *,
     checkpoint_dtype: torch.dtype,
-    drafter: Drafter | None = None,
+    drafter: Drafter,
 ) -> MemoryPlan:
     """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
 
@@ -101,8 +101,10 @@ def plan_memory(
     prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
     table_blocks = -(-max_seq_len // config.block_size)
     own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * dtype.itemsize
-    block_bytes = own_block_bytes
-    draft_lengths = (0,) if drafter is None else tuple(sorted({0, drafter.length}))
+    needs = drafter.needs
+    drafter_block = math.prod(needs.kv_block_shape(config.block_size)) * dtype.itemsize
+    block_bytes = own_block_bytes + drafter_block
+    draft_lengths = tuple(sorted({0, needs.length}))
 
     on_gpu = device.type == "cuda"
     where: Where = "device" if on_gpu else "host"
@@ -111,18 +113,15 @@ def plan_memory(
     budget.add("weights", model.allocate(device="meta", dtype=dtype).nbytes, where)
     sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
     _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu)
-    if drafter is not None:
+    if config.mode is not None:
+        # What was asked for has its lines, also where it holds nothing.
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
-        block_bytes += math.prod(drafter.kv_block_shape(config.block_size)) * dtype.itemsize
-    lanes = config.max_batch
-    if drafter is not None:
-        lanes = max(lanes, config.draft_rows * drafter.lanes_of_row)
+    lanes = max(config.max_batch, config.draft_rows * needs.lanes_of_row)
     if config.prompt_logprobs:
         lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
     workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
     budget.add("workspace (estimate)", workspace, where)
-    own_graph = drafter is not None and drafter.own_graph
-    graphs = graph_keys(config, ladder, prefill_ladder, draft_lengths, own_graph=own_graph)
+    graphs = graph_keys(config, ladder, prefill_ladder, draft_lengths, own_graph=needs.own_graph)
     budget.add("graphs (estimate)", _graph_bytes(model, len(graphs), device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
@@ -132,7 +131,7 @@ def plan_memory(
     kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
     budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
     budget.check(available, where)
-    areas = [own_block_bytes, block_bytes - own_block_bytes]
+    areas = [own_block_bytes, drafter_block]
     on_host = int(available_host_bytes() * config.memory_fraction)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
@@ -188,7 +187,7 @@ def _add_state(
     budget: MemoryBudget,
     model: ModelConfig,
     config: EngineConfig,
-    drafter: Drafter | None,
+    drafter: Drafter,
     sizes: FieldSizes,
     table_blocks: int,
     on_gpu: bool,
@@ -196,17 +195,16 @@ def _add_state(
     """What `allocate` makes beside weights and caches, up to the longest possible swap."""
     where: Where = "device" if on_gpu else "host"
     pinned: Where = "pinned" if on_gpu else "host"
-    length = 0 if drafter is None else drafter.length
+    length = drafter.needs.length
     swap_pairs = config.max_batch * table_blocks
     if config.swap_blocks is not None:
         swap_pairs = max(1, min(swap_pairs, config.swap_blocks))
     lanes = max(config.lanes, 2 * config.max_batch)
-    arrivals = most_arrival_counters(model, model.linears, lanes)
-    tables = model.table_bytes(sizes.max_seq_len)
-    if drafter is not None:
-        widest = max(lanes, config.max_batch * drafter.lanes_of_row)
-        arrivals = max(arrivals, drafter.arrivals_at_most(widest))
-        tables += drafter.table_bytes(sizes.max_seq_len)
+    widest = max(lanes, config.max_batch * drafter.needs.lanes_of_row)
+    arrivals = max(
+        most_arrival_counters(model, model.linears, lanes), drafter.arrivals_at_most(widest)
+    )
+    tables = model.table_bytes(sizes.max_seq_len) + drafter.table_bytes(sizes.max_seq_len)
     relaxed = config.relaxed_acceptance
     if relaxed is not None:
         tables += 4 * (len(relaxed.begin_token_ids) + len(relaxed.end_token_ids))
@@ -225,7 +223,7 @@ def _add_state(
         config, vocab_size=model.vocab_size, max_seq_len=sizes.max_seq_len, width=1 + length
     )
     apart = {"request options": sum(field.nbytes for field in options)}
-    if drafter is not None:
+    if config.mode is not None:
         apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(sizes))
     budget.add("state and tables", on_device - sum(apart.values()) + tables, where)
     for name, size in apart.items():

@@ -115,7 +115,7 @@ def _recurrent_fields(states: Sequence[LayerStates], slots: int) -> list[Field]:
 
 def engine_fields(
     config: EngineConfig,
-    drafter: Drafter | None,
+    drafter: Drafter,
     sizes: FieldSizes,
     *,
     states: Sequence[LayerStates],
@@ -125,7 +125,7 @@ def engine_fields(
     arrivals: int,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
-    drafts = 0 if drafter is None else drafter.length
+    drafts = drafter.needs.length
     fields = field_table(
         slots=sizes.slots,
         table_blocks=table_blocks,
@@ -134,15 +134,14 @@ def engine_fields(
         swap_pairs=swap_pairs,
         arrivals=arrivals,
         drafts=drafts,
-        host_drafts=drafter is not None and drafter.host_drafts,
+        host_drafts=drafter.needs.host_drafts,
         prompt_logprobs=config.prompt_logprobs,
     )
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
     )
     fields += _recurrent_fields(states, sizes.slots)
-    if drafter is not None:
-        fields += drafter.fields(sizes)
+    fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:
         fields.append(relaxed_field(sizes.slots))
     return fields

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class StepProgram:
         launch: DecodeLaunch,
         logits_step: LogitsStep,
         *,
-        drafter: Drafter | None = None,
+        drafter: Drafter,
         relaxation: Relaxation | None = None,
         forced_acceptance: int | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class StepProgram:
         self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
         # A drafter of length 0 only observes.
-        self._drafts = drafter is not None and drafter.length > 0
+        self._drafts = drafter.needs.length > 0
 
     def decode(self, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
         """Advance the requests of rows `0 .. rows - 1` by one token each, or by 1 + `drafts`."""
@@ -129,7 +129,6 @@ class StepProgram:
             assert processed is not None, "relaxed acceptance reads logits: those of `full`"
             relaxed = self.relaxation.judge(processed.logits, lanes, self.sampling, drafts, pdl)
         options = self.logits_step
-        host_drafts = self.drafter is not None and self.drafter.host_drafts
         step = verify_commit_publish(
             best,
             health,
@@ -142,7 +141,7 @@ class StepProgram:
             relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
             # The owner of the drafts' table clears those that were used.
-            draft_SK=None if host_drafts else table,
+            draft_SK=None if self.drafter.needs.host_drafts else table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
         )
@@ -150,8 +149,7 @@ class StepProgram:
             options.report(processed, step.token_N, step.count_R, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
-        if self.drafter is not None:
-            self.drafter.propose(Verified(lanes, residual, step, drafts))
+        self.drafter.propose(Verified(lanes, residual, step, drafts))
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
 
@@ -197,14 +195,15 @@ class StepProgram:
         apply_commands(self.state, buffers["command_epoch"])
         chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
         attention = self._prefill_attention(chunk)
-        drafter = self.drafter
-        wanted: Any = {}
-        if drafter is not None:
-            wanted = {"all_lanes": drafter.wants_hidden, "streams": drafter.streams}
-        if kind == "prompt":
-            wanted["all_lanes"] = True
-        launch = self.launch.prefill
-        end = self.model.prefill(chunk, self.states, attention, launch=launch, **wanted)
+        drafter, launch = self.drafter, self.launch.prefill
+        end = self.model.prefill(
+            chunk,
+            self.states,
+            attention,
+            all_lanes=drafter.needs.wants_hidden or kind == "prompt",
+            streams=drafter.streams,
+            launch=launch,
+        )
         logits = self.model.prefill_logits(end, slot, launch=launch)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
@@ -223,12 +222,11 @@ class StepProgram:
             self.logits_step.report_prompt(
                 chunk, end.hidden, self.model.lm_head, next_tokens, final
             )
-        if drafter is not None:
-            following = buffers["prefill_next"] if self._drafts else None
-            prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)
-            if self.relaxation is not None:
-                self.relaxation.follow_prompt(prefilled)
-            drafter.prepare(prefilled)
+        following = buffers["prefill_next"] if self._drafts else None
+        prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)
+        if self.relaxation is not None:
+            self.relaxation.follow_prompt(prefilled)
+        drafter.prepare(prefilled)
         return StepOutputs(logits, sampled, flags)
 
     def note(self, tokens: int) -> None:
@@ -253,8 +251,7 @@ class StepProgram:
         noted = Prefilled(chunk, None, None, nothing, nothing, attention)
         if self.relaxation is not None:
             self.relaxation.follow_prompt(noted)
-        if self.drafter is not None:
-            self.drafter.note(noted)
+        self.drafter.note(noted)
 
     def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
         return partial(

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from graphengine import Engine, EngineConfig
-from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, OwnGraphEagle
+from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
 from graphengine.engine_options import EngineOptions
 from graphengine.observe.tracing import span
 from graphengine.opening.memory import plan_memory
@@ -95,8 +95,7 @@ def _random_engine(
     with span("load"):
         weights = subject.model.allocate(device=config.device, dtype=memory.dtype)
         destinations = weights.named()
-        if drafter is not None:
-            destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
+        destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
         fill_random(destinations)
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
@@ -120,14 +119,14 @@ def freed(engine: Engine) -> Iterator[Engine]:
 
 def random_drafter(
     subject: Subject, config: EngineConfig, vocab_size: int | None = None
-) -> Drafter | None:
-    """The drafter of `config` for a shape: an MTP module like the shape's layers, or n-grams.
+) -> Drafter:
+    """The drafter of `config` for a shape: an MTP module like the shape's layers, n-grams, or none.
 
     ValueError for a mode that needs a checkpoint.
     """
     match config.mode:
         case None:
-            return None
+            return NoDrafter()
         case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None):
             vocabulary = (
                 None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)

@@ -124,8 +124,8 @@ def test_what_is_kept_is_what_a_prefill_would_write(name: str, small: Path) -> N
                 read.generate(greedy(1))
                 found, expected = spoken.snapshot(), read.snapshot()
                 count = found.blocks
-                look = options.get("speculative") and engine.core.drafter.tokens_after  # type: ignore[union-attr]
-                assert count == (21 + tokens - max(1, look or 0)) // 8
+                look = engine.core.needs.tokens_after
+                assert count == (21 + tokens - max(1, look)) // 8
                 assert len(found.caches) == (1 if name == "plain-1" else 2)
                 for ours, theirs in zip(found.caches, expected.caches, strict=True):
                     torch.testing.assert_close(ours, theirs[:, :count], atol=2e-4, rtol=1e-3)

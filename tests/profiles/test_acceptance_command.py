@@ -131,7 +131,7 @@ def test_tokens_that_differ_stop_the_measurement(run: Run, monkeypatch: pytest.M
     generate = Engine.generate
 
     def other_seeds(engine: Engine, prompts: Any, params: Any = None) -> Any:
-        if engine.core.drafter is not None and isinstance(params, list):
+        if engine.core.needs.length and isinstance(params, list):
             params = params[::-1]
         return generate(engine, prompts, params)
 

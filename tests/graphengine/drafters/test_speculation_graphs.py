@@ -108,7 +108,7 @@ def decode_some(engine: Engine) -> list[Request]:
         )
         requests.append(engine.submit(prompt, params))
     while not all(len(request.token_ids) > 4 for request in requests):
-        for request in requests if engine.core.drafter.host_drafts else ():
+        for request in requests if engine.core.needs.host_drafts else ():
             engine.draft(request, request.prompt_token_ids[:K])
         engine.step()
     requests[1].cancel()

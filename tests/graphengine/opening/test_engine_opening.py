@@ -28,6 +28,7 @@ from engines.small_engine import (
 from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget
 from graphengine.demo import checkpoint_path
+from graphengine.drafters import NoDrafter
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
 from graphengine.opening.memory import plan_memory
@@ -247,7 +248,7 @@ def test_blocks_beyond_the_memory_are_refused(option: str) -> None:
     model = read_model_config(Checkpoint.open(checkpoint_path()).config)
     config = EngineConfig(device="cpu", **{option: 10**9})
     with pytest.raises(OutOfBudget, match="1000000000 blocks"):
-        plan_memory(model, config, checkpoint_dtype=torch.bfloat16)
+        plan_memory(model, config, checkpoint_dtype=torch.bfloat16, drafter=NoDrafter())
 
 
 def test_a_request_beyond_the_pool_is_refused(device: str) -> None:
@@ -315,6 +316,7 @@ def test_weights_of_the_demo_are_in_the_budget() -> None:
         read_model_config(checkpoint.config),
         EngineConfig(device="cpu", dtype="bfloat16"),
         checkpoint_dtype=torch.bfloat16,
+        drafter=NoDrafter(),
     )
     assert plan.budget.lines[0].name == "weights" and plan.budget.lines[0].bytes == wanted
 

@@ -88,8 +88,7 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
 
     before = storages()
     weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
-    if drafter is not None:
-        drafter.allocate(plan.device, plan.dtype, config.family)
+    drafter.allocate(plan.device, plan.dtype, config.family)
     model = weights.open(max_seq_len=plan.max_seq_len)
     held = allocate(model, plan, config, drafter)
     made = {at: size for at, size in storages().items() if at not in before}

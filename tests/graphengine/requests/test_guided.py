@@ -376,7 +376,7 @@ class MaskWatch:
         load = engine.core.load
 
         def watched(plan: Plan) -> None:
-            drafts = engine.core.drafter is not None and not engine.core.drafter.host_drafts
+            drafts = engine.core.needs.length > 0 and not engine.core.needs.host_drafts
             # This is another stream than the engine's.
             synchronize(engine)
             table = engine.runtime.buffers["draft_tokens"].tolist() if drafts else None

@@ -191,7 +191,7 @@ def test_tokens_that_differ_stop_the_measurement() -> None:
     @contextmanager
     def other_weights(options: dict[str, Any]) -> Iterator[Engine]:
         with open_tiny(options) as engine:
-            if engine.core.drafter is not None:
+            if engine.core.needs.length:
                 engine.model.weights.lm_head.copy_(engine.model.weights.lm_head.flip(0))
             yield engine
 

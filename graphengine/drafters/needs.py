@@ -1,0 +1,45 @@
+"""What a drafter asks of the engine, as data: the engine sizes, captures and schedules by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphengine.models.contract import LayerStates, cache_shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftNeeds:
+    """Known as soon as a drafter is made. The defaults ask for nothing."""
+
+    length: int = 0
+    """K: drafts a step, at most; with 0 it only observes."""
+    own_lanes: int = 0
+    """Lanes of a row in its own widest launch, where they are more than the step's 1 + K."""
+    states: tuple[LayerStates, ...] = ()
+    """What each layer of its own keeps of a request. All are paged, in blocks of one shape, which
+    have the numbers of the target's blocks."""
+    reserve: int = 0
+    """Positions past the last verified one that it writes into its own KV."""
+    tokens_after: int = 0
+    """Tokens after a position on which its KV there depends, or with which it overwrites it."""
+    notes: bool = False
+    """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
+    wants_hidden: bool = False
+    """Whether `prepare` reads the hidden states of all tokens of a chunk."""
+    host_drafts: bool = False
+    """Whether the host writes `draft_tokens`; then no replay may be launched ahead."""
+    own_graph: bool = False
+    """Whether `draft` is captured as a graph and replayed after each decode step."""
+    prompts_only: bool = False
+    """Whether a request ends after one sampled token; then no replay may be launched ahead."""
+    collects: bool = False
+    """Whether `collect` is called once the host has read the replay of a prompt chunk."""
+
+    @property
+    def lanes_of_row(self) -> int:
+        """Lanes of each row in the widest launch, its own or the step's."""
+        return max(1 + self.length, self.own_lanes)
+
+    def kv_block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Shape of a block of its own KV, [layers, 2, block_size, G, D]; [0] without any."""
+        return cache_shape(self.states, block_size) if self.states else (0,)
