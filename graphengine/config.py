@@ -29,9 +29,7 @@ from graphengine.speculative import (
     GateOptions,
     Mode,
     RelaxedAcceptance,
-    SaveHiddenStates,
     Speculative,
-    UserProvided,
     check_rows,
     check_speculative,
     forced_acceptance,
@@ -237,7 +235,7 @@ class EngineConfig:
                 f"row_family='fma' serves up to {FMA_LANES} rows, not max_batch={self.max_batch}"
                 + (f" of {1 + self.drafts} tokens each" if self.drafts else "")
             )
-        if self.prefix_caching and isinstance(self.speculative, SaveHiddenStates):
+        if self.prefix_caching and self.mode is not None and self.mode.whole_prompts:
             raise ValueError(
                 f"prefix_caching=True, but speculative={self.speculative!r} needs the hidden "
                 f"states of whole prompts"
@@ -277,9 +275,7 @@ class EngineConfig:
         if self.drafts:
             forced = forced_acceptance(self.forced_acceptance)
             object.__setattr__(self, "forced_acceptance", forced)
-        if isinstance(self.speculative, UserProvided | SaveHiddenStates) and self.lookahead:
-            # Drafts follow from the tokens of the step before; and hidden states are copied out
-            # before the next prompt's overwrite them.
+        if self.mode is not None and self.mode.lockstep:
             object.__setattr__(self, "lookahead", 0)
 
     @property

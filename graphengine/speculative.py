@@ -1,6 +1,6 @@
 """What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
-Each drafter's options are one class here; `graphengine.drafters` has the drafters themselves. With
+Each drafter's options are one `Mode` here; `graphengine.drafters` has the drafters themselves. With
 options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
 when an engine opens.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -35,6 +36,30 @@ FORCE_ACCEPTED = "GRAPHENGINE_FORCE_ACCEPTED"
 Style = Literal["eagle", "vanilla"]
 Feed = Literal["chained", "target"]
 PathName = str | os.PathLike[str]
+
+
+class Mode(ABC):
+    """A drafter's options: a frozen, slotted dataclass derives from this.
+
+    What the configuration must know before the drafter is made is here; the drafter's `needs` have
+    the rest, and must agree.
+    """
+
+    __slots__ = ()
+
+    lockstep: ClassVar[bool] = False
+    """Whether each step is read before the next is launched: `lookahead` is then 0."""
+    whole_prompts: ClassVar[bool] = False
+    """Whether every prompt is prefilled from its first token, and has one new token."""
+
+    @property
+    @abstractmethod
+    def k(self) -> int:
+        """Drafts a step, at most."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for reports, such as "mtp eagle, k=3"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +93,7 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class MTP:
+class MTP(Mode):
     """The checkpoint's multi-token-prediction (MTP) modules draft.
 
     k            drafts a step
@@ -104,9 +129,19 @@ class MTP:
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
         keep_plain_numbers(self)
 
+    def describe(self) -> str:
+        parts = [f"mtp {self.style}, k={self.k}"]
+        if self.feed == "target":
+            parts.append("the target's hidden states")
+        if self.own_graph:
+            parts.append("own graph")
+        if self.draft_vocab is not None:
+            parts.append(_describe_vocabulary(self.draft_vocab))
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True, slots=True)
-class NGram:
+class NGram(Mode):
     """Drafts are the tokens that followed an earlier occurrence of the request's last tokens.
 
     k      drafts a step
@@ -123,9 +158,12 @@ class NGram:
             raise ValueError(f"max_n={self.max_n!r} must be an integer in [1, {MAX_NGRAM}]")
         keep_plain_numbers(self)
 
+    def describe(self) -> str:
+        return f"n-gram, k={self.k}, max_n={self.max_n}"
+
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class DraftModel(Mode):
     """A smaller model with the same tokenizer drafts, with its own KV and in the same graph.
 
     path  its checkpoint: a directory or a hub id
@@ -140,9 +178,12 @@ class DraftModel:
         check_drafts(self.k)
         keep_plain_numbers(self)
 
+    def describe(self) -> str:
+        return f"draft model {os.fspath(self.path)}, k={self.k}"
+
 
 @dataclass(frozen=True, slots=True)
-class UserProvided:
+class UserProvided(Mode):
     """The caller writes up to k drafts a request; nothing is launched ahead (`lookahead` is 0).
 
     k  drafts a step at most
@@ -160,13 +201,19 @@ class UserProvided:
 
     k: int = 3
 
+    # Drafts follow from the tokens of the step before.
+    lockstep: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_drafts(self.k)
         keep_plain_numbers(self)
 
+    def describe(self) -> str:
+        return f"user-provided, k={self.k}"
+
 
 @dataclass(frozen=True, slots=True)
-class SaveHiddenStates:
+class SaveHiddenStates(Mode):
     """No drafts: each prompt's hidden states go to a safetensors file, to train a drafter with.
 
     A request is its prompt alone (`max_tokens` 1). Its file is `{request id:08d}.safetensors`; ids
@@ -183,7 +230,9 @@ class SaveHiddenStates:
     layers: Sequence[int] | None = None
     write_interval: int = 20
 
-    k: ClassVar[int] = 0
+    # They are copied out before the next prompt's overwrite them.
+    lockstep: ClassVar[bool] = True
+    whole_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_path("directory", self.directory)
@@ -191,6 +240,13 @@ class SaveHiddenStates:
         if self.layers is not None:
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
         keep_plain_numbers(self)
+
+    @property
+    def k(self) -> int:
+        return 0
+
+    def describe(self) -> str:
+        return f"hidden states to {os.fspath(self.directory)}"
 
     def layers_of(self, model_layers: int) -> tuple[int, ...]:
         """A model's auxiliary layers, ascending. ValueError unless `model_layers` has them all."""
@@ -208,10 +264,10 @@ class Auto:
     """N-grams, of a length that follows from max_batch; `resolve_auto` says which."""
 
 
-Mode = MTP | NGram | DraftModel | UserProvided | SaveHiddenStates
 Speculative = Mode | Auto
 
-_MODES = (MTP, NGram, DraftModel, UserProvided, SaveHiddenStates, Auto)
+MODES: tuple[type[Mode], ...] = (MTP, NGram, DraftModel, UserProvided, SaveHiddenStates)
+"""All there are; `graphengine.drafters` makes a drafter of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,8 +363,8 @@ def check_rows(rows: int, k: int, max_live: int | None = None) -> None:
 
 def check_speculative(speculative: object) -> None:
     """Raise ValueError unless it is the options of a mode, or None."""
-    if speculative is not None and not isinstance(speculative, _MODES):
-        names = ", ".join(mode.__name__ for mode in _MODES)
+    if speculative is not None and not isinstance(speculative, Mode | Auto):
+        names = ", ".join(mode.__name__ for mode in (*MODES, Auto))
         raise ValueError(f"speculative={speculative!r} must be one of {names}, or None")
 
 
@@ -358,25 +414,10 @@ def describe(speculative: Speculative | None) -> str:
     match speculative:
         case None:
             return "off"
-        case MTP(k=k, style=style, own_graph=own_graph, draft_vocab=vocabulary, feed=feed):
-            parts = [f"mtp {style}, k={k}"]
-            if feed == "target":
-                parts.append("the target's hidden states")
-            if own_graph:
-                parts.append("own graph")
-            if vocabulary is not None:
-                parts.append(_describe_vocabulary(vocabulary))
-            return ", ".join(parts)
-        case NGram(k=k, max_n=max_n):
-            return f"n-gram, k={k}, max_n={max_n}"
-        case DraftModel(path=path, k=k):
-            return f"draft model {os.fspath(path)}, k={k}"
-        case UserProvided(k=k):
-            return f"user-provided, k={k}"
-        case SaveHiddenStates(directory=directory):
-            return f"hidden states to {os.fspath(directory)}"
         case Auto():
             return "auto"
+        case mode:
+            return mode.describe()
 
 
 def _describe_vocabulary(vocabulary: DraftVocabulary) -> str:

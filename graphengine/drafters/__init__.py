@@ -1,7 +1,14 @@
 """Drafters propose the tokens that a speculative step verifies; each has a file of its own.
 
-`base` has the interface; `make_drafter` turns the options of `graphengine.speculative` into one
-that fits a checkpoint, or says why none does.
+A new one takes three things, and nothing else changes:
+
+1. options in `graphengine/speculative.py`: a `Mode`, named in `MODES`, for users to pass. Command
+   lines find it once `cli/speculative_text.py` has a word for it;
+2. a file here with a `Drafter` (`base.py`): its `needs` (`needs.py` lists what can be asked for),
+   `prepare` for prompts and `propose` after a step, which write `draft_tokens`, and whatever its
+   weights or fields take beside these. `ngram.py` is a short example;
+3. a row in `MAKERS` (`making.py`), which makes the drafter of its options for a checkpoint, or says
+   why it does not fit.
 """
 
 from __future__ import annotations

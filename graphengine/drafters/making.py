@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
@@ -27,9 +30,9 @@ from graphengine.speculative import (
     MTP,
     DraftModel,
     DraftVocabulary,
+    Mode,
     NGram,
     SaveHiddenStates,
-    Speculative,
     UserProvided,
     describe,
     frequent_tokens,
@@ -39,30 +42,44 @@ from graphengine.speculative import (
 from graphengine.text.tokenizer import Tokenizer
 
 
+class Target(NamedTuple):
+    """What a drafter is made for."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    model: ModelConfig
+
+
+Maker = Callable[[Any, Target], Drafter]
+
+
 def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
-    _check_states(config.mode, model, "the model")
-    match config.mode:
-        case None:
-            return NoDrafter()
-        case MTP() as options:
-            return _mtp(options, config, checkpoint, model)
-        case NGram(k=k, max_n=max_n):
-            return NGramDrafter(k, max_n)
-        case DraftModel() as options:
-            return _draft_model(options, config, checkpoint, model)
-        case UserProvided(k=k):
-            return UserDrafter(k)
-        case SaveHiddenStates() as options:
-            return HiddenStatesDrafter(options, model)
+    mode = config.mode
+    if mode is None:
+        return NoDrafter()
+    _check_states(mode, model, "the model")
+    maker = MAKERS.get(type(mode))
+    if maker is None:
+        raise ValueError(f"speculative={mode!r}: no drafter is made of a {type(mode).__name__}")
+    drafter = maker(mode, Target(config, checkpoint, model))
+    _check_agreement(mode, drafter.needs)
+    return drafter
 
 
-def _check_states(mode: Speculative | None, model: ModelConfig, whose: str) -> None:
+def _check_agreement(mode: Mode, needs: DraftNeeds) -> None:
+    """The configuration followed from the mode, and the engine follows from the needs."""
+    assert needs.length == mode.k, f"{needs.length=} of {mode=}"
+    assert needs.prompts_only == mode.whole_prompts, f"{needs.prompts_only=} of {mode=}"
+    assert mode.lockstep or not needs.lockstep, f"{needs=} of {mode=}, which has no lockstep"
+
+
+def _check_states(mode: Mode, model: ModelConfig, whose: str) -> None:
     """ValueError where drafts, once refused, would have to be taken out of a recurrent state."""
-    if mode is None or isinstance(mode, SaveHiddenStates):
+    if not mode.k:
         return
     recurrent = sorted({layer for layer, _ in recurrent_states(model.states)})
     if recurrent:
@@ -73,12 +90,25 @@ def _check_states(mode: Speculative | None, model: ModelConfig, whose: str) -> N
         )
 
 
-def _mtp(options: MTP, config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
-    mtp = read_mtp_config(checkpoint)
+def _ngram(options: NGram, target: Target) -> Drafter:
+    return NGramDrafter(options.k, options.max_n)
+
+
+def _user(options: UserProvided, target: Target) -> Drafter:
+    return UserDrafter(options.k)
+
+
+def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
+    return HiddenStatesDrafter(options, target.model)
+
+
+def _mtp(options: MTP, target: Target) -> Drafter:
+    mtp = read_mtp_config(target.checkpoint)
     if options.style == "vanilla":
-        _check_vanilla(options.k, mtp.modules, config.draft_rows)
-    wanted = options.draft_vocab
-    vocabulary = None if wanted is None else draft_vocabulary(wanted, checkpoint, model)
+        _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
+    wanted, vocabulary = options.draft_vocab, None
+    if wanted is not None:
+        vocabulary = draft_vocabulary(wanted, target.checkpoint, target.model)
     if options.style == "vanilla":
         return VanillaDrafter(mtp, options.k, vocabulary, options.feed)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
@@ -103,9 +133,8 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
         )
 
 
-def _draft_model(
-    options: DraftModel, config: EngineConfig, target: Checkpoint, model: ModelConfig
-) -> Drafter:
+def _draft_model(options: DraftModel, target: Target) -> Drafter:
+    config, target_checkpoint, model = target
     checkpoint = Checkpoint.open(options.path)
     draft = read_model(checkpoint)
     _check_states(options, draft, f"the draft model {checkpoint.path}")
@@ -114,10 +143,10 @@ def _draft_model(
             f"the draft model {checkpoint.path} has {draft.vocab_size} tokens, the target "
             f"{model.vocab_size}: they must share a tokenizer"
         )
-    if _token_ids(checkpoint) != _token_ids(target):
+    if _token_ids(checkpoint) != _token_ids(target_checkpoint):
         raise ValueError(
-            f"the draft model {checkpoint.path} has another tokenizer than {target.path}: a token "
-            f"id must mean the same to both"
+            f"the draft model {checkpoint.path} has another tokenizer than "
+            f"{target_checkpoint.path}: a token id must mean the same to both"
         )
     wanted = config.sequence_limit(model.max_positions)
     if draft.max_positions < wanted:
@@ -162,3 +191,13 @@ def draft_vocabulary(
     ids = Tokenizer.from_directory(checkpoint.path).encode(text)
     always = read_eos_ids(checkpoint, model)
     return frequent_tokens(ids, options.size, model.vocab_size, always=always)
+
+
+MAKERS: dict[type[Mode], Maker] = {
+    MTP: _mtp,
+    NGram: _ngram,
+    DraftModel: _draft_model,
+    UserProvided: _user,
+    SaveHiddenStates: _hidden_states,
+}
+"""The drafter of each mode's options."""

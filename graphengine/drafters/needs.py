@@ -27,13 +27,18 @@ class DraftNeeds:
     wants_hidden: bool = False
     """Whether `prepare` reads the hidden states of all tokens of a chunk."""
     host_drafts: bool = False
-    """Whether the host writes `draft_tokens`; then no replay may be launched ahead."""
+    """Whether the host writes `draft_tokens`, after the tokens of the step before."""
     own_graph: bool = False
     """Whether `draft` is captured as a graph and replayed after each decode step."""
     prompts_only: bool = False
-    """Whether a request ends after one sampled token; then no replay may be launched ahead."""
+    """Whether a request ends after one sampled token, and is prefilled from its first on."""
     collects: bool = False
     """Whether `collect` is called once the host has read the replay of a prompt chunk."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether each replay is read before the next is launched."""
+        return self.host_drafts or self.prompts_only
 
     @property
     def lanes_of_row(self) -> int:
