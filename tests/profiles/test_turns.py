@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphengine import Engine
+from engines.small_engine import open_engine
 from graphengine.profiles import turns
 
 
@@ -29,11 +29,12 @@ def test_each_length_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: P
         assert turn["ratio"] > 0 and turn["snapshot_mib"] > 0
 
 
-def test_wrong_sizes_are_refused(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="runs=0 must be at least 1"):
-        turns.measure(engine, 40, reply=8, question=4, runs=0)
-    with pytest.raises(ValueError, match="reply=40 tokens are no part of context=40"):
-        turns.measure(engine, 40, reply=40, question=4, runs=1)
+def test_wrong_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_engine(device="cpu") as engine:
+        with pytest.raises(ValueError, match="runs=0 must be at least 1"):
+            turns.measure(engine, 40, reply=8, question=4, runs=0)
+        with pytest.raises(ValueError, match="reply=40 tokens are no part of context=40"):
+            turns.measure(engine, 40, reply=40, question=4, runs=1)
     with pytest.raises(SystemExit):
         turns.main(["--context", "0"])
     assert "--context='0' must be positive integers" in capsys.readouterr().err
