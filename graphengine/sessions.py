@@ -179,7 +179,7 @@ class Session:
             )
         core.scheduler.check_queue()
         request = core.intake.turn(self._tokens, params, on_event, submitted=submitted, **options)
-        request.context = self._context
+        request.job.context = self._context
         core.queue(request)
         self._turn = request
         return request

@@ -195,7 +195,7 @@ def _rounds(engine: Engine, rows: int) -> Generator[None, None, None]:
         try:
             while not all(request.token_ids for request in requests):
                 engine.step()
-            while len(requests[0].token_ids) < requests[0].max_new_tokens - 2:
+            while len(requests[0].token_ids) < requests[0].job.max_new_tokens - 2:
                 yield
         finally:
             for request in requests:

@@ -24,6 +24,7 @@ from graphengine.kernels.step.record import (
 )
 from graphengine.observe.recorder import Recorder
 from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.caller_drafts import NO_DRAFTS
 from graphengine.requests.guided import Guide
 from graphengine.requests.request import Event, Phase, Request
 from graphengine.requests.result import FinishReason, TokenLogprobs
@@ -136,27 +137,28 @@ class Delivery:
             return 0
         tokens, text, stopped = items[:count], "", None
         ended: FinishReason | None = None
-        if request.guide is not None:
-            taken, ended = self._follow(request, request.guide, tokens, flags)
+        job = request.job
+        if job.guide is not None:
+            taken, ended = self._follow(request, job.guide, tokens, flags)
             if taken < count:
                 tokens, count, flags = tokens[:taken], taken, EMITTED
-        if request.stream is not None:
+        stream = job.stream
+        if stream is not None:
             if count == 1 and not flags & STOP:
-                text, stopped = request.stream.push(tokens[0])
+                text, stopped = stream.push(tokens[0])
             else:
-                silent = bool(flags & STOP) and request.hides(tokens[-1])
-                text, taken, stopped = request.stream.take(tokens, silent)
+                silent = bool(flags & STOP) and job.stops.hides(tokens[-1])
+                text, taken, stopped = stream.take(tokens, silent)
                 if taken < count:
                     # Tokens after a stop string are not given to the caller.
                     self.counters["discarded_tokens"] += count - taken
                     tokens = tokens[:taken]
-            request.pieces.append(text)
-            if request.stream.failure is not None:
+            if stream.failure is not None:
                 # The token that failed and those after it are not given to the caller.
-                taken = len(request.stream.lengths) - len(request.token_ids)
+                taken = len(stream.lengths) - len(request.token_ids)
                 self.counters["discarded_tokens"] += len(tokens) - taken
                 tokens, stopped, ended = tokens[:taken], None, "error"
-                self._log_undecoded(request)
+                log.error("request %d: %s", request.id, stream.failure)
         request.token_ids += tokens
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
@@ -168,7 +170,7 @@ class Delivery:
         elif ended is not None:
             self._finish(request, ended, tokens, text, now, logprobs)
         elif flags & STOP:
-            request.stop_reason = request.reason_to_stop()
+            request.stop_reason = job.stops.reason(request.token_ids)
             self._finish(request, "stop", tokens, text, now, logprobs)
         elif flags & LENGTH:
             self._finish(request, "length", tokens, text, now, logprobs)
@@ -184,7 +186,7 @@ class Delivery:
         """Queue the event for the next step to return, and for its request's callback, if any."""
         if event.request.callback is not None:
             self._undelivered.append(event)
-        if not event.request.private:
+        if not event.request.job.private:
             self._unreturned.append(event)
 
     def _log_invalid(self, request: Request) -> None:
@@ -196,16 +198,12 @@ class Delivery:
             bans.append("bad_words")
         if -math.inf in (params.logit_bias or {}).values():
             bans.append("logit_bias")
-        if bans and request.guide is not None:
+        if bans and request.job.guide is not None:
             self.counters["guided/errors"] += 1
             bans.insert(0, "structured_outputs")
         if bans:
             where = f" where {' and '.join(bans)} allow a token"
         log.error("request %d: the logits hold no finite value%s", request.id, where)
-
-    def _log_undecoded(self, request: Request) -> None:
-        assert request.stream is not None
-        log.error("request %d: %s", request.id, request.stream.failure)
 
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
@@ -223,7 +221,7 @@ class Delivery:
 
         verified  tokens that it fed and that were judged: without missing drafts
         """
-        placement = request.placement
+        placement = request.job.placement
         if placement is None or placement.epoch != epoch:
             return
         self._scheduler.collected(request, width, count)
@@ -243,20 +241,20 @@ class Delivery:
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         """Retire the request; its last event has the text that was held back."""
-        tail = ""
-        if request.stream is not None:
-            known = request.stream.failure
-            tail = request.stream.flush()
-            if request.stream.failure is not known:
-                self._log_undecoded(request)
+        job, tail = request.job, ""
+        stream = job.stream
+        if stream is not None:
+            known = stream.failure
+            tail = stream.flush()
+            if stream.failure is not known:
+                log.error("request %d: %s", request.id, stream.failure)
                 if reason in ("stop", "length"):
                     reason, request.stop_reason = "error", None
-        request.pieces.append(tail)
         request.finish_reason = reason
         request.timings.finished = now
-        if request.drafts:
-            self.counters["drafts/stale"] += len(request.drafts)
-            request.drafts = ()
+        if stale := len(job.drafts.token_ids):
+            self.counters["drafts/stale"] += stale
+            job.drafts = NO_DRAFTS
         self._scheduler.retire(request)
         self.counters[f"finished/{reason}"] += 1
         if self._recorder.recording:

@@ -149,7 +149,7 @@ class EngineCore:
     def queue(self, request: Request) -> None:
         """Queue a request that the intake made."""
         self.scheduler.submit(request)
-        if request.deadline is not None:
+        if request.job.deadline is not None:
             self.delivery.deadlines.watch(request)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -234,9 +234,9 @@ class EngineCore:
         chunk = plan.prefill
         if chunk is not None:
             request = chunk.request
-            requests, epochs = (request,), (request.placed.epoch,)
+            requests, epochs = (request,), (request.job.placed.epoch,)
             key = chunk_key(chunk, self.memory.prefill_ladder)
-            full = request.processing is not None and not chunk.noted
+            full = request.job.processing is not None and not chunk.noted
             with span("prefill", key.size, chunk.count):
                 replays.append(self._launch(key, requests, epochs, 1, 0, chunk, full))
         if plan.rows:
@@ -377,7 +377,7 @@ def new_scheduler(
 
 def prefill_kind(request: Request) -> PrefillKind:
     """The prefill graphs that the request needs."""
-    if request.processing is None:
+    if request.job.processing is None:
         return "fast"
     return "full" if request.prompt_logprobs is None else "prompt"
 

@@ -11,13 +11,16 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
+from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.guided import Grammars
+from graphengine.requests.job import Job
 from graphengine.requests.processing import (
     check_something_is_left,
     make_processing,
     single_stop_ids,
 )
 from graphengine.requests.request import Event, Request
+from graphengine.requests.stops import Stops
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
 
@@ -161,17 +164,27 @@ class Intake:
             prompt_token_ids=ids,
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            max_len=len(ids) + min(room, params.max_tokens or room),
             submitted=submitted,
             cancelled=self._cancelled,
-            stream=self._stream(params),
             callback=callback,
-            eos_ids=eos,
             priority=int(priority),
-            deadline_s=None if deadline_s is None else float(deadline_s),
-            processing=processing,
-            guide=guide,
+            job=Job(
+                prompt_len=len(ids),
+                max_len=len(ids) + min(room, params.max_tokens or room),
+                min_tokens=params.min_tokens,
+                stops=Stops(
+                    ids=stop_ids,
+                    eos_ids=eos,
+                    tokens=params.stop_tokens,
+                    sequences=tuple(map(tuple, params.stop_token_sequences)),
+                    in_text=params.include_stop_str_in_output,
+                ),
+                processing=processing,
+                full=params.filtered or processing is not None,
+                deadline=None if deadline_s is None else submitted + float(deadline_s),
+                stream=self._stream(params),
+                guide=guide,
+            ),
         )
 
     def draft(
@@ -204,7 +217,7 @@ class Intake:
             limit=length,
             too_many=lambda count: f"{count} drafts for a request, k={length}",
         )
-        request.drafts, request.drafts_from = ids, len(request.token_ids)
+        request.job.drafts = CallerDrafts(ids, len(request.token_ids))
 
     def _stream(self, params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None:

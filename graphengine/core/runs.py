@@ -62,7 +62,7 @@ def generate(
     queued: list[Request] = []
     try:
         for request in made:
-            request.private = True
+            request.job.private = True
             core.queue(request)
             queued.append(request)
         told = 0
@@ -82,7 +82,7 @@ def generate(
 def finish(core: EngineCore, submit: Submit) -> Result:
     """Submit a request and run it to its end."""
     request = submit(on_event=_ignore)
-    request.private = True
+    request.job.private = True
     try:
         while not request.finished:
             _step(core)
@@ -119,7 +119,7 @@ def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
     """Submit a request whose events go into a queue; returns it and the queue."""
     events: deque[Event] = deque()
     request = submit(on_event=events.append)
-    request.private = True
+    request.job.private = True
     return request, events
 
 

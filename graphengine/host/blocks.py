@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from graphengine.requests.context import Context
+from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 
 
@@ -172,9 +173,9 @@ class Reuse:
         Also returns whether they are its session's: they are, unless the index has more of the
         prompt.
         """
-        found, context = self.find(request), request.context
+        found, context = self.find(request), request.job.context
         if context is not None and request.params.prompt_logprobs is None:
-            own = context.blocks[: self._most(request)]
+            own = context.blocks[: self._most(request.job)]
             if own and len(own) >= len(found):
                 return own, True
         return found, False
@@ -185,7 +186,7 @@ class Reuse:
         if not self.prefixes or request.params.prompt_logprobs is not None:
             return []
         found = []
-        for key in self._keys(request)[: self._most(request)]:
+        for key in self._keys(request)[: self._most(request.job)]:
             block = self._block_of.get(key)
             if block is None:
                 break
@@ -196,21 +197,21 @@ class Reuse:
         """The turn of a session was admitted with blocks that its session keeps."""
         self._counters["sessions/reused_tokens"] += request.cached_tokens
         # What it writes after a reply's blocks is not a prefill of its tokens alone.
-        request.placed.indexed = request.prompt_len
+        request.job.placed.indexed = request.job.prompt_len
 
     def begun(self, request: Request) -> None:
         """The request is about to be prefilled, with the blocks the index has of its prompt."""
         cached = request.cached_tokens
-        request.placed.indexed = cached // self._block_size
+        request.job.placed.indexed = cached // self._block_size
         if request.params.prompt_logprobs is None:
             self._counters["prefix/queries"] += 1
-            self._counters["prefix/queried_tokens"] += request.prompt_len
+            self._counters["prefix/queried_tokens"] += request.job.prompt_len
             self._counters["prefix/hits"] += cached > 0
             self._counters["prefix/hit_tokens"] += cached
 
     def fed(self, request: Request) -> None:
         """Put the blocks into the index whose prefill replays have been launched."""
-        placement = request.placed
+        placement = request.job.placed
         done = (placement.prefilled - self._tokens_after) // self._block_size
         if done <= placement.indexed:
             return
@@ -230,12 +231,13 @@ class Reuse:
         stopped during its prefill, or that ends while it is paused and its blocks are not in the
         pool.
         """
-        context, blocks = request.context, request.placed.blocks
+        job, placement = request.job, request.job.placed
+        context, blocks = job.context, placement.blocks
         if context is None or context.closed or request.finish_reason not in ("stop", "length"):
             return
         self.touch(context)
-        fed = request.placed.prefilled
-        known = fed if fed < request.prompt_len else request.prompt_len + len(request.token_ids)
+        fed = placement.prefilled
+        known = fed if fed < job.prompt_len else job.prompt_len + len(request.token_ids)
         # The last sampled token has no KV.
         count = self.whole_blocks(known - 1 + min(1, self._tokens_after))
         if len(blocks) >= count > len(context.blocks):
@@ -327,13 +329,13 @@ class Reuse:
             self._counters["prefix/evicted_blocks"] += 1
         return pool.vacant >= enough
 
-    def _most(self, request: Request) -> int:
+    def _most(self, job: Job) -> int:
         """Blocks that a request may begin with: at least one token of its prompt must be fed."""
-        return (request.prompt_len - 1) // self._block_size
+        return (job.prompt_len - 1) // self._block_size
 
     def _keys(self, request: Request) -> list[bytes]:
         """The keys of all blocks of the prompt whose entries depend on the prompt alone."""
-        keys = request.block_keys
+        keys = request.job.block_keys
         if keys is None:
             size, tokens_after = self._block_size, self._tokens_after
             tokens, key = array("q", request.prompt_token_ids), b""
@@ -342,5 +344,5 @@ class Reuse:
                 known = tokens[start : start + size + tokens_after]
                 key = hashlib.sha256(key + known.tobytes()).digest()
                 keys.append(key)
-            request.block_keys = keys
+            request.job.block_keys = keys
         return keys

@@ -20,8 +20,9 @@ class Deadlines:
 
     def watch(self, request: Request) -> None:
         """Remember a request that has a deadline."""
-        assert request.deadline is not None, f"{request!r} has no deadline"
-        heappush(self.heap, (request.deadline, request.id, request))
+        deadline = request.job.deadline
+        assert deadline is not None, f"{request!r} has no deadline"
+        heappush(self.heap, (deadline, request.id, request))
         if len(self.heap) > self._crowd:
             self.heap = [entry for entry in self.heap if entry[-1].finish_reason is None]
             heapify(self.heap)

@@ -62,11 +62,11 @@ class MaskTable:
         if plan.options_changed:
             changed += [slot for slot, held in enumerate(slots) if self._hold(slot, held)]
         for request in plan.rows:
-            guide = request.guide
+            guide = request.job.guide
             if guide is not None:
                 if plan.width > 1:
                     guide.follow(self._drafts_of(request)[: plan.width - 1])
-                slot = request.placed.slot
+                slot = request.job.placed.slot
                 self._table[slot] = guide.masks
                 changed.append(slot)
         if not changed:
@@ -76,7 +76,7 @@ class MaskTable:
 
     def _hold(self, slot: int, request: Request | None) -> bool:
         """Give the slot the masks of its request; False if it has them already."""
-        processing = None if request is None else request.processing
+        processing = None if request is None else request.job.processing
         if processing is None or not processing.flags & USES_MASK:
             request = None
         number = None if request is None else request.id
@@ -85,16 +85,16 @@ class MaskTable:
         self._held[slot] = number
         masks_WV = self._table[slot]
         masks_WV[:] = -1
-        if request is not None and request.guide is not None:
-            masks_WV[:] = request.guide.masks
+        if request is not None and request.job.guide is not None:
+            masks_WV[:] = request.job.guide.masks
         elif processing is not None and processing.mask is not None:
             masks_WV[:, : processing.mask.size] = processing.mask
         return True
 
     def _drafts_of(self, request: Request) -> Sequence[int]:
         if self._drafts_SK is None:
-            return request.next_drafts
-        drafts: list[int] = self._drafts_host[request.placed.slot].tolist()
+            return request.job.drafts.after(request.token_ids)
+        drafts: list[int] = self._drafts_host[request.job.placed.slot].tolist()
         return drafts
 
     def fetch_drafts(self) -> None:

@@ -37,7 +37,8 @@ from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.blocks import BlockPool, Reuse
-from graphengine.requests.request import Phase, Placement, QueueFull, Request
+from graphengine.requests.job import Job, Placement
+from graphengine.requests.request import Phase, QueueFull, Request
 
 Move = Literal["paused", "resumed", "finished"]
 
@@ -57,7 +58,7 @@ class PrefillChunk:
 
     @property
     def final(self) -> bool:
-        return self.start + self.count == self.request.prompt_len
+        return self.start + self.count == self.request.job.prompt_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,17 +218,17 @@ class Scheduler:
             self._width = width
             self._repeats = 0
 
-    def _reach(self, request: Request, tokens: int) -> int:
+    def _reach(self, job: Job, tokens: int) -> int:
         """Positions that may be written once the target may have written its first `tokens`.
 
         The target writes no position past the request's end, and not that of its last token.
         """
-        end = min(tokens, request.max_len - 1) + self._reserve_extra
+        end = min(tokens, job.max_len - 1) + self._reserve_extra
         return min(end, self._max_seq_len)
 
-    def _greatest_need(self, request: Request) -> int:
+    def _greatest_need(self, job: Job) -> int:
         """Blocks of the request at its greatest length."""
-        return self.blocks_for(self._reach(request, request.max_len))
+        return self.blocks_for(self._reach(job, job.max_len))
 
     def check_queue(self, count: int = 1) -> None:
         """QueueFull unless `count` more requests may wait."""
@@ -240,13 +241,14 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool to itself."""
-        need = self._greatest_need(request)
+        job = request.job
+        need = self._greatest_need(job)
         if need > self.pool.count:
-            extra = self._reach(request, request.max_len) - (request.max_len - 1)
+            extra = self._reach(job, job.max_len) - (job.max_len - 1)
             drafts = f" and {extra} more of its drafter" if extra else ""
             raise ValueError(
-                f"a request of {request.max_len} tokens (prompt {request.prompt_len} + "
-                f"{request.max_new_tokens} new){drafts} needs {need} KV blocks of "
+                f"a request of {job.max_len} tokens (prompt {job.prompt_len} + "
+                f"{job.max_new_tokens} new){drafts} needs {need} KV blocks of "
                 f"{self.block_size} tokens; the pool has {self.pool.count}"
             )
         waiting = self.waiting
@@ -262,19 +264,20 @@ class Scheduler:
         self._repeats = 0
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
-        placement = request.placement
+        job = request.job
+        placement = job.placement
         if placement is not None:
             self.active.remove(request)
             self.slots[placement.slot] = None
             self.reuse.ended(request)
             self.pool.give_back(placement.blocks)
             self.swap.give_back(placement.swap_blocks)
-            request.placement = None
+            job.placement = None
             self._changes.slots = self._changes.tables = True
-            self._changes.options |= request.processing is not None
-            self._count_guided(request, -1)
+            self._changes.options |= job.processing is not None
+            self._count_guided(job, -1)
         request.phase = Phase.FINISHED
-        request.block_keys = None
+        job.block_keys = None
         self.moves.append(("finished", request.id))
 
     def close(self) -> None:
@@ -303,16 +306,16 @@ class Scheduler:
             return None
         if prefill is not None:
             self._advance_prefill(prefill)
-        rows.sort(key=lambda request: request.placed.slot)
+        rows.sort(key=lambda request: request.job.placed.slot)
         changes, self._changes = self._changes, _Changes()
         same = tuple(rows) == self._last.rows
         plan = Plan(
             rows=tuple(rows),
             bucket=self._ladder.pick(len(rows)) if rows else 0,
             # A request has one epoch: these can have changed only with the rows.
-            epochs=self._last.epochs if same else tuple(row.placed.epoch for row in rows),
+            epochs=self._last.epochs if same else tuple(row.job.placed.epoch for row in rows),
             width=self._width,
-            full=self._last.full if same else any(row.full for row in rows),
+            full=self._last.full if same else any(row.job.full for row in rows),
             prefill=prefill,
             swap_out=tuple(changes.swap_out),
             swap_in=tuple(changes.swap_in),
@@ -343,7 +346,7 @@ class Scheduler:
         is 0 for a row that was a no-op or invalid.
         """
         assert 0 <= count <= width, f"{count=} of {width=}"
-        placement = request.placement
+        placement = request.job.placement
         if placement is None:
             return
         placement.least += count - 1
@@ -351,7 +354,7 @@ class Scheduler:
         assert placement.in_doubt >= 0, f"{request!r} had no row of {width=} in flight"
         # Repeats were counted at one token each: with more, the row runs out of tokens sooner. A
         # no-op may give one back to a row that had none left.
-        left = max(0, request.max_new_tokens - placement.least) if count else 0
+        left = max(0, request.job.max_new_tokens - placement.least) if count else 0
         self._repeats = min(self._repeats, left)
 
     def _holds_for(self, plan: Plan) -> int:
@@ -365,22 +368,22 @@ class Scheduler:
             return 0
         width = plan.width
         steps = min(
-            min(self._room(request) // width, request.max_new_tokens - request.placed.least)
-            for request in plan.rows
+            min(self._room(job) // width, job.max_new_tokens - job.placed.least)
+            for job in (request.job for request in plan.rows)
         )
         if steps and len(plan.rows) < len(self.active):
             others = set(self.active).difference(plan.rows)
-            if any(other.phase is not Phase.DECODE or _can_sample(other) for other in others):
+            if any(other.phase is not Phase.DECODE or _can_sample(other.job) for other in others):
                 return 0
         return steps
 
-    def _room(self, request: Request) -> int:
+    def _room(self, job: Job) -> int:
         """Further tokens, past those that may be written, for which the request has blocks."""
-        placement = request.placed
+        placement = job.placed
         held = len(placement.blocks) * self.block_size
         if held >= placement.reach:
             return sys.maxsize
-        return held - self._reserve_extra - _kv_len(request)
+        return held - self._reserve_extra - _kv_len(placement)
 
     def _grow_or_pause(self) -> list[Request]:
         """Rows that decode, oldest first, each with blocks for the positions of its next step.
@@ -390,10 +393,11 @@ class Scheduler:
         """
         rows: list[Request] = []
         for request in self.active:
-            if request.phase is not Phase.DECODE or not _can_sample(request):
+            job = request.job
+            if request.phase is not Phase.DECODE or not _can_sample(job):
                 continue
-            if self._room(request) >= self._width or self._reserve(
-                request, _kv_len(request) + self._width
+            if self._room(job) >= self._width or self._reserve(
+                request, _kv_len(job.placed) + self._width
             ):
                 rows.append(request)
             else:
@@ -402,12 +406,12 @@ class Scheduler:
 
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Give `request` the blocks for its first `tokens` tokens, pausing younger ones."""
-        blocks = request.placed.blocks
-        missing = self.blocks_for(self._reach(request, tokens)) - len(blocks)
+        blocks = request.job.placed.blocks
+        missing = self.blocks_for(self._reach(request.job, tokens)) - len(blocks)
         if missing <= 0:
             return True
         while self.pool.free < missing:
-            victim = next(other for other in reversed(self.active) if other.placed.blocks)
+            victim = next(other for other in reversed(self.active) if other.job.placed.blocks)
             if victim is request:
                 return False
             self._pause(victim)
@@ -417,8 +421,8 @@ class Scheduler:
 
     def _pause(self, request: Request) -> None:
         """Copy out all blocks that may have been written, also by the launches in flight."""
-        placement = request.placed
-        used = self.blocks_for(self._reach(request, _kv_len(request)))
+        placement = request.job.placed
+        used = self.blocks_for(self._reach(request.job, _kv_len(placement)))
         placement.swap_blocks = self.swap.take(used)
         self._changes.swap_out += zip(placement.blocks[:used], placement.swap_blocks, strict=True)
         self.pool.give_back(placement.blocks)
@@ -438,14 +442,15 @@ class Scheduler:
         paused = [request for request in self.active if request.phase is Phase.PAUSED]
         headroom = self._headroom(len(self.active) - len(paused))
         for request in paused:
-            placement = request.placed
-            prefilling = placement.prefilled < request.prompt_len
-            tokens = request.prompt_len if prefilling else _kv_len(request) + self._width
-            need = self.blocks_for(self._reach(request, tokens))
+            job = request.job
+            placement = job.placed
+            prefilling = placement.prefilled < job.prompt_len
+            tokens = job.prompt_len if prefilling else _kv_len(placement) + self._width
+            need = self.blocks_for(self._reach(job, tokens))
             if self.pool.free < need + headroom:
                 break
             placement.blocks = self.pool.take(need)
-            used = self.blocks_for(self._reach(request, _kv_len(request)))
+            used = self.blocks_for(self._reach(job, _kv_len(placement)))
             self._changes.swap_in += zip(
                 placement.swap_blocks[:used], placement.blocks[:used], strict=True
             )
@@ -455,7 +460,7 @@ class Scheduler:
             self.counters["resumes"] += 1
             self.moves.append(("resumed", request.id))
             request.phase = Phase.PREFILL if prefilling else Phase.DECODE
-            if not prefilling and _can_sample(request):
+            if not prefilling and _can_sample(job):
                 rows.append(request)
         return rows
 
@@ -470,15 +475,16 @@ class Scheduler:
             if any(request.phase is Phase.PAUSED for request in self.active):
                 return
             request = self.waiting[0]
+            job = request.job
             found, own = self.reuse.begin_with(request)
-            need = self._greatest_need(request) - len(found)
+            need = self._greatest_need(job) - len(found)
             if not self._roomy or need > self.pool.vacant:
-                prompt = self._reach(request, request.prompt_len)
+                prompt = self._reach(job, job.prompt_len)
                 need = self.blocks_for(prompt) - len(found)
             # Found blocks without a user counted as free until now.
             taken = need + sum(not self.pool.users(block) for block in found)
             headroom = self._headroom(len(self.active))
-            if taken + headroom > self.pool.free or not self._can_always_pause(request):
+            if taken + headroom > self.pool.free or not self._can_always_pause(job):
                 return
             self.waiting.popleft()
             slot = self.slots.index(None)
@@ -486,16 +492,16 @@ class Scheduler:
             # First these: otherwise they, and the rest of the session, might be evicted for the
             # others.
             self.pool.use(found)
-            if request.context is not None:
-                self.reuse.touch(request.context)
+            if job.context is not None:
+                self.reuse.touch(job.context)
             cached = len(found) * self.block_size
-            request.placement = Placement(
+            job.placement = Placement(
                 slot=slot,
                 epoch=self._epoch,
-                reach=self._reach(request, request.max_len),
+                reach=self._reach(job, job.max_len),
                 blocks=found + self.pool.take(need),
                 prefilled=cached,
-                noted=0 if self._is_noted(request) else cached,
+                noted=0 if self._is_noted(job) else cached,
             )
             request.cached_tokens = cached
             if own:
@@ -507,11 +513,11 @@ class Scheduler:
             self.counters["slot_reuses"] += slot in self._slots_used
             self._slots_used.add(slot)
             self._changes.slots = self._changes.tables = True
-            self._changes.options |= request.processing is not None
-            self._count_guided(request, 1)
+            self._changes.options |= job.processing is not None
+            self._count_guided(job, 1)
 
-    def _count_guided(self, request: Request, change: int) -> None:
-        if request.guide is not None:
+    def _count_guided(self, job: Job, change: int) -> None:
+        if job.guide is not None:
             self.guided += change
             self.lookahead = 0 if self.guided else self._usual_lookahead
 
@@ -519,27 +525,28 @@ class Scheduler:
         """Blocks that `rows` rows may take in their next step: a roomy pool always has them."""
         return 0 if self._roomy else rows * self.blocks_for(self._tokens_per_step)
 
-    def _can_always_pause(self, newcomer: Request) -> bool:
-        needs = [self._greatest_need(request) for request in [*self.active, newcomer]]
+    def _can_always_pause(self, newcomer: Job) -> bool:
+        jobs = [*(request.job for request in self.active), newcomer]
+        needs = [self._greatest_need(job) for job in jobs]
         return sum(needs) <= self.pool.count or sum(needs[1:]) <= self.swap.count
 
     def _next_chunk(self) -> PrefillChunk | None:
         for request in self.active:
             if request.phase is Phase.PREFILL:
-                placement = request.placed
+                placement = request.job.placed
                 if not placement.begun:
                     placement.begun = True
                     self._look_again(request)
                 noted = placement.noted < request.cached_tokens
                 start = placement.noted if noted else placement.prefilled
-                end = request.cached_tokens if noted else request.prompt_len
+                end = request.cached_tokens if noted else request.job.prompt_len
                 end = min((start // self.max_chunk + 1) * self.max_chunk, end)
                 return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
         return None
 
     def _look_again(self, request: Request) -> None:
         """Share the prompt's blocks that others have prefilled since the request was admitted."""
-        placement = request.placed
+        placement = request.job.placed
         if not self.reuse.prefixes or placement.indexed:
             return
         have = request.cached_tokens // self.block_size
@@ -550,18 +557,18 @@ class Scheduler:
             placement.blocks[have : have + len(more)] = more
             self.pool.give_back(own)
             cached = request.cached_tokens + len(more) * self.block_size
-            if not self._is_noted(request):
+            if not self._is_noted(request.job):
                 placement.noted = cached
             placement.prefilled = request.cached_tokens = cached
             self._changes.tables = True
         self.reuse.begun(request)
 
-    def _is_noted(self, request: Request) -> bool:
+    def _is_noted(self, job: Job) -> bool:
         """Whether the prompt tokens that it skips must be noted on the device."""
-        return self._note_all or request.processing is not None
+        return self._note_all or job.processing is not None
 
     def _advance_prefill(self, chunk: PrefillChunk) -> None:
-        placement = chunk.request.placed
+        placement = chunk.request.job.placed
         if chunk.noted:
             placement.noted += chunk.count
             return
@@ -576,23 +583,22 @@ class Scheduler:
 def _count_launch(plan: Plan) -> None:
     """Each row samples one token, and up to as many more as it has drafts."""
     for request in plan.rows:
-        request.placement.least += 1  # type: ignore[union-attr]
+        request.job.placement.least += 1  # type: ignore[union-attr]
     if plan.width > 1:
         for request in plan.rows:
-            request.placement.in_doubt += plan.width - 1  # type: ignore[union-attr]
+            request.job.placement.in_doubt += plan.width - 1  # type: ignore[union-attr]
 
 
-def _kv_len(request: Request) -> int:
+def _kv_len(placement: Placement) -> int:
     """At most this many tokens' KV is written once all that was launched has run.
 
     The last sampled token has none. The bound may lie past the request's end: `_reach` cuts it.
     """
-    placement = request.placed
     if not placement.least:
         return placement.prefilled
     return placement.prefilled + placement.least + placement.in_doubt - 1
 
 
-def _can_sample(request: Request) -> bool:
+def _can_sample(job: Job) -> bool:
     """Whether the request may get another token, as far as the host can tell."""
-    return request.placed.least < request.max_new_tokens
+    return job.placed.least < job.max_new_tokens

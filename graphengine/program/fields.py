@@ -18,6 +18,7 @@ from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.scheduler import Plan
 from graphengine.models.contract import LayerStates, recurrent_states
 from graphengine.program.relaxed import relaxed_field
+from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.processing import processing_fields, processing_updates
 from graphengine.requests.request import Request
 from graphengine.sampling_params import SAMPLER_FIELDS
@@ -156,21 +157,21 @@ def host_updates(
     """
     updates: dict[str, Any] = {}
     if plan.rows_changed:
-        updates["slot_of_row"] = [request.placed.slot for request in plan.rows]
+        updates["slot_of_row"] = [request.job.placed.slot for request in plan.rows]
     if plan.tables_changed:
-        updates["block_table"] = [request and request.placed.blocks for request in slots]
+        updates["block_table"] = [request and request.job.placed.blocks for request in slots]
     if plan.slots_changed:
         updates |= _slot_fields(slots)
         if plan.options_changed:
             updates |= processing_updates(
-                [None if request is None else request.processing for request in slots]
+                [None if request is None else request.job.processing for request in slots]
             )
     if plan.prefill is not None:
         chunk = plan.prefill
         request, end = chunk.request, chunk.start + chunk.count
         updates |= {
             "prefill_tokens": request.prompt_token_ids[chunk.start : end],
-            "prefill_slot": [request.placed.slot],
+            "prefill_slot": [request.job.placed.slot],
             "prefill_start": [chunk.start],
             "prefill_count": [chunk.count],
             "prefill_final": [int(chunk.final)],
@@ -194,12 +195,12 @@ def draft_updates(
     """
     fed: dict[Request, tuple[int, ...]] = {}
     for request in plan.rows:
-        drafts = request.next_drafts
-        counters["drafts/stale"] += len(request.drafts) - len(drafts)
+        job, said = request.job, request.token_ids
+        left = job.drafts.after(said)
+        counters["drafts/stale"] += len(job.drafts.token_ids) - len(left)
         if plan.width > 1:
-            fed[request] = drafts
-            drafts = ()
-        request.drafts, request.drafts_from = drafts, len(request.token_ids)
+            fed[request], left = left, ()
+        job.drafts = CallerDrafts(left, len(said)) if left else NO_DRAFTS
     return {"draft_tokens": [request and fed.get(request, ()) for request in slots]}
 
 
@@ -210,10 +211,10 @@ def _slot_fields(slots: Sequence[Request | None]) -> dict[str, Any]:
         for name, field in SAMPLER_FIELDS.items()
     }
     return options | {
-        "command_epoch": [request and request.placed.epoch for request in slots],
+        "command_epoch": [request and request.job.placed.epoch for request in slots],
         # The engine draws a seed where the request has none.
         "seed": [request and request.seed for request in slots],
-        "stop_ids": [request and request.stop_ids for request in slots],
-        "min_len": [request and request.min_len for request in slots],
-        "max_len": [request and request.max_len for request in slots],
+        "stop_ids": [request and request.job.stops.ids for request in slots],
+        "min_len": [request and request.job.min_len for request in slots],
+        "max_len": [request and request.job.max_len for request in slots],
     }

@@ -6,7 +6,7 @@ import codecs
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Self
 
@@ -356,8 +356,10 @@ class TextStream:
     hidden               other ids without text
     min_tokens           a stop string that one of the first `min_tokens` tokens completes is text
 
-    `lengths[i]` counts the characters that token i made certain, including those of a stop string
-    and of the text after it. The cost of a push does not depend on how many came before it.
+    `text` is what all calls so far have returned, kept as `pieces`, so that a push adds to it
+    without a copy. `lengths[i]` counts the characters that token i made certain, including those of
+    a stop string and of the text after it. The cost of a push does not depend on how many came
+    before it.
 
     `failure` says why a token could not be decoded. That token and all after it have no text and no
     length; text held back before it is lost.
@@ -373,6 +375,7 @@ class TextStream:
         hidden: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
+        self.pieces: list[str] = []
         self.lengths: list[int] = []
         self.failure: ValueError | None = None
         self._decoder = IncrementalDecoder(
@@ -382,6 +385,18 @@ class TextStream:
         self._min_tokens = min_tokens
         self._silent = False
 
+    @property
+    def text(self) -> str:
+        """The text so far. The pieces are joined when this is read, if a push has added any."""
+        if len(self.pieces) > 1:
+            self.pieces[:] = ["".join(self.pieces)]
+        return self.pieces[0] if self.pieces else ""
+
+    def ends(self) -> tuple[int, ...]:
+        """Characters of `text` up to and including each token, once all text has come."""
+        length = len(self.text)
+        return tuple(min(end, length) for end in accumulate(self.lengths))
+
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(text that became certain, the stop string that ended the text)."""
         try:
@@ -390,9 +405,11 @@ class TextStream:
             self.failure = error
             return "", None
         self.lengths.append(len(text))
-        if self._stops is None:
-            return text, None
-        return self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
+        matched = None
+        if self._stops is not None:
+            text, matched = self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
+        self.pieces.append(text)
+        return text, matched
 
     def take(self, token_ids: Sequence[int], silent: bool = False) -> tuple[str, int, str | None]:
         """(text that became certain, tokens up to the end of the text, the stop string at its end).
@@ -423,10 +440,11 @@ class TextStream:
             return ""
         if text:
             self.lengths[-2 if self._silent else -1] += len(text)
-        if self._stops is None:
-            return text
-        text, _ = self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
-        return text + self._stops.flush()
+        if self._stops is not None:
+            text, _ = self._stops.push(text, armed=len(self.lengths) > self._min_tokens)
+            text += self._stops.flush()
+        self.pieces.append(text)
+        return text
 
 
 def _checked_id(token_id: int) -> int:

@@ -247,7 +247,7 @@ def test_cancel_takes_effect_at_the_next_step(engine: Engine, phase: Phase) -> N
     assert engine.busy and not request.finished
     (event,) = events_of(request, engine.step())
     assert event.finish_reason == "cancelled" and event.token_ids == ()
-    assert request.finished and request.placement is None
+    assert request.finished and request.job.placement is None
     result = request.result()
     assert result.finish_reason == "cancelled" and list(result.token_ids) == had
     assert result.text == engine.tokenizer.decode(had)

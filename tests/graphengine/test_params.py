@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from graphengine.config import DTYPES, EngineConfig
+from graphengine.demo import checkpoint_path
 from graphengine.engine_options import EngineOptions
+from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams
+from graphengine.text.tokenizer import TextStream, Tokenizer
 
 # As in vllm/sampling_params.py; stop_token_ids of None are kept as ().
 VLLM_DEFAULTS = {
@@ -74,10 +77,9 @@ def make_request(cancelled: list[Request]) -> Request:
         prompt_token_ids=[3, 1, 4],
         params=SamplingParams(min_tokens=5),
         seed=99,
-        stop_ids=(2,),
-        max_len=19,
         submitted=1.5,
         cancelled=cancelled,
+        job=Job(prompt_len=3, max_len=19, min_tokens=5),
     )
 
 
@@ -409,8 +411,7 @@ def test_a_new_request_waits_and_has_no_result() -> None:
     request = make_request([])
     assert request.phase is Phase.WAITING and not request.finished
     assert request.prompt_token_ids == (3, 1, 4)
-    assert (request.prompt_len, request.max_len, request.max_new_tokens) == (3, 19, 16)
-    assert request.min_len == 8
+    assert (request.job.max_new_tokens, request.job.min_len) == (16, 8)
     assert request.token_ids == [] and request.text == "" and request.pauses == 0
     with pytest.raises(ValueError) as refused:
         request.result()
@@ -456,14 +457,15 @@ def test_cancelling_a_finished_request_changes_nothing() -> None:
 
 def test_a_result_keeps_what_the_request_had() -> None:
     request = make_request([])
-    request.token_ids += [5, 9]
-    request.pieces += ["h", "i"]
+    request.job.stream = stream = TextStream(Tokenizer.from_directory(checkpoint_path()))
+    request.token_ids += [40, 41]
+    stream.take([40, 41])
     request.phase, request.finish_reason = Phase.FINISHED, "length"
     result = request.result()
     request.token_ids.append(1)
     assert (result.request_id, result.seed, result.finish_reason) == (7, 99, "length")
     assert result.prompt_token_ids == (3, 1, 4)
-    assert (result.token_ids, result.text) == ((5, 9), "hi")
+    assert (result.token_ids, result.text) == ((40, 41), "HI")
     assert result.timings is request.timings
 
 
@@ -475,7 +477,7 @@ def test_a_request_prints_what_helps() -> None:
 
 def test_a_request_without_a_slot_has_no_placement() -> None:
     with pytest.raises(AssertionError, match="holds no slot"):
-        make_request([]).placed  # noqa: B018  (the property raises)
+        make_request([]).job.placed  # noqa: B018  (the property raises)
 
 
 def test_timings() -> None:

@@ -110,7 +110,7 @@ def check_cache(engine: Engine, request: Request, module: Module, length: int) -
     """Keys and values of `length` positions, the chain's among them."""
     kv, table = (
         engine.runtime.caches[1][0][0],
-        engine.runtime.buffers["block_table"][request.placed.slot],
+        engine.runtime.buffers["block_table"][request.job.placed.slot],
     )
     position = torch.arange(length)
     entries = kv[table[position // 8].long(), :, position % 8]
@@ -147,7 +147,7 @@ def test_eagle_drafts_are_those_of_a_plain_forward(
             for position in range(committed, end):
                 u = module.run(sequence[position + 1], hidden[position], position)
             committed = end
-            drafts = engine.runtime.buffers["draft_tokens"][request.placed.slot].tolist()
+            drafts = engine.runtime.buffers["draft_tokens"][request.job.placed.slot].tolist()
             check_drafts(module, u, end - 1, drafts)
             check_cache(engine, request, module, end + K - 1)
             counts.add(count)

@@ -190,7 +190,7 @@ def test_a_prompt_that_is_cancelled_leaves_no_file(
     early, late = engine.submit(prompt), engine.submit(prompt)
     engine.step()
     early.cancel()
-    while late.placement is None or late.placement.prefilled < 64:
+    while late.job.placement is None or late.job.placement.prefilled < 64:
         engine.step()
     late.cancel()
     request = engine.submit(prompt)

@@ -280,7 +280,7 @@ def test_blocks_are_crossed_and_rewound_at_every_offset(
             ) -> Tokens:
                 proposed = drafts(request)
                 index = index_of[request.id]
-                length = request.prompt_len + len(request.token_ids) - 1
+                length = request.job.prompt_len + len(request.token_ids) - 1
                 crossed.add((length % 8, callers.right(callers.steps[index])))
                 return proposed
 

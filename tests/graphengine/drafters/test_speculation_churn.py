@@ -210,7 +210,7 @@ def test_each_request_says_what_it_says_alone_without_drafts(
 
     with open_engine(path, **options) as alone:
         owners.check(alone)
-    assert any(request.processing is not None for request in owners.requests)
+    assert any(request.job.processing is not None for request in owners.requests)
 
 
 @pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3)], ids=["mtp", "ngram"])

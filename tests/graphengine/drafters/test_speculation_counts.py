@@ -99,7 +99,7 @@ class Recount:
         done = 1
         while done < len(said):
             # After the last draft comes a token of the step's own, which must fit in too.
-            room = request.max_new_tokens - done - 1
+            room = request.job.max_new_tokens - done - 1
             drafts = list(propose((*prompt, *said[:done])))[: min(k, room)]
             right = 0
             while right < len(drafts) and drafts[right] == said[done + right]:
@@ -255,7 +255,7 @@ def test_absent_drafts_count_as_none(device: str, count: int) -> None:
         request = engine.submit(PROMPT, greedy(30, **ENDLESS))
 
         def propose(said: Tokens) -> list[int]:
-            done = len(said) - request.prompt_len
+            done = len(said) - request.job.prompt_len
             return list(known[done : done + count])
 
         events = run_with(engine, lambda each: propose((*each.prompt_token_ids, *each.token_ids)))

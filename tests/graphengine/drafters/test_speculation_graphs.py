@@ -88,7 +88,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def places(engine: Engine, request: Request, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Block and offset of positions 0 .. end - 1."""
     position = torch.arange(end, device=engine.memory.device)
-    blocks = torch.tensor(request.placed.blocks, device=engine.memory.device)
+    blocks = torch.tensor(request.job.placed.blocks, device=engine.memory.device)
     return blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
 
 
@@ -123,7 +123,7 @@ def poison(engine: Engine, rows: list[Request], known: dict[int, int], clean: Te
     That is free slots, free blocks, what lies after the known positions of the live slots, and
     what was of rejected drafts: in the target's cache, in the drafter's and in its table of tokens.
     """
-    live = {request.placed.slot: request for request in rows}
+    live = {request.job.placed.slot: request for request in rows}
     fields = {field.name for field in engine.runtime.buffers.fields}
     for name in SLOT_FIELDS:
         if name not in fields:
@@ -132,7 +132,7 @@ def poison(engine: Engine, rows: list[Request], known: dict[int, int], clean: Te
         for slot in {*range(ROWS)} - live.keys():
             tensor[slot] = float("nan") if tensor.is_floating_point() else HUGE[tensor.dtype]
     for slot, request in live.items():
-        engine.runtime.buffers["block_table"][slot, len(request.placed.blocks) :] = HUGE[
+        engine.runtime.buffers["block_table"][slot, len(request.job.placed.blocks) :] = HUGE[
             torch.int32
         ]
         if "token_history" in fields:
@@ -174,7 +174,8 @@ def test_poison_around_a_speculative_step(
             engine.core.load(plan)
             before = snapshot(engine)
             known = {
-                request.placed.slot: int(before["kv_len"][request.placed.slot]) for request in rows
+                request.job.placed.slot: int(before["kv_len"][request.job.placed.slot])
+                for request in rows
             }
             engine.runtime.program.decode(ROWS, sampler, drafts)
             clean = snapshot(engine)
@@ -194,7 +195,7 @@ def test_poison_around_a_speculative_step(
         own = {"token_history", "ngram_unmatched"} & clean.keys()
         advanced = 0
         for request in rows:
-            slot = request.placed.slot
+            slot = request.job.placed.slot
             for field in (*STATE, "draft_tokens", *own):
                 end = int(clean["kv_len"][slot]) + 1 if field == "token_history" else None
                 got, expected = (state[field][slot, ...] for state in (after, clean))
@@ -221,7 +222,7 @@ def test_poison_around_a_speculative_step(
                 assert same_bits(after[field][slot, ...], poisoned[field][slot, ...]), (
                     f"{field} of the free slot {slot}"
                 )
-        held = {block for request in rows for block in request.placed.blocks}
+        held = {block for request in rows for block in request.job.placed.blocks}
         free = [block for block in range(1, engine.memory.kv_blocks + 1) if block not in held]
         for cache, tensor in caches_of(engine, after):
             assert bool(tensor[:, free].isnan().all()), f"{cache}: a free block was written"
@@ -243,7 +244,7 @@ def test_poison_around_a_prompt_chunk(device: str, tmp_path: Path, name: str, ch
         assert plan is not None and plan.prefill is not None
         part = plan.prefill
         assert part.request is newcomer and part.final is (chunk == "last")
-        slot, start, end = newcomer.placed.slot, part.start, part.start + part.count
+        slot, start, end = newcomer.job.placed.slot, part.start, part.start + part.count
         bucket = engine.memory.prefill_ladder.pick(part.count)
         with engine.runtime.on_stream():
             engine.core.load(plan)
@@ -287,7 +288,7 @@ def test_poison_around_a_prompt_chunk(device: str, tmp_path: Path, name: str, ch
             assert same_bits(got, expected) and bool(got.isfinite().all()), cache
         for request in others:
             for field in ("draft_tokens", *STATE):
-                other = request.placed.slot
+                other = request.job.placed.slot
                 assert same_bits(after[field][other, ...], poisoned[field][other, ...]), field
 
 

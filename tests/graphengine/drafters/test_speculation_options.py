@@ -313,9 +313,9 @@ def drafts_by_length(engine: Engine, prompt: str, tokens: int) -> dict[int, list
     found: dict[int, list[int]] = {}
     while engine.busy:
         engine.step()
-        if not request.finished and request.placement is not None:
-            slot = request.placement.slot
-            length = request.prompt_len + len(request.token_ids)
+        if not request.finished and request.job.placement is not None:
+            slot = request.job.placement.slot
+            length = request.job.prompt_len + len(request.token_ids)
             if request.token_ids:
                 if engine.memory.device.type == "cuda":
                     # A step has published before it drafts.
@@ -494,7 +494,7 @@ def think(engine: Engine, thinker: Thinker, request: Request, dice: random.Rando
         strict += thinker.delta == 0.0
         engine.draft(request, drafts)
         done = len(request.token_ids)
-        expected = thinker.step(drafts, request.max_new_tokens - done)
+        expected = thinker.step(drafts, request.job.max_new_tokens - done)
         engine.step()
         assert request.token_ids[done:] == expected, f"{done=} {drafts=}"
     return strict
@@ -731,9 +731,9 @@ def test_drafts_that_cannot_be_are_refused() -> None:
             for wrong_request in (stranger, None, 1):
                 with pytest.raises(ValueError, match="is no request of this engine"):
                     engine.draft(wrong_request, [1])  # type: ignore[arg-type]
-            assert stranger.drafts == ()
+            assert stranger.job.drafts.token_ids == ()
         # What was refused changed nothing.
-        assert request.drafts == (4095, 0)
+        assert request.job.drafts.token_ids == (4095, 0)
         run(engine)
         with pytest.raises(ValueError, match=r"id=1.* has ended: nothing verifies its drafts"):
             engine.draft(request, [1])

@@ -10,6 +10,7 @@ import pytest
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, run
 from engines.speculation import ENDLESS, open_plain, open_speculating
 from graphengine import Engine, EngineConfig, Request
+from graphengine.requests.caller_drafts import NO_DRAFTS
 from graphengine.requests.request import Phase
 from graphengine.speculative import GateOptions, SaveHiddenStates, UserProvided
 
@@ -50,7 +51,7 @@ def stale(engine: Engine) -> int:
 def accounted(engine: Engine, *requests: Request) -> int:
     """Drafts that were judged, are stale, or wait for their step."""
     judged = sum(request.acceptance.proposed for request in requests)
-    return judged + stale(engine) + sum(len(request.drafts) for request in requests)
+    return judged + stale(engine) + sum(len(request.job.drafts.token_ids) for request in requests)
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside-another", "alone"])
@@ -64,15 +65,16 @@ def test_drafts_before_prefill_wait_for_the_first_decode_step(
         engine.step()
     request = engine.submit(PROMPT, ASKED)
     engine.draft(request, known[PROMPT][:K])
-    assert request.drafts == known[PROMPT][:K]
+    assert request.job.drafts.token_ids == known[PROMPT][:K]
     while not request.token_ids:
         engine.step()
-    assert request.drafts == known[PROMPT][:K] and request.next_drafts == known[PROMPT][1:K]
+    assert request.job.drafts.token_ids == known[PROMPT][:K]
+    assert request.job.drafts.after(request.token_ids) == known[PROMPT][1:K]
     engine.step()
     # Two drafts right, and a token of the step's own after them.
     assert tuple(request.token_ids) == known[PROMPT][: K + 1]
     assert request.acceptance.proposed == request.acceptance.accepted == K - 1
-    assert request.drafts == () and stale(engine) == 1
+    assert request.job.drafts.token_ids == () and stale(engine) == 1
 
 
 def test_drafts_in_the_middle_of_a_prompt_wait_too(
@@ -81,7 +83,7 @@ def test_drafts_in_the_middle_of_a_prompt_wait_too(
     request = engine.submit(LONG, ASKED)
     engine.submit(OTHER, ASKED)
     engine.step()
-    assert 0 < request.placed.prefilled < request.prompt_len
+    assert 0 < request.job.placed.prefilled < request.job.prompt_len
     engine.draft(request, known[LONG][:2])
     while len(request.token_ids) < 2:
         engine.step()
@@ -99,7 +101,8 @@ def test_drafts_that_the_first_token_contradicts_are_stale(
     while len(request.token_ids) < 2:
         engine.step()
     assert len(request.token_ids) == 2, "a step of one token: nothing was verified"
-    assert request.acceptance.proposed == 0 and stale(engine) == K and request.drafts == ()
+    assert request.acceptance.proposed == 0 and stale(engine) == K
+    assert request.job.drafts.token_ids == ()
 
 
 def test_a_step_of_others_uses_nothing_up(
@@ -113,7 +116,7 @@ def test_a_step_of_others_uses_nothing_up(
     engine.draft(first, known[PROMPT][1 : 1 + K])
     engine.step()
     assert tuple(first.token_ids) == known[PROMPT][: 2 + K]
-    assert first.drafts == () and second.drafts == known[LONG][:K]
+    assert first.job.drafts.token_ids == () and second.job.drafts.token_ids == known[LONG][:K]
 
 
 def unread(engine: Engine, patch: pytest.MonkeyPatch, timeout: float = 0.0) -> None:
@@ -150,7 +153,7 @@ def test_drafts_of_a_request_that_ends_first_are_counted(engine: Engine) -> None
     engine.draft(cancelled, (1, 2))
     cancelled.cancel()
     run(engine)
-    assert over.drafts == cancelled.drafts == () and stale(engine) == 5
+    assert over.job.drafts == cancelled.job.drafts == NO_DRAFTS and stale(engine) == 5
 
 
 def test_another_call_replaces_the_drafts(
@@ -182,7 +185,7 @@ def test_drafts_outlast_a_pause(known: dict[str, tuple[int, ...]]) -> None:
                     given[request] = done
                     engine.draft(request, tokens[done : done + K])
                 elif request.phase is Phase.PAUSED and done == given[request]:
-                    assert len(request.drafts) == K, "a step of another used them up"
+                    assert len(request.job.drafts.token_ids) == K, "a step of another used them up"
             engine.step()
         assert given, "nobody was paused"
         for request in given:
@@ -203,7 +206,10 @@ def test_drafts_outlast_steps_without_drafts(known: dict[str, tuple[int, ...]]) 
         engine.draft(request, known[PROMPT][done : done + K])
         engine.step()
         assert len(request.token_ids) == done + 1
-        assert request.next_drafts == known[PROMPT][done + 1 : done + K] and stale(engine) == 0
+        assert (
+            request.job.drafts.after(request.token_ids) == known[PROMPT][done + 1 : done + K]
+            and stale(engine) == 0
+        )
         other.cancel()
         engine.step()
         assert tuple(request.token_ids) == known[PROMPT][: done + 1 + K]

@@ -112,14 +112,14 @@ class Pools:
 
 
 def drafts_of(engine: Engine, request: Request) -> list[int]:
-    return engine.runtime.buffers["draft_tokens"][request.placed.slot].tolist()
+    return engine.runtime.buffers["draft_tokens"][request.job.placed.slot].tolist()
 
 
 def check_cache(engine: Engine, request: Request, index: int, module: Module, length: int) -> None:
     """Keys and values of a module: drafts alone would hide much."""
     kv, table = (
         engine.runtime.caches[1][0][index],
-        engine.runtime.buffers["block_table"][request.placed.slot],
+        engine.runtime.buffers["block_table"][request.job.placed.slot],
     )
     assert sorted(module.cache) == list(range(length))
     position = torch.arange(length)

@@ -269,8 +269,8 @@ def test_requests_share_a_prefix_while_both_run() -> None:
         world.step()
     second = world.submit(LONG, 12)
     world.step()
-    assert second.placed.blocks[:3] == first.placed.blocks[:3]
-    assert second.placed.blocks[3] != first.placed.blocks[3]
+    assert second.job.placed.blocks[:3] == first.job.placed.blocks[:3]
+    assert second.job.placed.blocks[3] != first.job.placed.blocks[3]
     world.finish()
 
 
@@ -415,7 +415,7 @@ def test_a_turn_is_admitted_without_evicting_its_own_session(others: bool) -> No
     assert not world.scheduler.pool.vacant
     turn = session.submit(params(4 if others else 1))
     world.step(collect=False)
-    assert turn.cached_tokens == 12 and turn.placed.blocks[:3] == before[:3]
+    assert turn.cached_tokens == 12 and turn.job.placed.blocks[:3] == before[:3]
     assert session._context.blocks[:3] == before[:3] and not session.evicted
     assert world.scheduler.counters["sessions/evicted"] == other.evicted == others
     assert world.scheduler.counters["sessions/reused_tokens"] == 12
@@ -439,7 +439,7 @@ def test_in_a_roomy_pool_no_session_makes_room_for_what_nobody_samples() -> None
                 session.rewind(len(session) - 5)
             turns.append(session.submit(params(None)))
             world.step(collect=False)
-            held = len(turns[-1].placed.blocks)
+            held = len(turns[-1].job.placed.blocks)
             assert held == 10 if len(turns) == 1 else held < 10
             world.run()
     assert [turn.cached_tokens for turn in turns] == [0, 0, 4, 4, 4, 4]
@@ -482,7 +482,7 @@ def test_without_prefix_caching_no_prompt_is_hashed() -> None:
     turn, request = session.submit(params(2)), world.submit(LONG, 2)
     while world.scheduler.busy:
         world.step(collect=bool(world.in_flight))
-        assert turn.block_keys is request.block_keys is None
+        assert turn.job.block_keys is request.job.block_keys is None
     world.finish()
 
 
@@ -543,7 +543,7 @@ def test_a_session_is_used_when_its_turn_is_admitted() -> None:
         world.run()
     turn = old.submit(params(3))
     world.step()
-    assert turn.placed.blocks[:2] == old._context.blocks
+    assert turn.job.placed.blocks[:2] == old._context.blocks
     turn.cancel()
     world.run()
     world.submit([3] * 20, 1)
@@ -563,12 +563,12 @@ def test_a_pause_copies_shared_blocks_and_resumes_into_its_own() -> None:
     while younger.phase is not Phase.PAUSED:
         world.step()
         if younger.phase is Phase.DECODE:
-            shared = younger.placed.blocks[:3]
-            assert shared == older.placed.blocks[:3]
-    assert shared and len(younger.placed.swap_blocks) >= 4
+            shared = younger.job.placed.blocks[:3]
+            assert shared == older.job.placed.blocks[:3]
+    assert shared and len(younger.job.placed.swap_blocks) >= 4
     while younger.phase is Phase.PAUSED:
         world.step()
-    assert not any(map(world.scheduler.pool.keepers, younger.placed.blocks))
+    assert not any(map(world.scheduler.pool.keepers, younger.job.placed.blocks))
     world.finish()
     assert younger.pauses == 1 and younger.cached_tokens == 12
 

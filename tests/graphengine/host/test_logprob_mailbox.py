@@ -14,6 +14,7 @@ from graphengine.buckets.mailbox import MailboxBroken
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
 from graphengine.host.replay import Replay
 from graphengine.kernels import EMITTED, logprob_items, pack_state
+from graphengine.requests.job import Job
 from graphengine.requests.result import Logprob
 
 TOP, TOKENS, LANES, ENTRIES = 3, 2, 4, 4
@@ -31,10 +32,9 @@ def request(logprobs: int | None) -> Request:
         prompt_token_ids=[1],
         params=SamplingParams(logprobs=logprobs),
         seed=0,
-        stop_ids=(),
-        max_len=9,
         submitted=0.0,
         cancelled=[],
+        job=Job(prompt_len=1, max_len=9),
     )
 
 

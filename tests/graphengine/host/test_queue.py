@@ -28,6 +28,7 @@ from extent import extent
 from graphengine import Engine, QueueFull, Request, SamplingParams
 from graphengine.host.deadlines import Deadlines
 from graphengine.host.scheduler import Scheduler
+from graphengine.requests.job import Job
 from graphengine.requests.request import Phase
 
 # Seconds: the tests say who is late, so that a slow machine changes nothing.
@@ -36,18 +37,16 @@ FAR = 1e6
 # Priorities.
 
 
-def make_request(number: int, priority: int = 0, deadline_s: float | None = None) -> Request:
+def make_request(number: int, priority: int = 0, deadline: float | None = None) -> Request:
     return Request(
         request_id=number,
         prompt_token_ids=[1],
         params=SamplingParams(),
         seed=0,
-        stop_ids=(),
-        max_len=2,
         submitted=0.0,
         cancelled=[],
         priority=priority,
-        deadline_s=deadline_s,
+        job=Job(prompt_len=1, max_len=2, deadline=deadline),
     )
 
 
@@ -90,15 +89,17 @@ def test_deadlines_come_in_order_and_leave_no_finished_request_behind(seed: int)
     alive: dict[int, Request] = {}
     now, most = 0.0, 0
     for number in range(3000):
-        request = make_request(number, deadline_s=now + dice.randrange(1, 1000))
+        request = make_request(number, deadline=now + dice.randrange(1, 1000))
         deadlines.watch(request)
         alive[number] = request
         if dice.random() < 0.95:
             alive.pop(dice.choice(list(alive))).finish_reason = "stop"
         if number % 16 == 0:
             now += 4
-            expected = [r for r in alive.values() if r.deadline is not None and r.deadline <= now]
-            expected.sort(key=lambda r: (r.deadline, r.id))
+            expected = [
+                r for r in alive.values() if r.job.deadline is not None and r.job.deadline <= now
+            ]
+            expected.sort(key=lambda r: (r.job.deadline, r.id))
             assert deadlines.late(now) == expected
             for request in expected:
                 del alive[request.id]
@@ -124,7 +125,7 @@ def test_a_late_request_is_ended_wherever_it_stands(engine: Engine, phase: Phase
         engine.step()
     prompt = LONG if phase is Phase.PREFILL else PROMPT
     request = engine.submit(prompt, greedy(90), deadline_s=FAR)
-    assert request.deadline == request.timings.submitted + FAR
+    assert request.job.deadline == request.timings.submitted + FAR
     step_until(engine, lambda: request.phase is phase)
     if phase is Phase.DECODE:
         step_until(engine, lambda: len(request.token_ids) == 3)

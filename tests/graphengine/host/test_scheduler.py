@@ -38,7 +38,9 @@ from graphengine.host.blocks import BlockPool
 from graphengine.host.scheduler import Plan, Scheduler
 from graphengine.program.fields import host_updates
 from graphengine.requests.guided import Guide
+from graphengine.requests.job import Job
 from graphengine.requests.request import Phase, Request
+from graphengine.requests.stops import Stops
 from graphengine.sampling_params import SamplingParams
 
 Entry = tuple[int, int]
@@ -56,15 +58,20 @@ def make_request(
     cancelled: list[Request] | None = None,
 ) -> Request:
     """A request of `prompt` tokens and at most `new` more; it stops at position `stop_at`."""
+    params = SamplingParams(top_k=top_k)
     return Request(
         request_id=request_id,
         prompt_token_ids=range(prompt),
-        params=SamplingParams(top_k=top_k),
+        params=params,
         seed=0,
-        stop_ids=() if stop_at is None else (stop_at,),
-        max_len=prompt + new,
         submitted=0.0,
         cancelled=[] if cancelled is None else cancelled,
+        job=Job(
+            prompt_len=prompt,
+            max_len=prompt + new,
+            stops=Stops(ids=() if stop_at is None else (stop_at,)),
+            full=params.filtered,
+        ),
     )
 
 
@@ -335,7 +342,7 @@ class Simulation:
 
     def need(self, request: Request) -> int:
         """Blocks of the request and its drafter at its greatest length."""
-        end = min(request.max_len - 1 + self.extra, self.max_seq_len)
+        end = min(request.job.max_len - 1 + self.extra, self.max_seq_len)
         return self.scheduler.blocks_for(end)
 
     def set_width(self, width: int) -> None:
@@ -380,7 +387,7 @@ class Simulation:
         replays += [(plan.width, plan.rows)] if plan.rows else []
         self.in_flight.append(
             [
-                (width, [(request, request.placed.epoch) for request in rows])
+                (width, [(request, request.job.placed.epoch) for request in rows])
                 for width, rows in replays
             ]
         )
@@ -416,16 +423,18 @@ class Simulation:
     def check_ownership(self) -> None:
         """Every block of pool and swap has one owner, which holds no more than it can need."""
         scheduler = self.scheduler
-        held = [block for request in scheduler.active for block in request.placed.blocks]
+        held = [block for request in scheduler.active for block in request.job.placed.blocks]
         assert len(set(held)) == len(held), f"a block is owned twice: {held}"
         assert all(1 <= block <= scheduler.pool.count for block in held), held
         assert len(held) + scheduler.pool.free == scheduler.pool.count
-        swapped = [block for request in scheduler.active for block in request.placed.swap_blocks]
+        swapped = [
+            block for request in scheduler.active for block in request.job.placed.swap_blocks
+        ]
         assert len(set(swapped)) == len(swapped), f"a swap block is owned twice: {swapped}"
         assert all(0 <= block < scheduler.swap.count for block in swapped), swapped
         assert len(swapped) + scheduler.swap.free == scheduler.swap.count
         for request in scheduler.active:
-            placement = request.placed
+            placement = request.job.placed
             assert scheduler.slots[placement.slot] is request
             assert len(placement.blocks) <= self.need(request)
             assert len(placement.swap_blocks) <= self.need(request)
@@ -436,17 +445,17 @@ class Simulation:
     def check_bounds(self) -> None:
         """What the host has read and what the launches in flight may bring bound the truth."""
         for request in self.scheduler.active:
-            placement, in_flight = request.placed, self.rows_in_flight(request)
+            placement, in_flight = request.job.placed, self.rows_in_flight(request)
             if placement.least == 0 or request.finish_reason is not None:
                 continue
-            assert placement.least <= request.max_new_tokens, placement
+            assert placement.least <= request.job.max_new_tokens, placement
             known = max(1, len(request.token_ids))
             assert placement.least == known + len(in_flight), placement
             assert placement.most == known + sum(in_flight), placement
             if not self.unexecuted:
                 slot = placement.slot
-                sampled = self.device.kv_len[slot] - request.prompt_len + 1
-                assert sampled <= min(placement.most, request.max_new_tokens)
+                sampled = self.device.kv_len[slot] - request.job.prompt_len + 1
+                assert sampled <= min(placement.most, request.job.max_new_tokens)
                 assert placement.least <= sampled or not self.device.running[slot]
 
     def rows_in_flight(self, request: Request) -> list[int]:
@@ -459,16 +468,16 @@ class Simulation:
         if self.scheduler.busy:
             assert self.in_flight, f"nothing runs, but {self.scheduler.active} wait"
             oldest = self.scheduler.active[0]
-            assert oldest.placed.least == oldest.max_new_tokens, oldest
+            assert oldest.job.placed.least == oldest.job.max_new_tokens, oldest
 
     def check_plan(self, plan: Plan, oldest: Request | None) -> None:
         rows = plan.rows
-        slots = [request.placed.slot for request in rows]
+        slots = [request.job.placed.slot for request in rows]
         assert slots == sorted(set(slots)) and len(slots) <= len(self.scheduler.slots)
         assert all(request.phase is Phase.DECODE for request in rows)
-        assert plan.epochs == tuple(request.placed.epoch for request in rows)
+        assert plan.epochs == tuple(request.job.placed.epoch for request in rows)
         assert plan.width == self.scheduler.width
-        assert plan.full == any(request.full for request in rows)
+        assert plan.full == any(request.job.full for request in rows)
         assert not (plan.swap_out and plan.swap_in), "a plan swaps one way"
         pairs = plan.swap_out or plan.swap_in
         for side in zip(*pairs, strict=True):
@@ -481,7 +490,7 @@ class Simulation:
             assert chunk.count == self.max_chunk or chunk.final
         if oldest is not None:
             progress = oldest in rows or (plan.prefill and plan.prefill.request is oldest)
-            all_sampled = oldest.placed.least == oldest.max_new_tokens
+            all_sampled = oldest.job.placed.least == oldest.job.max_new_tokens
             assert progress or all_sampled, f"the oldest does not advance: {oldest!r}"
 
     def check_picture(self, plan: Plan, updates: dict[str, Any]) -> None:
@@ -498,7 +507,10 @@ class Simulation:
     def plan_bound(self) -> int:
         """Plans that suffice: in each the oldest advances, or its last tokens are in flight."""
         return sum(
-            -(-request.prompt_len // self.max_chunk) + request.max_new_tokens + self.lookahead + 1
+            -(-request.job.prompt_len // self.max_chunk)
+            + request.job.max_new_tokens
+            + self.lookahead
+            + 1
             for request in self.requests
         )
 
@@ -512,9 +524,9 @@ class Simulation:
         assert_all_free(self.scheduler)
         assert not self.in_flight
         for request in self.requests:
-            assert request.finished and request.placement is None
-            stop_at = next(iter(request.stop_ids), request.max_len)
-            tokens = list(range(request.prompt_len, min(stop_at + 1, request.max_len)))
+            assert request.finished and request.job.placement is None
+            stop_at = next(iter(request.job.stops.ids), request.job.max_len)
+            tokens = list(range(request.job.prompt_len, min(stop_at + 1, request.job.max_len)))
             if request.finish_reason == "cancelled":
                 tokens = tokens[: len(request.token_ids)]
             assert request.token_ids == tokens
@@ -579,7 +591,7 @@ def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_then_decodes() -> None:
     for _ in range(2):
         plan = plan_of(scheduler)
         assert plan.rows == (request,) and plan.prefill is None
-    assert request.placed.least == request.placed.most == 3
+    assert request.job.placed.least == request.job.placed.most == 3
     assert scheduler.plan() is None, "all its tokens are in flight"
 
 
@@ -607,7 +619,7 @@ def test_a_row_gets_its_next_block_when_it_enters_it() -> None:
     changed = [plan.tables_changed for plan in plans]
     # Positions 3, 4, ... 9 are decoded by plans 1, 2, ... 7: blocks begin at 4 and 8.
     assert changed == [True, False, True, False, False, False, True, False]
-    assert len(request.placed.blocks) == 3
+    assert len(request.job.placed.blocks) == 3
 
 
 def test_in_steady_state_nothing_changes() -> None:
@@ -629,7 +641,7 @@ def test_in_steady_state_a_plan_is_the_one_before() -> None:
     plans = [plan_of(scheduler) for _ in range(12)]
     repeated = [after is before for before, after in pairwise(plans)]
     assert repeated == [False, *[False, *[True] * 4], *[False, False, *[True] * 3]]
-    assert first.placed.least == first.placed.most == 12 and scheduler.plan() is None
+    assert first.job.placed.least == first.job.placed.most == 12 and scheduler.plan() is None
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -762,7 +774,9 @@ def plans_of_a_run(calls: list[Call], simulation: Simulation) -> list[Any]:
             simulation.set_width(arguments[0])
         else:
             simulation.execute()
-        seen.append([(request.phase, repr(request.placement)) for request in simulation.requests])
+        seen.append(
+            [(request.phase, repr(request.job.placement)) for request in simulation.requests]
+        )
     simulation.drain()
     return [*seen, simulation.scheduler.counters]
 
@@ -776,7 +790,7 @@ def drafting(width: int = 4, extra: int = 2, **sizes: int) -> Scheduler:
 
 
 def bounds(request: Request) -> tuple[int, int]:
-    return request.placed.least, request.placed.most
+    return request.job.placed.least, request.job.placed.most
 
 
 def test_a_step_samples_between_one_token_and_its_width_until_it_is_read() -> None:
@@ -827,13 +841,13 @@ def test_a_row_has_blocks_for_all_that_its_step_and_its_drafter_may_write() -> N
     held = []
     for _ in range(4):
         plan_of(scheduler)
-        held.append(len(request.placed.blocks))
+        held.append(len(request.job.placed.blocks))
     # The prompt and its drafter; 4 more a step while none is read.
     assert held == [5 + 2, 5 + 4 + 2, 9 + 4 + 2, 13 + 4 + 2]
     for _ in range(3):
         scheduler.collected(request, 4, 1)
     plan_of(scheduler)
-    assert len(request.placed.blocks) == 19, "8 tokens, 4 more and 2: what it had suffices"
+    assert len(request.job.placed.blocks) == 19, "8 tokens, 4 more and 2: what it had suffices"
     assert bounds(request) == (5, 8)
 
 
@@ -845,7 +859,7 @@ def test_no_row_has_blocks_past_its_end(max_seq_len: int, blocks: int) -> None:
     while scheduler.plan() is not None:
         pass
     assert bounds(request) == (9, 33), "a token a step at least: 8 steps in flight"
-    assert len(request.placed.blocks) == blocks
+    assert len(request.job.placed.blocks) == blocks
 
 
 def test_the_drafter_counts_where_a_request_is_refused() -> None:
@@ -948,7 +962,7 @@ def paused_in_flight() -> tuple[Scheduler, Request, Request]:
 
 def test_a_pause_copies_all_that_the_rows_in_flight_may_write() -> None:
     scheduler, older, younger = paused_in_flight()
-    held = list(younger.placed.blocks)
+    held = list(younger.job.placed.blocks)
     scheduler.pool.take(scheduler.pool.free)
     plan = plan_of(scheduler)
     assert younger.phase is Phase.PAUSED and plan.rows == (older,)
@@ -960,7 +974,7 @@ def test_a_resume_copies_only_what_was_written_after_all() -> None:
     scheduler, older, younger = paused_in_flight()
     scheduler.pool.take(scheduler.pool.free)
     plan_of(scheduler)
-    saved = list(younger.placed.swap_blocks)
+    saved = list(younger.job.placed.swap_blocks)
     for count in (1, 2, 1):
         scheduler.collected(younger, 4, count)
     assert bounds(younger) == (5, 5)
@@ -968,8 +982,8 @@ def test_a_resume_copies_only_what_was_written_after_all() -> None:
     plan = plan_of(scheduler)
     # 4 + 4 positions and 2 of the drafter's; the next step may write 4 more.
     assert [origin for origin, _ in plan.swap_in] == saved[:5]
-    assert [to for _, to in plan.swap_in] == younger.placed.blocks[:5]
-    assert len(younger.placed.blocks) == 7 and plan.rows == (younger,)
+    assert [to for _, to in plan.swap_in] == younger.job.placed.blocks[:5]
+    assert len(younger.job.placed.blocks) == 7 and plan.rows == (younger,)
     assert scheduler.swap.free == scheduler.swap.count
 
 
@@ -986,7 +1000,7 @@ def test_a_resumed_row_leaves_the_blocks_of_a_step_before_the_next(
             scheduler.pool.take(scheduler.pool.free)
             plan_of(scheduler)
     scheduler.retire(oldest)
-    needs = [len(request.placed.swap_blocks) + 4 for request in younger]
+    needs = [len(request.job.placed.swap_blocks) + 4 for request in younger]
     scheduler.pool.take(scheduler.pool.free - sum(needs) - spare)
     assert plan_of(scheduler).rows == tuple(younger[:resumed])
 
@@ -1026,11 +1040,11 @@ def test_a_freed_slot_is_reused_in_a_new_epoch() -> None:
     first, second, third = (submit(scheduler, 4, 4) for _ in range(3))
     assert plan_of(scheduler).slots_changed
     assert third.phase is Phase.WAITING
-    old = first.placed.epoch
+    old = first.job.placed.epoch
     scheduler.retire(first)
     plan = plan_of(scheduler)
     assert plan.slots_changed and plan.tables_changed
-    assert third.placed.slot == 0 and third.placed.epoch > second.placed.epoch > old > 0
+    assert third.job.placed.slot == 0 and third.job.placed.epoch > second.job.placed.epoch > old > 0
     assert (scheduler.counters["admitted"], scheduler.counters["slot_reuses"]) == (3, 1)
 
 
@@ -1082,25 +1096,25 @@ def short_pool_with_a_pause() -> tuple[Scheduler, Request, Request]:
 
 def test_the_youngest_pauses_for_an_older_one() -> None:
     scheduler, older, younger = short_pool()
-    held = list(younger.placed.blocks)
+    held = list(younger.job.placed.blocks)
     plan = plan_of(scheduler)
     assert younger.phase is Phase.PAUSED
     assert plan.rows == (older,) and plan.rows_changed and plan.tables_changed
     assert [origin for origin, _ in plan.swap_out] == held
-    assert [to for _, to in plan.swap_out] == younger.placed.swap_blocks
-    assert plan.swap_in == () and younger.placed.blocks == []
+    assert [to for _, to in plan.swap_out] == younger.job.placed.swap_blocks
+    assert plan.swap_in == () and younger.job.placed.blocks == []
     assert (younger.pauses, older.pauses, scheduler.counters["pauses"]) == (1, 0, 1)
 
 
 def test_a_paused_request_resumes_where_it_was_and_runs_at_once() -> None:
     scheduler, older, younger = short_pool_with_a_pause()
-    saved, sampled = list(younger.placed.swap_blocks), younger.placed.least
+    saved, sampled = list(younger.job.placed.swap_blocks), younger.job.placed.least
     scheduler.retire(older)
     plan = plan_of(scheduler)
     assert [origin for origin, _ in plan.swap_in] == saved
-    assert [to for _, to in plan.swap_in] == younger.placed.blocks[: len(saved)]
+    assert [to for _, to in plan.swap_in] == younger.job.placed.blocks[: len(saved)]
     assert plan.rows == (younger,) and plan.swap_out == () and plan.tables_changed
-    assert younger.placed.least == sampled + 1 and younger.placed.swap_blocks == []
+    assert younger.job.placed.least == sampled + 1 and younger.job.placed.swap_blocks == []
     assert scheduler.counters["resumes"] == 1 and scheduler.swap.free == scheduler.swap.count
 
 
@@ -1108,7 +1122,7 @@ def test_a_paused_request_waits_until_the_running_rows_can_still_grow() -> None:
     # Two blocks stand for a third request's.
     scheduler, older, younger = short_pool(others=2)
     run_until(scheduler, younger, Phase.PAUSED, limit=1)
-    assert scheduler.pool.free == 1 and scheduler.blocks_for(younger.placed.least + 4) == 2
+    assert scheduler.pool.free == 1 and scheduler.blocks_for(younger.job.placed.least + 4) == 2
     # It takes two, and one for the row that runs.
     scheduler.pool.give_back([5])
     assert plan_of(scheduler).rows == (older,)
@@ -1132,7 +1146,7 @@ def test_paused_requests_resume_in_order_even_where_a_later_one_would_fit() -> N
     others = scheduler.pool.take(scheduler.pool.free)
     run_until(scheduler, large, Phase.PAUSED)
     assert small.phase is Phase.PAUSED and scheduler.pool.free == 2
-    assert len(small.placed.swap_blocks) == 1, "it would fit beside the oldest"
+    assert len(small.job.placed.swap_blocks) == 1, "it would fit beside the oldest"
     assert plan_of(scheduler).rows == (oldest,)
     scheduler.pool.give_back(others[:3])
     assert plan_of(scheduler).rows == (oldest, large)
@@ -1165,8 +1179,8 @@ def test_only_blocks_with_tokens_are_swapped() -> None:
     assert plan_of(scheduler).prefill is not None
     plan = plan_of(scheduler)
     assert plan.prefill is not None and plan.prefill.request is younger
-    held = list(younger.placed.blocks)
-    assert (len(held), younger.placed.prefilled) == (4, 4)
+    held = list(younger.job.placed.blocks)
+    assert (len(held), younger.job.placed.prefilled) == (4, 4)
     scheduler.pool.take(scheduler.pool.free)
     plan = plan_of(scheduler)
     assert plan.rows == (older,) and plan.prefill is None
@@ -1181,7 +1195,7 @@ def test_a_request_paused_within_its_prompt_is_fed_on_after_its_resume() -> None
     run_until(scheduler, younger, Phase.PAUSED, limit=1)
     scheduler.retire(older)
     plan = plan_of(scheduler)
-    assert len(plan.swap_in) == 1 and len(younger.placed.blocks) == 4
+    assert len(plan.swap_in) == 1 and len(younger.job.placed.blocks) == 4
     assert plan.prefill is not None and (plan.prefill.start, plan.prefill.count) == (4, 4)
 
 
@@ -1190,11 +1204,11 @@ def test_a_row_with_nobody_younger_stalls_and_keeps_its_blocks() -> None:
     older, younger = submit(scheduler, 7, 9), submit(scheduler, 5, 7)
     run_until(scheduler, younger, Phase.DECODE)
     assert plan_of(scheduler).rows == (older, younger)
-    held = list(younger.placed.blocks)
+    held = list(younger.job.placed.blocks)
     plans = [plan_of(scheduler) for _ in range(3)]
     assert [plan.rows for plan in plans] == [(older, younger), (older, younger), (older,)]
     assert plans[-1].rows_changed
-    assert younger.phase is Phase.DECODE and younger.placed.blocks == held
+    assert younger.phase is Phase.DECODE and younger.job.placed.blocks == held
     assert scheduler.counters["pauses"] == 0
     scheduler.retire(older)
     assert plan_of(scheduler).rows == (younger,)
@@ -1237,7 +1251,7 @@ def test_a_running_request_frees_what_it_holds(phase: Phase) -> None:
     request = submit(scheduler, 8, 4)
     run_until(scheduler, request, phase)
     scheduler.retire(request)
-    assert request.finished and request.placement is None
+    assert request.finished and request.job.placement is None
     assert_all_free(scheduler)
 
 
@@ -1413,14 +1427,14 @@ def test_a_roomy_pool_gives_a_request_all_its_blocks_at_once() -> None:
     scheduler = Scheduler(**sizes, max_seq_len=64)
     requests = [submit(scheduler, 5, 59) for _ in range(3)]
     plans = [plan_of(scheduler) for _ in range(40)]
-    assert [len(request.placed.blocks) for request in requests] == [8, 8, 8]
+    assert [len(request.job.placed.blocks) for request in requests] == [8, 8, 8]
     assert scheduler.pool.free == 0
     assert not any(plan.tables_changed for plan in plans[4:])
     # Of a pool that is one block short each takes what it needs.
     scheduler = Scheduler(**(sizes | {"kv_blocks": 23, "swap_blocks": 24}), max_seq_len=64)
     request = submit(scheduler, 5, 59)
     plan_of(scheduler)
-    assert len(request.placed.blocks) == 1
+    assert len(request.job.placed.blocks) == 1
 
 
 # Grammars.
@@ -1431,7 +1445,7 @@ def test_nothing_is_launched_ahead_while_a_request_with_a_grammar_holds_a_slot()
 
     def submit_guided() -> Request:
         request = submit(scheduler, 5, 9)
-        request.guide = cast(Guide, object())
+        request.job.guide = cast(Guide, object())
         return request
 
     def state() -> tuple[int, int, bool]:

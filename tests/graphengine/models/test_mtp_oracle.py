@@ -113,7 +113,7 @@ def values_of(engine: Engine, request: Request, module: int, length: int) -> tor
     """
     kv, table = (
         engine.runtime.caches[1][0][module],
-        engine.runtime.buffers["block_table"][request.placed.slot],
+        engine.runtime.buffers["block_table"][request.job.placed.slot],
     )
     position = torch.arange(length)
     return kv[table[position // BLOCK].long(), 1, position % BLOCK].transpose(0, 1)
@@ -132,7 +132,7 @@ def follow(engine: Engine, oracle: Oracle, request: Request, k: int) -> set[int]
         if request.finished or not count:
             continue
         sequence = [*request.prompt_token_ids, *request.token_ids]
-        drafts = engine.runtime.buffers["draft_tokens"][request.placed.slot].tolist()
+        drafts = engine.runtime.buffers["draft_tokens"][request.job.placed.slot].tolist()
         for module, expected in enumerate(oracle.check(sequence, drafts)):
             found = values_of(engine, request, module, len(sequence) - 1)
             error = (found - expected).abs().amax(dim=(0, 2)) / expected.abs().max()

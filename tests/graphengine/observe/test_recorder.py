@@ -66,7 +66,7 @@ def assert_tells(recorder: Recorder, requests: list[Request]) -> None:
         assert end["submitted"] == nanoseconds(timings.submitted)
         assert end["finished"] == nanoseconds(timings.finished)
         assert end["first"] == (nanoseconds(timings.tokens[0]) if timings.tokens else NEVER)
-        assert end["prompt_tokens"] == request.prompt_len
+        assert end["prompt_tokens"] == len(request.prompt_token_ids)
         assert end["new_tokens"] == len(request.token_ids)
         assert REASONS[end["reason"]] == request.finish_reason
         assert end["pauses"] == request.pauses

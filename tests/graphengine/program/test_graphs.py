@@ -409,11 +409,11 @@ class Span:
     """What a step may know of a slot, positions below `start`, and write: `start .. end - 1`."""
 
     def __init__(self, engine: Engine, request: Request, start: int, end: int) -> None:
-        self.slot, self.start, self.end = request.placed.slot, start, end
+        self.slot, self.start, self.end = request.job.placed.slot, start, end
         block_size = engine.memory.block_size
-        self.blocks = len(request.placed.blocks)
+        self.blocks = len(request.job.placed.blocks)
         position = torch.arange(end, device=engine.memory.device)
-        blocks = torch.tensor(request.placed.blocks, device=engine.memory.device)
+        blocks = torch.tensor(request.job.placed.blocks, device=engine.memory.device)
         self.block, self.offset = blocks[position // block_size], position % block_size
 
     def copy_known(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -521,7 +521,7 @@ def test_padded_rows_of_a_decode_step(
         with planned_step(engine) as plan:
             live = len(rows)
             assert list(plan.rows) == rows and live == (1 if max_batch == 2 else 3)
-            slots = [request.placed.slot for request in rows]
+            slots = [request.job.placed.slot for request in rows]
             padded = [-1] * (max_batch - live)
             assert engine.runtime.buffers["slot_of_row"].tolist() == [*slots, *padded]
             lengths = engine.runtime.program.state.kv_len.tolist()
@@ -587,7 +587,7 @@ def test_a_rows_bits_do_not_depend_on_its_bucket_or_sampler(
         requests = decode_some(engine, lengths, **({} if filtered else UNFILTERED))
         with planned_step(engine) as plan:
             assert list(plan.rows) == requests and len(requests) == max_batch
-            slots = [request.placed.slot for request in plan.rows]
+            slots = [request.job.placed.slot for request in plan.rows]
             before = snapshot(engine)
             lengths = before["kv_len"].tolist()
             spans = {
@@ -648,7 +648,7 @@ def test_prefill_does_not_depend_on_what_else_is_running(
                 while not request.token_ids:
                     engine.step()
                 settle(engine)
-                placed = request.placed
+                placed = request.job.placed
                 # [L, blocks, 2, block_size, G, D] -> [L, 2, tokens, G, D]
                 kv = engine.cache[:, placed.blocks].transpose(1, 2).flatten(2, 3)
                 logits = seen[placed.slot, len(prompt) - 1]

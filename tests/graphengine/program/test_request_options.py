@@ -463,8 +463,8 @@ def test_bad_words_are_tokenised_as_vllm_does(engine: Engine) -> None:
         if len(encode(text, False)) == len(encode(" " + text, False)) == 1
     )
     request = engine.submit("x", ask(bad_words=[" " + word, "for x in y"]))
-    assert request.processing is not None
-    listed = request.processing.values["bad_words"]
+    assert request.job.processing is not None
+    listed = request.job.processing.values["bad_words"]
     found = [[token for token in ids if token >= 0] for ids in listed]
     assert found[:2] == [encode(word, False), encode(" " + word, False)]
     assert found[2] == encode("for x in y", False)

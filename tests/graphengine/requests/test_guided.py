@@ -380,7 +380,7 @@ class MaskWatch:
             # This is another stream than the engine's.
             synchronize(engine)
             table = engine.runtime.buffers["draft_tokens"].tolist() if drafts else None
-            given = {request: request.drafts for request in plan.rows}
+            given = {request: request.job.drafts.token_ids for request in plan.rows}
             load(plan)
             synchronize(engine)
             rows = list(plan.rows)
@@ -388,7 +388,7 @@ class MaskWatch:
                 rows.append(plan.prefill.request)
             masks = engine.runtime.buffers["allowed_bits"].cpu().numpy()
             for request in rows:
-                slot = request.placed.slot
+                slot = request.job.placed.slot
                 following = given.get(request, ()) if table is None else table[slot]
                 following = following[: plan.width - 1] if request in given else ()
                 self.check(request, masks[slot], following)
@@ -396,11 +396,11 @@ class MaskWatch:
         monkeypatch.setattr(engine.core, "load", watched)
 
     def check(self, request: Request, masks_WV: Any, drafts: Sequence[int]) -> None:
-        if request.guide is None:
+        if request.job.guide is None:
             assert (masks_WV == -1).all(), "a neighbour's masks are all ones"
             self.plain += 1
             return
-        matcher = llguidance.LLMatcher(self.tokenizer, request.guide._grammar)
+        matcher = llguidance.LLMatcher(self.tokenizer, request.job.guide._grammar)
         assert matcher.consume_tokens(request.token_ids)
         allowed = np.full(self.words, -1, dtype=np.int32)
         ids = request.params.allowed_token_ids

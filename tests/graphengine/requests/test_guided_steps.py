@@ -61,7 +61,7 @@ def test_steps_look_ahead_but_for_a_grammar(device: str) -> None:
         in_flight: list[tuple[int, bool]] = []
 
         def watched(plan: Any) -> Any:
-            rows = [row for row in plan.rows if row.guide is not None]
+            rows = [row for row in plan.rows if row.job.guide is not None]
             in_flight.append((len(engine.core.in_flight), bool(rows)))
             return replay(plan)
 
@@ -88,7 +88,7 @@ def test_steps_look_ahead_but_for_a_grammar(device: str) -> None:
         others = [engine.submit(PROMPT, greedy(12, ignore_eos=True)) for _ in range(3)]
         waits = engine.submit(PROMPT, regex(LIST))
         step_until(engine, lambda: len(others[0].token_ids) > 5)
-        assert waits.placement is None and engine.scheduler.lookahead == 1
+        assert waits.job.placement is None and engine.scheduler.lookahead == 1
         waits.cancel()
         run(engine)
         assert_idle(engine)
@@ -406,7 +406,9 @@ def test_each_request_says_what_it_says_alone(device: str, speculative: Speculat
                 request.cancel()
         run_with(engine)
         assert_idle(engine)
-    guided = [request for request in requests if request.guide is not None and request.token_ids]
+    guided = [
+        request for request in requests if request.job.guide is not None and request.token_ids
+    ]
     assert len(guided) > 5 and len(requests) > len(guided) + 5
     with open_plain(device=device) as alone:
         for request in requests:
@@ -565,7 +567,7 @@ def test_what_contradicts_a_grammar_is_refused() -> None:
                 engine.submit("x", SamplingParams(structured_outputs=ASKED, **options))
         # These are end-of-sequence tokens anyway.
         params = SamplingParams(structured_outputs=ASKED, stop_token_ids=[0])
-        assert engine.submit("x", params).stop_ids == (0,)
+        assert engine.submit("x", params).job.stops.ids == (0,)
         for options, message in WRONG:
             params = SamplingParams(structured_outputs=StructuredOutputsParams(**options))
             with pytest.raises(ValueError, match=message) as raised:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from engines.small_engine import OTHER, PROMPT, greedy, run, sampled
 from graphengine import Engine, Result
 from graphengine.demo import checkpoint_path
+from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 from graphengine.requests.result import Segment, Timings
 from graphengine.sampling_params import SamplingParams
@@ -205,8 +206,9 @@ def test_a_token_costs_the_same_however_many_came_before(kind: str) -> None:
 def test_a_step_adds_a_piece_and_copies_nothing(engine: Engine) -> None:
     request = engine.submit(PROMPT, sampled(20))
     texts = [event.text for event in run(engine)]
-    assert len(request.pieces) >= len(request.token_ids)
-    assert [piece for piece in request.pieces if piece] == [text for text in texts if text]
+    stream = request.job.stream
+    assert stream is not None and len(stream.pieces) >= len(request.token_ids)
+    assert [piece for piece in stream.pieces if piece] == [text for text in texts if text]
     assert request.text == "".join(texts) == request.result().text
 
 
@@ -270,10 +272,9 @@ def test_without_a_tokenizer_there_are_no_segments() -> None:
         prompt_token_ids=[1],
         params=SamplingParams(),
         seed=0,
-        stop_ids=(),
-        max_len=3,
         submitted=0.0,
         cancelled=[],
+        job=Job(prompt_len=1, max_len=3),
     )
     request.token_ids += [4, 5]
     from graphengine.requests.request import Phase

@@ -374,7 +374,7 @@ def test_a_stop_callback_sees_prefills_but_nobody_paused(device: str) -> None:
 
         request = engine.submit(LONG, greedy(10))
         engine.stop_callback = lambda active: active
-        assert request.prompt_len > 32
+        assert len(request.prompt_token_ids) > 32
         (event,) = engine.step()
         assert (event.finish_reason, request.token_ids) == ("stop", [])
         run(engine)

@@ -19,8 +19,10 @@ from graphengine import SamplingParams
 from graphengine.host.scheduler import Plan, Scheduler
 from graphengine.program.fields import host_updates
 from graphengine.requests.context import Context
+from graphengine.requests.job import Job
 from graphengine.requests.processing import Processing
 from graphengine.requests.request import Event, Request
+from graphengine.requests.stops import Stops
 from graphengine.sessions import Session
 
 ALPHABET = 24
@@ -125,11 +127,15 @@ class Sharing:
             prompt_token_ids=ids,
             params=params,
             seed=0,
-            stop_ids=(STOP,),
-            max_len=len(ids) + min(most, params.max_tokens or most),
             submitted=submitted,
             cancelled=self.cancelled,
-            processing=Processing(flags=0, values={}) if processing else None,
+            job=Job(
+                prompt_len=len(ids),
+                max_len=len(ids) + min(most, params.max_tokens or most),
+                stops=Stops(ids=(STOP,)),
+                processing=Processing(flags=0, values={}) if processing else None,
+                full=params.filtered or processing,
+            ),
         )
 
     def queue(self, request: Request) -> None:
@@ -165,9 +171,9 @@ class Sharing:
             if plan is None:
                 assert self.in_flight or not self.scheduler.busy, self.scheduler.active
                 break
-            if oldest is not None and oldest.placement is not None:
+            if oldest is not None and oldest.job.placement is not None:
                 fed = plan.prefill is not None and plan.prefill.request is oldest
-                done = oldest.placed.least == oldest.max_new_tokens
+                done = oldest.job.placed.least == oldest.job.max_new_tokens
                 assert oldest in plan.rows or fed or done, f"{oldest!r} does not advance"
             self.plans += 1
             self.in_flight.append(self.execute(plan))
@@ -189,8 +195,8 @@ class Sharing:
         if token is None or request.finish_reason is not None:
             return
         request.token_ids.append(token)
-        length = request.prompt_len + len(request.token_ids)
-        if token == STOP or length >= request.max_len:
+        length = request.job.prompt_len + len(request.token_ids)
+        if token == STOP or length >= request.job.max_len:
             request.finish_reason = "stop" if token == STOP else "length"
             self.scheduler.retire(request)
 
@@ -208,7 +214,9 @@ class Sharing:
         found = []
         if plan.prefill is not None:
             request = plan.prefill.request
-            found.append((request, request.placed.epoch, self.feed(plan.prefill.noted, request)))
+            found.append(
+                (request, request.job.placed.epoch, self.feed(plan.prefill.noted, request))
+            )
         for request, epoch in zip(plan.rows, plan.epochs, strict=True):
             found.append((request, epoch, self.decode(request)))
         return found
@@ -218,7 +226,7 @@ class Sharing:
             self.fields[f"prefill_{name}"][0] for name in ("slot", "start", "count", "final")
         )
         tokens, end = self.fields["prefill_tokens"], start + count
-        assert slot == request.placed.slot and tokens == request.prompt_token_ids[start:end]
+        assert slot == request.job.placed.slot and tokens == request.prompt_token_ids[start:end]
         assert (
             1 <= count <= self.max_chunk and start // self.max_chunk == (end - 1) // self.max_chunk
         )
@@ -228,7 +236,7 @@ class Sharing:
             return None
         if start == 0:
             self.noted[slot] = []
-        if request.processing is not None:
+        if request.job.processing is not None:
             self.noted[slot] += tokens
             assert self.noted[slot] == list(request.prompt_token_ids[:end]), "not all was noted"
         if self.kv_len[slot] == 0:
@@ -246,7 +254,7 @@ class Sharing:
         return said if final else None
 
     def decode(self, request: Request) -> int | None:
-        slot = request.placed.slot
+        slot = request.job.placed.slot
         assert slot in self.fields["slot_of_row"]
         token = self.next_token[slot]
         if token is None:
@@ -256,7 +264,7 @@ class Sharing:
         self.kv_len[slot] = position + 1
         known = [
             *request.prompt_token_ids,
-            *reply(request.prompt_token_ids, request.max_new_tokens),
+            *reply(request.prompt_token_ids, request.job.max_new_tokens),
         ]
         known = known[: position + 2]
         assert known[-1] == said, f"{said=} at {position + 1}, alone it says {known[-1]}"
@@ -266,7 +274,7 @@ class Sharing:
         return said
 
     def goes_on(self, request: Request, position: int, token: int | None) -> bool:
-        return token != STOP and position + 1 < request.max_len
+        return token != STOP and position + 1 < request.job.max_len
 
     def write(self, slot: int, position: int, token: int, *, decoded: bool) -> int:
         """Write a fed token's entry, from the previous one in the cache; returns the next token."""
@@ -283,18 +291,18 @@ class Sharing:
             for position in range(
                 max(0, start + 1 - self.tokens_after), len(known) - self.tokens_after
             ):
-                last = self.entry(0, request.placed.slot, position + self.tokens_after - 1)
+                last = self.entry(0, request.job.placed.slot, position + self.tokens_after - 1)
                 assert last is not None
                 made = truth[position + self.tokens_after] | (last & DECODED)
-                there = self.entry(1, request.placed.slot, position)
+                there = self.entry(1, request.job.placed.slot, position)
                 if there is not None and there % DECODED == made % DECODED:
                     # With several modules each writes what is there already.
                     made &= there
-                self.put(1, request.placed.slot, position, made)
+                self.put(1, request.job.placed.slot, position, made)
 
     def compare(self, request: Request, known: Sequence[int]) -> None:
         """All entries before the last known token follow from its tokens."""
-        slot, truth = request.placed.slot, entries(known)
+        slot, truth = request.job.placed.slot, entries(known)
         for position in range(len(known) - 1):
             found = self.entry(0, slot, position)
             assert found is not None and found % DECODED == truth[position], (
@@ -321,7 +329,7 @@ class Sharing:
     def check(self) -> None:
         """The users and keepers of every block are its holders."""
         scheduler, pool, reuse = self.scheduler, self.scheduler.pool, self.scheduler.reuse
-        users = Counter(block for one in scheduler.active for block in one.placed.blocks)
+        users = Counter(block for one in scheduler.active for block in one.job.placed.blocks)
         keepers = Counter(reuse._block_of.values())
         for session in self.sessions:
             keepers.update(session._context.blocks)
@@ -341,8 +349,8 @@ class Sharing:
         assert pool.free == pool.count - len(users)
         assert self.kept_blocks is None or len(pool.idle) <= self.kept_blocks
         for request in scheduler.active:
-            assert len(set(request.placed.blocks)) == len(request.placed.blocks)
-        swapped = [block for one in scheduler.active for block in one.placed.swap_blocks]
+            assert len(set(request.job.placed.blocks)) == len(request.job.placed.blocks)
+        swapped = [block for one in scheduler.active for block in one.job.placed.swap_blocks]
         assert len(set(swapped)) == len(swapped)
         assert len(swapped) + scheduler.swap.free == scheduler.swap.count
 
@@ -359,8 +367,8 @@ class Sharing:
         self.run()
         assert self.scheduler.pool.free == self.scheduler.pool.count
         for request in self.requests:
-            assert request.finished and request.placement is None
-            alone = reply(request.prompt_token_ids, request.max_new_tokens)
+            assert request.finished and request.job.placement is None
+            alone = reply(request.prompt_token_ids, request.job.max_new_tokens)
             if request.finish_reason == "cancelled":
                 alone = alone[: len(request.token_ids)]
             assert request.token_ids == alone, f"{request!r}"

@@ -1,0 +1,108 @@
+"""What the engine holds for a request, next to the handle that its user holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
+from graphengine.requests.stops import Stops
+
+if TYPE_CHECKING:
+    from graphengine.requests.context import Context
+    from graphengine.requests.guided import Guide
+    from graphengine.requests.processing import Processing
+    from graphengine.text.tokenizer import TextStream
+
+
+@dataclass(kw_only=True, slots=True)
+class Placement:
+    """What the scheduler has allocated to a request. Only the scheduler changes it.
+
+    slot           its row in every per-slot tensor, for the request's whole life
+    epoch          identifies this use of the slot; a record with another epoch is ignored
+    reach          positions that it and its drafter can write at most
+    blocks         pool blocks of positions 0, block_size, ...; empty while paused. Others may hold
+                   the first of them, too
+    swap_blocks    host blocks while paused
+    prefilled      prompt tokens whose prefill was launched or not needed
+    noted          prompt tokens whose prefill was not needed, and that were noted on the device or
+                   need not be
+    begun          whether a chunk of its prompt has been launched
+    indexed        blocks of the prompt that are in the index of prefixes, or must not be
+    least          fewest tokens sampled once all launches have run: one for each launch
+    in_doubt       drafts in flight; up to as many more tokens may have been sampled
+    """
+
+    slot: int
+    epoch: int
+    reach: int
+    blocks: list[int] = field(default_factory=list)
+    swap_blocks: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    noted: int = 0
+    begun: bool = False
+    indexed: int = 0
+    least: int = 0
+    in_doubt: int = 0
+
+    @property
+    def most(self) -> int:
+        """Most tokens sampled once all launches have run; may exceed the number asked for."""
+        return self.least + self.in_doubt
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """The scheduler's record of a request, with the objects that follow its output.
+
+    For the scheduler, and for what it loads to the device:
+
+    prompt_len   tokens of the prompt
+    max_len      tokens of prompt and output at most; `max_new_tokens` of output
+    min_tokens   tokens of output before which no stop token ends it; `min_len` with the prompt
+    stops        its stop tokens
+    processing   its options on logits; None without any
+    full         whether its steps need the full sampler's graphs
+    deadline     `time.perf_counter()` after which it is late; None: never
+    context      KV of its session, if it is a turn of one
+    placement    what it has been allocated; None while it holds no slot
+    block_keys   keys of the prompt's blocks, by which prefixes are found; None until they are made
+
+    For its output:
+
+    stream       turns it into text and finds stop strings; None without a tokenizer
+    guide        its state in a grammar; None without one
+    drafts       what its caller proposes for the tokens to come
+    private      whether only its callback gets its events: no step returns them
+    """
+
+    prompt_len: int
+    max_len: int
+    max_new_tokens: int = field(init=False)
+    min_tokens: int = 0
+    stops: Stops = field(default_factory=Stops)
+    processing: Processing | None = None
+    full: bool = False
+    deadline: float | None = None
+    context: Context | None = None
+    placement: Placement | None = None
+    block_keys: list[bytes] | None = None
+    stream: TextStream | None = None
+    guide: Guide | None = None
+    drafts: CallerDrafts = NO_DRAFTS
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = self.max_len - self.prompt_len
+
+    @property
+    def placed(self) -> Placement:
+        """The placement of a request that holds a slot."""
+        assert self.placement is not None, f"a request of {self.prompt_len=} holds no slot"
+        return self.placement
+
+    @property
+    def min_len(self) -> int:
+        """Length of the sequence, prompt included, below which no stop id may come."""
+        return self.prompt_len + self.min_tokens
