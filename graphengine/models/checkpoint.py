@@ -61,7 +61,8 @@ _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
 _MAX_HEADER_BYTES = 100_000_000
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
 _COPY_BYTES = 256 << 20
-_NAMED_IN_ERRORS = 5
+# Tensors that a message names, of a file that may lack thousands.
+_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +194,8 @@ class Checkpoint:
         missing = [name for name in targets if name not in self.tensors]
         if missing:
             raise ValueError(
-                f"{self.path} lacks {len(missing)} of {len(targets)} tensors: {_some(missing)}"
+                f"{self.path} lacks {len(missing)} of {len(targets)} tensors: "
+                f"{some(missing, _NAMED)}"
             )
         pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
         unread = [
@@ -204,7 +206,7 @@ class Checkpoint:
         if unread:
             raise ValueError(
                 f"{self.path} has {len(unread)} weights of another dtype than "
-                f"{', '.join(_DTYPES)}: {_some(unread)}"
+                f"{', '.join(_DTYPES)}: {some(unread, _NAMED)}"
             )
         wrong = [
             f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
@@ -213,13 +215,15 @@ class Checkpoint:
         ]
         if wrong:
             raise ValueError(
-                f"{self.path} has {len(wrong)} tensors of a wrong shape: {_some(wrong)}"
+                f"{self.path} has {len(wrong)} tensors of a wrong shape: {some(wrong, _NAMED)}"
             )
         not_floating = [
             f"{name} to {tensor.dtype}" for name, tensor in pairs if not tensor.is_floating_point()
         ]
         if not_floating:
-            raise ValueError(f"weights can only be cast to floats, not {_some(not_floating)}")
+            raise ValueError(
+                f"weights can only be cast to floats, not {some(not_floating, _NAMED)}"
+            )
         return targets
 
     def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
@@ -358,7 +362,7 @@ def _find_tensors(directory: Path) -> dict[str, TensorInfo]:
     others = sorted(f.name for f in directory.iterdir() if f.suffix in _OTHER_FORMATS)
     if others:
         raise ValueError(
-            f"{directory} has {_some(others)}: only safetensors are read "
+            f"{directory} has {some(others, _NAMED)}: only safetensors are read "
             f"({_SINGLE_FILE}, or shards and {_INDEX_FILE})"
         )
     raise ValueError(f"{directory} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
@@ -385,7 +389,9 @@ def _read_sharded(index: Path) -> dict[str, TensorInfo]:
         f"{name} in {shard}" for name, shard in weight_map.items() if name not in headers[shard]
     ]
     if astray:
-        raise ValueError(f"{index} names {len(astray)} tensors that are not there: {_some(astray)}")
+        raise ValueError(
+            f"{index} names {len(astray)} tensors that are not there: {some(astray, _NAMED)}"
+        )
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
@@ -485,7 +491,7 @@ def _is_counts(value: Any, length: int | None = None) -> TypeGuard[list[int]]:
     )
 
 
-def _some(items: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    more = len(items) - _NAMED_IN_ERRORS
-    return ", ".join(items[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
+def some(names: Sequence[str], most: int = 3) -> str:
+    """For messages: the first `most` names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

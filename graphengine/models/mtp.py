@@ -34,7 +34,7 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.gqa import RopeTables
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
 from graphengine.models.contract import (
     ONE_RANK,
@@ -144,7 +144,6 @@ _OTHER_LAYERS = {
     "mlp.shared_expert": "experts (MoE)",
     "mlp.gate.": "experts (MoE)",
 }
-_NAMED_IN_ERRORS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +242,7 @@ def _no_module(checkpoint: Checkpoint, layers: int) -> str:
     return (
         f"{checkpoint.path} has no draft module (MTP): neither {wanted}; it is a "
         f"{target.architecture} of {layers} layers, and beside its own weights it has "
-        f"{_some(beside) if beside else 'nothing'}"
+        f"{some(beside) if beside else 'nothing'}"
     )
 
 
@@ -283,7 +282,7 @@ def _check_layers(checkpoint: Checkpoint, layout: MtpLayout, prefixes: tuple[str
             if shown:
                 raise ValueError(
                     f"{checkpoint.path} has a draft module with {meaning}, which is not "
-                    f"supported yet: {_some(sorted(shown))}"
+                    f"supported yet: {some(sorted(shown))}"
                 )
 
 
@@ -299,7 +298,7 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     if missing:
         raise ValueError(
             f"{checkpoint.path} has an incomplete draft module of the layout {layout.name}: it "
-            f"lacks {_some(missing)}"
+            f"lacks {some(missing)}"
         )
     ignored = {prefix + name for prefix in config.prefixes for name in layout.ignored}
     unknown = [
@@ -310,14 +309,8 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     if unknown:
         raise ValueError(
             f"{checkpoint.path} has a draft module of the layout {layout.name} with tensors that "
-            f"a {config.layer.architecture} layer does not have: {_some(sorted(unknown))}"
+            f"a {config.layer.architecture} layer does not have: {some(sorted(unknown))}"
         )
-
-
-def _some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - _NAMED_IN_ERRORS
-    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphengine.models.checkpoint import Checkpoint, eos_token_ids
+from graphengine.models.checkpoint import Checkpoint, eos_token_ids, some
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
@@ -30,7 +30,6 @@ _BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias")
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _MODULES = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.|model\.(embed_tokens|norm)\.|lm_head\.")
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.")
-_NAMED_IN_ERRORS = 3
 
 
 def read_model(checkpoint: Checkpoint) -> ModelConfig:
@@ -108,7 +107,7 @@ def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Seque
     if found:
         raise ValueError(
             f"{checkpoint.path} has {len(found)} tensors of quantised weights, which are not "
-            f"supported: {_some(found)}"
+            f"supported: {some(found)}"
         )
 
 
@@ -126,7 +125,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
     if unknown:
         raise ValueError(
             f"{checkpoint.path} has {len(unknown)} tensors that a {config.architecture} of this "
-            f"config does not have: {_some(unknown)}"
+            f"config does not have: {some(unknown)}"
         )
     beyond = {_layer(name) for name in own if _layer(name) >= config.num_layers}
     draft_module = f"model.layers.{config.num_layers}.eh_proj.weight"
@@ -143,9 +142,3 @@ def _layer(name: str) -> int:
     """The layer that a tensor belongs to; -1 for none."""
     found = _MODULES.match(name)
     return int(found["layer"]) if found and found["layer"] else -1
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    more = len(names) - _NAMED_IN_ERRORS
-    return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
