@@ -163,7 +163,8 @@ class Delivery:
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
-        request.timings.tokens += [now] * len(tokens)
+        given = len(tokens)
+        request.timings.tokens += [now] * given
         if stopped is not None:
             request.stop_reason = stopped
             self._finish(request, "stop", tokens, text, now, logprobs)
@@ -180,7 +181,7 @@ class Delivery:
                 self._unreturned.append(event)
             else:
                 self._announce(event)
-        return len(tokens)
+        return given
 
     def _announce(self, event: Event) -> None:
         """Queue the event for the next step to return, and for its request's callback, if any."""
