@@ -30,6 +30,12 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a number")
 
 
+def check_callable(name: str, value: object) -> None:
+    """ValueError unless `value` is None or can be called."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={value!r} cannot be called")
+
+
 def is_finite(value: float) -> bool:
     """Whether it is a finite number that a float can hold: an integer may be too large."""
     try:

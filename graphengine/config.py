@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -242,11 +243,14 @@ class EngineConfig:
             )
 
     def _check_device(self) -> None:
-        device_type = str(self.device).partition(":")[0]
-        if device_type not in ("cpu", "cuda"):
+        found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", str(self.device))
+        kind, number = found.groups() if found else (None, None)
+        if kind is None or (kind == "cpu" and number not in (None, "0")):
             raise ValueError(f"device={self.device!r}: must be 'cpu', 'cuda' or 'cuda:N'")
-        if device_type == "cuda" and not torch.cuda.is_available():
+        if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={self.device!r}, but torch finds no CUDA device")
+        if kind == "cuda" and number and int(number) >= (devices := torch.cuda.device_count()):
+            raise ValueError(f"device={self.device!r}, but torch finds {devices} CUDA devices")
         if self.dtype not in (None, "auto") and self.torch_dtype not in DTYPES.values():
             raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}, auto")
 

@@ -12,12 +12,12 @@ from typing import Any, Self, Unpack, overload
 
 import torch
 
-from graphengine.checks import seconds
+from graphengine.checks import check_callable, seconds
 from graphengine.config import EngineConfig
 from graphengine.core import runs
 from graphengine.core.delivery import StopCallback
 from graphengine.core.engine_core import EngineCore
-from graphengine.core.intake import QueueOptions
+from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
@@ -91,6 +91,7 @@ class Engine:
         options   the fields of `EngineConfig`
         """
         config = EngineConfig(**options)
+        check_callable("progress", progress)
         model, memory, tokenizer, eos_ids, drafter = open_checkpoint(path, config, progress)
         return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
 
@@ -151,6 +152,7 @@ class Engine:
         ValueError, with the value and the limit, for a prompt or parameters that cannot be served;
         `QueueFull`, a RuntimeError, if `max_waiting` requests wait already.
         """
+        check_queue_options("submit", options)
         return self.core.submit(prompt, params, on_event, **options)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -205,8 +207,7 @@ class Engine:
 
     @stop_callback.setter
     def stop_callback(self, callback: StopCallback | None) -> None:
-        if callback is not None and not callable(callback):
-            raise ValueError(f"stop_callback={callback!r} cannot be called")
+        check_callable("stop_callback", callback)
         self.core.delivery.stop_callback = callback
 
     # Text is a sequence of texts, too: what fits both is one prompt.
@@ -246,6 +247,7 @@ class Engine:
         request's callback also ends this call and cancels its requests.
         """
         self.core.check_open()
+        check_queue_options("generate", options)
         return runs.generate(self.core, prompts, params, progress, **options)
 
     def stream(
@@ -256,6 +258,7 @@ class Engine:
         Closing the iterator early cancels the request. `options` are `priority` and `deadline_s` of
         `submit`.
         """
+        check_queue_options("stream", options)
         return runs.stream(self.core, partial(self.submit, prompt, params, **options))
 
     def astream(
@@ -269,6 +272,7 @@ class Engine:
         (`contextlib.aclosing` does so at once) cancels the request; the next step frees its slot.
         `options` as for `stream`.
         """
+        check_queue_options("astream", options)
         return runs.astream(self.core, partial(self.submit, prompt, params, **options))
 
     def session(self) -> Session:
@@ -330,8 +334,9 @@ class Engine:
     def close(self) -> None:
         """Free graphs, then their pool, buffers, cache and weights. Open requests are cancelled.
 
-        Descriptions can still be read: `stats`, `report`, `numerics_id`, `last_step`, the recorder.
-        All else is a ValueError. May be called again.
+        Descriptions and what was counted can still be read: `stats`, `report`, `numerics_id`,
+        `last_step`, `acceptance`, the recorder. What needs the device, or would submit or step, is
+        a ValueError. May be called again.
         """
         self.core.close()
 

@@ -279,5 +279,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A number, also one of NumPy's, as people write it."""
+    """A number, also one of NumPy's, as people write it; of one with many digits its size."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
     return str(value) if is_number(value) else repr(value)

@@ -40,6 +40,8 @@ from graphengine.options import (
 from graphengine.structured_outputs import StructuredOutputsParams
 
 FLOAT32_MAX = 3.4028234e38
+# The least normal float32: a smaller number may be 0 on the device, which asks for nothing.
+FLOAT32_TINY = 1.1754944e-38
 # Below it the quotients leave float32's range, and tokens tie that do not.
 MIN_TEMPERATURE = 1e-6
 
@@ -62,7 +64,7 @@ class SamplingParams:
     temperature: float = option(
         1.0,
         Bound(
-            f"be 0, or finite and at least {MIN_TEMPERATURE}",
+            f"be 0, or in [{MIN_TEMPERATURE}, {FLOAT32_MAX}]",
             lambda value: value == 0 or MIN_TEMPERATURE <= value <= FLOAT32_MAX,
         ),
         doc="0 is greedy; otherwise logits are divided by it, and it is at least 1e-6",
@@ -71,7 +73,10 @@ class SamplingParams:
     )
     top_k: int = option(
         0,
-        Bound("be positive, or 0 or -1 for all tokens", lambda value: -1 <= value <= INT32_MAX),
+        Bound(
+            f"be in [1, {INT32_MAX}], or 0 or -1 for all tokens",
+            lambda value: -1 <= value <= INT32_MAX,
+        ),
         doc="keep the k most probable tokens; 0 or -1 keeps all",
         flag=Flag(),
         slot=SlotField(
@@ -94,7 +99,10 @@ class SamplingParams:
     )
     top_n_sigma: float = option(
         0.0,
-        Bound("be finite and not negative", lambda value: 0 <= value <= FLOAT32_MAX),
+        Bound(
+            f"be 0, or in [{FLOAT32_TINY}, {FLOAT32_MAX}]",
+            lambda value: value == 0 or FLOAT32_TINY <= value <= FLOAT32_MAX,
+        ),
         doc="""keep tokens whose logit is at most this many standard deviations of all logits below
         the largest, before top_k and top_p; 0 keeps all""",
         flag=Flag(),

@@ -28,7 +28,7 @@ from typing import Self, Unpack
 from graphengine.checks import is_int
 from graphengine.core import runs
 from graphengine.core.engine_core import EngineCore
-from graphengine.core.intake import QueueOptions
+from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.snapshots import SessionSnapshot, copy_out
 from graphengine.prompts import Prompt, token_ids_of
 from graphengine.requests.context import Context
@@ -47,7 +47,7 @@ class Session:
 
     One turn runs at a time. Until it ends, every call that would change the session or read its KV
     is a ValueError, and `token_ids` and `len` are as they were when the turn began. Once the
-    session or its engine is closed, every call but `close` is a ValueError.
+    session or its engine is closed, every call that would change it or read its KV is one, too.
     """
 
     def __init__(self, core: EngineCore, tokens: list[int], context: Context) -> None:
@@ -168,6 +168,7 @@ class Session:
         and keep its tokens, end it through `Engine.stop_callback`. ValueError for an empty session.
         """
         submitted = time.perf_counter()
+        check_queue_options("submit", options)
         self._check_idle()
         if not self._tokens:
             raise ValueError("the session is empty: append a prompt")
@@ -188,18 +189,21 @@ class Session:
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> Result:
         """Run a turn to its end; other requests continue meanwhile, as with `Engine.generate`."""
+        check_queue_options("generate", options)
         return runs.finish(self._core, partial(self.submit, params, **options))
 
     def stream(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> Iterator[Event]:
         """Submit a turn now and yield its events; closing the iterator early cancels it."""
+        check_queue_options("stream", options)
         return runs.stream(self._core, partial(self.submit, params, **options))
 
     def astream(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> AsyncIterator[Event]:
         """The same for `async for`, like `Engine.astream`."""
+        check_queue_options("astream", options)
         return runs.astream(self._core, partial(self.submit, params, **options))
 
     # Life.

@@ -43,7 +43,7 @@ from graphengine.profiles.benchmark.measure import (
 )
 from graphengine.profiles.benchmark.peers import PEERS, require_peer, run_peer
 from graphengine.profiles.benchmark.recording import record
-from graphengine.profiles.benchmark.shapes import NAMES, Subject, step_bytes
+from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject, step_bytes
 from graphengine.profiles.benchmark.speculation import Sweep, check_sweep, measure_sweep, read_sweep
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import SWEEP_COLUMNS, describe_document, row_columns, text_table
@@ -174,11 +174,11 @@ def _read_options(options: argparse.Namespace) -> Bench:
     for name in ("long", "admission"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name} {getattr(options, name)} must not be negative")
-    subject = (
-        Subject.of_shape(options.shape or "demo")
-        if options.checkpoint is None
-        else Subject.of_checkpoint(options.checkpoint)
-    )
+    # As everywhere, the checkpoint 'demo' is the packaged model; it is one of the shapes here.
+    if options.checkpoint in (None, DEMO):
+        subject = Subject.of_shape(options.shape or DEMO)
+    else:
+        subject = Subject.of_checkpoint(options.checkpoint)
     sweep = read_sweep(options, subject)
     usual = "1" if options.record is not None else "1,8,32" if sweep is None else "1,8"
     batches = integers(options.batch or usual, "batch")

@@ -316,7 +316,10 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
 def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams | None:
     """The output's constraint, from the one option of that group that was given."""
     if options.json_schema is not None:
-        schema = options.json_schema.read_text(encoding="utf-8")
+        try:
+            schema = options.json_schema.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--json-schema {options.json_schema}: {error}") from error
         return StructuredOutputsParams(json=schema, disable_any_whitespace=options.no_whitespace)
     if options.no_whitespace:
         raise ValueError("--no-whitespace is for --json-schema")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
-from graphengine.checks import is_finite, is_int, is_number
+from graphengine.checks import check_callable, is_finite, is_int, is_number
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.opening.memory import MemoryPlan
@@ -30,6 +30,13 @@ class QueueOptions(TypedDict, total=False):
 
     priority: int
     deadline_s: float | None
+
+
+def check_queue_options(method: str, options: QueueOptions) -> None:
+    """TypeError, as Python's own, for a keyword argument that `method` does not have."""
+    for name in options:
+        if name not in QueueOptions.__annotations__:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
 
 
 class Intake:
@@ -118,8 +125,7 @@ class Intake:
 
         `submitted` is when its caller called, by `time.perf_counter`.
         """
-        if callback is not None and not callable(callback):
-            raise ValueError(f"on_event={callback!r} cannot be called")
+        check_callable("on_event", callback)
         if not is_int(priority):
             raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
         if deadline_s is not None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Unpack, cast
 
+from graphengine.checks import check_callable
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions
 from graphengine.prompts import Prompt, is_batch
@@ -38,8 +39,7 @@ def generate(
     **options: Unpack[QueueOptions],
 ) -> Any:
     """What `Engine.generate` says."""
-    if progress is not None and not callable(progress):
-        raise ValueError(f"progress={progress!r} cannot be called")
+    check_callable("progress", progress)
     intake, submitted = core.intake, time.perf_counter()
     batch = is_batch(prompts)
     prompt_list: Sequence[Any] = prompts if batch else [prompts]  # type: ignore[assignment]

@@ -110,6 +110,8 @@ class SessionSnapshot:
         Nothing refers to the file afterwards. The digests are only read here; `check` compares
         them.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"{path!r} is no path of a snapshot")
         path = Path(path)
         try:
             with safe_open(path.expanduser(), "pt") as file:
@@ -140,7 +142,7 @@ class SessionSnapshot:
         for name, kind in (("origin", Origin), ("digests", Mapping)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(
-                    f"the session's {name}={getattr(self, name)!r} must be a {kind.__name__}"
+                    f"the session's {name}={getattr(self, name)!r} must be of type {kind.__name__}"
                 )
         for name in (field.name for field in fields(Origin)):
             wanted, found = getattr(ours, name), getattr(self.origin, name)
@@ -155,6 +157,12 @@ class SessionSnapshot:
         for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
             if not isinstance(cache, Tensor):
                 raise ValueError(f"cache {index} of the session must be a tensor, not {cache!r}")
+            if cache.layout != torch.strided or cache.device.type != "cpu" or cache.requires_grad:
+                raise ValueError(
+                    f"cache {index} of the session must be a dense tensor on the CPU without a "
+                    f"gradient, not {cache.layout} on {cache.device}, "
+                    f"requires_grad={cache.requires_grad}"
+                )
             if blocks is None and cache.dim() > 1:
                 blocks = cache.shape[1]
             expected = (shape[0], blocks, *shape[1:])

@@ -111,7 +111,7 @@ class TunedPlan(NamedTuple):
 Table = dict[TuningKey, TunedPlan]
 
 
-class PlanSources(ByLinear[PlanSource]):
+class PlanOrigins(ByLinear[PlanSource]):
     """Where each plan of a `LinearPlans` came from."""
 
     __slots__ = ()
@@ -130,7 +130,7 @@ class PlanSources(ByLinear[PlanSource]):
 
 def choose_plans(
     linears: Linears, dtype: torch.dtype, family: RowFamily, device: torch.device | str
-) -> tuple[LinearPlans, PlanSources]:
+) -> tuple[LinearPlans, PlanOrigins]:
     """A plan for each linear of a decode step: the user's, else the shipped, else the heuristic.
 
     On a GPU what no table knows is logged at INFO. (On a CPU plans are carried along unused.)
@@ -150,7 +150,7 @@ def choose_plans(
     for name, linear in linears.items():
         key = TuningKey.of(linear, family, dtype)
         plans[name], sources[name] = choose_plan(key, tables)
-    chosen = PlanSources(sources)
+    chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type != "cpu":
         missing = (
             f"{name} {linears[name].rows} x {linears[name].columns}" for name in chosen.untuned

@@ -30,7 +30,7 @@ from graphengine.models.contract import (
     cache_shape,
     recurrent_states,
 )
-from graphengine.models.tuning import PlanSources, choose_plans
+from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.memory import MemoryPlan
@@ -53,7 +53,7 @@ class Allocation:
     """
 
     plans: LinearPlans
-    plan_sources: PlanSources
+    plan_sources: PlanOrigins
     buffers: StaticBuffers
     mailbox: Mailbox
     logprobs: Logprobs

@@ -279,11 +279,13 @@ class Tokenizer:
                 if 0 in added:
                     first, last = added.index(0), len(added) - added[::-1].index(0)
                     return encoding.ids[:first], encoding.ids[last:]
-        with suppress(ValueError):
+        try:
             ids = self._encoding("", True).ids
-            return ids, ids
-        # No text can be encoded: each call of `encode` will say so.
-        return [], []
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer.json: its post-processor fails at any text: {error}"
+            ) from (error)
+        return ids, ids
 
     def _find_byte_ids(self) -> dict[int, int]:
         ids = ((byte, self._library.token_to_id(f"<0x{byte:02X}>")) for byte in range(256))

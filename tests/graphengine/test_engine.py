@@ -568,3 +568,23 @@ def test_what_the_core_owns_is_read_and_not_replaced(engine: Engine, name: str) 
     with pytest.raises(AttributeError):
         setattr(engine, name, None)
     assert getattr(engine, name) is owned
+
+
+@pytest.mark.parametrize("method", ["submit", "generate", "stream", "astream"])
+def test_a_keyword_that_a_method_does_not_have_is_a_type_error(engine: Engine, method: str) -> None:
+    """Python's own message, with the name of the method that was called; nothing is queued."""
+    wrong = {"foo": 1, "submitted": 3.0, "callback": print}
+    if method != "submit":
+        wrong["on_event"] = print
+    for owner in (engine, engine.session()):
+        arguments = ("x",) if owner is engine else ()
+        for name, value in wrong.items():
+            message = rf"^{method}\(\) got an unexpected keyword argument '{name}'"
+            with pytest.raises(TypeError, match=message):
+                getattr(owner, method)(*arguments, **{name: value})
+    assert not engine.busy
+
+
+def test_a_progress_that_cannot_be_called_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ValueError, match="progress=5 cannot be called"):
+        Engine.from_pretrained("/absent/checkpoint", device="cpu", progress=5)  # type: ignore[arg-type]

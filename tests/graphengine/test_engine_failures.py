@@ -504,3 +504,13 @@ def test_a_prompt_that_cannot_be_encoded_is_refused(
         with pytest.raises(ValueError, match="a text of 11 characters cannot be encoded: tokeniz"):
             own.submit(PROMPT, greedy(3))
         assert len(own.generate([1, 2], greedy(3)).token_ids) == 3
+
+
+def test_a_post_processor_that_fails_at_any_text_is_refused_at_opening(
+    edited: Callable[..., Path],
+) -> None:
+    unknown = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    unknown["single"] = [{"SpecialToken": {"id": "nope", "type_id": 0}}]
+    path = edited(few_layers(), tokenizer={"post_processor": unknown})
+    with pytest.raises(ValueError, match=r"tokenizer\.json: its post-processor fails at any text"):
+        open_engine(path, device="cpu")

@@ -90,15 +90,22 @@ def test_sampling_defaults_are_vllms() -> None:
     assert dataclasses.asdict(SamplingParams()) == DEFAULTS
 
 
+TOP_K = "must be in [1, 2147483647], or 0 or -1 for all tokens"
+TOP_N_SIGMA = "must be 0, or in [1.1754944e-38, 3.4028234e+38]"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.5}, "temperature=-0.5 must be 0, or finite and at least 1e-06"),
-        ({"temperature": math.nan}, "temperature=nan must be 0, or finite and at least 1e-06"),
-        ({"temperature": math.inf}, "temperature=inf must be 0, or finite and at least 1e-06"),
-        ({"temperature": 1e39}, "temperature=1e+39 must be 0, or finite and at least 1e-06"),
-        ({"top_k": -2}, "top_k=-2 must be positive, or 0 or -1 for all tokens"),
-        ({"top_k": 2**31}, "top_k=2147483648 must be positive, or 0 or -1 for all tokens"),
+        ({"temperature": -0.5}, "temperature=-0.5 must be 0, or in [1e-06, 3.4028234e+38]"),
+        ({"temperature": math.nan}, "temperature=nan must be 0, or in [1e-06, 3.4028234e+38]"),
+        ({"temperature": math.inf}, "temperature=inf must be 0, or in [1e-06, 3.4028234e+38]"),
+        ({"temperature": 1e39}, "temperature=1e+39 must be 0, or in [1e-06, 3.4028234e+38]"),
+        ({"top_k": -2}, f"top_k=-2 {TOP_K}"),
+        (
+            {"top_k": 2**31},
+            f"top_k=2147483648 {TOP_K}",
+        ),
         ({"top_k": 1.5}, "top_k=1.5 must be an integer"),
         ({"top_p": 0.0}, "top_p=0.0 must be in (0, 1]"),
         ({"top_p": 1.25}, "top_p=1.25 must be in (0, 1]"),
@@ -106,9 +113,20 @@ def test_sampling_defaults_are_vllms() -> None:
         ({"min_p": -0.25}, "min_p=-0.25 must be in [0, 1]"),
         ({"min_p": 1.5}, "min_p=1.5 must be in [0, 1]"),
         ({"min_p": math.nan}, "min_p=nan must be in [0, 1]"),
-        ({"top_n_sigma": -0.5}, "top_n_sigma=-0.5 must be finite and not negative"),
-        ({"top_n_sigma": math.inf}, "top_n_sigma=inf must be finite and not negative"),
-        ({"top_n_sigma": math.nan}, "top_n_sigma=nan must be finite and not negative"),
+        ({"top_n_sigma": -0.5}, f"top_n_sigma=-0.5 {TOP_N_SIGMA}"),
+        (
+            {"top_n_sigma": 1e-46},
+            f"top_n_sigma=1e-46 {TOP_N_SIGMA}",
+        ),
+        ({"top_k": 10**5000}, f"top_k=an integer of 16610 bits {TOP_K}"),
+        (
+            {"top_n_sigma": math.inf},
+            f"top_n_sigma=inf {TOP_N_SIGMA}",
+        ),
+        (
+            {"top_n_sigma": math.nan},
+            f"top_n_sigma=nan {TOP_N_SIGMA}",
+        ),
         ({"top_n_sigma": "1"}, "top_n_sigma='1' must be a number"),
         ({"seed": "7"}, "seed='7' must be an integer"),
         ({"seed": True}, "seed=True must be an integer"),
@@ -288,6 +306,9 @@ def test_engine_defaults() -> None:
     ("options", "message"),
     [
         ({"device": "mps"}, "device='mps': must be 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": "cpu:x"}, "device='cpu:x': must be 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": "cpu:9"}, "device='cpu:9': must be 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": "cuda:-1"}, "device='cuda:-1': must be 'cpu', 'cuda' or 'cuda:N'"),
         ({"dtype": "float8"}, "dtype=float8: must be one of float32, bfloat16, float16, auto"),
         (
             {"dtype": torch.float64},
@@ -369,7 +390,10 @@ def test_a_cuda_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyP
 
 def test_a_cuda_device_that_is_there_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert EngineConfig(device="cuda:1").device == "cuda:1"
+    with pytest.raises(ValueError, match="device='cuda:2', but torch finds 2 CUDA devices"):
+        EngineConfig(device="cuda:2")
 
 
 def test_auto_leaves_the_dtype_to_the_checkpoint() -> None:

@@ -102,7 +102,7 @@ def test_a_fresh_process_goes_on_where_another_stopped(small: Path, tmp_path: Pa
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     script = Path(converse.__code__.co_filename)
-    arguments = [str(script.parent), str(script), str(small), str(file), "11"]
+    arguments = [str(script.parents[1]), str(script), str(small), str(file), "11"]
     command = [sys.executable, "-P", "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -564,7 +564,7 @@ def test_a_snapshot_that_was_changed_is_refused(kept: SessionSnapshot, tmp_path:
                     engine.restore_session(source)
         for wrong in ({"origin": None}, {"origin": {}}, {"digests": None}, {"digests": ()}):
             (name,) = wrong
-            with pytest.raises(ValueError, match=rf"^the session's {name}=.* must be a [OM]"):
+            with pytest.raises(ValueError, match=rf"^the session's {name}=.* must be of type [OM]"):
                 engine.restore_session(replace(kept, **wrong))  # type: ignore[arg-type]
         pool = engine.scheduler.pool
         assert pool.free == pool.count
@@ -623,6 +623,11 @@ def test_a_snapshot_of_other_caches_is_refused(
         "has None caches, the engine 1": {"caches": None},
         r"cache 0 of the session must be a tensor, not \[1\]": {"caches": ([1],)},
         r"cache 0 of the session is torch.float32 \(\)": {"caches": (torch.tensor(1.0),)},
+        "cache 0 .* must be a dense tensor on the CPU .*not torch.strided on meta": {
+            "caches": (cache.to("meta"),)
+        },
+        "cache 0 .* not torch.sparse_coo on cpu": {"caches": (cache.to_sparse(),)},
+        "cache 0 .* on cpu, requires_grad=True": {"caches": (cache.clone().requires_grad_(),)},
         r"cache 0 of the session is torch.float16": {"caches": (cache.half(),)},
         "the session's token_ids=None must be a tuple": {"token_ids": None},
     }
@@ -678,6 +683,8 @@ def test_a_snapshot_of_too_many_blocks_or_strange_tokens_is_refused(
             engine.restore_session(strange)
         with pytest.raises(ValueError, match="source=7 must be a SessionSnapshot"):
             engine.restore_session(7)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="7 is no path of a snapshot"):
+            SessionSnapshot.load(7)  # type: ignore[arg-type]
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(engine: Engine, tmp_path: Path) -> None:

@@ -532,5 +532,9 @@ def test_what_is_no_grammar(cli: Cli, tmp_path: Path) -> None:
     assert_error(cli("generate", "--prompt", "x", "--no-whitespace"), "is for --json-schema")
     missing = str(tmp_path / "none.json")
     assert_error(cli("generate", "--prompt", "x", "--json-schema", missing), "No such file")
+    latin = tmp_path / "latin.json"
+    latin.write_bytes(b'{"title": "\xe9"}')
+    said = rf"--json-schema {re.escape(str(latin))}: .*can't decode byte 0xe9"
+    assert_error(cli("generate", "--prompt", "x", "--json-schema", str(latin)), said)
     with pytest.raises(SystemExit):
         cli("generate", "--prompt", "x", "--regex", "a", "--choice", "a,b")

@@ -234,7 +234,7 @@ CPU_CASES = [
     ),
     Case(
         check="poison_padding",
-        fault="one element is written behind a tensor",
+        fault="one element is written past the end of a tensor",
         program="""
         from graphengine.testing import CanaryPages
 

@@ -152,7 +152,7 @@ GPU_CASES = [
     ),
     Case(
         check="poison_padding",
-        fault="a captured step writes one element behind a tensor",
+        fault="a captured step writes one element past the end of a tensor",
         program="""
         from graphengine.testing import CanaryPages
 
