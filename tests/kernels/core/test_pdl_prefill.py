@@ -91,8 +91,8 @@ def attention(
         ("norm_rope.norm", norm, {"weight_ptr"}),
         ("norm_rope.activation", activation, set()),
         ("norm_rope.rope", rope, set()),
-        ("attention.prefill_attention", attention, set()),
-        ("attention.prefill_attention", split_attention, set()),
+        ("attention.prefill", attention, set()),
+        ("attention.prefill", split_attention, set()),
     ],
 )
 def test_loads_nothing_but_weights_before_the_wait(

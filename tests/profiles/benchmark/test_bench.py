@@ -430,7 +430,7 @@ def test_the_kernels_of_a_prompt() -> None:
             prefill_kernel_times(engine, 1025)
         times = prefill_kernel_times(engine, 70)
         assert times is not None and all(time.mean_us > 0 for time in times)
-        (attention,) = [time for time in times if time.name == "_prefill_kernel"]
+        (attention,) = [time for time in times if time.name == "prefill_attention_kernel"]
         assert attention.count == 2
         with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
             prefill_kernel_times(engine, 70)
