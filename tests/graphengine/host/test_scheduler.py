@@ -39,6 +39,7 @@ from graphengine.host.scheduler import Plan, Scheduler
 from graphengine.program.fields import host_updates
 from graphengine.requests.guided import Guide
 from graphengine.requests.job import Job
+from graphengine.requests.processing import Processing
 from graphengine.requests.request import Phase, Request
 from graphengine.requests.stops import Stops
 from graphengine.sampling_params import SamplingParams
@@ -815,6 +816,16 @@ def test_a_row_that_was_a_no_op_has_sampled_nothing() -> None:
     assert bounds(request) == (1, 1)
 
 
+def test_a_no_op_ends_the_steady_state_of_others() -> None:
+    """The row had no token left to sample; now it has one again."""
+    scheduler = drafting(width=4, block_size=32)
+    first, second = submit(scheduler, 5, 2), submit(scheduler, 5, 20)
+    plans = [plan_of(scheduler) for _ in range(4)]
+    assert plans[-1].rows == plans[-2].rows == (second,) and scheduler._repeats
+    scheduler.collected(first, 4, 0)
+    assert plan_of(scheduler).rows == (first, second)
+
+
 def test_what_is_collected_of_a_retired_request_changes_nothing() -> None:
     scheduler = drafting(width=4)
     request = submit(scheduler, 5, 20)
@@ -1070,6 +1081,21 @@ def test_changes_outlive_a_step_without_a_plan() -> None:
     assert plan.slots_changed and plan.tables_changed
 
 
+def test_the_options_of_a_retired_request_are_taken_back() -> None:
+    """Its successor in the slot may have none, and must not get these."""
+    scheduler = make_scheduler(slots=1)
+    request = submit(scheduler, 4, 4)
+    request.job.processing = cast(Processing, object())
+    assert plan_of(scheduler).options_changed and not plan_of(scheduler).options_changed
+    scheduler.retire(request)
+    plain = submit(scheduler, 4, 4)
+    plan = plan_of(scheduler)
+    assert plan.options_changed and plan.masks_changed
+    scheduler.retire(plain)
+    submit(scheduler, 4, 4)
+    assert not plan_of(scheduler).options_changed
+
+
 # A short pool.
 
 
@@ -1104,6 +1130,18 @@ def test_the_youngest_pauses_for_an_older_one() -> None:
     assert [to for _, to in plan.swap_out] == younger.job.placed.swap_blocks
     assert plan.swap_in == () and younger.job.placed.blocks == []
     assert (younger.pauses, older.pauses, scheduler.counters["pauses"]) == (1, 0, 1)
+
+
+def test_a_pause_that_does_not_free_enough_changes_the_tables_too() -> None:
+    """The row for which it was made takes no block, and skips the step."""
+    scheduler = drafting(width=4, extra=0, block_size=2, kv_blocks=40, swap_blocks=40)
+    oldest, middle, youngest = (submit(scheduler, *size) for size in ((5, 6), (5, 20), (1, 20)))
+    run_until(scheduler, youngest, Phase.DECODE, limit=3)
+    scheduler.pool.take(scheduler.pool.free)
+    plan = plan_of(scheduler)
+    assert youngest.phase is Phase.PAUSED and scheduler.pool.free == 1
+    assert plan.rows == (oldest,) and scheduler.counters["stalled_rows"] == 1
+    assert middle.phase is Phase.DECODE and plan.tables_changed
 
 
 def test_a_paused_request_resumes_where_it_was_and_runs_at_once() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from checkpoints import toy_family
 from graphengine.kernels import LinearPlan, arrivals_needed, residual_groups
+from graphengine.models import tuning
 from graphengine.models.chains import new_chain
 from graphengine.models.contract import (
     ByLinear,
@@ -17,9 +18,11 @@ from graphengine.models.contract import (
     LinearPlans,
     Paged,
     Recurrent,
+    arrival_counters,
     cache_shape,
     heuristic_plans,
     linear_arrivals,
+    most_arrival_counters,
     recurrent_states,
     stream_groups,
 )
@@ -57,6 +60,23 @@ def test_the_neediest_linear_decides_how_many_counters_there_are() -> None:
     split = LinearPlan("dot", block_m=32, block_k=64, splits=4)
     plans = LinearPlans({"up": split, "down": split._replace(splits=1)})
     assert linear_arrivals(LINEARS, plans) == arrivals_needed(split, 4096) > 0
+
+
+class Attending:
+    """A config whose attention needs a counter a lane."""
+
+    def arrivals(self, lanes: int) -> int:
+        return lanes
+
+
+def test_no_plans_need_more_counters_than_there_may_be() -> None:
+    linears = LINEARS | {"up": Linear("store", 4097, 512)}
+    least, _ = tuning._BLOCK_M["dot"]
+    finest = LinearPlan("dot", block_m=least, block_k=64, splits=2)
+    plans = LinearPlans(dict.fromkeys(linears, finest))
+    assert arrival_counters(Attending(), linears, plans, 64) == 514
+    assert most_arrival_counters(Attending(), linears, 64) == 514
+    assert most_arrival_counters(Attending(), linears, 600) == 600
 
 
 def test_the_stream_has_the_groups_that_its_last_writer_leaves() -> None:

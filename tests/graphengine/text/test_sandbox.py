@@ -17,11 +17,12 @@ from graphengine.text.chat import ChatTemplate
 MESSAGES = [{"role": "user", "content": "the fox"}]
 LONG = "{% set l = range(99999)|list %}"
 TEXT = "{% set s = 'é' * 9000000 %}"
-# Lists, and tuples, that hold 2**40 of each other.
-NEST = "{% set n = namespace(l=[], m=[]) %}{% for i in range(40) %}{% set n.l = [n.l, n.l] %}"
+# Lists, and tuples, that hold 2**16 of each other: they would be refused if they held 2**40, but
+# what is not refused ends within a second or two.
+NEST = "{% set n = namespace(l=[], m=[]) %}{% for i in range(16) %}{% set n.l = [n.l, n.l] %}"
 NEST += "{% set n.m = [n.m, n.m] %}{% endfor %}"
 TUPLES = (
-    "{% set n = namespace(t=()) %}{% for i in range(40) %}{% set n.t = (n.t, n.t) %}{% endfor %}"
+    "{% set n = namespace(t=()) %}{% for i in range(16) %}{% set n.t = (n.t, n.t) %}{% endfor %}"
 )
 
 STEPS = "it took more than 20000 steps"
@@ -87,15 +88,15 @@ ATTACKS: dict[str, list[str]] = {
         f"{NEST}{{{{ '{{}}'.format(n.l) }}}}",
         f"{NEST}{{{{ n.l == n.m }}}}",
         f"{NEST}{{{{ n.l is eq(n.m) }}}}",
-        f"{NEST}{{{{ [n.l, n.m]|sort }}}}",
+        f"{NEST}{{% set x = [n.l, n.m]|sort %}}",
         f"{NEST}{{{{ messages[n.l].x }}}}",
         f"{NEST}{{{{ raise_exception(n.l) }}}}",
-        f"{TUPLES}{{{{ {{n.t: 1}} }}}}",
+        f"{TUPLES}{{% set x = {{n.t: 1}} %}}",
         f"{TUPLES}{{{{ {{}}[n.t] }}}}",
         f"{TUPLES}{{{{ {{}}.get(n.t) }}}}",
         f"{TUPLES}{{{{ n.t in {{}} }}}}",
-        f"{TUPLES}{{{{ [n.t]|unique|list }}}}",
-        f"{TUPLES}{{{{ dict([(n.t, 1)]) }}}}",
+        f"{TUPLES}{{% set x = [n.t]|unique|list %}}",
+        f"{TUPLES}{{% set x = dict([(n.t, 1)]) %}}",
         f"{{% for i in range(9999) %}}{'{% if i %}{% endif %}' * 99}{{% endfor %}}",
     ],
     SIZE: [
@@ -156,7 +157,9 @@ def test_a_power_of_as_many_bits_as_there_may_be() -> None:
 def test_what_would_take_long_is_refused_before(
     expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these would take the host's time or memory, with the usual limit of steps too."""
+    """Each of these, or one with a deeper nest, would take the host's time or memory, with the
+    usual limit of steps too.
+    """
     if expected == STEPS:
         monkeypatch.setattr("graphengine.text.sandbox.MAX_STEPS", 20_000)
         for setup in (LONG, TEXT, NEST, TUPLES):
@@ -189,6 +192,27 @@ def test_steps_are_counted_and_grow_with_what_is_done(name: str, size: int) -> N
     one = steps("ab " * size)
     assert steps("ab " * size) == one
     assert one < steps("ab " * size * 16)
+
+
+@pytest.mark.parametrize(
+    ("source", "small", "large", "factor"),
+    [
+        ("('é' * 99999).rfind('a' * {})", 128, 12_800, 50),
+        ("('é' * 99999).rpartition('a' * {})", 128, 12_800, 50),
+        ("('é' * 99999).rsplit('a' * {})", 128, 12_800, 50),
+        ("('a' * {}).encode('punycode')", 640, 6_400, 90),
+        ("(['a' * 2048] * {})|sort", 4, 1024, 512),
+    ],
+)
+def test_what_takes_more_than_linear_time_is_charged_for_it(
+    source: str, small: int, large: int, factor: int
+) -> None:
+    def steps(size: int) -> int:
+        template = ChatTemplate(f"{{% set x = {source.format(size)} %}}")
+        template.render(MESSAGES)
+        return template._sandbox.steps
+
+    assert steps(large) > factor * steps(small)
 
 
 # Templates like those of models, with room.

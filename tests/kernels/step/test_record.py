@@ -34,7 +34,7 @@ def test_the_fields_fill_a_payload_and_hold_the_longest_drafts():
     assert EPOCH_SHIFT + EPOCH_BITS == 32
     assert EPOCH_BITS >= 16
     assert MAX_DRAFTS + 1 <= COUNT_MASK
-    assert 2 * (MAX_DRAFTS + 1) <= MAX_LANES
+    assert 2 * (MAX_DRAFTS + 1) == MAX_LANES
 
 
 def test_each_field_has_its_own_bits():

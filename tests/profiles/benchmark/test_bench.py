@@ -203,6 +203,7 @@ def test_eager_steps_give_the_graphs_back(tiny: Engine) -> None:
         tiny.runtime.replaced(lambda key, graph: eager.EagerStep(graph)) as stand_ins,
     ):
         assert stand_ins.keys() == before.keys()
+        assert tiny.runtime.graphs == stand_ins
         raise KeyError
     assert tiny.runtime.graphs == before
 
