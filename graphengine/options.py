@@ -279,7 +279,9 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A number, also one of NumPy's, as people write it; of one with many digits its size."""
-    if isinstance(value, int) and value.bit_length() > 256:
+    """A number, also one of NumPy's, as people write it; the size of one too long for Python."""
+    try:
+        return str(value) if is_number(value) else repr(value)
+    except ValueError:
+        assert isinstance(value, int), f"{type(value)=}"
         return f"an integer of {value.bit_length()} bits"
-    return str(value) if is_number(value) else repr(value)

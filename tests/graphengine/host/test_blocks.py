@@ -624,9 +624,12 @@ class SharingMachine(RuleBasedStateMachine):
         try:
             session.append(tokens)
             if len(session):
-                session.submit(params(new), processing=processing)  # type: ignore[call-arg]
+                self.world.turns_process = processing
+                session.submit(params(new))
         except ValueError as error:
             assert "KV blocks" in str(error) or "tokens" in str(error)
+        finally:
+            self.world.turns_process = False
 
     @precondition(lambda self: self.world.sessions)
     @rule(data=st.data())

@@ -99,6 +99,8 @@ class Sharing:
         self.next_token: list[int | None] = [None] * slots
         self.noted: list[list[int]] = [[] for _ in range(slots)]
         self.plans = 0
+        # Whether the turns of sessions have options on logits.
+        self.turns_process = False
 
     # The part of an engine that a session uses.
 
@@ -122,6 +124,7 @@ class Sharing:
         processing: bool = False,
     ) -> Request:
         most = self.memory.max_seq_len - len(ids)
+        processing = processing or self.turns_process
         return Request(
             request_id=len(self.requests),
             prompt_token_ids=ids,
