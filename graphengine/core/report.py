@@ -45,6 +45,7 @@ class EngineReport:
             f"prefill buckets {', '.join(map(str, memory.prefill_ladder.sizes))}",
             "",
             memory.budget.table(),
+            memory.describe_kv(),
             _describe_kv(self.kv),
             "",
             f"{'graph':<18}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",

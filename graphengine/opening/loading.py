@@ -40,7 +40,7 @@ def open_checkpoint(
     memory = plan_memory(
         model_config, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter
     )
-    log.info("memory budget\n%s", memory.budget.table())
+    log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from graphengine.buckets import BucketLadder, MemoryBudget, Where, buffer_bytes, field_groups
+from graphengine.buckets import (
+    BucketLadder,
+    MemoryBudget,
+    OutOfBudget,
+    Where,
+    buffer_bytes,
+    field_groups,
+    format_bytes,
+)
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.kernels import (
@@ -38,6 +46,7 @@ _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 class MemoryPlan:
     """The sizes that follow from a model, an `EngineConfig` and the memory at hand.
 
+    block_bytes    of one block in all caches: the target's and the drafter's
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
@@ -50,6 +59,7 @@ class MemoryPlan:
     ladder: BucketLadder
     prefill_ladder: BucketLadder
     block_size: int
+    block_bytes: int
     table_blocks: int
     kv_blocks: int
     swap_blocks: int
@@ -61,6 +71,18 @@ class MemoryPlan:
     def tokens_per_step(self) -> int:
         """Tokens of a row in the widest decode graph: one, and its drafts."""
         return 1 + self.draft_lengths[-1]
+
+    def describe_kv(self) -> str:
+        """What tokens cost in the caches, and how many of them the pool holds, for a reader."""
+        slots, size = self.ladder.max_batch, self.block_size
+        whole = min(slots, self.kv_blocks // self.table_blocks)
+        holds = f"{whole} of {slots} requests of max_seq_len {self.max_seq_len:,}"
+        if whole < slots:
+            holds += f", or {slots} of {self.kv_blocks // slots * size:,} tokens"
+        return (
+            f"KV takes {_per_1000_tokens(self.block_bytes, size)}; the pool holds "
+            f"{self.kv_blocks * size:,} tokens: {holds}"
+        )
 
 
 def available_bytes(device: torch.device) -> int:
@@ -125,11 +147,14 @@ def plan_memory(
     budget.add("graphs (estimate)", _graph_bytes(model, len(graphs), device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
+    left = available - budget.total(where)
     if kv_blocks is None:
-        fitting = (available - budget.total(where)) // block_bytes - 1
+        fitting = left // block_bytes - 1
         kv_blocks = max(table_blocks, min(config.max_batch * table_blocks, fitting))
     kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
     budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
+    if config.kv_blocks is None:
+        _check_one_request(config, max_seq_len, block_bytes, left, budget, where)
     budget.check(available, where)
     areas = [own_block_bytes, drafter_block]
     on_host = int(available_host_bytes() * config.memory_fraction)
@@ -147,6 +172,7 @@ def plan_memory(
         ladder=ladder,
         prefill_ladder=prefill_ladder,
         block_size=config.block_size,
+        block_bytes=block_bytes,
         table_blocks=table_blocks,
         kv_blocks=kv_blocks,
         swap_blocks=swap_blocks,
@@ -154,6 +180,36 @@ def plan_memory(
         graphs=graphs,
         budget=budget,
     )
+
+
+def _check_one_request(
+    config: EngineConfig,
+    max_seq_len: int,
+    block_bytes: int,
+    left: int,
+    budget: MemoryBudget,
+    where: Where,
+) -> None:
+    """OutOfBudget, with the numbers, if the `left` bytes hold no request of `max_seq_len` tokens.
+
+    It is another error if there is nothing left for KV at all.
+    """
+    size = config.block_size
+    blocks, fitting = -(-max_seq_len // size), left // block_bytes - 1
+    if left < 0 or fitting >= blocks:
+        return
+    one, every = blocks * block_bytes, config.max_batch * blocks * block_bytes
+    hint = f"; max_seq_len={fitting * size} fits" if fitting > 0 else ""
+    raise OutOfBudget(
+        f"max_seq_len={max_seq_len}: the KV of one request needs {blocks} blocks of {size} tokens, "
+        f"{format_bytes(one)} ({_per_1000_tokens(block_bytes, size)}), of max_batch="
+        f"{config.max_batch} requests {format_bytes(every)}; beside the rest {format_bytes(left)} "
+        f"of {where} memory are left for KV{hint}\n{budget.table()}"
+    )
+
+
+def _per_1000_tokens(block_bytes: int, block_size: int) -> str:
+    return f"{format_bytes(1000 * block_bytes // block_size)} per 1,000 tokens"
 
 
 def _swap_blocks(

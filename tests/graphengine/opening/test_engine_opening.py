@@ -297,6 +297,7 @@ def test_the_report_holds_budget_ladder_and_captures(device: str) -> None:
     assert counters["replays/decode/4/fast"] >= 2 and counters["replays/prefill/8"] == 4
     for part in ("weights", "KV cache", "swap", "total", "decode/4/full", "prefill/32", "counters"):
         assert part in text
+    assert f"{report.memory.describe_kv()}\nKV blocks" in text
     assert "decode buckets  1, 2, 4" in text and "prefill buckets 8, 32" in text
     assert f"max_seq_len {MAX_SEQ_LEN}" in text and device in text
     pdl = "on" if device == "cuda" else "off"

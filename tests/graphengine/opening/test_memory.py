@@ -10,6 +10,7 @@ import torch
 
 from engines.small_engine import open_engine
 from graphengine import EngineConfig
+from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.models import contract, tuning
@@ -133,6 +134,71 @@ def test_pinned_memory_counts_as_torch_takes_it() -> None:
     assert memory._swap_blocks(config, 5, 20, [3, 1], 10**9, True) == 40
     assert memory._swap_blocks(config, 60, 20, [3, 1], 10**9, True) == 0
     assert memory._swap_blocks(config, 5, 20, [3, 1], 80, False) == 20
+
+
+def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Lets the host have so many bytes, all of which may be planned."""
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: size)
+
+
+LONG = {
+    "max_batch": 4, "max_seq_len": 1000, "block_size": 8, "memory_fraction": 1.0, "swap_blocks": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drafts", [None, MTP(k=1)], ids=str)
+def test_a_pool_too_small_for_one_request_says_what_fits(
+    monkeypatch: pytest.MonkeyPatch, drafts: MTP | None
+) -> None:
+    """With the drafter's cache. What the message proposes can be planned, and no block more."""
+    whole = planned(**LONG, speculative=drafts)
+    assert (whole.kv_blocks, whole.table_blocks) == (500, 125)
+    block = whole.block_bytes
+    assert block == sizes(whole)["KV cache"] // 501
+    others = whole.budget.total("host") - 501 * block
+    available(monkeypatch, others + 126 * block)
+    assert planned(**LONG, speculative=drafts).kv_blocks == 125
+    available(monkeypatch, others + 101 * block - 1)
+    with pytest.raises(OutOfBudget) as caught:
+        planned(**LONG, speculative=drafts)
+    message, _, table = str(caught.value).partition("\n")
+    thousand = format_bytes(125 * block)
+    assert message == (
+        f"max_seq_len=1000: the KV of one request needs 125 blocks of 8 tokens, {thousand} "
+        f"({thousand} per 1,000 tokens), of max_batch=4 requests {format_bytes(500 * block)}; "
+        f"beside the rest {format_bytes(101 * block - 1)} of host memory are left for KV; "
+        f"max_seq_len=792 fits"
+    )
+    assert "KV cache (125 blocks of 8 tokens, and a dummy)" in table
+    fitting = planned(**LONG | {"max_seq_len": 792}, speculative=drafts)
+    assert fitting.kv_blocks >= fitting.table_blocks == 99
+
+
+def test_where_not_even_a_block_fits_nothing_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planned(**LONG)
+    others = whole.budget.total("host") - 501 * whole.block_bytes
+    available(monkeypatch, others)
+    with pytest.raises(OutOfBudget, match="beside the rest 0 B of host memory are left for KV\n"):
+        planned(**LONG)
+    # Here it is not the KV that does not fit.
+    available(monkeypatch, others - 1)
+    with pytest.raises(OutOfBudget, match=r"host memory: .* planned, .* short\n"):
+        planned(**LONG)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "holds"),
+    [
+        (None, "4,000 tokens: 4 of 4 requests of max_seq_len 1,000"),
+        (600, "4,800 tokens: 4 of 4 requests of max_seq_len 1,000"),
+        (499, "3,992 tokens: 3 of 4 requests of max_seq_len 1,000, or 4 of 992 tokens"),
+        (124, "992 tokens: 0 of 4 requests of max_seq_len 1,000, or 4 of 248 tokens"),
+    ],
+)
+def test_the_plan_says_how_many_tokens_the_pool_holds(blocks: int | None, holds: str) -> None:
+    plan = planned(**LONG, kv_blocks=blocks)
+    thousand = format_bytes(125 * plan.block_bytes)
+    assert plan.describe_kv() == f"KV takes {thousand} per 1,000 tokens; the pool holds {holds}"
 
 
 def test_swap_stays_within_half_of_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
