@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, Unpack
@@ -279,8 +279,21 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
         limit=limit,
         too_many=lambda count: f"a session of {count} tokens exceeds max_seq_len={limit}",
     )
+    return session_of(
+        core, tokens, source.blocks, lambda blocks: core.runtime.write_blocks(blocks, source.caches)
+    )
+
+
+def session_of(
+    core: EngineCore, token_ids: Sequence[int], count: int, write: Callable[[list[int]], None]
+) -> Session:
+    """A session of these tokens, which keeps `count` blocks with what `write` puts into them.
+
+    They are the blocks of its first tokens. ValueError, with both numbers, for more blocks than the
+    pool has free or `session_blocks` allows.
+    """
     scheduler, context = core.scheduler, Context()
-    pool, most, count = scheduler.pool, core.config.session_blocks, source.blocks
+    pool, most = scheduler.pool, core.config.session_blocks
     if count > pool.free:
         raise ValueError(
             f"a session of {count} KV blocks, but {pool.free} of the pool's {pool.count} are free"
@@ -290,11 +303,11 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
     if count:
         blocks = pool.take(count)
         try:
-            core.runtime.write_blocks(blocks, source.caches)
+            write(blocks)
             scheduler.reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
-    return Session(core, list(tokens), context)
+    return Session(core, list(token_ids), context)
 
 
 def _check_sessions(core: EngineCore) -> None:

@@ -2,10 +2,10 @@
 
 Each row of the result is an engine of its own. Before a figure is reported its tokens are checked
 against eager steps, which `eager.py` explains; `checked` says how many. The function that takes a
-figure says what it means; these are in `measure.py`, `recording.py`, `speculation.py`,
-`engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`. Floors and shares are computed here.
-All but a row's `speculation` comes from engines that do not speculate. What only a GPU has is null
-on a CPU.
+figure says what it means; these are in `measure.py`, `contexts.py`, `recording.py`,
+`speculation.py`, `engines.py`, `ceiling.py`, `kernel_times.py` and `peers.py`. All but the
+`speculation` of a row or a context comes from engines that do not speculate. What only a GPU has is
+null on a CPU.
 """
 
 from __future__ import annotations
@@ -16,18 +16,33 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphengine import Engine, EngineConfig
+from graphengine.buckets import OutOfBudget
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_apart, check_out, integers
 from graphengine.profiles.benchmark import measure, speculation
-from graphengine.profiles.benchmark.ceiling import ReadCeiling, measure_read_ceiling
+from graphengine.profiles.benchmark.ceiling import (
+    ReadCeiling,
+    floor_and_share,
+    measure_read_ceiling,
+)
+from graphengine.profiles.benchmark.contexts import (
+    Contexts,
+    kernel_work,
+    measure_context_kernels,
+    measure_contexts,
+    read_contexts,
+    skipped,
+)
+from graphengine.profiles.benchmark.contexts import add_arguments as add_context_arguments
 from graphengine.profiles.benchmark.engines import (
     StartUp,
     build_engine,
@@ -46,7 +61,13 @@ from graphengine.profiles.benchmark.recording import record
 from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject, step_bytes
 from graphengine.profiles.benchmark.speculation import Sweep, check_sweep, measure_sweep, read_sweep
 from graphengine.profiles.percentiles import rounded
-from graphengine.profiles.text import SWEEP_COLUMNS, describe_document, row_columns, text_table
+from graphengine.profiles.text import (
+    CONTEXT_COLUMNS,
+    SWEEP_COLUMNS,
+    describe_document,
+    row_columns,
+    text_table,
+)
 from graphengine.speculative import describe
 
 SCHEMA = 1
@@ -68,6 +89,7 @@ class Bench:
     record          file for a recording; then there is one row
     admission       length of a prompt that is admitted while seven requests decode; 0: none
     sweep           the speculative engines to compare with each row's plain one
+    contexts        what each batch has behind it; None: there are rows instead
     """
 
     subject: Subject
@@ -83,6 +105,7 @@ class Bench:
     kernels: bool
     peers: tuple[str, ...]
     sweep: Sweep | None
+    contexts: Contexts | None
 
     @property
     def device(self) -> str:
@@ -105,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
     add("--checkpoint", help="directory or hub id, in place of a shape")
     add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8; recorded 1)")
+    add_context_arguments(parser)
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=256)
     add("--runs", type=int, default=5, help="runs of each row, after one to warm up")
@@ -212,6 +236,7 @@ def _read_options(options: argparse.Namespace) -> Bench:
         max_seq_len=options.max_seq_len,
         default_engine=1 in batches
         and not (sized or too_long or sweep is not None or options.row_family == "fma"),
+        contexts=read_contexts(options, subject),
         ttft_tokens=tuple(lengths),
         long_tokens=options.long,
         record=options.record,
@@ -227,14 +252,21 @@ def _read_options(options: argparse.Namespace) -> Bench:
 def _check_engines(bench: Bench) -> None:
     """ValueError unless the config of each engine of `bench` is large enough for its work."""
     sizes = [sizes for _, sizes in _rows(bench)]
+    contexts = bench.contexts
+    if contexts is not None:
+        kernels = map(kernel_work, bench.works) if bench.kernels else ()
+        contexts.check([*bench.works, *kernels], bench.subject)
+        longest = contexts.lengths[-1]
+        sizes = [contexts.options(work, longest) for work in bench.works]
+    rows = tuple(sizes)
     if bench.admission:
         sizes.append(_admission_sizes(bench))
-    if bench.kernels:
+    if bench.kernels and contexts is None:
         sizes += [_kernel_sizes(bench, work) for work in bench.works]
     for chosen in sizes:
         EngineConfig(**bench.options | engine_options(chosen))
     if bench.sweep is not None:
-        for _, chosen in _rows(bench):
+        for chosen in rows:
             check_sweep(bench.sweep, bench.subject, bench.options | engine_options(chosen))
     _check_device(bench.device)
     most, limit = bench.subject.model.max_positions, bench.limit
@@ -242,7 +274,7 @@ def _check_engines(bench: Bench) -> None:
         raise ValueError(f"--max-seq-len {limit} exceeds the {most} positions of the model")
     work = bench.works[0]
     tokens = work.prompt_tokens + work.new_tokens
-    if tokens > limit:
+    if tokens > limit and contexts is None:
         raise ValueError(
             f"{work.prompt_tokens} prompt and {work.new_tokens} new tokens exceed "
             f"max_seq_len={limit}"
@@ -285,6 +317,7 @@ def measure_all(
         "vocab_size": model.vocab_size,
         "ceiling": None if ceiling is None else asdict(ceiling) | {"tb_s_after": None},
         "rows": [],
+        "contexts": None,
         "admission": None,
         "kernels": None,
         "prefill_kernels": None,
@@ -298,6 +331,9 @@ def measure_all(
         for entries in _measure_speculation(bench, work, sizes, row):
             say(text_table(SWEEP_COLUMNS, entries[-1:], header=len(entries) == 1))
             save(document)
+    for section in _measure_contexts(bench, ceiling, say):
+        document["contexts"] = section
+        save(document)
     if ceiling is not None:
         _measure_ceiling_again(bench, document, ceiling)
         save(document)
@@ -305,8 +341,10 @@ def measure_all(
         document["admission"] = rounded(_measure_admission(bench))
         save(document)
     if bench.kernels:
-        document["kernels"] = [rounded(_measure_kernels(bench, work)) for work in bench.works]
-        save(document)
+        document["kernels"] = []
+        for found in _all_kernels(bench):
+            document["kernels"].append(rounded(found))
+            save(document)
         document["prefill_kernels"] = [
             rounded(_measure_prefill_kernels(bench, tokens)) for tokens in bench.first_tokens
         ]
@@ -328,12 +366,15 @@ def _measure_ceiling_again(bench: Bench, document: dict[str, Any], first: ReadCe
     assert after is not None, f"{first=}"
     best = max(first, after, key=lambda ceiling: ceiling.tb_s)
     document["ceiling"] |= {"tb_s_after": after.tb_s, "tb_s_of_shares": best.tb_s}
-    for row in document["rows"]:
-        row |= rounded(_floor(row["step_bytes"], row["ms_per_step"], best))
+    cells = (document["contexts"] or {"cells": []})["cells"]
+    for row in [*document["rows"], *cells]:
+        row |= rounded(floor_and_share(best, row["step_bytes"], row["ms_per_step"]))
 
 
 def _rows(bench: Bench) -> Iterator[tuple[Work, dict[str, Any]]]:
     """The work of each row, and the sizes of its engine."""
+    if bench.contexts is not None:
+        return
     for work in bench.works:
         firsts = (min(n + CHECKED_FIRST_TOKENS, bench.limit) for n in bench.first_tokens)
         need = max([work.prompt_tokens + work.new_tokens, *firsts])
@@ -379,8 +420,10 @@ def _measure_row(
         }
         row |= measure.decode(engine, work)
         row |= _against_floor(engine, work, row["ms_per_step"], ceiling)
+        # The engine of the default sizes may be shorter than those of the other rows.
+        held = [tokens for tokens in bench.first_tokens if tokens < engine.memory.max_seq_len]
         row["ttft_ms"], row["checked"]["first_tokens"] = measure.time_to_first_token(
-            engine, bench.first_tokens, runs=work.runs, sampler=work.sampler
+            engine, held, runs=work.runs, sampler=work.sampler
         )
         on_gpu = engine.memory.device.type == "cuda"
         row["host"] = measure.host_time(engine, work) if on_gpu else None
@@ -413,15 +456,47 @@ def _measure_speculation(
         "entries": entries,
     }
 
-    @contextmanager
-    def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
-        with _engine(bench, options) as (engine, _):
-            yield engine
-
     options = bench.options | engine_options(sizes)
-    for entry in measure_sweep(bench.sweep, work, options, open_engine):
+    for entry in measure_sweep(bench.sweep, work, options, partial(_opened, bench)):
         entries.append(rounded(entry))
         yield entries
+
+
+def _measure_contexts(
+    bench: Bench, ceiling: ReadCeiling | None, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Yields the section of the document after each figure; first tokens come last."""
+    contexts, told = bench.contexts, 0
+    if contexts is None:
+        return
+    measured = measure_contexts(
+        contexts, bench.works, bench.options, bench.sweep, ceiling, partial(_opened, bench)
+    )
+    for section in measured:
+        for cell in section["cells"][told:]:
+            say(text_table(CONTEXT_COLUMNS, [cell], header=not told))
+            told += 1
+        yield section
+    if bench.first_tokens:
+        try:
+            section["first_tokens"] = _measure_first_tokens(bench)
+        except OutOfBudget as error:
+            tokens = max(bench.first_tokens)
+            section["skipped"].append(skipped(1, tokens, "time to first token", error))
+        yield section
+
+
+def _measure_first_tokens(bench: Bench) -> dict[str, Any]:
+    """Of a request on an idle engine of one slot, which holds the longest of the prompts."""
+    need = min(max(bench.first_tokens) + CHECKED_FIRST_TOKENS, bench.limit)
+    sizes = {"max_batch": 1, "max_seq_len": _given(bench.max_seq_len, need)}
+    work = bench.works[0]
+    with _engine(bench, sizes) as (engine, _):
+        times, checked = measure.time_to_first_token(
+            engine, bench.first_tokens, runs=work.runs, sampler=work.sampler
+        )
+        described = engine.core.description
+    return {"ttft_ms": rounded(times), "checked": checked, "engine": described}
 
 
 def _against_floor(
@@ -434,12 +509,7 @@ def _against_floor(
         rows=work.live,
         itemsize=engine.memory.dtype.itemsize,
     )
-    return {"step_bytes": size} | _floor(size, ms_per_step, ceiling)
-
-
-def _floor(size: int, ms_per_step: float, ceiling: ReadCeiling | None) -> dict[str, Any]:
-    floor = None if ceiling is None else ceiling.milliseconds(size)
-    return {"floor_ms": floor, "share": None if floor is None else floor / ms_per_step}
+    return {"step_bytes": size} | floor_and_share(ceiling, size, ms_per_step)
 
 
 def _measure_admission(bench: Bench) -> dict[str, Any]:
@@ -450,6 +520,15 @@ def _measure_admission(bench: Bench) -> dict[str, Any]:
             engine, work, decoding=DEFAULT_SLOTS - 1, admitted_tokens=bench.admission
         )
         return found | {"engine": engine.core.description}
+
+
+def _all_kernels(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The kernels of each batch, or of each behind each context."""
+    if bench.contexts is not None:
+        yield from measure_context_kernels(bench.contexts, bench.works, partial(_opened, bench))
+        return
+    for work in bench.works:
+        yield _measure_kernels(bench, work)
 
 
 def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
@@ -509,6 +588,13 @@ def _engine(bench: Bench, sizes: dict[str, Any]) -> Iterator[tuple[Engine, Start
     engine, start = build_engine(bench.subject, options, random_vocab=vocab)
     with freed(engine):
         yield engine, start
+
+
+@contextmanager
+def _opened(bench: Bench, options: dict[str, Any]) -> Iterator[Engine]:
+    """The engine alone."""
+    with _engine(bench, options) as (engine, _):
+        yield engine
 
 
 def _say(text: str) -> None:

@@ -23,6 +23,7 @@ from graphengine.profiles.text import (
     Row,
     all_heuristic_plans,
     consumer,
+    context_cells,
     family,
     first_token,
     long_runs,
@@ -60,6 +61,7 @@ def markdown(results: Path = RESULTS) -> str:
     one_dtype = len({row["engine"]["dtype"] for row in rows}) == 1
     columns = [column for column in COLUMNS if not (one_dtype and column.title == "dtype")]
     parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
+    parts += _contexts(documents)
     parts += _speculation(documents)
     notes = [note for document in documents for note in _notes(document)]
     if notes:
@@ -67,6 +69,19 @@ def markdown(results: Path = RESULTS) -> str:
     sources = [_source(path.name, found) for path, found in zip(paths, documents, strict=True)]
     parts.append("\n".join(sources))
     return "\n\n".join(parts)
+
+
+def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A table with a line for each batch behind each context, if there is any."""
+    cells = [
+        dict(cell) | {"shape": document["shape"], "number": document["number"]}
+        for document in documents
+        for cell in context_cells(document)
+    ]
+    if not cells:
+        return []
+    lines = [*_head(CONTEXT_COLUMNS), *(_line(CONTEXT_COLUMNS, cell) for cell in cells)]
+    return ["\n".join(lines)]
 
 
 def _speculation(documents: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -126,6 +141,26 @@ COLUMNS = (
 )
 
 
+def _drafts(cell: Row) -> str:
+    """Steps with drafts over plain ones, by the number of drafts."""
+    strict = [entry for entry in cell["speculation"] if entry["forced"] is None]
+    shown = (f"{entry['k']}: {number(entry['ratio']['fastest'], 2)}" for entry in strict)
+    return "; ".join(shown) or NOTHING
+
+
+CONTEXT_COLUMNS = (
+    Column("shape", lambda cell: cell["shape"]),
+    Column("live x context", lambda cell: f"{cell['live']} x {cell['context']:,}"),
+    Column("max_seq_len", lambda cell: f"{cell['engine']['max_seq_len']:,}"),
+    Column("ms/step", lambda cell: number(cell["ms_per_step"], 3)),
+    Column("share", share),
+    Column("ITL p99", lambda cell: percentile(cell["itl_ms"], "p99")),
+    Column("p99.9/p50", lambda cell: number(cell["p99.9/p50"], 3)),
+    Column("drafts: /fastest", _drafts),
+    Column("#", lambda cell: str(cell["number"])),
+)
+
+
 def _head(columns: Sequence[Column]) -> list[str]:
     titles = " | ".join(column.title for column in columns)
     return [f"| {titles} |", "|" + "---|" * len(columns)]
@@ -157,6 +192,18 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             f"{found['admitted_tokens']:,} tokens makes their longest gap "
             f"{found['longest_gap_ms']:.2f} ms {file}."
         )
+    section = document.get("contexts") or {}
+    firsts = (section.get("first_tokens") or {"ttft_ms": {}})["ttft_ms"]
+    notes += [
+        f"- {document['shape']}: TTFT after a prompt of {int(tokens):,} tokens is {took:.2f} ms "
+        f"{file}."
+        for tokens, took in firsts.items()
+    ]
+    notes += [
+        f"- {document['shape']}, {each['live']} rows behind {each['context']:,} tokens were skipped"
+        f"{', ' + each['speculative'] if each['speculative'] else ''}: {each['reason']} {file}."
+        for each in section.get("skipped", ())
+    ]
     notes += [
         f"- {document['shape']}, batch {row['live']}: {name} {peer['version']} takes "
         f"{row['ms_per_step']:.3f} ms a step, {row['ratio']:.1f} times as long {file}."
@@ -183,17 +230,21 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
     changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
     changed += " (set afterwards)" if "recorded" in environment else ""
     limit = "" if ceiling is None else f", read ceiling {read_ceiling(ceiling)}"
-    first = document["rows"][0]
+    rows = [*document["rows"], *context_cells(document)]
+    first = rows[0]
     chunk = first["engine"]["max_prefill_tokens_per_step"]
     conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
     conditions += "" if first["engine"]["pdl"] else ", without PDL"
-    plans = all_heuristic_plans(document["rows"])
+    plans = all_heuristic_plans(rows)
+    fed = f"{first['prompt_tokens']} prompt"
+    if not document["rows"]:
+        fed = f"contexts of {document['contexts']['kv']} KV"
     conditions += f"; heuristic plans of {' and '.join(plans)}" if plans else ""
     return (
         f"{document['number']}. `profiles/results/{name}`: {environment['device']}{limit}, driver "
         f"{environment['driver'] or NOTHING}, {versions}, commit {commit}{changed}; "
-        f"{first['engine']['dtype']}, {first['prompt_tokens']} prompt and "
-        f"{first['new_tokens']} new tokens, {first['runs']} runs{conditions}."
+        f"{first['engine']['dtype']}, {fed} and {first['new_tokens']} new tokens, "
+        f"{first['runs']} runs{conditions}."
     )
 
 

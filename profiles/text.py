@@ -107,14 +107,42 @@ SWEEP_COLUMNS = (
     Column("drafts off", lambda entry: number(entry["drafts_off_ms"], 3)),
 )
 
+
+def _gigabytes(name: str) -> Callable[[Row], str]:
+    return lambda cell: number(cell[name] / 1e9, 2)
+
+
+CONTEXT_COLUMNS = (
+    Column("live", lambda cell: str(cell["live"])),
+    Column("slots", lambda cell: str(cell["max_batch"])),
+    Column("context", lambda cell: str(cell["context"])),
+    Column("seq len", lambda cell: str(cell["engine"]["max_seq_len"])),
+    Column("family", family),
+    Column("ms/step", lambda cell: number(cell["ms_per_step"], 3)),
+    Column("floor", lambda cell: number(cell["floor_ms"], 3)),
+    Column("share", share),
+    *(_itl(name) for name in ("p50", "p99", "p99.9")),
+    Column("p99.9/p50", lambda cell: number(cell["p99.9/p50"], 3)),
+    Column("weights GB", _gigabytes("weight_bytes")),
+    Column("KV GB", _gigabytes("kv_bytes")),
+    Column("TB/s", lambda cell: number(cell["tb_s"], 2)),
+)
+
 KERNEL_COLUMNS = (
     Column("part", lambda row: row["part"] or NOTHING),
     Column("grid", lambda row: "x".join(map(str, row["grid"]))),
     Column("count", lambda row: str(row["count"])),
     Column("mean us", lambda row: number(row["mean_us"], 2)),
     Column("us/step", lambda row: number(row["step_us"], 1)),
+    Column("MB", lambda row: number(_megabytes(row), 2)),
     Column("TB/s", lambda row: number(row["tb_s"], 2)),
 )
+
+
+def _megabytes(row: Row) -> float | None:
+    """That one launch reads; None for documents that are older than this figure."""
+    size = row.get("read_bytes")
+    return None if size is None else size / 1e6
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool = True) -> str:
@@ -130,8 +158,13 @@ def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool =
 
 def describe_document(document: Mapping[str, Any]) -> str:
     """All of a document's figures, for a terminal."""
-    parts = [_heading(document), text_table(row_columns(document["rows"]), document["rows"])]
-    if any(row["itl_ms"]["unsupported"] for row in document["rows"]):
+    cells = context_cells(document)
+    parts = [_heading(document)]
+    if document["rows"]:
+        parts.append(text_table(row_columns(document["rows"]), document["rows"]))
+    if document.get("contexts"):
+        parts += _contexts(document["contexts"])
+    if any(row["itl_ms"]["unsupported"] for row in [*document["rows"], *cells]):
         parts.append("* fewer values than this percentile needs: their maximum by another name")
     parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]
     parts += [_long(row, found) for row in document["rows"] for found in long_runs(row)]
@@ -144,20 +177,55 @@ def describe_document(document: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def context_cells(document: Mapping[str, Any]) -> Sequence[Row]:
+    """The batches behind contexts; none of a document with rows."""
+    cells: Sequence[Row] = (document.get("contexts") or {"cells": ()})["cells"]
+    return cells
+
+
 def _heading(document: Mapping[str, Any]) -> str:
     environment, ceiling = document["environment"], document["ceiling"]
-    first = document["rows"][0]
     limit = "no read ceiling" if ceiling is None else f"read ceiling {read_ceiling(ceiling)}"
+    rows = [*document["rows"], *context_cells(document)]
+    if not rows:
+        return f"{document['shape']}, on {environment['device']}: {limit}"
+    first = rows[0]
+    fed = f"{first['prompt_tokens']} prompt" if document["rows"] else "contexts"
     lines = [
         f"{document['shape']}, {first['engine']['dtype']}, on {environment['device']}: {limit}",
-        f"{first['prompt_tokens']} prompt and {first['new_tokens']} new tokens, "
-        f"{first['runs']} runs; milliseconds. {_checked(first)}",
+        f"{fed} and {first['new_tokens']} new tokens, {first['runs']} runs; milliseconds. "
+        f"{_checked(first)}",
     ]
     lines += [
         f"heuristic plans of {plans}: `graphengine tune` measures them"
-        for plans in all_heuristic_plans(document["rows"])
+        for plans in all_heuristic_plans(rows)
     ]
     return "\n".join(lines)
+
+
+def _contexts(section: Mapping[str, Any]) -> list[str]:
+    """Cells, skipped ones, speculating engines, first tokens."""
+    cells = section["cells"]
+    title = f"steps of rows behind contexts, {section['kv']} KV"
+    parts = [f"{title}\n{text_table(CONTEXT_COLUMNS, cells)}"] if cells else []
+    skipped = [
+        f"skipped: {each['live']} live behind {each['context']} tokens"
+        f"{', ' + each['speculative'] if each['speculative'] else ''}: {each['reason']}"
+        for each in section["skipped"]
+    ]
+    if skipped:
+        parts.append("\n".join(skipped))
+    parts += [
+        f"{cell['live']} live of {cell['max_batch']} behind {cell['context']} tokens, drafts over "
+        f"plain steps\n{text_table(SWEEP_COLUMNS, cell['speculation'])}"
+        for cell in cells
+        if cell["speculation"]
+    ]
+    firsts = (section.get("first_tokens") or {"ttft_ms": {}})["ttft_ms"]
+    if firsts:
+        shown = ", ".join(f"{took:.2f} after {tokens}" for tokens, took in firsts.items())
+        parts.append(f"TTFT of one request, by the tokens of its prompt: {shown}")
+    return parts
 
 
 def read_ceiling(ceiling: Mapping[str, Any]) -> str:
@@ -291,6 +359,7 @@ def _admission(found: Mapping[str, Any]) -> str:
 
 def _step_kernels(found: Mapping[str, Any]) -> str:
     title = f"kernels, {found['live']} live of {found['max_batch']}, {found['sampler']}"
+    title += f", behind {found['context']} tokens" if "context" in found else ""
     return _kernels(title, found["kernels"], f"a step of {found['ms_per_step']:.3f} ms, PDL off")
 
 

@@ -39,6 +39,14 @@ class ReadCeiling:
         return size / self.tb_s / 1e9
 
 
+def floor_and_share(
+    ceiling: ReadCeiling | None, size: int, ms_per_step: float
+) -> dict[str, float | None]:
+    """`floor_ms`, the least time in which `size` bytes are read, and its `share` of the step's."""
+    floor = None if ceiling is None else ceiling.milliseconds(size)
+    return {"floor_ms": floor, "share": None if floor is None else floor / ms_per_step}
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_stream(x_ptr, sum_ptr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0)

@@ -81,7 +81,12 @@ def check_against_eager(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Result]:
     """The results of eager steps. RuntimeError unless graphs give the same tokens."""
-    replayed, eager = both_ways(engine, lambda: engine.generate(prompts, params))
+    return check_run(engine, lambda: engine.generate(prompts, params))
+
+
+def check_run(engine: Engine, run: Callable[[], list[Result]]) -> list[Result]:
+    """The same for requests that `run` makes: the results of its prompts, in their order."""
+    replayed, eager = both_ways(engine, run)
     for index, pair in enumerate(zip(eager, replayed, strict=True)):
         require_equal(pair, f"the eager step and the graphs, prompt {index}:")
     return eager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,25 +17,33 @@ from typing import Any
 
 import torch
 
-from graphengine import Engine, SamplingParams
-from graphengine.profiles.benchmark.eager import launches
+from graphengine import Engine, Request, SamplingParams
+from graphengine.profiles.benchmark.eager import drain, launches
 from graphengine.profiles.benchmark.measure import Work, random_prompt
-from graphengine.profiles.benchmark.shapes import linear_bytes
+from graphengine.profiles.benchmark.shapes import attention_layers, kv_bytes, linear_bytes
 from graphengine.program.graph_key import GraphKey, prefill_key
 
 REPLAYS = 20
 LINEARS = ("dot_kernel", "fma_kernel")
 """Names of the decode linears' kernels by row family: four a layer, and one for lm_head."""
+ATTENTION = ("decode_attention_kernel",)
+"""Names of the kernels that read the KV of a layer in a decode step, one a layer."""
+KV = "KV"
+
+Submit = Callable[[Sequence[SamplingParams]], list[Request]]
+"""Submits a request for each row of a work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTime:
     """Launches of one kernel that do the same part of a step.
 
-    part   the weight that a linear reads; None for other kernels, and if unknown
-    grid   programs, by axis
-    count  launches a step; `mean_us` is the time of one launch, `step_us` of all launches of a step
-    tb_s   weight bytes over time, in 10**12 bytes a second; None without a part
+    part        the weight that a linear reads, or "KV" for attention; None for other kernels, and
+                if unknown
+    grid        programs, by axis
+    count       launches a step; `mean_us` is the time of one, `step_us` of all launches of a step
+    read_bytes  of the weight, or of a layer's KV, in one launch; None without a part
+    tb_s        these over the time, in 10**12 bytes a second
     """
 
     name: str
@@ -44,19 +52,48 @@ class KernelTime:
     count: int
     mean_us: float
     step_us: float
+    read_bytes: int | None
     tb_s: float | None
 
 
-def kernel_times(engine: Engine, work: Work) -> list[KernelTime] | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """Rows that decode, with nothing in flight.
+
+    graph   the graph that serves them
+    tokens  of all rows, whose KV a replay of it reads
+    """
+
+    graph: GraphKey
+    tokens: int
+    requests: Sequence[Request]
+
+
+def kernel_times(
+    engine: Engine, work: Work, submit: Submit | None = None
+) -> list[KernelTime] | None:
     """Profile `REPLAYS` replays of the decode graph that serves `work`; None on a CPU device.
 
-    The scheduler does not know of these replays: afterwards the engine can only be closed.
+    `submit` submits the rows in another way than with the prompts of `work`. They are cancelled at
+    the end.
     """
     if engine.runtime.stream is None:
         return None
-    events = _trace(engine, _start_decoding(engine, work))
+    decoding = start_decoding(engine, work, submit)
+    events = _trace(engine, decoding.graph)
+    stop_decoding(engine, decoding)
     model, itemsize = engine.model.config, engine.memory.dtype.itemsize
-    return summarise(events, REPLAYS, model.num_layers, linear_bytes(model, itemsize))
+    # One replay warms up; each replay makes each row one token longer.
+    tokens = decoding.tokens + work.live * (1 + (REPLAYS - 1) / 2)
+    kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
+    return summarise(
+        events,
+        REPLAYS,
+        model.num_layers,
+        linear_bytes(model, itemsize),
+        layer_kv_bytes=round(kv / attention_layers(model)),
+        attention_layers=attention_layers(model),
+    )
 
 
 def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None:
@@ -87,30 +124,53 @@ def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.cuda.stream(stream):
         stream.synchronize()
-        engine.runtime.graphs[graph].replay()
+        engine.runtime.replay(graph)
         stream.synchronize()
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(REPLAYS):
-                engine.runtime.graphs[graph].replay()
+                engine.runtime.replay(graph)
                 stream.synchronize()
     return _kernel_events(profiler)
 
 
-def _start_decoding(engine: Engine, work: Work) -> GraphKey:
-    """Bring all rows of `work` to decoding; returns the key of the graph that serves them."""
+def least_room(work: Work) -> int:
+    """New tokens of each row that last for the replays: rows begin one after another."""
+    return work.live + REPLAYS + 8
+
+
+def start_decoding(engine: Engine, work: Work, submit: Submit | None = None) -> Decoding:
+    """Bring all rows of `work` to decoding, until the host has read all that was launched.
+
+    Replays of their graph that follow are unknown to the scheduler; `stop_decoding` ends them.
+    """
     room = engine.memory.max_seq_len - work.prompt_tokens
-    if room < work.live + REPLAYS + 8:
+    if room < least_room(work):
         raise ValueError(f"{room} new tokens a request do not last for {REPLAYS} replays")
-    prompts = work.prompts(engine.model.config.vocab_size)
     params: Sequence[SamplingParams] = work.params(room)
-    requests = [engine.submit(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    if submit is None:
+        prompts = work.prompts(engine.model.config.vocab_size)
+        pairs = zip(prompts, params, strict=True)
+        requests = [engine.submit(prompt, param) for prompt, param in pairs]
+    else:
+        requests = submit(params)
     before = Counter(engine.counters)
     while not all(len(request.token_ids) >= 2 for request in requests):
         before = Counter(engine.counters)
         engine.step()
     launched = launches(engine, engine.counters - before)
     (graph,) = (key for key in launched if key.kind == "decode")
-    return graph
+    while engine.core.in_flight:
+        engine.core.collect(None)
+    # The last token of each has no KV yet.
+    tokens = sum(work.prompt_tokens + len(request.token_ids) - 1 for request in requests)
+    return Decoding(graph=graph, tokens=tokens, requests=requests)
+
+
+def stop_decoding(engine: Engine, decoding: Decoding) -> None:
+    """Cancel the rows: what the scheduler did not know of them no longer matters."""
+    for request in decoding.requests:
+        request.cancel()
+    drain(engine)
 
 
 def _kernel_events(profiler: Any) -> list[dict[str, Any]]:
@@ -128,12 +188,17 @@ def summarise(
     replays: int,
     layers: int,
     weight_bytes: Mapping[str, int],
+    *,
+    layer_kv_bytes: int = 0,
+    attention_layers: int = 0,
 ) -> list[KernelTime]:
     """Group the launches of `replays` equal steps, in order of first appearance.
 
     `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is
     identified by its place: `weight_bytes` names a layer's linears in order, lm_head last; it is
-    empty for prefill, where they are not told apart. RuntimeError if the replays' events differ.
+    empty for prefill, where they are not told apart. Each of the `attention_layers` launches of
+    attention reads `layer_kv_bytes`; with another number of them it is not known who reads what.
+    RuntimeError if the replays' events differ.
     """
     if not events or len(events) % replays:
         raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
@@ -144,6 +209,11 @@ def summarise(
         raise RuntimeError(f"the {replays} replays did not run the same {length} kernels")
     groups: dict[tuple[str, str | None, tuple[int, ...]], list[float]] = defaultdict(list)
     parts = _parts(names, layers, tuple(weight_bytes))
+    attends = [index for index, name in enumerate(names) if name in ATTENTION]
+    if len(attends) == attention_layers:
+        for index in attends:
+            parts[index] = KV
+    sizes = {**weight_bytes, KV: layer_kv_bytes}
     for step in steps:
         for event, part in zip(step, parts, strict=True):
             grid = tuple(event.get("args", {}).get("grid", ()))
@@ -151,7 +221,7 @@ def summarise(
     found = []
     for (name, part, grid), times in groups.items():
         mean = fmean(times)
-        rate = None if part is None else weight_bytes[part] / mean / 1e6
+        size = None if part is None else sizes[part]
         row = KernelTime(
             name=name,
             part=part,
@@ -159,7 +229,8 @@ def summarise(
             count=len(times) // replays,
             mean_us=mean,
             step_us=sum(times) / replays,
-            tb_s=rate,
+            read_bytes=size,
+            tb_s=None if size is None else size / mean / 1e6,
         )
         found.append(row)
     return found

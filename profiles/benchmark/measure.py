@@ -13,9 +13,10 @@ import gc
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -24,11 +25,15 @@ from graphengine import Engine, Request, Result, SamplingParams, Timings
 from graphengine.profiles.benchmark.eager import (
     both_ways,
     check_against_eager,
+    check_run,
     drain,
     require_begins,
     require_equal,
 )
 from graphengine.profiles.percentiles import percentiles
+
+Run = Callable[[Sequence[SamplingParams]], list[Result]]
+"""Runs the requests of a work's rows to their end; with fewer parameters, of its first rows."""
 
 SAMPLERS = ("fast", "full")
 CHECKED_TOKENS = 64
@@ -155,8 +160,23 @@ def steady(results: Sequence[Result]) -> Steady:
     )
 
 
-def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None) -> dict[str, Any]:
+def run_of(engine: Engine, work: Work) -> Run:
+    """Runs the prompts of `work` from their first token on."""
+    prompts = work.prompts(engine.model.config.vocab_size)
+
+    def run(params: Sequence[SamplingParams]) -> list[Result]:
+        results: list[Result] = engine.generate(prompts[: len(params)], params)
+        return results
+
+    return run
+
+
+def decode(
+    engine: Engine, work: Work, expected: Sequence[Result] | None = None, *, run: Run | None = None
+) -> dict[str, Any]:
     """Check the tokens, then run `work` once to warm up and `work.runs` times; milliseconds.
+
+    `run` runs its requests in another way than by `run_of`.
 
     `tokens_per_step` is for one row, `tokens_per_s` for all rows. RuntimeError if tokens differ: of
     graphs and eager steps, of two runs, of a prompt alone and in its batch, or from `expected`.
@@ -167,28 +187,28 @@ def decode(engine: Engine, work: Work, expected: Sequence[Result] | None = None)
     """
     if work.prompt_tokens + work.new_tokens > engine.memory.max_seq_len:
         raise ValueError(f"{work} does not fit into max_seq_len={engine.memory.max_seq_len}")
-    prompts, params = work.prompts(engine.model.config.vocab_size), work.params()
+    run, params = run or run_of(engine, work), work.params()
     checked = min(CHECKED_TOKENS, work.new_tokens)
-    eager = check_against_eager(engine, prompts, work.params(checked))
-    warm: list[Result] = engine.generate(prompts, params)
+    eager = check_run(engine, partial(run, work.params(checked)))
+    warm = run(params)
     for row, (result, beginning) in enumerate(zip(warm, eager, strict=True)):
         require_begins(result, beginning, f"prompt {row}, the eager step and a whole run:")
     for row, pair in enumerate(zip(expected or (), warm, strict=expected is not None)):
         require_equal(pair, f"prompt {row} of another engine, expected and here:")
-    measured: list[list[Result]] = [engine.generate(prompts, params) for _ in range(work.runs)]
-    alone: Result = engine.generate(prompts[0], params[0])
+    measured = [run(params) for _ in range(work.runs)]
+    (alone,) = run(params[:1])
     for row, of_prompt in enumerate(zip(warm, *measured, strict=True)):
         require_equal(of_prompt, f"prompt {row}:")
     require_equal([warm[0], alone], "the first prompt in its batch and alone:")
 
     runs = [steady(results) for results in measured]
-    outside = [run.longest_outside for run in runs if run.longest_outside is not None]
-    gaps = [1e3 * gap for run in runs for gap in run.gaps]
+    outside = [each.longest_outside for each in runs if each.longest_outside is not None]
+    gaps = [1e3 * gap for each in runs for gap in each.gaps]
     return {
-        "ms_per_step": median(1e3 * run.seconds / run.steps for run in runs),
-        "tokens_per_step": fmean(run.tokens_per_step for run in runs) / work.live,
-        "tokens_per_s": median(run.tokens_per_s for run in runs),
-        "itl_ms": percentiles(gaps, independent=sum(run.steps for run in runs)),
+        "ms_per_step": median(1e3 * each.seconds / each.steps for each in runs),
+        "tokens_per_step": fmean(each.tokens_per_step for each in runs) / work.live,
+        "tokens_per_s": median(each.tokens_per_s for each in runs),
+        "itl_ms": percentiles(gaps, independent=sum(each.steps for each in runs)),
         "itl_admission_ms": 1e3 * max(outside) if outside else None,
         "checked": {
             "eager_tokens": sum(len(result.token_ids) for result in eager),

@@ -156,22 +156,39 @@ def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
         tensor.copy_(drawn)
 
 
-def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
-    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
+def weight_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Bytes of the weights that a decode step cannot avoid to read.
 
     An embedding counts if it is tied to lm_head; a step reads only a few rows of an untied one.
-    `context` is the mean number of tokens that a row attends to.
     """
     tensors = model.allocate(device="meta", dtype=torch.float32).tensors()
     held = {id(tensor): tensor.numel() for tensor in tensors}
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    entries = sum(
-        math.prod(state.block_shape(1))
-        for layer in model.states
-        for state in layer
-        if isinstance(state, Paged)
-    )
-    return round((sum(held.values()) - embedding + rows * context * entries) * itemsize)
+    return (sum(held.values()) - embedding) * itemsize
+
+
+def kv_bytes(model: ModelConfig, *, tokens: float, itemsize: int) -> int:
+    """Bytes of the KV of so many tokens, in all layers."""
+    entries = sum(math.prod(state.block_shape(1)) for state in _paged(model))
+    return round(tokens * entries * itemsize)
+
+
+def attention_layers(model: ModelConfig) -> int:
+    """Layers that keep KV."""
+    return len(_paged(model))
+
+
+def _paged(model: ModelConfig) -> list[Paged]:
+    return [state for layer in model.states for state in layer if isinstance(state, Paged)]
+
+
+def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
+    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
+
+    `context` is the mean number of tokens that a row attends to.
+    """
+    kv = kv_bytes(model, tokens=rows * context, itemsize=itemsize)
+    return weight_bytes(model, itemsize) + kv
 
 
 def linear_bytes(model: ModelConfig, itemsize: int) -> dict[str, int]:

@@ -30,7 +30,7 @@ from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import drain, with_launches
 from graphengine.profiles.benchmark.engines import engine_options, random_drafter
-from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.measure import Run, Work
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     FORCE_ACCEPTED,
@@ -139,7 +139,7 @@ def measure_sweep(
 ) -> Iterator[dict[str, Any]]:
     """Measure one engine after the other; yields the entries of a row's table.
 
-    `options` are those of the row's plain engine; an entry's are described by `_entry`.
+    `options` are those of the row's plain engine; an entry's are described by `measure_drafts`.
     """
     # The graphs that serve the work are enough.
     options = {**options, "buckets": (work.live,)}
@@ -153,12 +153,12 @@ def measure_sweep(
             family = EngineConfig(**engine_options({**options, "speculative": mode})).family
             plain.need(family)
             with open_engine(wanted) as engine:
-                entry = _entry(engine, work, plain)
+                entry = measure_drafts(engine, work, plain)
             yield entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plain:
+class Plain:
     """A plain engine's figures, and the tokens that the drafts must not change."""
 
     family: RowFamily
@@ -167,7 +167,19 @@ class _Plain:
     launches: dict[str, int]
     results: list[Result]
 
-    def entry(self, plain: _PlainEngines) -> dict[str, Any]:
+    @classmethod
+    def of(cls, engine: Engine, work: Work, figures: Mapping[str, Any], run: Run) -> Plain:
+        """From what `measure.decode` found, and one more run."""
+        results, launches = _one_run(engine, work, run)
+        return cls(
+            family=engine.row_family,
+            numerics_id=engine.numerics_id,
+            figures={name: figures[name] for name in RESULT},
+            launches=launches,
+            results=results,
+        )
+
+    def entry(self, plains: Plains) -> dict[str, Any]:
         """Its row in the table, with K = 0."""
         described = {
             "k": 0,
@@ -178,35 +190,23 @@ class _Plain:
             "acceptance": None,
             "drafts_off_ms": None,
         }
-        return described | self.figures | plain.compare(self.family, self.figures["ms_per_step"])
+        return described | self.figures | plains.compare(self.family, self.figures["ms_per_step"])
 
 
-class _PlainEngines:
-    """The plain engines of one batch, by row family; each is measured when it is first needed."""
+class Plains:
+    """The plain engines of one batch by row family; the fastest is of the family `best`."""
 
-    def __init__(self, work: Work, options: Mapping[str, Any], open_engine: Open) -> None:
-        self._work, self._options, self._open = work, options, open_engine
-        self._found: dict[RowFamily, _Plain] = {}
-        self._fastest = EngineConfig(max_batch=options["max_batch"], device="cpu").family
+    def __init__(self, best: RowFamily) -> None:
+        self.found: dict[RowFamily, Plain] = {}
+        self._best = best
 
     @property
-    def fastest(self) -> _Plain:
+    def fastest(self) -> Plain:
         """The plain engine of the family that the batch's size selects."""
-        return self.need(self._fastest)
+        return self.need(self._best)
 
-    def need(self, family: RowFamily) -> _Plain:
-        if family not in self._found:
-            with self._open({**self._options, "row_family": family}) as engine:
-                figures = measure.decode(engine, self._work)
-                results, launches = _one_run(engine, self._work)
-                self._found[family] = _Plain(
-                    family=family,
-                    numerics_id=engine.numerics_id,
-                    figures={name: figures[name] for name in RESULT},
-                    launches=launches,
-                    results=results,
-                )
-        return self._found[family]
+    def need(self, family: RowFamily) -> Plain:
+        return self.found[family]
 
     def compare(self, family: RowFamily, ms_per_step: float) -> dict[str, Any]:
         """Step times of both plain engines, and how many of their steps go into this one."""
@@ -216,7 +216,25 @@ class _PlainEngines:
         return {"plain_ms": times, "ratio": ratios, "break_even_tokens": ratios["fastest"]}
 
 
-def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
+class _PlainEngines(Plains):
+    """Each is measured when it is first needed."""
+
+    def __init__(self, work: Work, options: Mapping[str, Any], open_engine: Open) -> None:
+        super().__init__(EngineConfig(max_batch=options["max_batch"], device="cpu").family)
+        self._work, self._options, self._open = work, options, open_engine
+
+    def need(self, family: RowFamily) -> Plain:
+        if family not in self.found:
+            with self._open({**self._options, "row_family": family}) as engine:
+                figures = measure.decode(engine, self._work)
+                run = measure.run_of(engine, self._work)
+                self.found[family] = Plain.of(engine, self._work, figures, run)
+        return self.found[family]
+
+
+def measure_drafts(
+    engine: Engine, work: Work, plains: Plains, *, run: Run | None = None, drafts_off: bool = True
+) -> dict[str, Any]:
     """A speculative engine's figures, after the check of its tokens.
 
     k, forced          drafts verified, and accepted by force; None: as the target says
@@ -225,11 +243,12 @@ def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
     acceptance         of one run of the work
     launches           decode replays of that run, including the one or two after the last token
     drafts_off_ms      a step of the same engine that drafts nothing but keeps its drafter's state
-                       up to date, as with a gate; None if acceptance is forced
+                       up to date, as with a gate; None if acceptance is forced, or not asked for
     plain_ms, ratio    step times of the plain engines, and this step's over them
     break_even_tokens  tokens a step above which it beats the fastest plain engine
     """
-    config, same = engine.config, plain.need(engine.row_family)
+    run = run or measure.run_of(engine, work)
+    config, same = engine.config, plains.need(engine.row_family)
     forced = config.forced_acceptance
     if engine.numerics_id != same.numerics_id:
         raise RuntimeError(
@@ -237,14 +256,14 @@ def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
             f"family {same.family} {same.numerics_id}: their tokens cannot be compared"
         )
     expected = same.results if forced is None else None
-    figures = measure.decode(engine, work, expected)
+    figures = measure.decode(engine, work, expected, run=run)
     engine.acceptance.reset()
-    _, launches = _one_run(engine, work)
+    _, launches = _one_run(engine, work, run)
     acceptance = engine.acceptance.as_dict()
     wrong = [name for name in launches if f"/k{config.drafts}/" not in name]
     if wrong:
         raise RuntimeError(f"steps without {config.drafts} drafts were measured: {wrong}")
-    off = None if expected is None else _drafts_off(engine, work, expected)
+    off = _drafts_off(engine, work, expected) if expected is not None and drafts_off else None
     return {
         "k": config.drafts,
         "forced": forced,
@@ -254,14 +273,13 @@ def _entry(engine: Engine, work: Work, plain: _PlainEngines) -> dict[str, Any]:
         "acceptance": acceptance,
         "drafts_off_ms": off,
         **{name: figures[name] for name in RESULT},
-        **plain.compare(engine.row_family, figures["ms_per_step"]),
+        **plains.compare(engine.row_family, figures["ms_per_step"]),
     }
 
 
-def _one_run(engine: Engine, work: Work) -> tuple[list[Result], dict[str, int]]:
+def _one_run(engine: Engine, work: Work, run: Run) -> tuple[list[Result], dict[str, int]]:
     """Its results, and how often each decode graph was launched for it."""
-    prompts = work.prompts(engine.model.config.vocab_size)
-    results, launches = with_launches(engine, lambda: engine.generate(prompts, work.params()))
+    results, launches = with_launches(engine, lambda: run(work.params()))
     return results, {key.name: count for key, count in launches.items() if key.kind == "decode"}
 
 

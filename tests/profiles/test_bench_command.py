@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.profiles import bench, table, text
 from graphengine.profiles.benchmark.ceiling import ReadCeiling
@@ -97,6 +98,27 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
 
 
 @pytest.mark.gpu
+def test_a_gpu_fills_the_cells_of_contexts(run_bench: Bench) -> None:
+    """And reads the KV that a kernel is said to read at each of them."""
+    options = ("--batch", "1,3", "--context", "40,300", "--new-tokens", "40", "--kernels")
+    arguments = ("--ttft-tokens", "5", "--speculative", "mtp:2", "--device", "cuda", "--json")
+    status, printed, _ = run_bench("--shape", "tiny", *options, *arguments)
+    assert status == 0
+    document = json.loads(printed)
+    cells = document["contexts"]["cells"]
+    assert len(cells) == 4 and document["contexts"]["first_tokens"]["ttft_ms"]["5"] > 0
+    for cell in cells:
+        assert cell["tb_s"] > 0 and len(cell["speculation"]) == 1
+        assert 0 < cell["share"] == pytest.approx(cell["floor_ms"] / cell["ms_per_step"], abs=5e-3)
+    for found in document["kernels"]:
+        (attention,) = [time for time in found["kernels"] if time["part"] == "KV"]
+        # Two layers of two heads of 64 in bfloat16; a row grows while it is traced.
+        tokens = attention["read_bytes"] / (2 * 2 * 64 * 2) / found["live"]
+        assert found["context"] < tokens < found["context"] + 40
+        assert attention["count"] == 2
+
+
+@pytest.mark.gpu
 def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
     options = ("--batch", "1,3", "--kernels", "--admission", "40", "--ttft-tokens", "5", "--json")
     status, printed, _ = run_bench("--shape", "tiny", *options, "--device", "cuda")
@@ -122,6 +144,24 @@ def test_json_alone_is_printed_when_asked_for(run_bench: Bench) -> None:
     assert status == 0 and errors == ""
     (row,) = json.loads(printed)["rows"]
     assert (row["live"], row["max_batch"], row["sampler"]) == (2, 4, "full")
+
+
+def test_first_tokens_are_timed_in_the_engines_that_hold_the_prompt(
+    run_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the default sizes may be too short for a long prompt."""
+
+    def limit(config: EngineConfig, most: int) -> int:
+        return config.max_seq_len or 64
+
+    monkeypatch.setattr(EngineConfig, "sequence_limit", limit)
+    arguments = ("--batch", "1", "--runs", "1", "--ttft-tokens", "5,70", "--json")
+    status, printed, _ = run_bench("--shape", "tiny", *arguments)
+    assert status == 0
+    found = [
+        (row["engine"]["max_seq_len"], [*row["ttft_ms"]]) for row in json.loads(printed)["rows"]
+    ]
+    assert found == [(74, ["5", "70"]), (64, ["5"])]
 
 
 def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
@@ -326,6 +366,31 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
         assert line in shown
     # Each percentile that so few gaps do not support is marked, and not in italics.
     assert r"\*" in shown and not re.search(r"\d\*", shown)
+
+
+def test_contexts_have_a_table_of_their_own(run_bench: Bench, tmp_path: Path) -> None:
+    """In the README, with the engines that speculate, first tokens, and what was skipped."""
+    options = ("--batch", "2", "--context", "8", "--ttft-tokens", "5", "--speculative", "mtp:1")
+    out = tmp_path / "bench-tiny.json"
+    assert run_bench("--shape", "tiny", *options, "--runs", "1", "--out", str(out))[0] == 0
+    document = json.loads(out.read_text())
+    (cell,) = document["contexts"]["cells"]
+    cell |= {"context": 8192, "ms_per_step": 6.896, "share": 0.754, "p99.9/p50": 1.0149}
+    cell["itl_ms"] |= {"p99": 7.125, "unsupported": []}
+    cell["speculation"][0]["ratio"]["fastest"] = 1.375
+    document["contexts"]["first_tokens"]["ttft_ms"] = {"32768": 1080.25}
+    entry = {"live": 8, "context": 131072, "speculative": None, "reason": "65,600 KV blocks. Short"}
+    document["contexts"]["skipped"] = [entry, entry | {"speculative": "mtp eagle, k=1"}]
+    out.write_text(json.dumps(document))
+    shown = table.markdown(tmp_path)
+    assert "| tiny | 2 x 8,192 | 22 | 6.896 | 75% | 7.125 | 1.015 | 1: 1.38 | 1 |" in shown
+    for line in (
+        "- tiny: TTFT after a prompt of 32,768 tokens is 1080.25 ms (file 1).",
+        "- tiny, 8 rows behind 131,072 tokens were skipped: 65,600 KV blocks. Short (file 1).",
+        "were skipped, mtp eagle, k=1: 65,600 KV blocks. Short (file 1).",
+        "; float32, contexts of random KV and 14 new tokens, 1 runs.",
+    ):
+        assert line in shown
 
 
 def test_the_committed_results_lack_no_figure_that_tables_need() -> None:

@@ -158,6 +158,9 @@ def test_a_pool_too_small_for_one_request_says_what_fits(
     others = whole.budget.total("host") - 501 * block
     available(monkeypatch, others + 126 * block)
     assert planned(**LONG, speculative=drafts).kv_blocks == 125
+    available(monkeypatch, others + 126 * block - 1)
+    with pytest.raises(OutOfBudget, match="left for KV; max_seq_len=992 fits\n"):
+        planned(**LONG, speculative=drafts)
     available(monkeypatch, others + 101 * block - 1)
     with pytest.raises(OutOfBudget) as caught:
         planned(**LONG, speculative=drafts)

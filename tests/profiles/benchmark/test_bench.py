@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from graphengine import Engine, SamplingParams
 from graphengine.kernels import KernelCompilation
+from graphengine.kernels.attention.decode_triton import decode_attention_kernel
 from graphengine.models.decoder import DecoderModel
 from graphengine.models.families import read_model_config
 from graphengine.profiles.benchmark import eager, engines, measure
@@ -34,10 +35,13 @@ from graphengine.profiles.benchmark.shapes import (
     NAMES,
     SHAPES,
     Subject,
+    attention_layers,
     fill_random,
+    kv_bytes,
     linear_bytes,
     model_shape,
     step_bytes,
+    weight_bytes,
 )
 from graphengine.profiles.percentiles import SHARES, percentiles, supports
 from timelines.fake_clock import result
@@ -294,6 +298,15 @@ def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, bi
     assert kv == 2 * 2 * 2 * 64 * 42 * 2
 
 
+def test_step_bytes_have_two_parts() -> None:
+    """A layer of two heads of 64 has 256 entries of a token: keys and values."""
+    model = Subject.of_shape("tiny").model
+    assert kv_bytes(model, tokens=10.5, itemsize=1) == round(10.5 * 2 * 256)
+    assert attention_layers(model) == 2
+    whole = step_bytes(model, context=5.25, rows=2, itemsize=2)
+    assert whole == weight_bytes(model, 2) + kv_bytes(model, tokens=10.5, itemsize=2)
+
+
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
     model = read_model_config({**SHAPES["tiny"], "architectures": ["Qwen2ForCausalLM"]})
     assert model.qkv_bias and not model.attention_bias
@@ -418,7 +431,8 @@ def test_the_kernels_of_a_gpu(sampler: str) -> None:
         times = kernel_times(engine, work)
     assert times is not None and all(time.mean_us > 0 for time in times)
     counts = {time.part: time.count for time in times if time.part is not None}
-    assert counts == {"qkv": 2, "output": 2, "gate_up": 2, "down": 2, "lm_head": 1}
+    assert counts == {"qkv": 2, "KV": 2, "output": 2, "gate_up": 2, "down": 2, "lm_head": 1}
+    assert all(time.tb_s is not None for time in times if time.part is not None)
 
 
 @pytest.mark.gpu
@@ -464,6 +478,22 @@ def test_kernels_are_grouped_by_their_part_of_the_step(linear: str) -> None:
     assert by_part["lm_head"].tb_s == pytest.approx(0.25)
     assert by_part["decode_attention_kernel"].tb_s is None
     assert by_part["down"].grid == [4, 1, 1]
+    assert (by_part["down"].read_bytes, by_part["_begin_decode_kernel"].read_bytes) == (
+        2_000_000, None,
+    )  # fmt: skip
+
+
+def test_attention_reads_a_layers_kv() -> None:
+    """Its kernel is known by the name that it has on a GPU, and has a launch for each layer."""
+    sizes = {"qkv": 1, "output": 1, "gate_up": 1, "down": 1, "lm_head": 1}
+    events = trace(replays=3, layers=2)
+    found = summarise(events, 3, 2, sizes, layer_kv_bytes=6_000_000, attention_layers=2)
+    (attention,) = [row for row in found if row.part == "KV"]
+    assert attention.name == decode_attention_kernel.__name__ and attention.count == 2
+    assert (attention.read_bytes, attention.tb_s) == (6_000_000, pytest.approx(3.0))
+    for layers in (0, 1, 3):
+        found = summarise(events, 3, 2, sizes, layer_kv_bytes=1, attention_layers=layers)
+        assert "KV" not in {row.part for row in found}
 
 
 def test_linears_of_an_unknown_step_have_no_part() -> None:

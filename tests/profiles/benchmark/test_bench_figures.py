@@ -18,7 +18,7 @@ import graphengine.core.engine_core
 from graphengine import Engine, Event, SamplingParams
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.engines import build_engine
-from graphengine.profiles.benchmark.kernel_times import _start_decoding
+from graphengine.profiles.benchmark.kernel_times import start_decoding, stop_decoding
 from graphengine.profiles.benchmark.measure import StepTime
 from graphengine.profiles.benchmark.shapes import Subject
 from timelines.fake_clock import Clock, Row, TimedEngine, result
@@ -432,5 +432,26 @@ def test_the_kernels_of_a_sampler_are_those_of_its_graph(sampler: str) -> None:
     with engine:
         work = tiny_work(sampler=sampler, live=2)
         measure.decode(engine, dataclasses.replace(work, runs=1))
-        graph = _start_decoding(engine, work)
+        graph = start_decoding(engine, work).graph
         assert graph.name == f"decode/2/{sampler}" and graph in engine.runtime.graphs
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_an_engine_serves_on_after_replays_that_it_did_not_plan(lookahead: int) -> None:
+    """As many tokens of KV as are said are on the device, and each replay adds one a row."""
+    work = tiny_work(live=2)
+    engine, _ = build_engine(Subject.of_shape("tiny"), CPU | {"lookahead": lookahead})
+    with engine:
+        expected = engine.generate(work.prompts(256), work.params())
+        for submit in (None, lambda params: list(map(engine.submit, work.prompts(256), params))):
+            decoding = start_decoding(engine, work, submit)
+            lengths = engine.runtime.buffers["kv_len"]
+            assert int(lengths[:2].sum()) == decoding.tokens
+            assert all(len(request.token_ids) >= 2 for request in decoding.requests)
+            for _ in range(7):
+                engine.runtime.replay(decoding.graph)
+            assert int(lengths[:2].sum()) == decoding.tokens + 7 * 2
+            stop_decoding(engine, decoding)
+            assert not engine.busy
+            found = engine.generate(work.prompts(256), work.params())
+            assert [each.token_ids for each in found] == [each.token_ids for each in expected]

@@ -1,0 +1,314 @@
+"""`graphengine bench --context`: decode steps of each batch behind contexts of these lengths.
+
+A row is a turn of a session (`Engine.session`) that keeps the KV of all but the last tokens of its
+prompt, a block of them at most; these the turn prefills. So positions, block tables, and all that
+attention reads are those of a prompt of this length. `context_rows.py` says how the KV comes there.
+
+An engine serves all contexts of one batch. Its `max_seq_len`, which grids and workspaces may depend
+on, is what the longest of them needs, and its pool holds every row at that length. Where memory is
+short of that the context is skipped, with the numbers, and the next shorter one is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from graphengine import Engine, EngineConfig
+from graphengine.buckets import OutOfBudget
+from graphengine.kernels import RowFamily
+from graphengine.models.contract import recurrent_states
+from graphengine.profiles.arguments import integers
+from graphengine.profiles.benchmark import measure
+from graphengine.profiles.benchmark.ceiling import ReadCeiling, floor_and_share
+from graphengine.profiles.benchmark.context_rows import ContextRows, standing_rows
+from graphengine.profiles.benchmark.engines import engine_options
+from graphengine.profiles.benchmark.kernel_times import kernel_times, least_room
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, weight_bytes
+from graphengine.profiles.benchmark.speculation import Open, Plain, Plains, Sweep, measure_drafts
+from graphengine.profiles.percentiles import rounded
+from graphengine.speculative import describe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contexts:
+    """The contexts behind which each batch is measured, and the sizes of its engines.
+
+    lengths      tokens of a row when its turn begins, ascending
+    limit        tokens of a row when it ends, at most: behind a longer context it begins earlier
+    max_batch    slots of every engine; None: the rows of the batch
+    max_seq_len  of every engine; None: what its longest context needs
+    prefilled    whether the KV is prefilled; otherwise it is random
+    """
+
+    lengths: tuple[int, ...]
+    limit: int
+    max_batch: int | None = None
+    max_seq_len: int | None = None
+    prefilled: bool = False
+
+    def check(self, works: Sequence[Work], subject: Subject) -> None:
+        """ValueError unless every context is possible if there is memory enough."""
+        if recurrent_states(subject.model.states):
+            raise ValueError(
+                f"--context: a {subject.model.architecture} has recurrent states, of which no "
+                f"session keeps anything"
+            )
+        if self.lengths[-1] > self.limit:
+            raise ValueError(f"--context {self.lengths[-1]} exceeds max_seq_len={self.limit}")
+        new = max(work.new_tokens for work in works)
+        if new >= self.limit:
+            raise ValueError(f"{new} new tokens leave no context in max_seq_len={self.limit}")
+
+    def work(self, work: Work, context: int) -> Work:
+        """The work of a batch behind `context` tokens."""
+        return replace(work, prompt_tokens=min(context, self.limit - work.new_tokens))
+
+    def options(self, work: Work, context: int) -> dict[str, Any]:
+        """Sizes of an engine whose pool holds every row of `work` at its longest.
+
+        A session may keep a block more than its turn begins with. No row is ever paused.
+        """
+        behind = self.work(work, context)
+        need = behind.prompt_tokens + behind.new_tokens
+        slots = work.live if self.max_batch is None else self.max_batch
+        table_blocks = -(-need // EngineConfig(device="cpu").block_size)
+        return {
+            "max_batch": slots,
+            "max_seq_len": need if self.max_seq_len is None else self.max_seq_len,
+            "kv_blocks": work.live * (table_blocks + 1),
+            "swap_blocks": 0,
+            "buckets": tuple(sorted({work.live, slots})),
+        }
+
+    @contextmanager
+    def engine(
+        self,
+        work: Work,
+        lengths: Sequence[int],
+        wanted: Mapping[str, Any],
+        open_engine: Open,
+        left_out: list[dict[str, Any]],
+    ) -> Iterator[tuple[Engine | None, list[int]]]:
+        """An engine for those of the lengths that the memory holds, and these; None for none.
+
+        The others are added to `left_out`. `wanted` are options beside the sizes.
+        """
+        left = list(lengths)
+        with ExitStack() as stack:
+            engine = None
+            while left and engine is None:
+                options = self.options(work, left[-1]) | dict(wanted)
+                try:
+                    engine = stack.enter_context(open_engine(options))
+                except OutOfBudget as error:
+                    mode = options.get("speculative")
+                    drafter = None if mode is None else describe(mode)
+                    needed = f"{options['kv_blocks']} KV blocks"
+                    left_out.append(skipped(work.live, left.pop(), needed, error, drafter))
+            yield engine, left
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of contexts."""
+    add = parser.add_argument
+    add(
+        "--context",
+        metavar="N,N,..",
+        help="in place of the rows: decode steps of each batch behind N tokens each, of random KV",
+    )
+    add("--prefill-context", action="store_true", help="prefill their KV, with random prompts")
+
+
+def read_contexts(options: argparse.Namespace, subject: Subject) -> Contexts | None:
+    """The options, checked; None without contexts."""
+    if options.context is None:
+        if options.prefill_context:
+            raise ValueError("--prefill-context goes with --context")
+        return None
+    for name in ("long", "record", "peer"):
+        if getattr(options, name):
+            raise ValueError(f"--{name} is for rows, which --context {options.context} replaces")
+    limit = options.max_seq_len
+    return Contexts(
+        lengths=tuple(sorted({*integers(options.context, "context")})),
+        limit=subject.model.max_positions if limit is None else limit,
+        max_batch=options.max_batch,
+        max_seq_len=limit,
+        prefilled=options.prefill_context,
+    )
+
+
+def skipped(
+    live: int, context: int, what: str, error: OutOfBudget, speculative: str | None = None
+) -> dict[str, Any]:
+    """An entry of what the memory does not hold: `what`, and the first line of the error."""
+    short, _, _ = str(error).partition("\n")
+    return {
+        "live": live,
+        "context": context,
+        "speculative": speculative,
+        "reason": f"{what}. {short}",
+    }
+
+
+def measure_contexts(
+    contexts: Contexts,
+    works: Sequence[Work],
+    options: Mapping[str, Any],
+    sweep: Sweep | None,
+    ceiling: ReadCeiling | None,
+    open_engine: Open,
+) -> Iterator[dict[str, Any]]:
+    """Measure batch by batch; yields the document's section, which grows.
+
+    kv       how the contexts came about: "random" or "prefilled"
+    cells    each batch behind each context (`_cell`), with the entries of its speculating engines
+    skipped  batches and contexts that the memory does not hold, with the numbers
+
+    `options` are those of every engine but for its sizes. Of drafts accepted by force only the
+    numbers that the sweep names are measured.
+    """
+    section: dict[str, Any] = {
+        "kv": "prefilled" if contexts.prefilled else "random",
+        "cells": [],
+        "skipped": [],
+    }
+    for work in works:
+        cells: dict[int, dict[str, Any]] = {}
+        plains: dict[int, Plains] = {}
+        for wanted, needed in _variants(contexts, work, options, sweep):
+            # Where a plain engine to compare with was skipped, so are those after it.
+            has = [each for each, plain in plains.items() if needed in (None, *plain.found)]
+            lengths = has if wanted else contexts.lengths
+            opened = contexts.engine(work, lengths, wanted, open_engine, section["skipped"])
+            with opened as (engine, left):
+                for context in left:
+                    assert engine is not None, f"{left=}"
+                    behind = contexts.work(work, context)
+                    with standing_rows(engine, behind, prefilled=contexts.prefilled) as rows:
+                        if not wanted:
+                            plains[context] = Plains(engine.row_family)
+                            cells[context] = {}
+                        found = _measure(engine, behind, rows, plains[context], sweep)
+                    if not wanted:
+                        cells[context] |= _cell(engine, behind, context, found, ceiling)
+                        section["cells"].append(cells[context])
+                    elif "speculative" in wanted:
+                        cells[context]["speculation"].append(rounded(found))
+                    yield section
+            yield section
+
+
+def _variants(
+    contexts: Contexts, work: Work, options: Mapping[str, Any], sweep: Sweep | None
+) -> list[tuple[dict[str, Any], RowFamily | None]]:
+    """Options of a batch's engines, and the row family of the plain engine each is compared with.
+
+    The first engine is the plain one, which needs none. Speculating engines of another row family
+    come after a plain engine of theirs.
+    """
+    sizes = {**options, **contexts.options(work, contexts.lengths[-1])}
+    found: list[tuple[dict[str, Any], RowFamily | None]] = [({}, None)]
+    families = {EngineConfig(**engine_options(sizes)).family}
+    for mode in [] if sweep is None else sweep.modes(sizes["max_batch"]):
+        if sweep is None or mode is None:
+            continue
+        family = EngineConfig(**engine_options({**sizes, "speculative": mode})).family
+        if family not in families:
+            families.add(family)
+            found.append(({"row_family": family}, None))
+        forced = [] if sweep.forced is None else sweep.forced_of(mode.k)
+        found += [
+            ({"speculative": mode, "forced_acceptance": accepted}, family)
+            for accepted in (None, *forced)
+        ]
+    return found
+
+
+def _measure(
+    engine: Engine, work: Work, rows: ContextRows, plains: Plains, sweep: Sweep | None
+) -> dict[str, Any]:
+    """The figures of an engine; a plain one's are kept for the speculating engines."""
+    if engine.config.mode is not None:
+        return measure_drafts(engine, work, plains, run=rows.run, drafts_off=False)
+    figures = measure.decode(engine, work, run=rows.run)
+    if sweep is not None:
+        plains.found[engine.row_family] = Plain.of(engine, work, figures, rows.run)
+    return figures
+
+
+def _cell(
+    engine: Engine,
+    work: Work,
+    context: int,
+    figures: Mapping[str, Any],
+    ceiling: ReadCeiling | None,
+) -> dict[str, Any]:
+    """One batch behind one context, in a plain engine.
+
+    context                   as asked for; the rows begin behind `prompt_tokens`
+    weight_bytes, kv_bytes    read in a step, at the mean length of a row; `step_bytes` is the sum
+    floor_ms, share           the least time to read them, and its share of the step's time
+    tb_s                      of these bytes, in 10**12 bytes a second
+    """
+    model, itl, ms_per_step = engine.model.config, figures["itl_ms"], figures["ms_per_step"]
+    weights = weight_bytes(model, engine.memory.dtype.itemsize)
+    tokens = work.live * (work.prompt_tokens + work.new_tokens / 2)
+    kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
+    found: dict[str, Any] = rounded(
+        {
+            "live": work.live,
+            "max_batch": engine.config.max_batch,
+            "sampler": work.sampler,
+            "context": context,
+            "prompt_tokens": work.prompt_tokens,
+            "new_tokens": work.new_tokens,
+            "runs": work.runs,
+            **figures,
+            "p99.9/p50": itl["p99.9"] / itl["p50"],
+            "weight_bytes": weights,
+            "kv_bytes": kv,
+            "step_bytes": weights + kv,
+            "tb_s": (weights + kv) / ms_per_step / 1e9,
+            **floor_and_share(ceiling, weights + kv, ms_per_step),
+        }
+    )
+    return found | {"engine": engine.core.description, "speculation": []}
+
+
+def kernel_work(work: Work) -> Work:
+    """As much of a batch's work as the replays of its kernels need, in a single run."""
+    return replace(work, new_tokens=max(work.new_tokens, least_room(work)), runs=1)
+
+
+def measure_context_kernels(
+    contexts: Contexts, works: Sequence[Work], open_engine: Open
+) -> Iterator[dict[str, Any]]:
+    """Yields the kernels of each batch behind each context, in engines without PDL.
+
+    What the memory does not hold is left out.
+    """
+    for work in map(kernel_work, works):
+        with contexts.engine(work, contexts.lengths, {"pdl": False}, open_engine, []) as opened:
+            engine, left = opened
+            for context in left:
+                assert engine is not None, f"{left=}"
+                behind = contexts.work(work, context)
+                with standing_rows(engine, behind, prefilled=contexts.prefilled) as rows:
+                    step = measure.decode(engine, behind, run=rows.run)["ms_per_step"]
+                    times = kernel_times(engine, behind, rows.submit)
+                yield {
+                    "live": work.live,
+                    "max_batch": engine.config.max_batch,
+                    "sampler": work.sampler,
+                    "context": context,
+                    "prompt_tokens": behind.prompt_tokens,
+                    "pdl": engine.config.pdl,
+                    "ms_per_step": step,
+                    "kernels": None if times is None else [asdict(time) for time in times],
+                }
