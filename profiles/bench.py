@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from graphengine import Engine, EngineConfig
-from graphengine.buckets import OutOfBudget
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
 from graphengine.observe.environment import environment
@@ -40,7 +39,6 @@ from graphengine.profiles.benchmark.contexts import (
     measure_context_kernels,
     measure_contexts,
     read_contexts,
-    skipped,
 )
 from graphengine.profiles.benchmark.contexts import add_arguments as add_context_arguments
 from graphengine.profiles.benchmark.engines import (
@@ -49,7 +47,11 @@ from graphengine.profiles.benchmark.engines import (
     engine_options,
     freed,
 )
-from graphengine.profiles.benchmark.kernel_times import kernel_times, prefill_kernel_times
+from graphengine.profiles.benchmark.kernel_times import (
+    kernel_times,
+    last_chunk,
+    prefill_kernel_times,
+)
 from graphengine.profiles.benchmark.measure import (
     ADMITTED_NEW_TOKENS,
     CHECKED_FIRST_TOKENS,
@@ -465,38 +467,24 @@ def _measure_speculation(
 def _measure_contexts(
     bench: Bench, ceiling: ReadCeiling | None, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the section of the document after each figure; first tokens come last."""
+    """Yields the section of the document after each figure."""
     contexts, told = bench.contexts, 0
     if contexts is None:
         return
     measured = measure_contexts(
-        contexts, bench.works, bench.options, bench.sweep, ceiling, partial(_opened, bench)
+        contexts,
+        bench.works,
+        bench.options,
+        bench.sweep,
+        ceiling,
+        partial(_opened, bench),
+        first_tokens=bench.first_tokens,
     )
     for section in measured:
         for cell in section["cells"][told:]:
             say(text_table(CONTEXT_COLUMNS, [cell], header=not told))
             told += 1
         yield section
-    if bench.first_tokens:
-        try:
-            section["first_tokens"] = _measure_first_tokens(bench)
-        except OutOfBudget as error:
-            tokens = max(bench.first_tokens)
-            section["skipped"].append(skipped(1, tokens, "time to first token", error))
-        yield section
-
-
-def _measure_first_tokens(bench: Bench) -> dict[str, Any]:
-    """Of a request on an idle engine of one slot, which holds the longest of the prompts."""
-    need = min(max(bench.first_tokens) + CHECKED_FIRST_TOKENS, bench.limit)
-    sizes = {"max_batch": 1, "max_seq_len": _given(bench.max_seq_len, need)}
-    work = bench.works[0]
-    with _engine(bench, sizes) as (engine, _):
-        times, checked = measure.time_to_first_token(
-            engine, bench.first_tokens, runs=work.runs, sampler=work.sampler
-        )
-        described = engine.core.description
-    return {"ttft_ms": rounded(times), "checked": checked, "engine": described}
 
 
 def _against_floor(
@@ -547,14 +535,17 @@ def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
 
 
 def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
-    """The kernels of a prompt's graph, in an engine of one slot, and its time to first token."""
+    """The kernels of a prompt's last chunk, in an engine of one slot, and its time to first token.
+
+    Most prompts have one chunk.
+    """
     sizes = {"max_batch": 1, "max_seq_len": _given(bench.max_seq_len, tokens + 1), "lookahead": 0}
     with _engine(bench, sizes) as (engine, _):
-        first, _ = measure.time_to_first_token(engine, (tokens,), runs=bench.works[0].runs)
-        one_chunk = tokens <= engine.memory.prefill_ladder.sizes[-1]
-        times = prefill_kernel_times(engine, tokens) if one_chunk else None
+        first, _ = measure.time_to_first_token(engine, (tokens,), runs=1)
+        times = prefill_kernel_times(engine, tokens)
         return {
             "prompt_tokens": tokens,
+            "chunk_tokens": last_chunk(tokens, engine.memory.prefill_ladder),
             "ttft_ms": first[str(tokens)],
             "kernels": None if times is None else [asdict(time) for time in times],
         }

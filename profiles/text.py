@@ -364,7 +364,12 @@ def _step_kernels(found: Mapping[str, Any]) -> str:
 
 
 def _prefill_kernels(found: Mapping[str, Any]) -> str:
-    title = f"kernels of a prompt of {found['prompt_tokens']} tokens"
+    tokens = found["prompt_tokens"]
+    # Documents that do not say have prompts of one chunk.
+    chunk = found.get("chunk_tokens", tokens)
+    title = f"kernels of a prompt of {tokens} tokens"
+    if chunk < tokens:
+        title = f"kernels of the last chunk, {chunk} tokens, of a prompt of {tokens}"
     whole = f"{found['ttft_ms']:.3f} ms to the first token"
     return _kernels(title, found["kernels"], whole)
 

@@ -27,7 +27,7 @@ from graphengine.profiles.benchmark.ceiling import ReadCeiling, floor_and_share
 from graphengine.profiles.benchmark.context_rows import ContextRows, standing_rows
 from graphengine.profiles.benchmark.engines import engine_options
 from graphengine.profiles.benchmark.kernel_times import kernel_times, least_room
-from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.measure import CHECKED_FIRST_TOKENS, Work
 from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, weight_bytes
 from graphengine.profiles.benchmark.speculation import Open, Plain, Plains, Sweep, measure_drafts
 from graphengine.profiles.percentiles import rounded
@@ -163,12 +163,16 @@ def measure_contexts(
     sweep: Sweep | None,
     ceiling: ReadCeiling | None,
     open_engine: Open,
+    *,
+    first_tokens: Sequence[int] = (),
 ) -> Iterator[dict[str, Any]]:
     """Measure batch by batch; yields the document's section, which grows.
 
     kv       how the contexts came about: "random" or "prefilled"
     cells    each batch behind each context (`_cell`), with the entries of its speculating engines
     skipped  batches and contexts that the memory does not hold, with the numbers
+    first_tokens
+             times to first token after prompts of these lengths, if there are any
 
     `options` are those of every engine but for its sizes. Of drafts accepted by force only the
     numbers that the sweep names are measured.
@@ -202,6 +206,27 @@ def measure_contexts(
                         cells[context]["speculation"].append(rounded(found))
                     yield section
             yield section
+    if first_tokens:
+        try:
+            section["first_tokens"] = _first_tokens(contexts, first_tokens, works[0], open_engine)
+        except OutOfBudget as error:
+            what = "time to first token"
+            section["skipped"].append(skipped(1, max(first_tokens), what, error))
+        yield section
+
+
+def _first_tokens(
+    contexts: Contexts, lengths: Sequence[int], work: Work, open_engine: Open
+) -> dict[str, Any]:
+    """Of a request on an idle engine of one slot, which holds the longest of the prompts."""
+    need = min(max(lengths) + CHECKED_FIRST_TOKENS, contexts.limit)
+    sizes = {"max_batch": 1, "max_seq_len": contexts.max_seq_len or need}
+    with open_engine(sizes) as engine:
+        times, checked = measure.time_to_first_token(
+            engine, lengths, runs=work.runs, sampler=work.sampler
+        )
+        described = engine.core.description
+    return {"ttft_ms": rounded(times), "checked": checked, "engine": described}
 
 
 def _variants(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphengine import Engine, Request, SamplingParams
+from graphengine.buckets import BucketLadder
 from graphengine.profiles.benchmark.eager import drain, launches
 from graphengine.profiles.benchmark.measure import Work, random_prompt
 from graphengine.profiles.benchmark.shapes import attention_layers, kv_bytes, linear_bytes
@@ -97,24 +98,38 @@ def kernel_times(
 
 
 def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None:
-    """Profile `REPLAYS` replays of the prefill graph of a prompt that fits one chunk.
+    """Profile `REPLAYS` replays of the graph of a prompt's last chunk; None on a CPU device.
 
-    None on a CPU device. The engine must be idle, with lookahead 0, so that its buffers hold the
-    prompt's chunk last: ValueError otherwise. Afterwards it can only be closed.
+    Afterwards the engine can only be closed.
     """
     if engine.runtime.stream is None:
         return None
-    longest = engine.memory.prefill_ladder.sizes[-1]
-    if engine.busy or engine.config.lookahead or tokens > longest:
+    events = _trace(engine, feed_prompt(engine, tokens))
+    return summarise(events, REPLAYS, engine.model.config.num_layers, {})
+
+
+def feed_prompt(engine: Engine, tokens: int) -> GraphKey:
+    """Feed a prompt; returns the graph of its last chunk, which the buffers hold.
+
+    ValueError unless the engine is idle, with lookahead 0: otherwise they would hold the next step.
+    """
+    if engine.busy or engine.config.lookahead:
         raise ValueError(
-            f"a prompt of {tokens} tokens, in chunks of {longest}, on an engine of lookahead "
-            f"{engine.config.lookahead} that is {'busy' if engine.busy else 'idle'}"
+            f"a prompt of {tokens} tokens on an engine of lookahead {engine.config.lookahead} that "
+            f"is {'busy' if engine.busy else 'idle'}"
         )
     prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
-    engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
-    engine.step()
-    events = _trace(engine, prefill_key(engine.memory.prefill_ladder.pick(tokens)))
-    return summarise(events, REPLAYS, engine.model.config.num_layers, {})
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    request = engine.submit(prompt, params)
+    while not request.token_ids:
+        engine.step()
+    ladder = engine.memory.prefill_ladder
+    return prefill_key(ladder.pick(last_chunk(tokens, ladder)))
+
+
+def last_chunk(tokens: int, ladder: BucketLadder) -> int:
+    """Tokens of the last chunk of a prompt: chunks are cut at multiples of the largest bucket."""
+    return (tokens - 1) % ladder.sizes[-1] + 1
 
 
 def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:

@@ -91,7 +91,12 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     titles = next(line for line in printed.splitlines() if "ms/step" in line)
     assert "share   TTFT 5  ITL p50" in titles, "a column for each length that was measured"
     assert [entry["kernels"] for entry in document["kernels"]] == [None, None]
-    assert [entry["kernels"] for entry in document["prefill_kernels"]] == [None]
+    (prefill,) = document["prefill_kernels"]
+    assert (prefill["prompt_tokens"], prefill["chunk_tokens"], prefill["kernels"]) == (5, 5, None)
+    assert "kernels of a prompt of 5 tokens: none on this device" in printed
+    document["prefill_kernels"] = [prefill | {"prompt_tokens": 2053}]
+    shown = text.describe_document(document)
+    assert "kernels of the last chunk, 5 tokens, of a prompt of 2053: none" in shown
     assert document["peers"] == {}
     assert "tiny, float32, on" in printed and "7 requests decode, a prompt of 40" in printed
     assert "* fewer values than this percentile needs" in printed

@@ -27,7 +27,9 @@ from graphengine.profiles.benchmark.ceiling import (
 from graphengine.profiles.benchmark.engines import build_engine, engine_options
 from graphengine.profiles.benchmark.kernel_times import (
     LINEARS,
+    feed_prompt,
     kernel_times,
+    last_chunk,
     prefill_kernel_times,
     summarise,
 )
@@ -437,18 +439,34 @@ def test_the_kernels_of_a_gpu(sampler: str) -> None:
 
 @pytest.mark.gpu
 def test_the_kernels_of_a_prompt() -> None:
-    """Each of the 2 layers feeds attention once, and a longer prompt's chunk is refused."""
+    """Each of the 2 layers feeds attention once, in the last chunk of the prompt."""
     options = {"device": "cuda", "max_batch": 1, "max_seq_len": 96, "lookahead": 0}
     engine, _ = build_engine(Subject.of_shape("tiny"), options)
     with engine:
-        with pytest.raises(ValueError, match="a prompt of 1025 tokens, in chunks of 96"):
-            prefill_kernel_times(engine, 1025)
         times = prefill_kernel_times(engine, 70)
         assert times is not None and all(time.mean_us > 0 for time in times)
         (attention,) = [time for time in times if time.name == "prefill_attention_kernel"]
         assert attention.count == 2
         with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
             prefill_kernel_times(engine, 70)
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "graph"), [(70, 6, "8"), (64, 32, "32"), (5, 5, "8")])
+def test_the_buffers_hold_a_prompts_last_chunk(tokens: int, chunk: int, graph: str) -> None:
+    options = {"device": "cpu", "max_batch": 1, "max_seq_len": 96, "prefill_buckets": (8, 32)}
+    engine, _ = build_engine(Subject.of_shape("tiny"), options | {"lookahead": 0})
+    with engine:
+        assert feed_prompt(engine, tokens).name == f"prefill/{graph}"
+        held = engine.runtime.buffers
+        assert last_chunk(tokens, engine.memory.prefill_ladder) == chunk
+        assert (int(held["prefill_start"]), int(held["prefill_count"])) == (tokens - chunk, chunk)
+        with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
+            feed_prompt(engine, 5)
+
+
+def test_a_step_ahead_would_take_the_place_of_the_chunk(tiny: Engine) -> None:
+    with pytest.raises(ValueError, match="of 5 tokens on an engine of lookahead 1 that is idle"):
+        feed_prompt(tiny, 5)
 
 
 def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict[str, Any]]:
