@@ -142,7 +142,7 @@ def measure_sweep(
     `options` are those of the row's plain engine; an entry's are described by `measure_drafts`.
     """
     # The graphs that serve the work are enough.
-    options = {**options, "buckets": (work.live,)}
+    options = {**options, "buckets": tuple(sorted({work.live, options["max_batch"]}))}
     plain = _PlainEngines(work, options, open_engine)
     for mode in sweep.modes(options["max_batch"]):
         if mode is None:

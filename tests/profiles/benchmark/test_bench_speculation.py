@@ -22,7 +22,7 @@ from graphengine.profiles.benchmark.shapes import Subject, random_module, random
 from graphengine.profiles.benchmark.speculation import Sweep, measure_sweep, read_sweep
 from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 from timelines.fake_clock import result
-from timelines.small_bench import Bench, bench_command
+from timelines.small_bench import Bench, bench_command, tiny_work
 
 CPU = {"device": "cpu", "max_batch": 1, "max_seq_len": 64}
 WORK = Work(live=1, prompt_tokens=9, new_tokens=16, runs=1)
@@ -153,6 +153,13 @@ def test_every_acceptance_of_every_length_is_measured(entries: list[dict[str, An
         bucket = f"decode/1/k{entry['k']}/fast" if entry["k"] else "decode/1/fast"
         assert entry["launches"].keys() == {bucket}
         assert (entry["drafts_off_ms"] is None) == (entry["k"] == 0 or entry["forced"] is not None)
+
+
+def test_an_engine_may_have_more_slots_than_live_rows() -> None:
+    """One plain and one speculating engine; each serves the row by the bucket of one."""
+    work, options = tiny_work(live=1, new_tokens=6, runs=1), CPU | {"max_batch": 2}
+    (entry,) = measure_sweep(sweep(mode=MTP(k=1), forced=()), work, options, open_tiny)
+    assert [*entry["launches"]] == ["decode/1/k1/fast"]
 
 
 def test_steps_are_launches(entries: list[dict[str, Any]]) -> None:
