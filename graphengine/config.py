@@ -24,6 +24,7 @@ from graphengine.options import (
     option,
     within,
 )
+from graphengine.prefill_cut import PrefillCut
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     Auto,
@@ -44,6 +45,25 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.
 _INDEX = at_most(INT32_MAX)
+_POSITIVE = Bound("be positive and finite", lambda value: value > 0 and is_finite(value))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """From "16,64": the value of a flag. ValueError for anything else."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} must be integers with commas between them")
+    return tuple(map(int, parts))
+
+
+def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
+    """From "0:1024,8192:512": the value of a flag. ValueError for anything else."""
+    parts = [part.split(":") for part in text.split(",")]
+    if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
+        text.isascii()
+    ):
+        raise ValueError(f"{text!r} must be pairs position:tokens with commas between them")
+    return tuple(tuple(map(int, part)) for part in parts)
 
 
 def _usual_device() -> str:
@@ -87,7 +107,10 @@ class EngineConfig:
     )
     prefill_buckets: tuple[int, ...] = option(
         (16, 64, 128, 256, 512, 1024),
-        doc="token buckets; a prompt is cut at multiples of the largest",
+        doc="""token buckets; a prompt is cut at multiples of the largest. 2,048 and 4,096 besides
+        feed long prompts faster, for memory (`graphengine info` shows it) and longer gaps of
+        others""",
+        flag=Flag(parse=_integers),
     )
     max_prefill_tokens_per_step: int | None = option(
         None,
@@ -96,6 +119,23 @@ class EngineConfig:
         doc="""prompt tokens that one step may feed: the largest token bucket is cut to it, so that
         a long prompt delays other requests less; None: no cut""",
         flag=Flag(),
+    )
+    max_prefill_ms_per_step: float | None = option(
+        None,
+        _POSITIVE,
+        doc="""milliseconds by which a prompt that is fed may lengthen a gap of other requests:
+        prefill buckets are timed when the engine opens, and where a chunk of the largest would take
+        longer, as after long contexts, prompts are cut at multiples of smaller ones, whoever runs;
+        None: no bound""",
+        flag=Flag(),
+    )
+    prefill_cut: tuple[tuple[int, int], ...] | None = option(
+        None,
+        doc="""in place of `max_prefill_ms_per_step`, which measures it: pairs (position, tokens);
+        from each position on prompts are cut at multiples of this token bucket, such as
+        `engine.prefill_cut` of an earlier engine, for the same bits; None: measured, or the largest
+        bucket everywhere""",
+        flag=Flag(parse=_pairs),
     )
     block_size: int = option(
         16,
@@ -213,7 +253,7 @@ class EngineConfig:
     wait: WaitMode = option("spin", doc="how the host waits for the mailbox", flag=Flag())
     wait_limit_s: float = option(
         30.0,
-        Bound("be positive and finite", lambda seconds: seconds > 0 and is_finite(seconds)),
+        _POSITIVE,
         doc="seconds after which a replay that published nothing breaks the engine",
     )
     collect_while_waiting: bool = option(
@@ -230,6 +270,8 @@ class EngineConfig:
             self._keep_sizes(name)
         if not self.prefill_buckets:
             raise ValueError("prefill_buckets must name at least one size")
+        if self.prefill_cut is not None:
+            self._keep_cut(self.prefill_cut)
         self._check_speculation()
         if self.row_family == "fma" and self.lanes > FMA_LANES:
             raise ValueError(
@@ -266,6 +308,15 @@ class EngineConfig:
         if max(sizes, default=0) > INT32_MAX:
             raise ValueError(f"{name}={sizes} must be at most {INT32_MAX}")
         object.__setattr__(self, name, tuple(map(int, sizes)))
+
+    def _keep_cut(self, given: object) -> None:
+        object.__setattr__(self, "prefill_cut", PrefillCut.read(given).steps)
+        if self.max_prefill_ms_per_step is not None:
+            raise ValueError(
+                f"prefill_cut={self.prefill_cut} is a cut that was measured, and "
+                f"max_prefill_ms_per_step={self.max_prefill_ms_per_step:g} asks for a measurement: "
+                f"give one of them"
+            )
 
     def _check_speculation(self) -> None:
         check_speculative(self.speculative)

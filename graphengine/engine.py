@@ -312,6 +312,14 @@ class Engine:
         """
         return self.core.runtime.numerics_id
 
+    @property
+    def prefill_cut(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (position, tokens): from each position on, chunks of prompts end at multiples of
+        these tokens. As the option `prefill_cut` it gives another engine the same bits, where
+        `max_prefill_ms_per_step` might measure another one.
+        """
+        return self.core.runtime.prefill_cut.steps
+
     def report(self) -> EngineReport:
         """Budget, kernels, ladder, captures and counters; print it."""
         return make_report(self.config, self.memory, self.core.runtime, self.scheduler)

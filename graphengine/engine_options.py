@@ -38,11 +38,27 @@ class EngineOptions(TypedDict, total=False):
     """row buckets to capture; None: 1, 2, 4, 8, then steps of 8"""
 
     prefill_buckets: tuple[int, ...]
-    """token buckets; a prompt is cut at multiples of the largest"""
+    """token buckets; a prompt is cut at multiples of the largest. 2,048 and 4,096 besides feed
+    long prompts faster, for memory (`graphengine info` shows it) and longer gaps of others
+    """
 
     max_prefill_tokens_per_step: int | None
     """prompt tokens that one step may feed: the largest token bucket is cut to it, so that a long
     prompt delays other requests less; None: no cut
+    """
+
+    max_prefill_ms_per_step: float | None
+    """milliseconds by which a prompt that is fed may lengthen a gap of other requests: prefill
+    buckets are timed when the engine opens, and where a chunk of the largest would take longer,
+    as after long contexts, prompts are cut at multiples of smaller ones, whoever runs; None: no
+    bound
+    """
+
+    prefill_cut: tuple[tuple[int, int], ...] | None
+    """in place of `max_prefill_ms_per_step`, which measures it: pairs (position, tokens); from
+    each position on prompts are cut at multiples of this token bucket, such as
+    `engine.prefill_cut` of an earlier engine, for the same bits; None: measured, or the largest
+    bucket everywhere
     """
 
     block_size: int

@@ -42,7 +42,8 @@ from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
 from graphengine.models.checkpoint import Checkpoint, find_local, stored_dtype
 from graphengine.models.stored import read_model
-from graphengine.opening.memory import plan_memory
+from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.request import Event
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
@@ -154,6 +155,7 @@ def info(options: argparse.Namespace) -> None:
         "max_seq_len": memory.max_seq_len,
         "decode_buckets": memory.ladder.sizes,
         "prefill_buckets": memory.prefill_ladder.sizes,
+        "prefill_cut": _prefill_cut(config, memory),
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),
@@ -166,6 +168,13 @@ def info(options: argparse.Namespace) -> None:
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         print(f"{name.replace('_', ' '):<16} {shown}")
     print(f"\n{memory.budget.table()}")
+
+
+def _prefill_cut(config: EngineConfig, memory: MemoryPlan) -> str:
+    """Where prompts will be cut, as far as that is known before anything is measured."""
+    if config.max_prefill_ms_per_step is not None:
+        return f"measured at opening, within {config.max_prefill_ms_per_step:g} ms"
+    return str(PrefillCut(config.prefill_cut or ((0, memory.prefill_ladder.sizes[-1]),)))
 
 
 def graph_dump(options: argparse.Namespace) -> None:

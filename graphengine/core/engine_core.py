@@ -25,7 +25,7 @@ from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
 from graphengine.host.replay import Replay
 from graphengine.host.scheduler import Plan, PrefillChunk, Scheduler
-from graphengine.models.contract import ModelConfig, recurrent_states
+from graphengine.models.contract import recurrent_states
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.memory import MemoryPlan
@@ -77,7 +77,7 @@ class EngineCore:
         self.memory = memory
         self.runtime = runtime
         self.drafter, self.needs = drafter, drafter.needs
-        self.scheduler = new_scheduler(memory, config, drafter.needs, runtime.model.config)
+        self.scheduler = new_scheduler(memory, config, drafter.needs, runtime)
         self.counters = self.scheduler.counters
         self.gate: Gate | None = None
         if config.gate_options is not None:
@@ -348,20 +348,21 @@ class EngineCore:
 
 
 def new_scheduler(
-    memory: MemoryPlan, config: EngineConfig, needs: DraftNeeds, model: ModelConfig
+    memory: MemoryPlan, config: EngineConfig, needs: DraftNeeds, runtime: Runtime
 ) -> Scheduler:
     """The scheduler of an engine with these sizes.
 
     A recurrent layer's state follows from every token, and is kept at the newest one alone: whoever
     skipped the tokens of kept blocks would lack the state after them. So no blocks are kept.
     """
-    recurrent = bool(recurrent_states(model.states))
+    recurrent = bool(recurrent_states(runtime.model.config.states))
     return Scheduler(
         slots=config.max_batch,
         kv_blocks=memory.kv_blocks,
         swap_blocks=memory.swap_blocks,
         block_size=memory.block_size,
         max_chunk=memory.prefill_ladder.sizes[-1],
+        cut=runtime.prefill_cut,
         tokens_per_step=memory.tokens_per_step,
         reserve_extra=needs.reserve,
         max_seq_len=memory.max_seq_len,

@@ -14,6 +14,7 @@ from graphengine.host.gate import Gate
 from graphengine.host.scheduler import Scheduler
 from graphengine.kernels import KernelCompilation
 from graphengine.opening.memory import MemoryPlan
+from graphengine.prefill_cut import ChunkTimes, PrefillCut
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Phase
 from graphengine.speculative import describe
@@ -25,12 +26,16 @@ class EngineReport:
 
     kv           blocks of the pool, as in `Engine.stats`
     compilation  kernels compiled or read from disk at opening; None on a CPU
+    prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
+                 nothing was measured
     """
 
     memory: MemoryPlan
     kernels: str
     kv: Mapping[str, int | None]
     compilation: KernelCompilation | None
+    prefill_cut: PrefillCut
+    chunk_times: ChunkTimes | None
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
 
@@ -43,6 +48,8 @@ class EngineReport:
             *_describe_compilation(self.compilation),
             f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
             f"prefill buckets {', '.join(map(str, memory.prefill_ladder.sizes))}",
+            f"prefill cut     {self.prefill_cut}",
+            *_describe_times(self.chunk_times),
             "",
             memory.budget.table(),
             memory.describe_kv(),
@@ -77,6 +84,8 @@ def make_report(
         ),
         kv=_kv_blocks(scheduler),
         compilation=runtime.compilation,
+        prefill_cut=runtime.prefill_cut,
+        chunk_times=runtime.chunk_times,
         captures=runtime.captures,
         counters=dict(scheduler.counters),
     )
@@ -113,6 +122,15 @@ def _describe_compilation(compilation: KernelCompilation | None) -> list[str]:
     return [
         f"kernels {compilation.compiled} compiled, {compilation.loaded} read from disk, in "
         f"{compilation.seconds:.2f} s"
+    ]
+
+
+def _describe_times(times: ChunkTimes | None) -> list[str]:
+    """Where the cut was measured, a line for each bucket."""
+    return [
+        f"  {tokens} tokens took "
+        + ", ".join(f"{took:.3f} ms after {start}" for start, took in points)
+        for tokens, points in sorted((times or {}).items())
     ]
 
 
@@ -174,5 +192,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "plan_sources": dict(runtime.plan_sources),
         "numerics_id": runtime.numerics_id,
         "max_prefill_tokens_per_step": config.max_prefill_tokens_per_step,
+        "max_prefill_ms_per_step": config.max_prefill_ms_per_step,
+        "prefill_cut": list(map(list, runtime.prefill_cut.steps)),
         "speculative": describe(config.mode),
     }

@@ -20,6 +20,7 @@ from torch import Tensor
 from graphengine.buckets import CapturedGraph, CaptureReport, capture_all
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
+from graphengine.core.chunk_times import ChunkTimer, longest_prompt
 from graphengine.drafters import Drafter
 from graphengine.host.replay import Replay
 from graphengine.models.contract import Model
@@ -33,6 +34,7 @@ from graphengine.opening.allocation import (
     swap_blocks,
 )
 from graphengine.opening.memory import MemoryPlan
+from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.result import TokenLogprobs
 
@@ -63,6 +65,8 @@ class Runtime:
     graphs        graphs by key; `replaced` puts others in their places
     captured      the graphs in the order of their capture; `captures` says what each took
     compilation   what was compiled for them; None on a CPU
+    prefill_cut   where prompts are cut; `chunk_times` are those it was found with, None where
+                  nothing was measured
     numerics_id   `Engine.numerics_id`
     stream        the stream of all replays and copies; None on a CPU
     launched      publishing replays so far: the sequence number of the last one
@@ -82,12 +86,17 @@ class Runtime:
         self.masks = held.masks
         self.caches, self.program = held.caches, held.program
         self.stream = held.stream
-        self.numerics_id = _numerics_id(model, memory, held)
         self.launched = 0
         self._device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
         self._capture(memory)
+        try:
+            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config)
+        except BaseException:
+            self.close()
+            raise
+        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut)
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -109,10 +118,34 @@ class Runtime:
                 warmups=1 if self.stream is None else 2,
                 around=lambda name: span(f"capture/{name}"),
             )
-            self.buffers.reset()
         self.graphs.update(zip(steps, graphs.values(), strict=True))
         self.captured: tuple[CapturedGraph, ...] = tuple(graphs.values())
         self.captures: tuple[CaptureReport, ...] = tuple(each.report for each in self.captured)
+        self._clear()
+
+    def _cut_prompts(
+        self, memory: MemoryPlan, config: EngineConfig
+    ) -> tuple[PrefillCut, ChunkTimes | None]:
+        """The cut that the config names or bounds, else at multiples of the largest bucket; and
+        what was measured for it. ValueError where the smallest bucket exceeds the bound.
+        """
+        sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
+        if bound is None:
+            return PrefillCut(config.prefill_cut or ((0, sizes[-1]),)), None
+        longest = longest_prompt(memory)
+        graphs = dict(zip(self.graphs, self.captured, strict=True))
+        vocabulary = self.model.config.vocab_size
+        with span("measure prefill"), self.on_stream():
+            timer = ChunkTimer(graphs, self.buffers, self.caches, memory, config, vocabulary)
+            times = measure_chunks(timer, sizes, longest=longest, bound=bound)
+            timer.clear()
+        self._clear()
+        return cut_within(times, longest=longest, bound=bound), times
+
+    def _clear(self) -> None:
+        """Forget all that graphs did before the first request."""
+        with self.on_stream():
+            self.buffers.reset()
         self.synchronize()
         self.mailbox.clear()
         self.logprobs.clear()
@@ -227,9 +260,13 @@ class Runtime:
         del self.masks, self.mailbox, self.logprobs, self.buffers
 
 
-def _numerics_id(model: Model, memory: MemoryPlan, held: Allocation) -> str:
+def _numerics_id(
+    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut
+) -> str:
     """Hash of everything that the bits of an engine depend on."""
     prefill = memory.prefill_ladder.sizes
+    # The usual cut follows from the buckets.
+    usual = prefill_cut.steps == ((0, prefill[-1]),)
     return numerics_id(
         model.config.linears,
         held.plans,
@@ -238,6 +275,7 @@ def _numerics_id(model: Model, memory: MemoryPlan, held: Allocation) -> str:
             "attention_split": held.program.launch.split_tokens,
             "block_size": memory.block_size,
             "prefill_buckets": ",".join(map(str, prefill)),
+            **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **model.numerics(prefill),
         },
     )

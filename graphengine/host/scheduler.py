@@ -37,6 +37,7 @@ from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.blocks import BlockPool, Reuse
+from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, QueueFull, Request
 
@@ -124,7 +125,8 @@ class Scheduler:
     ladder            rows of the decode graphs; None: one graph with a row for every slot
     kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
     swap_blocks       host blocks for paused requests
-    max_chunk         prompt tokens of a prefill replay; chunks are cut at its multiples
+    max_chunk         prompt tokens that a replay takes at most
+    cut               where the chunks of prompts end; None: at multiples of `max_chunk`
     tokens_per_step   the greatest width of a step, which is also the first
     reserve_extra     positions that a drafter may write past those of the step or prompt it follows
     max_seq_len       positions in a block table; no drafter writes past them
@@ -149,6 +151,7 @@ class Scheduler:
         swap_blocks: int,
         block_size: int,
         max_chunk: int,
+        cut: PrefillCut | None = None,
         tokens_per_step: int = 1,
         reserve_extra: int = 0,
         max_seq_len: int | None = None,
@@ -164,7 +167,9 @@ class Scheduler:
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
         self._ladder = BucketLadder(slots, (slots,)) if ladder is None else ladder
         self.block_size = block_size
-        self.max_chunk = max_chunk
+        self._cut = PrefillCut(((0, max_chunk),)) if cut is None else cut
+        # Nothing is computed for tokens that are only noted.
+        self._noted_cut = PrefillCut(((0, max_chunk),))
         self.pool = BlockPool(kv_blocks, first=1, max_idle=kept_blocks)
         self.swap = BlockPool(swap_blocks)
         self.waiting: deque[Request] = deque()
@@ -539,8 +544,8 @@ class Scheduler:
                     self._look_again(request)
                 noted = placement.noted < request.cached_tokens
                 start = placement.noted if noted else placement.prefilled
-                end = request.cached_tokens if noted else request.job.prompt_len
-                end = min((start // self.max_chunk + 1) * self.max_chunk, end)
+                cut = self._noted_cut if noted else self._cut
+                end = cut.end(start, request.cached_tokens if noted else request.job.prompt_len)
                 return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from graphengine.models.contract import (
 from graphengine.models.tuning import MAX_SPLITS
 from graphengine.opening.host_memory import available_host_bytes
 from graphengine.opening.inventory import graph_keys, mailboxes
+from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.processing import processing_fields
@@ -38,6 +40,8 @@ from graphengine.requests.processing import processing_fields
 # What one captured node was seen to cost in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
 _KERNELS_PER_LAYER = 12
+# For the log-probabilities of as many prompt tokens as one product of logits takes.
+_KERNELS_PER_PROMPT_PART = 8
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
@@ -121,6 +125,8 @@ def plan_memory(
     longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
     prefill_sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
     prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
+    if config.prefill_cut is not None:
+        PrefillCut(config.prefill_cut).check_sizes(prefill_ladder.sizes)
     table_blocks = -(-max_seq_len // config.block_size)
     own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * dtype.itemsize
     needs = drafter.needs
@@ -141,10 +147,12 @@ def plan_memory(
     lanes = max(config.max_batch, config.draft_rows * needs.lanes_of_row)
     if config.prompt_logprobs:
         lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
-    workspace = _workspace_bytes(model, lanes, prefill_ladder, dtype, max_seq_len)
+    workspace = _workspace_bytes(
+        model, lanes, prefill_ladder, dtype, max_seq_len, modules=needs.wants_hidden
+    )
     budget.add("workspace (estimate)", workspace, where)
     graphs = graph_keys(config, ladder, prefill_ladder, draft_lengths, own_graph=needs.own_graph)
-    budget.add("graphs (estimate)", _graph_bytes(model, len(graphs), device), where)
+    budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kv_blocks = config.kv_blocks
     left = available - budget.total(where)
@@ -305,16 +313,20 @@ def _workspace_bytes(
     prefill: BucketLadder,
     dtype: torch.dtype,
     max_seq_len: int,
+    *,
+    modules: bool = False,
 ) -> int:
     """Intermediates of the largest bucket: a layer's activations, attention partials, logits.
 
-    `rows` are the lanes of the largest decode graph.
+    `rows` are the lanes of the largest decode graph. With draft `modules` the target's hidden
+    states of a chunk are kept, and those with the embeddings beside them, while a module computes.
 
     And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
     so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
     """
     lanes = max(rows, prefill.sizes[-1])
-    activations = dtype.itemsize * (model.hidden_size + model.prefill_width)
+    hidden = model.hidden_size * (4 if modules else 1)
+    activations = dtype.itemsize * (hidden + model.prefill_width)
     partials = model.attention_bytes(rows, max_seq_len)
     # lm_head is never split.
     widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
@@ -324,8 +336,10 @@ def _workspace_bytes(
     return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
 
 
-def _graph_bytes(model: ModelConfig, graphs: int, device: torch.device) -> int:
+def _graph_bytes(model: ModelConfig, graphs: Sequence[GraphKey], device: torch.device) -> int:
     if device.type == "cpu":
         return 0
-    nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * graphs
+    nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * len(graphs)
+    parts = sum(-(-key.size // MAX_LANES) for key in graphs if key.variant == "prompt")
+    nodes += _KERNELS_PER_PROMPT_PART * parts
     return nodes * _GRAPH_NODE_BYTES + _CUBLAS_WORKSPACE_BYTES

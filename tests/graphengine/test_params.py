@@ -270,6 +270,8 @@ def test_engine_defaults() -> None:
         "buckets": None,
         "prefill_buckets": (16, 64, 128, 256, 512, 1024),
         "max_prefill_tokens_per_step": None,
+        "max_prefill_ms_per_step": None,
+        "prefill_cut": None,
         "block_size": 16,
         "kv_blocks": None,
         "swap_blocks": None,
@@ -343,6 +345,11 @@ def test_engine_defaults() -> None:
         (
             {"max_prefill_tokens_per_step": 1.5},
             "max_prefill_tokens_per_step=1.5 must be an integer",
+        ),
+        (
+            {"max_prefill_ms_per_step": 5, "prefill_cut": [[0, 16]]},
+            "prefill_cut=((0, 16),) is a cut that was measured, and max_prefill_ms_per_step=5 asks "
+            "for a measurement: give one of them",
         ),
         ({"pdl": 1}, "pdl=1 must be True or False"),
         ({"pdl": None}, "pdl=None must be True or False"),

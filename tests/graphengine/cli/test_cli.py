@@ -229,6 +229,36 @@ def test_engine_options_reach_the_engine(cli: Cli) -> None:
     assert json.loads(out)["replays"] == {"prefill/16": 1, "decode/1/fast": 4}
 
 
+def test_token_buckets_and_their_cut_are_flags(
+    cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--prefill-buckets", "8,32", "--prefill-cut", "0:32,64:8")
+    prompt = ("--prompt", "f(x) = " * 20, "--max-tokens", "1", "--json")
+    status, out, _ = cli("generate", *prompt, *sizes)
+    document = json.loads(out)
+    assert status == 0 and 64 < document["prompt_tokens"] <= 95
+    rest = -(-(document["prompt_tokens"] - 64) // 8)
+    assert document["replays"] == {"prefill/32": 2, "prefill/8": rest}
+    for options, cut in (
+        (sizes[:2], "32 from 0 on"),
+        (sizes, "32 from 0 on, 8 from 64 on"),
+        (("--max-prefill-ms-per-step", "2.5"), "measured at opening, within 2.5 ms"),
+    ):
+        status, out, _ = cli("info", "--json", *options)
+        assert status == 0 and json.loads(out)["prefill_cut"] == cut
+    for flag, wrong, must in (
+        ("--prefill-buckets", "8,x", "'8,x' must be integers with commas between them"),
+        ("--prefill-buckets", "", "'' must be integers"),
+        ("--prefill-cut", "0:32,64", "'0:32,64' must be pairs position:tokens with commas"),
+        ("--prefill-cut", "0:", "'0:' must be pairs"),
+        ("--prefill-cut", "0:\u0663", "must be pairs"),
+        ("--max-prefill-ms-per-step", "soon", "invalid float value: 'soon'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["info", flag, wrong])
+        assert must in capsys.readouterr().err
+
+
 # Speculation.
 
 

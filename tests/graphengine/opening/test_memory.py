@@ -13,6 +13,7 @@ from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
+from graphengine.kernels import MAX_LANES
 from graphengine.models import contract, tuning
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
@@ -112,6 +113,33 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
     lines = sum(size for name, size in said.items() if name not in other)
     assert 0.8 * lines < sum(made.values()) <= lines
     assert held.masks is not None
+
+
+@pytest.mark.parametrize("mode", [None, MTP(k=2)], ids=str)
+def test_larger_token_buckets_are_in_the_budget(mode: Any) -> None:
+    """By the lane: the stream in float32, what layers compute in, and what modules read."""
+    options = {"speculative": mode, "max_seq_len": 2048, "dtype": "bfloat16"}
+    plans = [planned(prefill_buckets=(16, largest), **options) for largest in (512, 1024, 2048)]
+    found = [sizes(plan) for plan in plans]
+    kept = 4 if mode else 1
+    lane = 4 * MODEL.hidden_size + 2 * (kept * MODEL.hidden_size + MODEL.prefill_width)
+    for few, many, more in zip(found, found[1:], (512, 1024), strict=False):
+        assert many["workspace"] - few["workspace"] == more * lane
+        # Their ids, beside fields that do not change.
+        assert many["staging"] - few["staging"] == 3 * 4 * more
+    assert [plan.graphs[0].size for plan in plans] == [512, 1024, 2048]
+
+
+def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
+    gpu = torch.device("cuda")
+    plans = [
+        planned(prefill_buckets=(16, largest), max_seq_len=2048, prompt_logprobs=True)
+        for largest in (1024, 2048)
+    ]
+    few, many = (memory._graph_bytes(MODEL, plan.graphs, gpu) for plan in plans)
+    assert len(plans[0].graphs) == len(plans[1].graphs)
+    assert many - few == 1024 // MAX_LANES * memory._KERNELS_PER_PROMPT_PART * 8 * 1024
+    assert memory._graph_bytes(MODEL, plans[1].graphs, torch.device("cpu")) == 0
 
 
 def test_the_counters_of_all_plans_are_in_the_budget() -> None:

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphengine import SamplingParams
-from graphengine.host.scheduler import Plan, Scheduler
+from graphengine.host.scheduler import Plan, PrefillChunk, Scheduler
+from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job
@@ -69,6 +70,7 @@ class Sharing:
         swap_blocks: int = 16,
         block_size: int = 4,
         max_chunk: int = 8,
+        cut: PrefillCut | None = None,
         max_seq_len: int = 40,
         prefix_caching: bool = True,
         kept_blocks: int | None = None,
@@ -80,12 +82,15 @@ class Sharing:
             swap_blocks=swap_blocks,
             block_size=block_size,
             max_chunk=max_chunk,
+            cut=cut,
             max_seq_len=max_seq_len,
             prefix_caching=prefix_caching,
             kept_blocks=kept_blocks,
             tokens_after=tokens_after,
         )
         self.kept_blocks, self.max_chunk = kept_blocks, max_chunk
+        self.has_cut = cut is not None
+        self.chunks: list[PrefillChunk] = []
         self.memory = SimpleNamespace(block_size=block_size, max_seq_len=max_seq_len)
         self.intake = self
         self.requests: list[Request] = []
@@ -216,6 +221,7 @@ class Sharing:
                 self.next_token[slot] = None
         found = []
         if plan.prefill is not None:
+            self.chunks.append(plan.prefill)
             request = plan.prefill.request
             found.append(
                 (request, request.job.placed.epoch, self.feed(plan.prefill.noted, request))
@@ -230,9 +236,9 @@ class Sharing:
         )
         tokens, end = self.fields["prefill_tokens"], start + count
         assert slot == request.job.placed.slot and tokens == request.prompt_token_ids[start:end]
-        assert (
-            1 <= count <= self.max_chunk and start // self.max_chunk == (end - 1) // self.max_chunk
-        )
+        assert 1 <= count <= self.max_chunk
+        if noted or not self.has_cut:
+            assert start // self.max_chunk == (end - 1) // self.max_chunk
         if noted:
             self.noted[slot] = self.noted[slot][:start] + list(tokens)
             assert not final and end <= request.cached_tokens
