@@ -74,7 +74,10 @@ from graphengine.speculative import describe
 
 SCHEMA = 1
 TTFT_TOKENS = (128, 1024)
-ENGINE_FLAGS = ("device", "row_family", "max_prefill_tokens_per_step")
+ENGINE_FLAGS = (
+    *("device", "row_family", "prefill_buckets"),
+    *("max_prefill_tokens_per_step", "max_prefill_ms_per_step"),
+)
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
 """`max_seq_len` of an engine by default, for a model with at least as many positions."""
@@ -213,8 +216,7 @@ def _read_options(options: argparse.Namespace) -> Bench:
     if options.max_batch is not None and options.max_batch < max(batches):
         raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
     lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
-    names = ("device", "dtype", "row_family", "max_prefill_tokens_per_step")
-    wanted = {name: getattr(options, name) for name in names}
+    wanted = {name: getattr(options, name) for name in (*ENGINE_FLAGS, "dtype")}
     wanted["pdl"] = False if options.no_pdl else None
     # There is no row for the engine of default sizes if sizes are given, if it would be too short,
     # or if a row is recorded.

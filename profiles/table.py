@@ -187,10 +187,12 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             )
     if document["admission"] is not None:
         found = document["admission"]
+        bound = found["engine"].get("max_prefill_ms_per_step")
+        allowed = "" if bound is None else f" with `max_prefill_ms_per_step={bound:g}`"
         notes.append(
             f"- {document['shape']}, {found['decoding']} requests decoding: admitting a prompt of "
             f"{found['admitted_tokens']:,} tokens makes their longest gap "
-            f"{found['longest_gap_ms']:.2f} ms {file}."
+            f"{found['longest_gap_ms']:.2f} ms{allowed} {file}."
         )
     section = document.get("contexts") or {}
     firsts = (section.get("first_tokens") or {"ttft_ms": {}})["ttft_ms"]
@@ -234,6 +236,8 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
     first = rows[0]
     chunk = first["engine"]["max_prefill_tokens_per_step"]
     conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
+    bound = first["engine"].get("max_prefill_ms_per_step")
+    conditions += "" if bound is None else f", at most {bound:g} ms of prefill a step"
     conditions += "" if first["engine"]["pdl"] else ", without PDL"
     plans = all_heuristic_plans(rows)
     fed = f"{first['prompt_tokens']} prompt"

@@ -350,10 +350,13 @@ def _cost(title: str, found: Row) -> str:
 
 
 def _admission(found: Mapping[str, Any]) -> str:
+    longest, usual = found["longest_gap_ms"], found["undisturbed_gap_ms"]
+    bound = found["engine"].get("max_prefill_ms_per_step")
+    more = "" if bound is None else f"; {longest - usual:.3f} longer, {bound:g} are allowed"
     return (
         f"{found['decoding']} requests decode, a prompt of {found['admitted_tokens']} tokens is "
-        f"admitted: their longest gap is {found['longest_gap_ms']:.3f} ms (undisturbed "
-        f"{found['undisturbed_gap_ms']:.3f}), its TTFT {found['ttft_ms']:.3f} ms"
+        f"admitted: their longest gap is {longest:.3f} ms (undisturbed {usual:.3f}{more}), its "
+        f"TTFT {found['ttft_ms']:.3f} ms"
     )
 
 

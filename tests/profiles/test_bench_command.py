@@ -336,8 +336,14 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     results, readme = tmp_path / "results", tmp_path / "README.md"
     results.mkdir()
     options = ("--batch", "1", "--long", "20", "--admission", "40", "--ttft-tokens", "5")
-    assert run_bench("--shape", "tiny", *options, "--out", str(results / "bench-tiny.json"))[0] == 0
+    options += ("--prefill-buckets", "8,32", "--max-prefill-ms-per-step", "1e9")
+    out = ("--out", str(results / "bench-tiny.json"))
+    status, printed, _ = run_bench("--shape", "tiny", *options, *out)
+    assert status == 0
     document = json.loads((results / "bench-tiny.json").read_text())
+    engine = document["admission"]["engine"]
+    assert (engine["prefill_buckets"], engine["prefill_cut"]) == ([8, 32], [[0, 32]])
+    assert re.search(r"\(undisturbed [\d.]+; -?[\d.]+ longer, 1e\+09 are allowed\)", printed)
     # What only a GPU has, and a peer.
     document["ceiling"] = {"tb_s": 4.4}
     document["rows"][0] |= {"share": 0.84, "floor_ms": 0.56, "host": {"host_us": 12.34}}
@@ -367,6 +373,8 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long (file 1)." in shown
     assert "read ceiling 4.40 TB/s" in shown and "1. `profiles/results/bench-tiny.json`" in shown
     assert "admitting a prompt of 40 tokens" in shown
+    assert " ms with `max_prefill_ms_per_step=1e+09` (file 1)." in shown
+    assert " runs, at most 1e+09 ms of prefill a step" in shown
     for line in (LONG_PLAIN, LONG):
         assert line in shown
     # Each percentile that so few gaps do not support is marked, and not in italics.
