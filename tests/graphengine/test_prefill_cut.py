@@ -115,6 +115,19 @@ def test_times_that_fall_where_they_cannot_do_no_harm(
             assert max(early) * HEADROOM <= bound, (start, end, tokens)
 
 
+def test_a_bucket_is_not_taken_again_after_it_was_too_slow() -> None:
+    times = {
+        8: ((0, 1.0), (50, 1.0), (100, 1.0)),
+        16: ((0, 3.0), (50, 11.0), (100, 1.0)),
+        32: ((0, 1.0), (50, 12.0), (100, 12.0)),
+    }
+    cut = cut_within(times, longest=120, bound=5 * HEADROOM)
+    # 5 ms are where 50 * 2 / 8 = 12.5 tokens stand before 16; and 32 cannot be faster there.
+    assert cut.steps == ((0, 32), (32, 8))
+    del times[32]
+    assert cut_within(times, longest=120, bound=5 * HEADROOM).steps == ((0, 16), (16, 8))
+
+
 def test_a_cut_by_hand() -> None:
     """Times of an 8B model, more or less: 10 ms for 512 tokens, as much again after 16,384."""
     chunk_ms = model(2.0, 0.016, 1e-6)
