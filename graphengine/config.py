@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,7 @@ from graphengine.speculative import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+KvDtype = Literal["auto", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -84,8 +86,8 @@ class EngineConfig:
     )
     dtype: torch.dtype | str | None = option(
         None,
-        doc="""dtype of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None:
-        the checkpoint's on a GPU, float32 on a CPU""",
+        doc="""dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or
+        "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU""",
         flag=Flag(),
     )
     max_batch: int = option(
@@ -156,6 +158,20 @@ class EngineConfig:
         NOT_NEGATIVE,
         doc="""pinned host blocks for paused requests; None: what a short pool can need, within half
         of what the host, or a limit of the container, leaves""",
+    )
+    kv_dtype: KvDtype = option(
+        "auto",
+        doc="""what KV is kept in: "fp8" is e4m3, half the bytes of 16 bits and so twice the tokens,
+        with scales of each layer from the checkpoint (`k_scale`, `v_scale`), else 1.0; "auto":
+        dtype""",
+        flag=Flag(),
+    )
+    kv_calibration: str | tuple[int, ...] | None = option(
+        None,
+        doc="""a prompt, text or token ids, that sets the scales of an fp8 KV in place of the
+        checkpoint's: the largest key and value of each head become the largest of e4m3, 448; None:
+        no prompt""",
+        flag=Flag(metavar="TEXT"),
     )
     prefix_caching: bool = option(
         False,
@@ -270,6 +286,7 @@ class EngineConfig:
             self._keep_sizes(name)
         if not self.prefill_buckets:
             raise ValueError("prefill_buckets must name at least one size")
+        self._check_calibration()
         if self.prefill_cut is not None:
             self._keep_cut(self.prefill_cut)
         self._check_speculation()
@@ -308,6 +325,20 @@ class EngineConfig:
         if max(sizes, default=0) > INT32_MAX:
             raise ValueError(f"{name}={sizes} must be at most {INT32_MAX}")
         object.__setattr__(self, name, tuple(map(int, sizes)))
+
+    def _check_calibration(self) -> None:
+        prompt = self.kv_calibration
+        if prompt is None:
+            return
+        if self.kv_dtype != "fp8":
+            raise ValueError(
+                f"kv_calibration is for kv_dtype='fp8', not for kv_dtype={self.kv_dtype!r}"
+            )
+        if isinstance(prompt, str):
+            return
+        if not isinstance(prompt, Sequence) or not all(is_int(token) for token in prompt):
+            raise ValueError(f"kv_calibration={prompt!r:.99} must be text or token ids")
+        object.__setattr__(self, "kv_calibration", tuple(map(int, prompt)))
 
     def _keep_cut(self, given: object) -> None:
         object.__setattr__(self, "prefill_cut", PrefillCut.read(given).steps)

@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.config import LogprobsMode
+from graphengine.config import KvDtype, LogprobsMode
 from graphengine.kernels import RowFamily
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
@@ -24,8 +24,8 @@ class EngineOptions(TypedDict, total=False):
     """
 
     dtype: torch.dtype | str | None
-    """dtype of weights and KV: "float32", "bfloat16" or "float16"; "auto" or None: the
-    checkpoint's on a GPU, float32 on a CPU
+    """dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or "float16"; "auto"
+    or None: the checkpoint's on a GPU, float32 on a CPU
     """
 
     max_batch: int
@@ -72,6 +72,16 @@ class EngineOptions(TypedDict, total=False):
     swap_blocks: int | None
     """pinned host blocks for paused requests; None: what a short pool can need, within half of
     what the host, or a limit of the container, leaves
+    """
+
+    kv_dtype: KvDtype
+    """what KV is kept in: "fp8" is e4m3, half the bytes of 16 bits and so twice the tokens, with
+    scales of each layer from the checkpoint (`k_scale`, `v_scale`), else 1.0; "auto": dtype
+    """
+
+    kv_calibration: str | tuple[int, ...] | None
+    """a prompt, text or token ids, that sets the scales of an fp8 KV in place of the checkpoint's:
+    the largest key and value of each head become the largest of e4m3, 448; None: no prompt
     """
 
     prefix_caching: bool

@@ -25,7 +25,9 @@ from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
+from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -194,8 +196,11 @@ from graphengine.kernels.step.swap import copy_blocks, copy_blocks_reference
 
 __all__ = [
     "ALONE",
+    "BITS",
     "EMITTED",
     "FMA_LANES",
+    "FP8_KV",
+    "FP8_MAX",
     "INVALID",
     "LENGTH",
     "MAX_DRAFTS",

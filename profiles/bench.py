@@ -76,7 +76,7 @@ SCHEMA = 1
 TTFT_TOKENS = (128, 1024)
 ENGINE_FLAGS = (
     *("device", "row_family", "prefill_buckets"),
-    *("max_prefill_tokens_per_step", "max_prefill_ms_per_step"),
+    *("max_prefill_tokens_per_step", "max_prefill_ms_per_step", "kv_dtype"),
 )
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
@@ -498,6 +498,7 @@ def _against_floor(
         context=work.prompt_tokens + work.new_tokens / 2,
         rows=work.live,
         itemsize=engine.memory.dtype.itemsize,
+        kv_itemsize=engine.memory.kv_dtype.itemsize,
     )
     return {"step_bytes": size} | floor_and_share(ceiling, size, ms_per_step)
 

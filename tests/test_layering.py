@@ -49,7 +49,7 @@ MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
         *("contract", "families", "stored", "mtp", "chains"),
-        *("checkpoint", "tensor_files", "tuning"),
+        *("checkpoint", "kv_scales", "tensor_files", "tuning"),
     )
 }
 

@@ -151,6 +151,7 @@ def info(options: argparse.Namespace) -> None:
         "vocabulary": model.vocab_size,
         "device": str(memory.device),
         "dtype": str(memory.dtype).removeprefix("torch."),
+        "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
         "max_batch": memory.ladder.sizes[-1],
         "max_seq_len": memory.max_seq_len,
         "decode_buckets": memory.ladder.sizes,

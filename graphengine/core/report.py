@@ -42,8 +42,7 @@ class EngineReport:
     def __str__(self) -> str:
         memory = self.memory
         lines = [
-            f"device {memory.device}, {str(memory.dtype).removeprefix('torch.')}, "
-            f"max_seq_len {memory.max_seq_len}",
+            f"device {memory.device}, {_dtypes(memory)}, max_seq_len {memory.max_seq_len}",
             self.kernels,
             *_describe_compilation(self.compilation),
             f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
@@ -104,6 +103,12 @@ def statistics(
         "kv": _kv_blocks(scheduler),
         "counters": dict(scheduler.counters) | drafter.counters(),
     }
+
+
+def _dtypes(memory: MemoryPlan) -> str:
+    """Of weights, and of KV where it has one of its own."""
+    weights, kv = (str(dtype).removeprefix("torch.") for dtype in (memory.dtype, memory.kv_dtype))
+    return weights if kv == weights else f"{weights}, KV {kv}"
 
 
 def _kv_blocks(scheduler: Scheduler) -> dict[str, int | None]:
@@ -178,6 +183,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "architecture": runtime.model.config.architecture,
         "device": str(memory.device),
         "dtype": str(memory.dtype).removeprefix("torch."),
+        "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
         "max_batch": config.max_batch,
         "max_seq_len": memory.max_seq_len,
         "buckets": list(memory.ladder.sizes),

@@ -23,7 +23,9 @@ from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
 from graphengine.drafters import Drafter
 from graphengine.host.replay import Replay
+from graphengine.kernels import BITS, FP8_KV
 from graphengine.models.contract import Model
+from graphengine.models.kv_scales import scales_id
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
@@ -221,7 +223,9 @@ class Runtime:
             index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
             # A layer at a time, as the gathered blocks take device memory outside the budget.
             return tuple(
-                torch.stack([layer.index_select(0, index).cpu() for layer in cache])
+                torch.stack([layer.index_select(0, index).cpu() for layer in _bits(cache)]).view(
+                    cache.dtype
+                )
                 for cache, _ in self.caches
             )
 
@@ -230,7 +234,7 @@ class Runtime:
         with self.on_stream():
             index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
             for (cache, _), parts in zip(self.caches, kept, strict=True):
-                for layer, part in zip(cache, parts, strict=True):
+                for layer, part in zip(_bits(cache), _bits(parts), strict=True):
                     layer.index_copy_(0, index, part.to(self._device))
 
     @contextmanager
@@ -260,6 +264,11 @@ class Runtime:
         del self.masks, self.mailbox, self.logprobs, self.buffers
 
 
+def _bits(cache: Tensor) -> Tensor:
+    """The same memory as integers, which every operation knows."""
+    return cache.view(BITS[cache.element_size()])
+
+
 def _numerics_id(
     model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut
 ) -> str:
@@ -267,6 +276,9 @@ def _numerics_id(
     prefill = memory.prefill_ladder.sizes
     # The usual cut follows from the buckets.
     usual = prefill_cut.steps == ((0, prefill[-1]),)
+    fp8: dict[str, str] = {}
+    if memory.kv_dtype == FP8_KV:
+        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id([model.weights])}
     return numerics_id(
         model.config.linears,
         held.plans,
@@ -275,6 +287,7 @@ def _numerics_id(
             "attention_split": held.program.launch.split_tokens,
             "block_size": memory.block_size,
             "prefill_buckets": ",".join(map(str, prefill)),
+            **fp8,
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **model.numerics(prefill),
         },

@@ -23,6 +23,7 @@ from torch import Tensor
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
 from graphengine.models.contract import StoredWeights
+from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.speculative import DraftModel, Speculative, describe
 
@@ -38,6 +39,7 @@ class Origin:
     """What the engine of a session must have in common with an engine that continues it.
 
     device       "cpu", or the GPU's name: another kind computes other bits
+    dtype        of the model, and what KV is kept in where that is another: fp8 and its scales
     model        fingerprint of the configuration and of samples of the weights
     caches       shape of a block of each cache, layers first
     speculative  the drafter, as in reports, but without the path of a draft model
@@ -166,11 +168,11 @@ class SessionSnapshot:
             if blocks is None and cache.dim() > 1:
                 blocks = cache.shape[1]
             expected = (shape[0], blocks, *shape[1:])
-            fits = tuple(cache.shape) == expected and cache.dtype == core.memory.dtype
+            fits = tuple(cache.shape) == expected and cache.dtype == core.memory.kv_dtype
             if not fits or blocks is None or blocks > most:
                 raise ValueError(
                     f"cache {index} of the session is {cache.dtype} {tuple(cache.shape)}: it must "
-                    f"be {core.memory.dtype} {expected}, of {most} blocks at most"
+                    f"be {core.memory.kv_dtype} {expected}, of {most} blocks at most"
                 )
         self._check_digests()
 
@@ -233,7 +235,7 @@ def origin_of(core: EngineCore) -> Origin:
     on_gpu = device.type == "cuda"
     return Origin(
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        dtype=str(core.memory.dtype).removeprefix("torch."),
+        dtype=_dtypes(core),
         block_size=core.memory.block_size,
         model=_fingerprint(core.runtime.model.weights),
         caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
@@ -241,6 +243,18 @@ def origin_of(core: EngineCore) -> Origin:
         drafter="" if core.drafter.weights is None else _fingerprint(core.drafter.weights),
         numerics_id=core.runtime.numerics_id,
     )
+
+
+def _dtypes(core: EngineCore) -> str:
+    """Of the model, and of KV where it has one of its own; the scales are as much a part of it."""
+    model, kv = (
+        str(dtype).removeprefix("torch.") for dtype in (core.memory.dtype, core.memory.kv_dtype)
+    )
+    if kv == model:
+        return model
+    held = (core.runtime.model.weights, core.drafter.weights)
+    scales = scales_id(weights for weights in held if weights is not None)
+    return f"{model}, KV {kv} of scales {scales}"
 
 
 def copy_out(core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:

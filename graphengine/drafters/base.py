@@ -33,6 +33,7 @@ from graphengine.kernels import (
 
 if TYPE_CHECKING:
     from graphengine.host.scheduler import PrefillChunk
+    from graphengine.models.checkpoint import Checkpoint
     from graphengine.models.contract import DecodeLaunch, Destinations, Model, StoredWeights
 
 
@@ -122,6 +123,8 @@ class Drafter(ABC):
     needs: DraftNeeds
     weights: StoredWeights | None = None
     """On which its KV depends, once `allocate` made them."""
+    own_checkpoint: Checkpoint | None = None
+    """Where they are read from; None: from the target's."""
     streams: Mapping[int, Tensor] = MappingProxyType({})
     """[T or more, H] by layer of the target: where prefill leaves the stream after that layer.
     Known once it is opened."""

@@ -50,6 +50,7 @@ class DraftModelDrafter(Drafter):
     """
 
     weights: ModelWeights
+    own_checkpoint: Checkpoint
 
     def __init__(self, config: ModelConfig, length: int, checkpoint: Checkpoint) -> None:
         self.config = config
@@ -61,12 +62,12 @@ class DraftModelDrafter(Drafter):
             # After a prompt its last token is fed again, by the decode kernels.
             tokens_after=1,
         )
-        self._checkpoint = checkpoint
+        self.own_checkpoint = checkpoint
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = self.config.allocate(device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self.config.linears, dtype, family, device)
-        self._checkpoint.load(destinations(self._checkpoint, self.weights))
+        self.own_checkpoint.load(destinations(self.own_checkpoint, self.weights))
         return {}
 
     @staticmethod

@@ -243,6 +243,14 @@ class StoredWeights(ABC):
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held; one that is used twice may be there twice."""
 
+    @abstractmethod
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Float32 `[2, G]` of each layer that has keys and values, in the order of their cache.
+
+        By the prefix of the layer's attention in the checkpoint. They are no weights: whoever
+        opens an engine with an fp8 cache sets them, and nothing else reads them.
+        """
+
     def named(self) -> Destinations:
         """The views of `stored`, by name."""
         return {name: weight.tensor for name, weight in self.stored().items()}
@@ -294,8 +302,16 @@ class DecodeLaunch(Launch):
 class ChunkAttention(Protocol):
     """Attention of a chunk over one layer's cache, which holds the lanes' own keys and values."""
 
-    def __call__(self, q_NQD: Tensor, kv: Tensor, *, scale: float, out: Tensor) -> Tensor:
-        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`."""
+    def __call__(
+        self,
+        q_NQD: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        kv_scales: Tensor | None = None,
+        out: Tensor,
+    ) -> Tensor:
+        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`; an fp8 one has scales."""
         ...
 
 

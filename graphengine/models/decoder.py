@@ -198,6 +198,13 @@ class DecoderWeights(ModelWeights):
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         return [self.embedding, self.final_norm, self.lm_head, *per_layer]
 
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Of every layer's keys and values, by the prefix of its attention."""
+        return {
+            f"model.layers.{index}.self_attn.": layer.attention.kv_scales
+            for index, layer in enumerate(self.layers)
+        }
+
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
         """The model, with RoPE for sequences of at most this many tokens."""
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)

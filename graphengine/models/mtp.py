@@ -59,6 +59,7 @@ from graphengine.models.decoder import (
     prefill_scratch,
 )
 from graphengine.models.families import read_model_config
+from graphengine.models.kv_scales import is_kv_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +305,10 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     unknown = [
         name
         for name in names
-        if name.startswith(config.prefixes) and name not in wanted and name not in ignored
+        if name.startswith(config.prefixes)
+        and name not in wanted
+        and name not in ignored
+        and not is_kv_scale(name)
     ]
     if unknown:
         raise ValueError(
@@ -356,6 +360,14 @@ class MtpWeights(StoredWeights):
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
         return [tensor for module in self.modules for tensor in module.tensors()]
+
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Of every module's keys and values, by the prefix of its attention."""
+        layer = self.config.layout.layer
+        return {
+            f"{prefix}{layer}self_attn.": module.layer.attention.kv_scales
+            for module, prefix in zip(self.modules, self.config.prefixes, strict=True)
+        }
 
 
 def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) -> MtpWeights:

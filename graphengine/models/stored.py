@@ -16,6 +16,7 @@ from graphengine.models.checkpoint import Checkpoint, eos_token_ids, some
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
+from graphengine.models.kv_scales import is_kv_scale
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Seque
         name
         for name in unused
         if _QUANTISED.fullmatch(name.rpartition(".")[2])
+        and not is_kv_scale(name)
         and not name.startswith(_DRAFT_MODULES)
         and _layer(name) < config.num_layers
     ]
@@ -118,6 +120,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
         name
         for name in own
         if _layer(name) < config.num_layers
+        and not is_kv_scale(name)
         and not _BUFFERS.fullmatch(name)
         and checkpoint.tensors[name].dtype not in _BUFFER_DTYPES
         and not (name == _HEAD and config.tie_embeddings)

@@ -168,11 +168,11 @@ def _new_logprobs(rings: Rings, top: int, device: torch.device) -> Logprobs:
 def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:
     return (
         torch.zeros(
-            (layers, memory.kv_blocks + 1, *block), dtype=memory.dtype, device=memory.device
+            (layers, memory.kv_blocks + 1, *block), dtype=memory.kv_dtype, device=memory.device
         ),
         torch.zeros(
             (layers, memory.swap_blocks, *block),
-            dtype=memory.dtype,
+            dtype=memory.kv_dtype,
             pin_memory=memory.device.type == "cuda",
         ),
     )

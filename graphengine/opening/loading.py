@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
+from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import Model
+from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.observe.tracing import span
+from graphengine.opening.calibration import calibrate, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.text.tokenizer import Tokenizer
 
@@ -46,6 +49,9 @@ def open_checkpoint(
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         unused = checkpoint.load(wanted, progress)
+        if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
+            read_kv_scales(checkpoint, weights, drafter)
+            unused = [name for name in unused if not is_kv_scale(name)]
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
@@ -53,4 +59,6 @@ def open_checkpoint(
         max_seq_len=memory.max_seq_len,
         vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
     )
+    if config.kv_calibration is not None:
+        calibrate(model, memory, config, drafter, tokenizer)
     return Opened(model, memory, tokenizer, tuple(eos_ids), drafter)

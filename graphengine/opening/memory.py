@@ -20,9 +20,7 @@ from graphengine.buckets import (
 )
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.kernels import (
-    MAX_LANES,
-)
+from graphengine.kernels import FP8_KV, MAX_LANES
 from graphengine.models.contract import (
     ModelConfig,
     cache_shape,
@@ -44,12 +42,15 @@ _KERNELS_PER_LAYER = 12
 _KERNELS_PER_PROMPT_PART = 8
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+# Compute capability of the first GPUs that convert e4m3.
+_LEAST_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """The sizes that follow from a model, an `EngineConfig` and the memory at hand.
 
+    dtype          of weights and activations; `kv_dtype` of the caches
     block_bytes    of one block in all caches: the target's and the drafter's
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
     swap_blocks    pinned host blocks
@@ -59,6 +60,7 @@ class MemoryPlan:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_seq_len: int
     ladder: BucketLadder
     prefill_ladder: BucketLadder
@@ -108,7 +110,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
 
-    ValueError for prefix caching of a model whose recurrent layers need every token.
+    ValueError for prefix caching of a model whose recurrent layers need every token, and for an
+    fp8 KV cache on a GPU that cannot convert it.
 
     `checkpoint_dtype` is used on a GPU where the config names no dtype; a CPU computes in float32.
     """
@@ -120,6 +123,9 @@ def plan_memory(
         )
     device = torch.device(config.device)
     dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
+    kv_dtype = FP8_KV if config.kv_dtype == "fp8" else dtype
+    if kv_dtype == FP8_KV:
+        _check_fp8(device)
     max_seq_len = config.sequence_limit(model.max_positions)
     ladder = BucketLadder(config.max_batch, config.buckets)
     longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
@@ -128,9 +134,9 @@ def plan_memory(
     if config.prefill_cut is not None:
         PrefillCut(config.prefill_cut).check_sizes(prefill_ladder.sizes)
     table_blocks = -(-max_seq_len // config.block_size)
-    own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * dtype.itemsize
+    own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * kv_dtype.itemsize
     needs = drafter.needs
-    drafter_block = math.prod(needs.kv_block_shape(config.block_size)) * dtype.itemsize
+    drafter_block = math.prod(needs.kv_block_shape(config.block_size)) * kv_dtype.itemsize
     block_bytes = own_block_bytes + drafter_block
     draft_lengths = tuple(sorted({0, needs.length}))
 
@@ -159,7 +165,8 @@ def plan_memory(
     if kv_blocks is None:
         fitting = left // block_bytes - 1
         kv_blocks = max(table_blocks, min(config.max_batch * table_blocks, fitting))
-    kv_name = f"KV cache ({kv_blocks} blocks of {config.block_size} tokens, and a dummy)"
+    kind = "fp8 blocks" if kv_dtype == FP8_KV else "blocks"
+    kv_name = f"KV cache ({kv_blocks} {kind} of {config.block_size} tokens, and a dummy)"
     budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
     if config.kv_blocks is None:
         _check_one_request(config, max_seq_len, block_bytes, left, budget, where)
@@ -176,6 +183,7 @@ def plan_memory(
     return MemoryPlan(
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         max_seq_len=max_seq_len,
         ladder=ladder,
         prefill_ladder=prefill_ladder,
@@ -188,6 +196,17 @@ def plan_memory(
         graphs=graphs,
         budget=budget,
     )
+
+
+def _check_fp8(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < _LEAST_FP8:
+        raise ValueError(
+            f"kv_dtype='fp8' needs a GPU of compute capability "
+            f"{'.'.join(map(str, _LEAST_FP8))} or more: {device} has {major}.{minor}"
+        )
 
 
 def _check_one_request(

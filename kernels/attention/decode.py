@@ -82,6 +82,7 @@ def decode_attention(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
     split_tokens: int = SPLIT_TOKENS,
     tokens_per_row: int = 1,
     out: torch.Tensor | None = None,
@@ -91,7 +92,8 @@ def decode_attention(
     Args:
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
         cos, sin: float32 [P, D/2] from `rope_tables`.
-        kv: one layer's cache, in qkv's dtype. Written in place: one key and value a live lane.
+        kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place: one key and value a
+            live lane.
         block_table_SB: int32. slot_N: int32, -1 = padded lane; live rows name different slots.
         position_N: int32, where the lane's token belongs.
         launch: its counters are wanted, dense, at least `decode_attention_arrivals`. With PDL slots
@@ -102,6 +104,7 @@ def decode_attention(
             (`decode_attention_workspace_bytes`), never the result.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds.
+        kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
         split_tokens: keys of a split, 64 or 128: part of the numerics. Short ones suit few lanes.
         tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
             position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
@@ -123,6 +126,7 @@ def decode_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         max_seq_len=max_seq_len,
+        kv_scales=kv_scales,
     )
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
     if split_tokens not in (64, 128):
@@ -153,8 +157,12 @@ def decode_attention(
             q_norm_weight=q_norm_weight,
             k_norm_weight=k_norm_weight,
             eps=eps,
+            kv_scales=kv_scales,
             out=out,
         )
+    if kv_scales is not None:
+        # To be replaced by the kernel that reads such a cache.
+        raise NotImplementedError(f"decode attention's kernel does not read a cache of {kv.dtype}")
     splits = -(-max_seq_len // split_tokens)
     tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
     least = _LEAST_PROGRAMS if head_dim <= 64 else 1
@@ -261,9 +269,10 @@ def _check_arguments(
     num_heads: int,
     num_kv_heads: int,
     max_seq_len: int,
+    kv_scales: torch.Tensor | None,
 ) -> int:
     """Raise ValueError unless tables and cache fit the QKV product; return head_dim."""
-    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
+    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads, kv_scales)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
     check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)

@@ -35,6 +35,7 @@ from graphengine.kernels.core.lanes import check_lanes
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.paged import (
     check_cache,
+    check_cache_dtype,
     checked_output,
     token_capacity,
 )
@@ -92,6 +93,7 @@ def paged_prefill_attention(
     slot_P: torch.Tensor,
     position_P: torch.Tensor,
     scale: float,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
@@ -102,10 +104,12 @@ def paged_prefill_attention(
 
     Args:
         q_NQD: [N, Q, D], heads dense, any stride on lanes. Q is a multiple of the cache's G.
-        kv: one layer's cache, in q's dtype. block_table_SB: int32.
+        kv: one layer's cache, in q's dtype or in FP8_KV. block_table_SB: int32.
         query_start_P1: int32 [P + 1], each at most N. slot_P: int32 [P], -1 = padded segment, whose
             other numbers do not count. position_P: int32 [P]. All on the device.
         scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
+        kv_scales: float32 [2, G], all positive, of a cache of FP8_KV. Products are in q's dtype,
+            which has e4m3 exactly; the scales come after them, in float32.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
         launch: with counters, PREFILL_ARRIVALS of them, keys may be split, in memory of its own.
             With PDL the launch before, whatever it is, may still run.
@@ -114,7 +118,7 @@ def paged_prefill_attention(
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
         Tokens past their block table are NaN.
     """
-    lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB)
+    lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB, kv_scales)
     if not scale > 0:
         raise ValueError(f"scale={scale} must be above 0")
     segments = slot_P.shape[0]
@@ -133,6 +137,7 @@ def paged_prefill_attention(
             slot_P=slot_P,
             position_P=position_P,
             scale=scale,
+            kv_scales=kv_scales,
             out=out,
         )
     kv_heads = kv.shape[3]
@@ -169,6 +174,7 @@ def paged_prefill_attention(
         query_start_P1,
         slot_P,
         position_P,
+        kv_scales,
         out,
         parts,
         arrivals if splits > 1 else None,
@@ -188,6 +194,7 @@ def paged_prefill_attention(
         SHARES=shares,
         SPLITS=splits,
         LEAST_SPLIT=LEAST_SPLIT,
+        FP8=kv_scales is not None,
         num_warps=warps,
         **launch_options(launch.pdl),
     )
@@ -228,7 +235,10 @@ def _check_arrivals(arrivals: torch.Tensor) -> None:
 
 
 def check_query(
-    q_NQD: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor
+    q_NQD: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> tuple[int, int, int]:
     """Raise ValueError unless the queries fit the cache; return (N, Q, D)."""
     if q_NQD.dim() != 3:
@@ -238,8 +248,7 @@ def check_query(
         raise ValueError(f"q must have dense heads, not strides {q_NQD.stride()}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
-    if kv.dtype != q_NQD.dtype:
-        raise ValueError(f"kv is {kv.dtype}, q {q_NQD.dtype}")
     kv_heads = kv.shape[3] if kv.dim() == 5 else 1
+    check_cache_dtype(kv, kv_scales, "q", q_NQD.dtype, kv_heads)
     check_cache(kv, block_table_SB, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     return lanes, heads, head_dim

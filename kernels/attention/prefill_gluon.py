@@ -56,10 +56,13 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
     """Whether to use `attend` for these queries in so many segments: it can run, and is faster.
 
-    It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache whose rows are aligned to 16 bytes.
+    It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache of their dtype whose rows are
+    aligned to 16 bytes. (`wgmma` takes e4m3 only times e4m3, so an FP8_KV cache is not for it.)
     """
     least = LEAST_PROGRAMS.get(q_NQD.shape[2])
     if INTERPRETED or not q_NQD.is_cuda or q_NQD.dtype not in _DTYPES or least is None:
+        return False
+    if kv.dtype != q_NQD.dtype:
         return False
     if torch.cuda.get_device_capability(q_NQD.device) != (9, 0):
         return False

@@ -22,6 +22,7 @@ def prefill_attention_kernel(
     query_start_ptr,
     slot_ptr,
     position_ptr,
+    kv_scales_ptr,
     out_ptr,
     part_ptr,
     arrivals_ptr,
@@ -41,6 +42,7 @@ def prefill_attention_kernel(
     SHARES: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a kv head, tile of (token, head of the group) rows, segment, and split of keys.
@@ -72,6 +74,8 @@ def prefill_attention_kernel(
     mask = (row_token < tokens)[:, None] & (dim < D)[None, :]
     q = tl.load(q_ptr + (lane * q_stride + head * D)[:, None] + dim[None, :], mask=mask, other=0.0)
 
+    if FP8:
+        scale_log2 *= tl.load(kv_scales_ptr + kv_head)
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
@@ -101,6 +105,8 @@ def prefill_attention_kernel(
         key_ptrs = key_ptr + entry[:, None] + dim[None, :]
         load_mask = token_mask[:, None] & (dim < D)[None, :]
         keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
+        if FP8:
+            keys = keys.to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if start + TILE > common_end:
             seen = token_mask[None, :] & (token[None, :] <= row_position[:, None])
@@ -113,6 +119,8 @@ def prefill_attention_kernel(
         weights = tl.exp2(tl.fma(scores, scale_log2, -(new_max * scale_log2)[:, None]))
         rescale = tl.exp2((running_max - new_max) * scale_log2)
         values = tl.load(key_ptrs + BLOCK_SIZE * G * D, mask=load_mask, other=0.0)
+        if FP8:
+            values = values.to(q.dtype)
         acc *= rescale[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
@@ -133,6 +141,8 @@ def prefill_attention_kernel(
             acc, running_sum = _merge_parts(parts_ptr, used, scale_log2, ROWS, DIM_PADDED)
 
     result = acc * (1.0 / running_sum)[:, None]
+    if FP8:
+        result *= tl.load(kv_scales_ptr + G + kv_head)
     inside = (row_position >= 0) & (row_position < position_limit)
     result = tl.where(inside[:, None], result, float("nan"))
     target = out_ptr + (lane * (Q * D) + head * D)[:, None] + dim[None, :]

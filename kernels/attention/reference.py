@@ -31,6 +31,7 @@ def decode_attention_reference(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
@@ -60,8 +61,9 @@ def decode_attention_reference(
             q_norm_weight=q_norm_weight,
             k_norm_weight=k_norm_weight,
             eps=eps,
+            kv_scales=kv_scales,
         )
-        keys, values = gather_cache(kv, block_table_SB, slot, position + 1)
+        keys, values = gather_cache(kv, block_table_SB, slot, position + 1, kv_scales)
         # [G, group, D] x [G, D, keys].
         q = q_1QD.float().view(num_kv_heads, -1, head_dim)
         weights = torch.softmax(q @ keys.permute(1, 2, 0) * scale, dim=-1)
@@ -78,6 +80,7 @@ def paged_prefill_attention_reference(
     slot_P: torch.Tensor,
     position_P: torch.Tensor,
     scale: float,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_prefill_attention` in plain PyTorch, a segment at a time."""
@@ -91,7 +94,7 @@ def paged_prefill_attention_reference(
         if slot < 0 or last <= first:
             continue
         out[first:last] = _segment_reference(
-            q_NQD[first:last], kv, block_table_SB, slot, first_position, scale
+            q_NQD[first:last], kv, block_table_SB, slot, first_position, scale, kv_scales
         ).to(out.dtype)
     return out
 
@@ -103,13 +106,14 @@ def _segment_reference(
     slot: int,
     first_position: int,
     scale: float,
+    kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """Float32 [T, Q * D] for the T tokens of one segment."""
     tokens, heads, head_dim = q_TQD.shape
     capacity = token_capacity(kv, block_table_SB)
     position_T = first_position + torch.arange(tokens, device=q_TQD.device)
     length = min(first_position + tokens, capacity)
-    keys, values = gather_cache(kv, block_table_SB, slot, max(length, 0))
+    keys, values = gather_cache(kv, block_table_SB, slot, max(length, 0), kv_scales)
     group = heads // keys.shape[1]
     key_position = torch.arange(len(keys), device=q_TQD.device)
     hidden = key_position[None, :] > position_T[:, None]

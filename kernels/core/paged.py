@@ -2,11 +2,17 @@
 
     kv[blocks, 2, block_size, G, D]     key (0) and value (1) of every token; any stride on blocks
     block_table_SB[slot, i]             the block that holds tokens i*block_size .. of a slot
+    kv_scales[2, G]                     float32, of the keys (0) and values (1) of each head; only
+                                        for a cache of FP8_KV
 
 Token t of a slot lives in block `block_table_SB[slot, t // block_size]` at offset `t % block_size`
 (PagedAttention, Kwon et al. 2023). A cache may hold more than 2**31 elements: kernels address it
 with int64. Entries of the table past a slot's length are never followed; cache entries past it, in
 its last block, do not show in any result.
+
+A cache has the dtype of the queries, or FP8_KV (e4m3: 3 bits of mantissa, at most 448). In the
+latter a key or value, rounded to the queries' dtype first, is stored as `quantise` has it, and
+means what is stored times its scale. A launch that appends a token attends to it as it is stored.
 
 Letters: S slots, B blocks of a slot's table, N lanes of a launch, Q query heads, G kv heads,
 D head_dim.
@@ -21,6 +27,11 @@ import triton.language as tl
 from graphengine.kernels.core.lanes import check_int32
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+FP8_KV = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8_KV).max
+
+_LARGEST_E4M3 = tl.constexpr(0x7E)
+_NAN_E4M3 = tl.constexpr(0x7F)
 
 
 @triton.jit
@@ -37,8 +48,37 @@ def cache_offsets(
     return block.to(tl.int64) * kv_block_stride + (token % BLOCK_SIZE) * TOKEN_STRIDE
 
 
+@triton.jit
+def quantised_bits(x, scale):
+    """`quantise` in a kernel: the bytes (uint8) of e4m3 of float32 `x / scale`, which broadcast.
+
+    In integers, as Triton's interpreter rounds a cast to e4m3 in its own way. It is what
+    `cvt.rn.satfinite` gives, but for a NaN's sign.
+    """
+    bits = tl.div_rn(x, scale).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Ties to even, and the exponent's bias of 127 becomes 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 there are only multiples of 2**-9, which are the last bits of a float of 2**14.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    e4m3 = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    e4m3 = tl.minimum(e4m3, _LARGEST_E4M3)
+    e4m3 = tl.where(magnitude > 0x7F800000, _NAN_E4M3, e4m3)
+    return (e4m3 | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Float32 `x / scale` in FP8_KV: rounded to nearest even, at most 448; NaN stays NaN."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8_KV)
+
+
 def gather_cache(
-    kv: torch.Tensor, block_table_SB: torch.Tensor, slot: int, length: int
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot: int,
+    length: int,
+    kv_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 copies of a slot's first `length` keys and values, each [length, G, D]."""
     block_size = kv.shape[2]
@@ -46,7 +86,51 @@ def gather_cache(
     token_of = torch.arange(length, device=kv.device)
     block_of = blocks[token_of // block_size]
     entry_of = token_of % block_size
-    return kv[block_of, 0, entry_of].float(), kv[block_of, 1, entry_of].float()
+    keys, values = kv[block_of, 0, entry_of].float(), kv[block_of, 1, entry_of].float()
+    if kv_scales is not None:
+        keys, values = keys * kv_scales[0, :, None], values * kv_scales[1, :, None]
+    return keys, values
+
+
+def append_to_cache(
+    kv: torch.Tensor,
+    block: torch.Tensor,
+    entry: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """Store keys and values [n, G, D] of n tokens as entries `entry` [n] of blocks `block` [n]."""
+    if kv_scales is not None:
+        key, value = quantise(key, kv_scales[0, :, None]), quantise(value, kv_scales[1, :, None])
+    kv[block, 0, entry] = key
+    kv[block, 1, entry] = value
+
+
+def check_cache_dtype(
+    kv: torch.Tensor, kv_scales: torch.Tensor | None, name: str, dtype: torch.dtype, kv_heads: int
+) -> None:
+    """Raise ValueError unless `kv` can hold what is in `dtype`, as `name` is, with these scales.
+
+    That scales are positive and finite is for those to check who make them.
+    """
+    if kv.dtype not in (dtype, FP8_KV):
+        raise ValueError(f"kv is {kv.dtype}, {name} {dtype}: it must be that, or {FP8_KV}")
+    if kv.dtype != FP8_KV:
+        if kv_scales is not None:
+            raise ValueError(f"kv_scales are for a cache of {FP8_KV}, not of {kv.dtype}")
+        return
+    if kv_scales is None:
+        raise ValueError(f"a cache of {FP8_KV} needs kv_scales [2, {kv_heads}], not None")
+    if (
+        kv_scales.shape != (2, kv_heads)
+        or kv_scales.dtype != torch.float32
+        or not kv_scales.is_contiguous()
+    ):
+        raise ValueError(
+            f"kv_scales must be a dense {torch.float32} [2, {kv_heads}], "
+            f"not {kv_scales.dtype} {list(kv_scales.shape)}"
+        )
 
 
 def check_cache(

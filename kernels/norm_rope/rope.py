@@ -18,9 +18,12 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import (
+    append_to_cache,
     cache_offsets,
     check_cache,
+    check_cache_dtype,
     checked_output,
+    quantised_bits,
     token_capacity,
 )
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
@@ -169,6 +172,7 @@ def rope_append(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -177,10 +181,11 @@ def rope_append(
     Args:
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
         cos, sin: float32 [P, D/2] from `rope_tables`.
-        kv: one layer's cache, in qkv's dtype. Written in place.
+        kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place.
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds.
+        kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
         out: [N, Q, D] in qkv's dtype; may be any memory that is not qkv's.
         pdl: the launch before, whatever it is, may still run.
 
@@ -189,7 +194,7 @@ def rope_append(
         float32, rounded once. A padded lane reads and writes nothing. A live lane past the tables
         or past its block table appends nothing and its queries are NaN.
     """
-    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads)
+    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads, kv_scales)
     check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
     lanes = qkv_NX.shape[0]
@@ -209,6 +214,7 @@ def rope_append(
             q_norm_weight=q_norm_weight,
             k_norm_weight=k_norm_weight,
             eps=eps,
+            kv_scales=kv_scales,
             out=out,
         )
     all_heads = num_heads + 2 * num_kv_heads
@@ -218,12 +224,13 @@ def rope_append(
         qkv_NX,
         cos,
         sin,
-        kv,
+        kv if kv_scales is None else kv.view(torch.uint8),
         block_table_SB,
         slot_N,
         position_N,
         q_norm_weight,
         k_norm_weight,
+        kv_scales,
         out,
         qkv_NX.stride(0),
         kv.stride(0),
@@ -237,6 +244,7 @@ def rope_append(
         BLOCK_HEADS=block_heads,
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
+        FP8=kv_scales is not None,
         num_warps=4,
         **launch_options(pdl),
     )
@@ -254,6 +262,7 @@ def _rope_append_kernel(
     position_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    kv_scales_ptr,
     out_ptr,
     qkv_stride,
     kv_block_stride,
@@ -267,6 +276,7 @@ def _rope_append_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_HEADS heads, counted through queries, then keys, then values."""
@@ -318,6 +328,12 @@ def _rope_append_kernel(
     offset = tl.where(is_value, (kv_head - G) * D + BLOCK_SIZE * G * D, kv_head * D)
     target = kv_ptr + entry + offset + pair[None, :]
     append_mask = mask & inside & (head >= Q)[:, None]
+    if FP8:
+        # The scales of the values follow those of the keys, as the heads do.
+        is_kv_head = (head >= Q) & (head < Q + 2 * G)
+        scale = tl.load(kv_scales_ptr + head - Q, mask=is_kv_head, other=1.0)[:, None]
+        lower = quantised_bits(lower.to(tl.float32), scale)
+        upper = quantised_bits(upper.to(tl.float32), scale)
     tl.store(target, lower, mask=append_mask)
     tl.store(target + HALF, upper, mask=append_mask)
 
@@ -352,6 +368,7 @@ def rope_append_reference(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_append` in plain PyTorch, in place on the cache as well."""
@@ -376,15 +393,14 @@ def rope_append_reference(
         cos_live = cos_live.masked_fill(unknown, math.nan)
         sin_live = sin_live.masked_fill(unknown, math.nan)
     out[live] = _rotate_reference(q, cos_live, sin_live).to(out.dtype)
-    k = _rotate_reference(k, cos_live, sin_live).to(kv.dtype)
+    k = _rotate_reference(k, cos_live, sin_live).to(qkv_NX.dtype)
 
     block_size = kv.shape[2]
     block = block_table_SB[slot_N[live].long(), position // block_size].long()
     entry = position % block_size
     if not all_inside:
         block, entry, k, v = (each[inside] for each in (block, entry, k, v))
-    kv[block, 0, entry] = k
-    kv[block, 1, entry] = v
+    append_to_cache(kv, block, entry, k, v, kv_scales)
     return out
 
 
@@ -406,6 +422,7 @@ def check_rope(
     kv: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
+    kv_scales: torch.Tensor | None = None,
 ) -> int:
     """Raise ValueError for a shape or dtype that does not fit; return head_dim."""
     width = num_heads + 2 * num_kv_heads
@@ -417,8 +434,7 @@ def check_rope(
     head_dim = qkv_NX.shape[1] // width
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even to be rotated")
-    if kv.dtype != qkv_NX.dtype:
-        raise ValueError(f"kv is {kv.dtype}, qkv {qkv_NX.dtype}")
+    check_cache_dtype(kv, kv_scales, "qkv", qkv_NX.dtype, num_kv_heads)
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dtype != torch.float32 or table.shape != (cos.shape[0], head_dim // 2):
             raise ValueError(

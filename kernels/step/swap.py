@@ -101,7 +101,10 @@ def copy_blocks_reference(
     pairs = pairs[(pairs >= 0).all(dim=1)]
     from_block = pairs[:, 0].to(source.device)
     to_block = pairs[:, 1].to(destination.device)
-    destination[:, to_block] = source[:, from_block].to(destination.device)
+    # As integers: not every operation knows every dtype, and a NaN keeps its bits.
+    bits = BITS[source.element_size()]
+    copied = source.view(bits)[:, from_block].to(destination.device)
+    destination.view(bits)[:, to_block] = copied
 
 
 def _check_caches(source: torch.Tensor, destination: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
 from graphengine.engine_options import EngineOptions
 from graphengine.observe.tracing import span
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.memory import plan_memory
 from graphengine.profiles.benchmark.shapes import Subject, fill_random, random_module, random_tokens
 from graphengine.speculative import MTP, NGram, describe
@@ -101,6 +102,8 @@ def _random_engine(
             torch.cuda.synchronize(memory.device)
     progress(0, 0)
     model = weights.open(max_seq_len=memory.max_seq_len)
+    if config.kv_calibration is not None:
+        calibrate(model, memory, config, drafter, None)
     return Engine(model, memory, config, drafter=drafter)
 
 

@@ -182,12 +182,15 @@ def _paged(model: ModelConfig) -> list[Paged]:
     return [state for layer in model.states for state in layer if isinstance(state, Paged)]
 
 
-def step_bytes(model: ModelConfig, *, context: float, rows: int, itemsize: int) -> int:
+def step_bytes(
+    model: ModelConfig, *, context: float, rows: int, itemsize: int, kv_itemsize: int | None = None
+) -> int:
     """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
 
-    `context` is the mean number of tokens that a row attends to.
+    `context` is the mean number of tokens that a row attends to. `kv_itemsize` is that of a value
+    of the KV cache; None: `itemsize`, that of the weights'.
     """
-    kv = kv_bytes(model, tokens=rows * context, itemsize=itemsize)
+    kv = kv_bytes(model, tokens=rows * context, itemsize=kv_itemsize or itemsize)
     return weight_bytes(model, itemsize) + kv
 
 

@@ -275,6 +275,8 @@ def test_engine_defaults() -> None:
         "block_size": 16,
         "kv_blocks": None,
         "swap_blocks": None,
+        "kv_dtype": "auto",
+        "kv_calibration": None,
         "prefix_caching": False,
         "session_blocks": None,
         "lookahead": 1,
@@ -337,6 +339,13 @@ def test_engine_defaults() -> None:
         ({"wait_limit_s": math.inf}, "wait_limit_s=inf must be positive and finite"),
         ({"wait_limit_s": math.nan}, "wait_limit_s=nan must be positive and finite"),
         ({"kv_blocks": -1}, "kv_blocks=-1 must be at least 1"),
+        ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be 'auto' or 'fp8'"),
+        ({"kv_calibration": "x"}, "kv_calibration is for kv_dtype='fp8', not for kv_dtype='auto'"),
+        ({"kv_dtype": "fp8", "kv_calibration": 5}, "kv_calibration=5 must be text or token ids"),
+        (
+            {"kv_dtype": "fp8", "kv_calibration": ["x"]},
+            "kv_calibration=['x'] must be text or token ids",
+        ),
         ({"swap_blocks": -2}, "swap_blocks=-2 must not be negative"),
         (
             {"max_prefill_tokens_per_step": 0},

@@ -92,7 +92,10 @@ def place_cache(
     columns = [-(-(length + room) // block_size) for length in lengths]
     blocks = 1 + sum(columns) + 2
     all_layers = torch.full(
-        (blocks, 3, 2, block_size, kv_heads, head_dim), CANARY, dtype=dtype, device=device
+        (blocks, 3, 2, block_size, kv_heads, head_dim),
+        min(CANARY, torch.finfo(dtype).max),
+        dtype=dtype,
+        device=device,
     )
     kv = all_layers[:, 1]
     kv.fill_(torch.nan if poison else 0.0)

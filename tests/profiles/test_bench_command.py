@@ -102,6 +102,19 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     assert "* fewer values than this percentile needs" in printed
 
 
+def test_the_kind_of_kv_is_an_option(run_bench: Bench) -> None:
+    sizes = ("--batch", "1", "--max-seq-len", "32", "--ttft-tokens", "5", "--runs", "1")
+    read = []
+    for kind in ("auto", "fp8"):
+        status, printed, _ = run_bench("--shape", "tiny", *sizes, "--kv-dtype", kind, "--json")
+        assert status == 0
+        (row,) = json.loads(printed)["rows"]
+        read.append((row["engine"]["kv_dtype"], row["step_bytes"]))
+    assert [kind for kind, _ in read] == ["float32", "float8_e4m3fn"]
+    # 9 tokens and half of 14: keys and values of 2 layers, 2 heads of 64, a byte for four.
+    assert read[0][1] - read[1][1] == 2 * 2 * 2 * 64 * 16 * 3
+
+
 @pytest.mark.gpu
 def test_a_gpu_fills_the_cells_of_contexts(run_bench: Bench) -> None:
     """And reads the KV that a kernel is said to read at each of them."""

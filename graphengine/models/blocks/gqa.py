@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    FP8_KV,
     PREFILL_ARRIVALS,
     DecodeLanes,
     PrefillLanes,
@@ -149,6 +150,7 @@ class GroupedQueryAttention:
             qkv_bias=new(self.qkv_bias, self.qkv_size),
             q_norm=new(self.qk_norm, self.head_dim),
             k_norm=new(self.qk_norm, self.head_dim),
+            kv_scales=torch.ones((2, self.num_kv_heads), device=device),
             output=torch.empty((hidden, self.q_size), device=device, dtype=dtype),
             output_bias=new(self.output_bias, hidden),
         )
@@ -156,13 +158,17 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """The block's weights; q, k and v are one matrix."""
+    """The block's weights; q, k and v are one matrix.
+
+    kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until somebody sets them
+    """
 
     block: GroupedQueryAttention
     qkv: Tensor
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    kv_scales: Tensor
     output: Tensor
     output_bias: Tensor | None
 
@@ -188,6 +194,9 @@ class AttentionWeights:
         """Every weight tensor."""
         optional = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias)
         return [self.qkv, self.output, *(tensor for tensor in optional if tensor is not None)]
+
+    def _scales_of(self, kv: Tensor) -> Tensor | None:
+        return self.kv_scales if kv.dtype == FP8_KV else None
 
     def decode(
         self,
@@ -232,6 +241,7 @@ class AttentionWeights:
             q_norm_weight=self.q_norm,
             k_norm_weight=self.k_norm,
             eps=block.norm_eps,
+            kv_scales=self._scales_of(kv),
             split_tokens=launch.split_tokens,
             tokens_per_row=launch.tokens_per_row,
         )
@@ -276,12 +286,14 @@ class AttentionWeights:
             q_norm_weight=self.q_norm,
             k_norm_weight=self.k_norm,
             eps=block.norm_eps,
+            kv_scales=self._scales_of(kv),
             out=q.view(-1, block.num_heads, block.head_dim),
             pdl=scratch.launch.pdl,
         )
         attended = scratch.take(block.q_size)
         heads = q.view(-1, block.num_heads, block.head_dim)
-        return attention(heads, kv, scale=block.scale, out=attended)
+        scales = self._scales_of(kv)
+        return attention(heads, kv, scale=block.scale, kv_scales=scales, out=attended)
 
     def add_output(
         self,

@@ -166,7 +166,6 @@ LAYER = "model.layers.1."
         (f"{LAYER}mlp.up_proj.weight_scale_inv", torch.ones(1), "quantised weights, which are not"),
         (f"{LAYER}mlp.up_proj.qweight", torch.ones(2, dtype=torch.int32), "quantised weights"),
         (f"{LAYER}mlp.up_proj.g_idx", torch.ones(2, dtype=torch.int32), "quantised weights"),
-        (f"{LAYER}self_attn.k_scale", torch.ones(()), "quantised weights"),
         ("lm_head.weight_scale", torch.ones(()), "quantised weights"),
         (f"{LAYER}self_attn.sinks", torch.ones(1), "that a LlamaForCausalLM of this config does"),
         (f"{LAYER}mlp.experts.0.up_proj.weight", torch.ones(2, 2), "of this config does not have"),

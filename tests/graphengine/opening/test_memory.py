@@ -67,6 +67,7 @@ def storages() -> dict[int, int]:
         {"speculative": MTP(k=1, style="vanilla"), "max_bad_words": 1024},
         {"speculative": NGram(k=31), "max_batch": 2, "max_stop_sequences": 64},
         {"speculative": UserProvided(k=5)},
+        {"speculative": MTP(k=3), "kv_dtype": "fp8", "kv_blocks": 20, "swap_blocks": 33},
         {"speculative": DraftModel(checkpoint_path(), k=2), "kv_blocks": 30},
         {"speculative": "d2t"},
         {"speculative": "hidden"},
@@ -113,6 +114,45 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
     lines = sum(size for name, size in said.items() if name not in other)
     assert 0.8 * lines < sum(made.values()) <= lines
     assert held.masks is not None
+
+
+def test_fp8_is_half_the_bytes_of_a_block_and_twice_the_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 16 bits, in memory where neither is all that the slots could use; the swap as well."""
+    options = {"dtype": "bfloat16", "max_batch": 4, "speculative": MTP(k=1)}
+    held = {
+        kind: sizes(planned(kv_dtype=kind, kv_blocks=9, swap_blocks=8, **options))
+        for kind in ("auto", "fp8")
+    }
+    for name in ("KV cache", "swap"):
+        assert held["auto"][name] == 2 * held["fp8"][name] > 0
+    others = {name for name in held["auto"] if name not in ("KV cache", "swap")}
+    assert all(held["auto"][name] == held["fp8"][name] for name in others)
+
+    room = sum(size for name, size in held["auto"].items() if name != "swap") + 10 * 2**20
+    monkeypatch.setattr(memory, "available_bytes", lambda device: room)
+    wide, narrow = (
+        planned(kv_dtype=kind, memory_fraction=1.0, **options) for kind in ("auto", "fp8")
+    )
+    assert 2 * wide.kv_blocks <= narrow.kv_blocks <= 2 * wide.kv_blocks + 2
+    assert narrow.kv_blocks < 4 * narrow.table_blocks
+    assert f"KV cache ({narrow.kv_blocks} fp8 blocks of 16 tokens" in narrow.budget.table()
+
+
+def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 8, 6
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    memory._check_fp8(torch.device("cpu"))
+    assert not asked
+    message = "kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: cuda has 8.6"
+    with pytest.raises(ValueError, match=message):
+        memory._check_fp8(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("mode", [None, MTP(k=2)], ids=str)

@@ -75,18 +75,20 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
     return problem, draw(segments_of(lengths))
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @SETTINGS
 @given(drawn=problems(), tail=st.integers(1, 9))
 def test_equals_the_definition(
     op: Op,
     op_dtypes: tuple[torch.dtype, ...],
     place_cache: Callable[..., Any],
+    fp8: bool,
     drawn: tuple[Problem, list[Segment]],
     tail: int,
 ) -> None:
     problem, segments = drawn
     for dtype in op_dtypes:
-        typed = replace(problem, dtype=dtype)
+        typed = replace(problem, dtype=dtype, fp8=fp8)
         results = prefill(
             op, place_cache, typed, segments, tail=tail, placement=problem.seed, poison=True
         )
@@ -139,12 +141,13 @@ def test_chunks_have_the_bits_of_the_whole(
             torch.testing.assert_close(part, wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 def test_a_segment_has_the_same_bits_among_others(
-    kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+    kernel: Op, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], fp8: bool
 ) -> None:
     lengths = (900, 130, 70, 64) if NATIVE else (90, 13, 70, 64)
     for dtype in dtypes:
-        problem = Problem(lengths=lengths, kv_heads=2, dtype=dtype)
+        problem = Problem(lengths=lengths, kv_heads=2, dtype=dtype, fp8=fp8)
         segments = [
             Segment(2, 30, 40),
             Segment(-1, 0, 7),
@@ -317,6 +320,7 @@ def valid_arguments() -> dict[str, Any]:
     ("change", "message"),
     [
         ({"q_NQD": torch.zeros(5, 4, 257)}, "head_dim=257 is outside 1..256"),
+        ({"q_NQD": torch.zeros(5, 4, 64).half()}, "kv is torch.float32, q torch.float16: it must"),
         ({"q_NQD": torch.zeros(5, 5, 64)}, "5 query heads are no multiple of 2"),
         ({"scale": 0.0}, "scale=0.0 must be above 0"),
         ({"slot_P": torch.zeros(1, dtype=torch.int32)}, r"position_P must be a dense \[1\]"),

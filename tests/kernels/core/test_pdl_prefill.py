@@ -14,6 +14,7 @@ import torch
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.norm_rope.activation import swiglu
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.kernels.norm_rope.rope import rope_append
@@ -35,8 +36,13 @@ def ints(*shape: int) -> torch.Tensor:
     return new(*shape, dtype=torch.int32)
 
 
-def cache(columns: int = 8) -> dict[str, torch.Tensor]:
-    return {"kv": new(9, 2, BLOCK, KV_HEADS, HEAD_DIM), "block_table_SB": ints(1, columns)}
+def cache(columns: int = 8, *, fp8: bool = False) -> dict[str, torch.Tensor]:
+    shape = (9, 2, BLOCK, KV_HEADS, HEAD_DIM)
+    table = ints(1, columns)
+    if not fp8:
+        return {"kv": new(*shape), "block_table_SB": table}
+    scales = new(2, KV_HEADS, dtype=torch.float32)
+    return {"kv": new(*shape, dtype=FP8_KV), "block_table_SB": table, "kv_scales": scales}
 
 
 def norm() -> None:
@@ -50,12 +56,12 @@ def activation() -> None:
     swiglu(new(LANES, 2048), ints(LANES), pdl=True)
 
 
-def rope() -> None:
+def rope(*, fp8: bool = False) -> None:
     angles = {name: new(256, HEAD_DIM // 2, dtype=torch.float32) for name in ("cos", "sin")}
     rope_append(
         new(LANES, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
         **angles,
-        **cache(),
+        **cache(fp8=fp8),
         slot_N=ints(LANES),
         position_N=ints(LANES),
         num_heads=HEADS,
@@ -64,18 +70,28 @@ def rope() -> None:
     )
 
 
+def rope_fp8() -> None:
+    rope(fp8=True)
+
+
 def split_attention() -> None:
     attention(lanes=16, columns=512, launch=Launch(arrivals=ints(128), pdl=True))
+
+
+def attention_fp8() -> None:
+    attention(fp8=True)
 
 
 def attention(
     lanes: int = LANES,
     columns: int = 8,
     launch: Launch = Launch(pdl=True),  # noqa: B008
+    *,
+    fp8: bool = False,
 ) -> None:
     paged_prefill_attention(
         new(lanes, HEADS, HEAD_DIM),
-        **cache(columns),
+        **cache(columns, fp8=fp8),
         query_start_P1=ints(2),
         slot_P=ints(1),
         position_P=ints(1),
@@ -91,7 +107,9 @@ def attention(
         ("norm_rope.norm", norm, {"weight_ptr"}),
         ("norm_rope.activation", activation, set()),
         ("norm_rope.rope", rope, set()),
+        ("norm_rope.rope", rope_fp8, set()),
         ("attention.prefill", attention, set()),
+        ("attention.prefill", attention_fp8, set()),
         ("attention.prefill", split_attention, set()),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.paged import FP8_KV, quantise
 from graphengine.kernels.norm_rope.rope import (
     RopeConfig,
     rope_append,
@@ -407,6 +408,38 @@ def test_strided_lanes_and_several_tokens_of_a_slot(op: Op) -> None:
     assert torch.equal(together, one_by_one)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+def test_an_fp8_cache_holds_the_rounded_keys_and_values_over_their_scales(
+    op: Op, op_dtypes: tuple[torch.dtype, ...], normed: bool
+) -> None:
+    """What a cache of the queries' dtype gets, quantised; scales small enough for saturation."""
+    function, device = op
+    tokens, heads, kv_heads, head_dim = 11, 6, 3, 80
+    cos, sin = rope_tables(RopeConfig(), head_dim=head_dim, max_positions=64, device=device)
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([[0.001, 0.02, 1.0], [3.0, 0.002, 0.03]], device=device)
+    table = torch.tensor([[3, 1]], dtype=torch.int32, device=device)
+    slot = torch.zeros(tokens, dtype=torch.int32, device=device)
+    slot[4] = -1
+    position = torch.arange(2, 2 + tokens, dtype=torch.int32, device=device)
+    for dtype in op_dtypes:
+        width = (heads + 2 * kv_heads) * head_dim
+        qkv = torch.randn(tokens, width, generator=generator).to(device, dtype)
+        weights = (1 + torch.rand(2, head_dim, generator=generator)).to(device, dtype)
+        norms = {"q_norm_weight": weights[0], "k_norm_weight": weights[1], "eps": EPS}
+        options = {"num_heads": heads, "num_kv_heads": kv_heads, **(norms if normed else {})}
+        plain = torch.zeros(4, 2, 8, kv_heads, head_dim, device=device, dtype=dtype)
+        fp8 = plain.to(FP8_KV)
+        arguments = (table, slot, position)
+        wanted = function(qkv, cos, sin, plain, *arguments, **options)
+        q = function(qkv, cos, sin, fp8, *arguments, **options, kv_scales=scales)
+        live = slot >= 0
+        assert torch.equal(q[live], wanted[live])
+        stored = quantise(plain, scales[None, :, None, :, None])
+        assert torch.equal(fp8.view(torch.uint8), stored.view(torch.uint8))
+        assert int((stored.float().abs() == 448).sum()) > 50, "nothing was saturated"
+
+
 def valid_arguments() -> dict[str, Any]:
     return {
         "qkv_NX": torch.zeros(2, 8 * 64),
@@ -427,6 +460,16 @@ def valid_arguments() -> dict[str, Any]:
         ({"qkv_NX": torch.zeros(2, 8 * 64 + 1)}, r"\[N, D \* 8\]"),
         ({"qkv_NX": torch.zeros(2, 8 * 63)}, "head_dim=63 must be even"),
         ({"qkv_NX": torch.zeros(2, 8 * 64).half()}, "kv is torch.float32, qkv torch.float16"),
+        ({"kv": torch.zeros(3, 2, 16, 2, 64).to(FP8_KV)}, r"kv_scales \[2, 2\], not None"),
+        (
+            {"kv": torch.zeros(3, 2, 16, 2, 64).to(FP8_KV), "kv_scales": torch.ones(2, 1)},
+            r"a dense torch.float32 \[2, 2\], not torch.float32 \[2, 1\]",
+        ),
+        (
+            {"kv": torch.zeros(3, 2, 16, 2, 64).to(FP8_KV), "kv_scales": torch.ones(2, 2).half()},
+            r"a dense torch.float32 \[2, 2\], not torch.float16 \[2, 2\]",
+        ),
+        ({"kv_scales": torch.ones(2, 2)}, "a cache of torch.float8_e4m3fn, not of torch.float32"),
         ({"cos": torch.zeros(16, 64)}, r"cos must be float32 \[P, 32\]"),
         ({"sin": torch.zeros(16, 32).half()}, r"not torch.float16 \(16, 32\)"),
         ({"kv": torch.zeros(3, 2, 16, 2, 80)}, "2 heads of 80, expected 2 of 64"),

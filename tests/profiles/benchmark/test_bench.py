@@ -298,6 +298,8 @@ def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, bi
     kv = step_bytes(model, context=10.5, rows=4, itemsize=2) - read
     # Keys and values of 2 layers, 2 heads of 64, for 42 tokens in all.
     assert kv == 2 * 2 * 2 * 64 * 42 * 2
+    fp8 = step_bytes(model, context=10.5, rows=4, itemsize=2, kv_itemsize=1)
+    assert fp8 - read == kv / 2
 
 
 def test_step_bytes_have_two_parts() -> None:

@@ -193,6 +193,9 @@ class ToyWeights(ModelWeights):
         own = [self.embedding, self.lm_head, *self.norms, self.mix_in, self.mix_out, self.decay]
         return own + self.attention.tensors() + self.mlp.tensors()
 
+    def kv_scales(self) -> dict[str, Tensor]:
+        return {"model.layers.0.self_attn.": self.attention.kv_scales}
+
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> ToyModel:
         return ToyModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
 

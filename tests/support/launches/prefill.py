@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from graphengine.kernels.core.paged import quantise
+
 SENTINEL = -555.0
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -50,11 +52,19 @@ class Problem:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    fp8: bool = False
+    """Whether the cache is of e4m3, with scales of its own for each head."""
     seed: int = 0
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    def kv_scales(self) -> torch.Tensor | None:
+        """Float32 [2, G] of an e4m3 cache."""
+        generator = torch.Generator().manual_seed(self.seed)
+        scales = 0.01 + 0.05 * torch.rand(2, self.kv_heads, generator=generator)
+        return scales if self.fp8 else None
 
     def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [S, longest, Q, D], keys and values [S, longest, G, D]."""
@@ -72,7 +82,14 @@ class Problem:
 
 def dense_attention(problem: Problem) -> torch.Tensor:
     """The definition, in float64, for every token of every slot: [S, longest, Q * D]."""
-    q, k, v = (t.double() for t in problem.tensors("cpu"))
+    q, k, v = problem.tensors("cpu")
+    scales = problem.kv_scales()
+    if scales is not None:
+        k, v = (
+            quantise(t, scale[:, None]).double() * scale[:, None].double()
+            for t, scale in zip((k, v), scales, strict=True)
+        )
+    q, k, v = (t.double() for t in (q, k, v))
     longest = q.shape[1]
     hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1)
     k, v = (t.repeat_interleave(problem.group, dim=2) for t in (k, v))
@@ -100,6 +117,12 @@ def prefill(
     """
     function, device = op
     q_SLQD, keys, values = problem.tensors(device)
+    scales = problem.kv_scales()
+    if scales is not None:
+        scales = scales.to(device)
+        keys, values = (
+            quantise(t, scale[:, None]) for t, scale in zip((keys, values), scales, strict=True)
+        )
     filled = [0] * len(problem.lengths)
     for segment in segments:
         if segment.slot >= 0:
@@ -114,6 +137,7 @@ def prefill(
         poison=poison,
     )
     before = cache.all_layers.clone()
+    optional = {} if scales is None else {"kv_scales": scales}
     lanes = sum(segment.tokens for segment in segments) + tail
     heads, head_dim = q_SLQD.shape[2:]
     wide = torch.full((lanes, heads * head_dim + apart), torch.nan if poison else 0.0).to(q_SLQD)
@@ -141,6 +165,7 @@ def prefill(
         position_P=on_device(positions),
         scale=problem.scale,
         out=out,
+        **optional,
     )
     assert result.data_ptr() == out.data_ptr()
     # As bytes, so that a NaN equals itself.

@@ -1,0 +1,118 @@
+"""The scales of an fp8 KV cache, before there is one: from a checkpoint, or from a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphengine.config import EngineConfig
+from graphengine.drafters import Drafter
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import Model, StoredWeights
+from graphengine.models.kv_scales import calibrate_kv_scales, load_kv_scales
+from graphengine.observe.tracing import span
+from graphengine.opening.allocation import Allocation, allocate
+from graphengine.opening.memory import MemoryPlan
+from graphengine.prompts import prompt_ids
+from graphengine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def read_kv_scales(checkpoint: Checkpoint, weights: StoredWeights, drafter: Drafter) -> None:
+    """Set the scales of the model's KV, and of its drafter's, that their checkpoints have."""
+    held = [("the model", checkpoint, weights)]
+    if drafter.weights is not None:
+        held.append(("the drafter", drafter.own_checkpoint or checkpoint, drafter.weights))
+    for whose, source, each in held:
+        found = load_kv_scales(source, each)
+        layers = len(each.kv_scales())
+        log.info(
+            "fp8 KV of %s: scales of %d of %d layers from %s, of the others 1.0",
+            whose,
+            found,
+            layers,
+            source.path,
+        )
+
+
+def calibrate(
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Set the scales by `config.kv_calibration`, a prompt that is prefilled with KV in `dtype`.
+
+    Everything an engine holds is allocated for it, with KV for the prompt alone, and given back;
+    the drafter is to be opened again. Nothing is captured. ValueError for a prompt that no request
+    could have.
+    """
+    assert config.kv_calibration is not None, f"{config=}"
+    ids = prompt_ids(
+        config.kv_calibration,
+        tokenizer=tokenizer,
+        vocab_size=model.config.vocab_size,
+        max_seq_len=memory.max_seq_len,
+    )
+    blocks = -(-len(ids) // memory.block_size)
+    plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0)
+    with span("calibrate"):
+        held = allocate(model, plan, config, drafter)
+        with _on_stream(held):
+            held.buffers.reset()
+            _prefill(held, plan, ids)
+            # Block 0 is the dummy: drafts past the prompt's blocks went there.
+            pools = [cache[:, 1:] for cache, _ in held.caches]
+            calibrate_kv_scales(model.weights, pools[0])
+            if len(pools) > 1:
+                assert drafter.weights is not None, "a drafter with KV has weights"
+                calibrate_kv_scales(drafter.weights, pools[1])
+            _synchronize(held)
+    # The drafter refers to its cache until it is opened again.
+    for cache, _ in held.caches:
+        cache.untyped_storage().resize_(0)
+    log.info("fp8 KV: scales from a prompt of %d tokens", len(ids))
+
+
+def _prefill(held: Allocation, plan: MemoryPlan, ids: Sequence[int]) -> None:
+    """Feed the prompt to slot 0, in chunks of the largest token bucket."""
+    buffers, longest = held.buffers, plan.prefill_ladder.sizes[-1]
+    names = {field.name for field in buffers.fields}
+    for sequence, start in enumerate(range(0, len(ids), longest), 1):
+        chunk = ids[start : start + longest]
+        end = start + len(chunk)
+        updates: dict[str, Any] = {
+            "prefill_tokens": chunk,
+            "prefill_slot": [0],
+            "prefill_start": [start],
+            "prefill_count": [len(chunk)],
+            "prefill_final": [int(end == len(ids))],
+        }
+        if start == 0:
+            updates |= {
+                "block_table": [list(range(1, plan.kv_blocks + 1))],
+                "command_epoch": [1],
+                "max_len": [plan.max_seq_len],
+            }
+        if "prefill_next" in names:
+            updates["prefill_next"] = ids[end : end + 1] or [-1]
+        buffers.load(updates, sequence=sequence, stream=held.stream)
+        held.program.prefill(plan.prefill_ladder.pick(len(chunk)))
+        _synchronize(held)
+        buffers.acknowledge(sequence)
+
+
+def _on_stream(held: Allocation) -> AbstractContextManager[Any]:
+    return nullcontext() if held.stream is None else torch.cuda.stream(held.stream)
+
+
+def _synchronize(held: Allocation) -> None:
+    if held.stream is not None:
+        held.stream.synchronize()

@@ -1,0 +1,190 @@
+"""What an fp8 KV cache does to a model's predictions, against float32 throughout.
+
+    python -P -m graphengine.profiles.kv_accuracy --shape demo --context 256 --out kv.json
+
+Windows of the demo's held-out text, or random tokens for a shape with random weights, are prefilled
+and continued greedily. The first window is only for calibration. With KV in the dtype of the
+engine, in fp8 with the checkpoint's scales (1 where it has none), and in fp8 with calibrated ones:
+
+    nll        nats a token of the windows
+    rms, most  differences of these tokens' log-probabilities from float32's
+    best       share of positions where the most probable token is float32's
+    tokens     share of the greedy continuations that comes before the first other token
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphengine import EngineConfig, Result, SamplingParams
+from graphengine.cli.option_flags import add_flags
+from graphengine.demo import heldout_text
+from graphengine.observe.environment import environment
+from graphengine.profiles.arguments import check_out, write_out
+from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
+from graphengine.profiles.benchmark.measure import random_prompt
+from graphengine.profiles.benchmark.shapes import NAMES, Subject
+from graphengine.profiles.text import Column, number, text_table
+from graphengine.text.tokenizer import Tokenizer
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """The module's figures for one kind of KV."""
+
+    kv: str
+    nll: float
+    rms: float
+    most: float
+    best: float
+    tokens: float
+
+
+def windows(subject: Subject, context: int, count: int) -> list[tuple[int, ...]]:
+    """`count` prompts of `context` tokens: of the held-out text where there is a tokenizer.
+
+    ValueError where the text has fewer.
+    """
+    path = subject.checkpoint
+    if path is None or not (path / "tokenizer.json").is_file():
+        vocab = subject.model.vocab_size
+        return [tuple(random_prompt(vocab, context, seed=seed)) for seed in range(count)]
+    ids = Tokenizer.from_directory(path).encode(heldout_text())
+    if len(ids) < count * context:
+        raise ValueError(
+            f"{count} windows of {context} tokens are more than the {len(ids)} of the text"
+        )
+    return [tuple(ids[start : start + context]) for start in range(0, count * context, context)]
+
+
+def measure(
+    subject: Subject,
+    context: int,
+    options: Mapping[str, Any],
+    *,
+    prompts: int = 4,
+    new_tokens: int = 32,
+) -> list[Accuracy]:
+    """The figures of each kind of KV. ValueError for a number below 1.
+
+    options  of the engines, without `kv_dtype` and `kv_calibration`
+    """
+    for name, value in (("context", context), ("prompts", prompts), ("new_tokens", new_tokens)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    calibration, *texts = windows(subject, context, 1 + prompts)
+    shared = dict(options) | {"max_seq_len": context + new_tokens, "prompt_logprobs": True}
+    fp8: dict[str, Any] = {"kv_dtype": "fp8"}
+    kinds: dict[str, dict[str, Any]] = {
+        "float32": {"dtype": "float32"},
+        "dtype": {},
+        "fp8": fp8,
+        "fp8 calibrated": fp8 | {"kv_calibration": calibration},
+    }
+    params = SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, prompt_logprobs=1
+    )
+    found: dict[str, list[Result]] = {}
+    for kind, own in kinds.items():
+        engine, _ = build_engine(subject, shared | own)
+        with freed(engine):
+            found[kind] = engine.generate([list(text) for text in texts], params)
+    return [_compared(kind, found[kind], found["float32"]) for kind in kinds if kind != "float32"]
+
+
+def _compared(kind: str, results: Sequence[Result], exact: Sequence[Result]) -> Accuracy:
+    pairs = list(zip(results, exact, strict=True))
+    ours, theirs = ([value for each in side for value in _said(each)] for side in (results, exact))
+    errors = [a - b for (a, _), (b, _) in zip(ours, theirs, strict=True)]
+    same = sum(a == b for (_, a), (_, b) in zip(ours, theirs, strict=True))
+    leading = sum(_leading(a.token_ids, b.token_ids) for a, b in pairs)
+    return Accuracy(
+        kv=kind,
+        nll=-sum(logprob for logprob, _ in ours) / len(ours),
+        rms=math.sqrt(sum(error * error for error in errors) / len(errors)),
+        most=max(map(abs, errors)),
+        best=same / len(ours),
+        tokens=leading / sum(len(result.token_ids) for result in exact),
+    )
+
+
+def _said(result: Result) -> list[tuple[float, int]]:
+    """For each token of the prompt but the first: its log-probability, and the best token's id."""
+    assert result.prompt_logprobs is not None, "they were asked for"
+    said = []
+    for token, entry in zip(result.prompt_token_ids, result.prompt_logprobs, strict=True):
+        if entry is not None:
+            best = min(entry, key=lambda token_id: entry[token_id].rank)
+            said.append((entry[token].logprob, best))
+    return said
+
+
+def _leading(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    differing = (index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    return next(differing, len(one))
+
+
+def table(figures: Sequence[Accuracy]) -> str:
+    """The figures as text."""
+    columns = (
+        Column("KV" + " " * 12, lambda row: str(row["kv"])),
+        Column("nll", lambda row: number(row["nll"], 4)),
+        Column("rms", lambda row: number(row["rms"], 4)),
+        Column("most", lambda row: number(row["most"], 3)),
+        Column("best", lambda row: f"{100 * row['best']:.1f}%"),
+        Column("tokens", lambda row: f"{100 * row['tokens']:.0f}%"),
+    )
+    return text_table(columns, [asdict(each) for each in figures])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.kv_accuracy")
+    add = parser.add_argument
+    add("--shape", choices=NAMES, default="demo", help="a shape with random weights, or the demo")
+    add("--checkpoint", help="directory or hub id, instead of a shape")
+    add_flags(parser, EngineConfig, only=("device",))
+    add("--dtype", help="bfloat16, float16 or float32, of all engines but the exact one")
+    add("--context", type=int, default=256, help="tokens of a window")
+    add("--prompts", type=int, default=4, help="windows that are measured")
+    add("--new-tokens", type=int, default=32, help="tokens of a continuation")
+    add("--out", type=Path, help="a file for the figures, as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        if given.out is not None:
+            check_out(given.out)
+        subject = (
+            Subject.of_shape(given.shape)
+            if given.checkpoint is None
+            else Subject.of_checkpoint(given.checkpoint)
+        )
+        options = engine_options({"device": given.device, "dtype": given.dtype, "max_batch": 4})
+        sizes = {"prompts": given.prompts, "new_tokens": given.new_tokens}
+        figures = measure(subject, given.context, options, **sizes)
+    except ValueError as error:
+        parser.error(str(error))
+    print(table(figures))
+    if given.out is not None:
+        device = EngineConfig(**engine_options({"device": given.device})).device
+        document = {
+            "schema": SCHEMA,
+            "subject": subject.name,
+            "context": given.context,
+            **sizes,
+            "dtype": given.dtype,
+            "figures": [asdict(each) for each in figures],
+            "environment": environment(device),
+        }
+        write_out(given.out, json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
