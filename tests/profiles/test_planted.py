@@ -119,8 +119,10 @@ def test_bad_options_are_one_line(
 @pytest.mark.parametrize("cause", ["stall", "sync", "bucket", "prefill"])
 def test_planted_causes_are_found_on_a_gpu(cause: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    # 32 rows of a small model take as long as one.
-    with planted_engine(cause, shape="llama-1b" if cause == "bucket" else "demo") as engine:
+    # 32 rows of a small model take as long as one. A wait is known by the host's return as soon as
+    # the device is done: a slow host's own delay must be small beside a step.
+    shape = "llama-1b" if cause in ("bucket", "sync") else "demo"
+    with planted_engine(cause, shape=shape) as engine:
         run_planted(engine, cause, 1200)
         engine.recorder.write(path)
     found = document(path)
