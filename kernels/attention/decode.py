@@ -3,17 +3,20 @@
 A row of speculative decoding is W lanes of one slot at consecutive positions, each of which attends
 those before it: results are bit-equal to decoding the row's tokens one by one.
 
-One kernel (`decode_triton.py`) rotates the token's query and key, appends key and value to the
-cache, and attends.
+One kernel rotates the token's query and key, appends key and value to the cache, and attends.
 FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
 programs attend splits for the query heads of one kv head (GQA) and leave partial results, and the
 last program to arrive combines them. Splits have a fixed length counted from position 0 and tiles a
 size fixed by dtype and head_dim, so that the order of summation of a lane depends only on its own
 position.
 
-The token's own key and value are appended, but not read back: the token is a separate partial,
-taken from the QKV product, rounded as the cache holds it. So keys and values of older tokens can be
-loaded before that product is known, which is what hides their latency (`pdl.py`).
+What a launch appends is not read back: it is taken from the QKV product, rounded as the cache holds
+it. So keys and values of older tokens can be loaded before that product is known, which is what
+hides their latency (`pdl.py`).
+
+With splits of 256 and more, in half precision on a GPU, it is `decode_gluon.py`'s kernel: its
+programs share the live splits of all lanes evenly, and the lanes of a row share what is read.
+Elsewhere, and in Triton's interpreter, it is `decode_triton.py`'s: a grid for each lane.
 
 Letters: N lanes of a launch, W lanes of a row, S slots, B blocks of a slot's table, Q query heads,
 G kv heads, D head_dim, C splits, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the
@@ -27,6 +30,7 @@ import math
 import torch
 import triton
 
+from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode_triton import decode_attention_kernel
 from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import use_triton
@@ -45,6 +49,8 @@ from graphengine.kernels.norm_rope.rope import (
 )
 
 SPLIT_TOKENS = 64
+SPLITS = (64, 128, 256, 512)
+"""Values of `split_tokens`."""
 MAX_HEAD_DIM = 256
 
 # `tl.dot` wants 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
@@ -101,11 +107,12 @@ def decode_attention(
             entries too.
         scale: factor on the scores, 1/sqrt(D) as a rule.
         max_seq_len: positions stay below it. It sets the grid and the workspace
-            (`decode_attention_workspace_bytes`), never the result.
+            (`decode_attention_workspace_bytes`), never the result, unless it is above 2,048 splits.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
-        split_tokens: keys of a split, 64 or 128: part of the numerics. Short ones suit few lanes.
+        split_tokens: keys of a split, one of SPLITS: part of the numerics. Short ones suit few
+            lanes. A kernel whose splits are shorter takes its longest.
         tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
             position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
             in front of them would stand below position 0.
@@ -129,10 +136,8 @@ def decode_attention(
         kv_scales=kv_scales,
     )
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
-    if split_tokens not in (64, 128):
-        raise ValueError(f"split_tokens={split_tokens} must be 64 or 128")
-    if split_tokens == 128 and head_dim * qkv_NX.dtype.itemsize > LONG_SPLIT_BYTES:
-        raise ValueError(f"split_tokens=128 is too long for {qkv_NX.dtype} heads of {head_dim}")
+    if split_tokens not in SPLITS:
+        raise ValueError(f"split_tokens={split_tokens} is not one of {SPLITS}")
     lanes = qkv_NX.shape[0]
     check_lanes(lanes, slot_N=slot_N, position_N=position_N)
     if not 1 <= tokens_per_row <= _MAX_ROW_TOKENS or lanes % tokens_per_row:
@@ -160,9 +165,32 @@ def decode_attention(
             kv_scales=kv_scales,
             out=out,
         )
-    if kv_scales is not None:
-        # To be replaced by the kernel that reads such a cache.
-        raise NotImplementedError(f"decode attention's kernel does not read a cache of {kv.dtype}")
+    if decode_gluon.takes(qkv_NX, kv, split_tokens):
+        decode_gluon.attend(
+            qkv_NX,
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N,
+            position_N,
+            arrivals,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            max_seq_len=max_seq_len,
+            q_norm_weight=q_norm_weight,
+            k_norm_weight=k_norm_weight,
+            eps=eps,
+            split_tokens=split_tokens,
+            tokens_per_row=tokens_per_row,
+            out=out,
+            pdl=launch.pdl,
+        )
+        return out
+    # A split is one tile here, which has to fit an SM.
+    long_fits = head_dim * qkv_NX.dtype.itemsize <= LONG_SPLIT_BYTES
+    split_tokens = min(split_tokens, 128 if long_fits else 64)
     splits = -(-max_seq_len // split_tokens)
     tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
     least = _LEAST_PROGRAMS if head_dim <= 64 else 1
@@ -183,6 +211,8 @@ def decode_attention(
         position_N,
         q_norm_weight,
         k_norm_weight,
+        kv_scales,
+        None if kv_scales is None else kv.view(torch.uint8),
         arrivals,
         acc_NQCD,
         max_NQC,
@@ -200,6 +230,7 @@ def decode_attention(
         D=head_dim,
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
+        FP8=kv_scales is not None,
         LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
         **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
         **_row_options(qkv_NX.dtype, tokens_per_row),
@@ -210,7 +241,7 @@ def decode_attention(
 
 def decode_attention_arrivals(lanes: int, *, num_heads: int, num_kv_heads: int) -> int:
     """Int32 counters that `decode_attention` of `lanes` needs."""
-    return lanes * num_kv_heads * _head_tiles(num_heads, num_kv_heads)
+    return lanes * num_kv_heads * _head_tiles(num_heads, num_kv_heads) * decode_gluon.COUNTERS
 
 
 def decode_attention_workspace_bytes(

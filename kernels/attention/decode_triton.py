@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphengine.kernels.core.paged import cache_offsets
+from graphengine.kernels.core.paged import cache_offsets, quantised_bits
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.rope import scale_head
 
@@ -29,6 +29,8 @@ def decode_attention_kernel(
     position_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    kv_scales_ptr,
+    kv_bytes_ptr,
     arrivals_ptr,
     acc_ptr,
     max_ptr,
@@ -47,6 +49,7 @@ def decode_attention_kernel(
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
+    FP8: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROW_LANES: tl.constexpr,
@@ -57,7 +60,8 @@ def decode_attention_kernel(
 ):
     """Programs (lane, kv head x GROUP_ROWS of its query heads, p): splits p, p + programs, ...
 
-    Program 0 has the lane's own token as well.
+    Program 0 has the lane's own token as well. Keys and values of a cache of e4m3 are multiplied as
+    they are stored: their scales go into those of the scores and into the result.
     """
     lane = tl.program_id(0).to(tl.int64)
     first_split = tl.program_id(2)
@@ -88,11 +92,18 @@ def decode_attention_kernel(
     # Neither of the last two launches writes these: older keys and values, tables, norm weights.
     table_row_ptr = block_table_ptr + tl.maximum(slot, 0).to(tl.int64) * table_stride
     key_ptr = kv_ptr + kv_head * D
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     dim = tl.arange(0, DIM_PADDED)
     dim_mask = dim < D
     token = early * SPLIT + tl.arange(0, SPLIT)
+    key_scale = 1.0
+    value_scale = 1.0
+    if FP8:
+        key_scale = tl.load(kv_scales_ptr + kv_head)
+        value_scale = tl.load(kv_scales_ptr + G + kv_head)
+        scale_log2 *= key_scale
     keys, values = _load_older(
-        key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D
+        key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D, dtype
     )
     partner = tl.where(dim < D // 2, dim + D // 2, dim - D // 2)
     cos, sin = _load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
@@ -129,7 +140,16 @@ def decode_attention_kernel(
             ROW_LANES,
         )
         values = _insert_sibling_values(
-            values, sibling_ptr + G * D, qkv_stride, token, cached, position, dim, D
+            values,
+            sibling_ptr + G * D,
+            qkv_stride,
+            token,
+            cached,
+            position,
+            dim,
+            value_scale,
+            D,
+            FP8,
         )
     q = _rotated(
         qkv_row_ptr + (kv_head * GROUP + row)[:, None] * D,
@@ -152,10 +172,19 @@ def decode_attention_kernel(
             own_key_ptrs, dim_mask[None, :], dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED
         )
         own_value = tl.load(own_key_ptrs + G * D + dim[None, :], mask=dim_mask[None, :], other=0.0)
-        append_ptrs = key_ptr + own_entry + own_row[:, None] + dim[None, :]
         append_mask = dim_mask[None, :] & (first_row == 0)
-        tl.store(append_ptrs, own_key, mask=append_mask)
-        tl.store(append_ptrs + BLOCK_SIZE * G * D, own_value, mask=append_mask)
+        append_at = kv_head * D + own_entry + own_row[:, None] + dim[None, :]
+        value_at = append_at + BLOCK_SIZE * G * D
+        if FP8:
+            key_bytes = quantised_bits(own_key.to(tl.float32), key_scale)
+            value_bytes = quantised_bits(own_value.to(tl.float32), value_scale)
+            tl.store(kv_bytes_ptr + append_at, key_bytes, mask=append_mask)
+            tl.store(kv_bytes_ptr + value_at, value_bytes, mask=append_mask)
+            own_key = _of_bytes(key_bytes, q.dtype)
+            own_value = _of_bytes(value_bytes, q.dtype)
+        else:
+            tl.store(kv_ptr + append_at, own_key, mask=append_mask)
+            tl.store(kv_ptr + value_at, own_value, mask=append_mask)
         score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale_log2
         tl.store(max_ptr + partial, score, mask=row < GROUP)
         tl.store(sum_ptr + partial, 1.0, mask=row < GROUP)
@@ -174,8 +203,10 @@ def decode_attention_kernel(
                 partner,
                 k_norm_ptr,
                 eps,
+                key_scale,
                 D,
                 NORMED,
+                FP8,
                 SPLIT,
                 ROW_LANES,
             )
@@ -198,7 +229,7 @@ def decode_attention_kernel(
     for split in tl.range(start, end, programs, num_stages=LOOP_STAGES):
         token = split * SPLIT + tl.arange(0, SPLIT)
         keys, values = _load_older(
-            key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D
+            key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D, dtype
         )
         _attend_split(
             q,
@@ -234,8 +265,10 @@ def decode_attention_kernel(
             GROUP - first_row,
             used + 1,
             splits + 1,
+            value_scale,
             D,
             DIM_PADDED,
+            FP8,
             COMBINE_ROWS,
             COMBINE_SPLITS,
         )
@@ -252,8 +285,9 @@ def _load_older(
     BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Keys and values [tokens, D'] of the tokens below `cached`; 0 for the others."""
+    """Keys and values [tokens, D'] of the tokens below `cached`, in `dtype`; 0 for the others."""
     older = token < cached
     entry = cache_offsets(table_row_ptr, token, older, kv_block_stride, BLOCK_SIZE, G * D)
     key_ptrs = key_ptr + entry[:, None] + dim[None, :]
@@ -262,7 +296,13 @@ def _load_older(
     value_ptrs = key_ptrs + BLOCK_SIZE * G * D
     values = tl.load(value_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     keys = tl.load(key_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    return keys, values
+    return keys.to(dtype), values.to(dtype)
+
+
+@triton.jit
+def _of_bytes(x, dtype: tl.constexpr):
+    """What the bytes of e4m3 stand for."""
+    return x.to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @triton.jit
@@ -327,8 +367,10 @@ def _insert_sibling_keys(
     partner,
     k_norm_ptr,
     eps,
+    key_scale,
     D: tl.constexpr,
     NORMED: tl.constexpr,
+    FP8: tl.constexpr,
     SPLIT: tl.constexpr,
     ROW_LANES: tl.constexpr,
 ):
@@ -340,6 +382,8 @@ def _insert_sibling_keys(
         if _is_sibling_of_split(i, siblings, cached, split, SPLIT):
             x, other, cos, sin = raw_keys[i]
             key = _rotate(x, other, dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED)
+            if FP8:
+                key = _of_bytes(quantised_bits(key.to(tl.float32), key_scale), key.dtype)
             # The gather leaves `key` as it is. The compiler does not carry layouts of registers
             # through it: in the tile's layout a norm would sum in another order than the own key's.
             key = tl.gather(tl.reshape(key, [key.shape[1]]), dim, axis=0)
@@ -350,12 +394,26 @@ def _insert_sibling_keys(
 
 @triton.jit
 def _insert_sibling_values(
-    values, sibling_ptr, qkv_stride, token, cached, position, dim, D: tl.constexpr
+    values,
+    sibling_ptr,
+    qkv_stride,
+    token,
+    cached,
+    position,
+    dim,
+    value_scale,
+    D: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """`values` [tokens, D'] with those of the siblings; `sibling_ptr` is the value of the first."""
     rows = (token - cached).to(tl.int64) * qkv_stride
     mask = ((token >= cached) & (token < position))[:, None] & (dim < D)[None, :]
-    return tl.load(sibling_ptr + rows[:, None] + dim[None, :], mask=mask, other=values)
+    ptrs = sibling_ptr + rows[:, None] + dim[None, :]
+    if FP8:
+        new = tl.load(ptrs, mask=mask, other=0.0)
+        new = _of_bytes(quantised_bits(new.to(tl.float32), value_scale), values.dtype)
+        return tl.where(mask, new, values)
+    return tl.load(ptrs, mask=mask, other=values)
 
 
 @triton.jit
@@ -449,8 +507,10 @@ def _combine_splits(
     rows,
     used,
     splits,
+    value_scale,
     D: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    FP8: tl.constexpr,
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
@@ -489,7 +549,10 @@ def _combine_splits(
             acc += weight[:, None] * split_acc
         running_max = new_max
     out_ptrs = out_ptr + (first_head + row)[:, None] * D + dim[None, :]
-    tl.store(out_ptrs, acc / running_sum[:, None], mask=mask)
+    result = acc / running_sum[:, None]
+    if FP8:
+        result *= value_scale
+    tl.store(out_ptrs, result, mask=mask)
 
 
 @triton.jit

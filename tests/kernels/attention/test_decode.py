@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.attention import decode as attention
+from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import (
     SPLIT_TOKENS,
+    SPLITS,
     decode_attention,
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
@@ -36,8 +38,16 @@ EPS = 1e-6
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
 SETTINGS = settings(deadline=None, max_examples=24 if NATIVE else 9, derandomize=not NATIVE)
-# Positions where a split or a block begins or ends, and one split or several are used.
-EDGES = (0, 1, 7, 8, SPLIT_TOKENS - 1, SPLIT_TOKENS, SPLIT_TOKENS + 1, 2 * SPLIT_TOKENS)
+# In half precision on a GPU long splits have a kernel of their own.
+KERNELS_SPLITS = (SPLIT_TOKENS, 256) if NATIVE else (SPLIT_TOKENS,)
+
+
+def edges(split: int) -> tuple[int, ...]:
+    """Positions where a split, a tile or a block begins or ends; one split is used, or several."""
+    return (0, 1, 7, 8, 63, 64, 127, split - 1, split, split + 1, 2 * split)
+
+
+EDGES = edges(SPLIT_TOKENS)
 
 Op = tuple[Callable[..., torch.Tensor], str]
 
@@ -53,6 +63,7 @@ class Problem:
     block_size: int = 16
     normed: bool = True
     dtype: torch.dtype = torch.float32
+    split: int = SPLIT_TOKENS
     seed: int = 0
 
     @property
@@ -114,6 +125,7 @@ def run(op: Op, *arguments: Any, **parameters: Any) -> torch.Tensor:
     """`op` with counters if it takes some, which must be zero again after it."""
     function, device = op
     if function is decode_attention_reference:
+        parameters.pop("split_tokens", None)
         return function(*arguments, **parameters)
     lanes = arguments[0].shape[0]
     arrivals = counters(lanes, parameters["num_heads"], parameters["num_kv_heads"], device)
@@ -165,6 +177,7 @@ def decode(
         int32(position, device),
         scale=problem.head_dim**-0.5,
         max_seq_len=max_seq_len or problem.positions,
+        split_tokens=problem.split,
         out=out,
         **problem.parameters(device),
     )
@@ -248,7 +261,8 @@ def op_dtypes(op: Op, request: pytest.FixtureRequest) -> tuple[torch.dtype, ...]
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     longest = 1500 if NATIVE else 2 * SPLIT_TOKENS + 40
-    lengths = st.one_of(st.sampled_from(EDGES), st.integers(0, longest))
+    split = draw(st.sampled_from(SPLITS if NATIVE else (64, 128)))
+    lengths = st.one_of(st.sampled_from(edges(split)), st.integers(0, longest))
     return Problem(
         lengths=tuple(draw(st.lists(lengths, min_size=1, max_size=3))),
         kv_heads=draw(st.sampled_from([1, 2, 8] if NATIVE else [1, 2])),
@@ -256,6 +270,7 @@ def problems(draw: st.DrawFn) -> Problem:
         head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         normed=draw(st.booleans()),
+        split=split,
         seed=draw(st.integers(0, 999)),
     )
 
@@ -274,25 +289,33 @@ def test_equals_the_definition(
     ("group", "head_dim", "block_size"),
     [(1, 64, 8), (4, 128, 16), (5, 80, 32), (8, 96, 128), (16, 64, 64), (20, 256, 8)],
 )
+@pytest.mark.parametrize("split", KERNELS_SPLITS)
 def test_edges_of_splits_and_blocks(
     op: Op,
     op_dtypes: tuple[torch.dtype, ...],
     place_cache: Callable[..., Any],
+    split: int,
     group: int,
     head_dim: int,
     block_size: int,
 ) -> None:
-    problem = Problem(lengths=EDGES, group=group, head_dim=head_dim, block_size=block_size)
+    shape = {"group": group, "head_dim": head_dim, "block_size": block_size}
+    problem = Problem(lengths=edges(split), split=split, **shape)
     assert_equals_the_definition(op, op_dtypes, place_cache, problem)
 
 
 @pytest.mark.parametrize("lanes_total", [1, 3, 8, 32])
+@pytest.mark.parametrize("split", KERNELS_SPLITS)
 def test_a_lane_has_the_same_bits_anywhere(
-    op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], lanes_total: int
+    op: Op,
+    op_dtypes: tuple[torch.dtype, ...],
+    place_cache: Callable[..., Any],
+    split: int,
+    lanes_total: int,
 ) -> None:
-    lengths = (300, 5, 64, 0) if not NATIVE else (3000, 5, 64, 0, 700, SPLIT_TOKENS)
+    lengths = (300, 5, 64, 0) if not NATIVE else (3000, 5, 64, 0, 700, split)
     for dtype in op_dtypes:
-        problem = Problem(lengths=lengths, group=3, dtype=dtype)
+        problem = Problem(lengths=lengths, group=3, dtype=dtype, split=split)
         alone = {slot: decode(op, place_cache, problem, [slot]) for slot in range(len(lengths))}
         shuffle = random.Random(lanes_total)
         lanes = [*alone, *[-1] * 32][:lanes_total]
@@ -333,6 +356,40 @@ def test_the_grid_sets_no_bit(
                 shared = decode(op, place_cache, problem, lanes)
             assert torch.equal(shared.out_NX, tight.out_NX), f"{programs=} {dtype=}"
             assert torch.equal(shared.key_SGD, tight.key_SGD), f"{programs=} {dtype=}"
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+@pytest.mark.parametrize(("head_dim", "split"), [(64, 256), (128, 256), (128, 512)])
+def test_programs_that_share_splits_set_no_bit(
+    place_cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, head_dim: int, split: int
+) -> None:
+    """Neither where their shares are cut, nor the limit on positions."""
+    lengths = (40 * split + 9, split + 3, 7, 3 * split - 1)
+    problem = Problem(
+        lengths=lengths, kv_heads=2, head_dim=head_dim, split=split, dtype=torch.bfloat16
+    )
+    op = (decode_attention, "cuda")
+    expected = decode(op, place_cache, problem, range(4))
+    for multiprocessors in (1, 2, 3, 31):
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_gluon, "_multiprocessors", lambda device, m=multiprocessors: m)
+            shared = decode(op, place_cache, problem, range(4), max_seq_len=100_000)
+        assert torch.equal(shared.out_NX, expected.out_NX), f"{multiprocessors=}"
+        assert torch.equal(shared.key_SGD, expected.key_SGD), f"{multiprocessors=}"
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+@pytest.mark.parametrize("split", [256, 512])
+def test_lengths_from_1_to_131072_in_one_batch(place_cache: Callable[..., Any], split: int) -> None:
+    """Also where more splits than are put together at once make a part of a lane's sum."""
+    lengths = (131_071, 0, 1, 64 * split - 1, 64 * split, 64 * split + 1, 1000, 40_000)
+    problem = Problem(lengths=lengths, group=4, split=split, dtype=torch.bfloat16, normed=False)
+    crowd = decode((decode_attention, "cuda"), place_cache, problem, range(8), poison=True)
+    expected = decode((decode_attention_reference, "cuda"), place_cache, problem, range(8))
+    torch.testing.assert_close(crowd.out_NX, expected.out_NX, rtol=2e-2, atol=2e-2)
+    for slot in (0, 4, 7):
+        alone = decode((decode_attention, "cuda"), place_cache, problem, [slot])
+        assert torch.equal(crowd.out_NX[slot], alone.out_NX[0]), f"{slot=}"
 
 
 def test_every_lane_padded(op: Op, place_cache: Callable[..., Any]) -> None:
@@ -472,7 +529,7 @@ def valid_arguments() -> dict[str, Any]:
         "block_table_SB": torch.zeros(2, 2, dtype=torch.int32),
         "slot_N": torch.full((2,), -1, dtype=torch.int32),
         "position_N": torch.zeros(2, dtype=torch.int32),
-        "launch": Launch(arrivals=torch.zeros(4, dtype=torch.int32)),
+        "launch": Launch(arrivals=torch.zeros(4 * 33, dtype=torch.int32)),
         "num_heads": 4,
         "num_kv_heads": 2,
         "scale": 0.125,
@@ -519,11 +576,11 @@ def test_the_arguments_that_are_changed_below_are_valid() -> None:
         ({"block_table_SB": torch.zeros(2, dtype=torch.int32)}, r"must be \[S, B\]"),
         ({"slot_N": torch.zeros(3, dtype=torch.int32)}, r"slot_N must be a dense \[2\]"),
         ({"position_N": torch.zeros(2)}, "position_N must be int32, not torch.float32"),
-        (counted(torch.zeros(3, dtype=torch.int32)), r"at least 4, not \(3,\)"),
-        (counted(torch.zeros(2, 2, dtype=torch.int32)), r"at least 4, not \(2, 2\)"),
-        (counted(torch.zeros(8, dtype=torch.int32)[::2]), "dense vector"),
+        (counted(torch.zeros(3, dtype=torch.int32)), r"at least 132, not \(3,\)"),
+        (counted(torch.zeros(2, 2, dtype=torch.int32)), r"at least 132, not \(2, 2\)"),
+        (counted(torch.zeros(300, dtype=torch.int32)[::2]), "dense vector"),
         (counted(torch.zeros(4)), "arrivals must be int32, not torch.float32"),
-        (counted(None), "arrivals must be a dense vector of at least 4, not None"),
+        (counted(None), "arrivals must be a dense vector of at least 132, not None"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
         ({"q_norm_weight": torch.ones(64)}, "come together or not at all"),
         (
@@ -542,9 +599,9 @@ def test_workspace_and_counters() -> None:
     assert decode_attention_workspace_bytes(
         8, num_heads=32, head_dim=128, max_seq_len=SPLIT_TOKENS + 1
     ) == (8 * 32 * 3 * 130 * 4)
-    assert decode_attention_arrivals(3, num_heads=32, num_kv_heads=8) == 3 * 8
+    assert decode_attention_arrivals(3, num_heads=32, num_kv_heads=8) == 3 * 8 * 33
     # A kv head of 20 query heads is two tiles of them.
-    assert decode_attention_arrivals(3, num_heads=40, num_kv_heads=2) == 3 * 2 * 2
+    assert decode_attention_arrivals(3, num_heads=40, num_kv_heads=2) == 3 * 2 * 2 * 33
 
 
 @pytest.mark.skipif(not NATIVE, reason="needs a GPU")

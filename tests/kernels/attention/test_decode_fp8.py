@@ -24,11 +24,8 @@ MOST = 1 + max(LENGTHS)
 
 Op = tuple[Callable[..., torch.Tensor], str]
 
-# The kernel of decode attention refuses such caches until it reads them.
-UNREAD = pytest.mark.xfail(raises=NotImplementedError, strict=True)
 
-
-@pytest.fixture(scope="module", params=[pytest.param("triton", marks=UNREAD), "reference"])
+@pytest.fixture(scope="module", params=["triton", "reference"])
 def op(request: pytest.FixtureRequest) -> Op:
     if request.param == "reference":
         return decode_attention_reference, "cpu"
@@ -142,7 +139,6 @@ def test_equals_the_definition_over_what_is_stored(
             torch.testing.assert_close(row.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@UNREAD
 def test_the_siblings_of_a_row_count_as_they_are_stored(
     device: str, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
 ) -> None:

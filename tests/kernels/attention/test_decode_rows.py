@@ -18,7 +18,7 @@ from graphengine.kernels.attention.decode import decode_attention, decode_attent
 from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.plans import LONG_SPLIT_BYTES
+from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
@@ -199,7 +199,7 @@ def kernel(device: str) -> Op:
 @st.composite
 def problems(draw: st.DrawFn) -> Rows:
     width = draw(st.integers(1, 7))
-    split = draw(st.sampled_from([64, 128]))
+    split = draw(st.sampled_from([64, 128, 256] if NATIVE else [64, 128]))
     lengths = st.one_of(
         st.integers(0, 2 * split + 2),
         st.integers(max(0, split - width), split + 1),
@@ -231,9 +231,7 @@ def test_rows_are_tokens_one_by_one(
 ) -> None:
     # One of them: natively every example waits for the compiler.
     dtype = dtypes[rows.seed % len(dtypes)]
-    # A long split of the longest heads does not fit an SM.
-    fits = rows.head_dim * dtype.itemsize <= LONG_SPLIT_BYTES
-    typed = replace(rows, dtype=dtype, split=rows.split if fits else 64)
+    typed = replace(rows, dtype=dtype)
     assert_rows_are_tokens_one_by_one(kernel, place_cache, typed, padded_rows=padded_rows)
 
 
@@ -391,7 +389,12 @@ def test_lanes_that_are_no_rows(tokens_per_row: int) -> None:
 
 
 def compile_kernel(
-    monkeypatch: pytest.MonkeyPatch, tokens_per_row: int, *, head_dim: int, split_tokens: int
+    monkeypatch: pytest.MonkeyPatch,
+    tokens_per_row: int,
+    *,
+    head_dim: int,
+    split_tokens: int,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, str]:
     """The code for sm_90 of a launch in bfloat16 with norms and PDL."""
     from triton.backends.compiler import GPUTarget
@@ -419,22 +422,24 @@ def compile_kernel(
         new(lanes, (heads + 2 * kv_heads) * head_dim),
         angles,
         angles,
-        new(9, 2, 16, kv_heads, head_dim),
+        new(9, 2, 16, kv_heads, head_dim, dtype=kv_dtype),
         new(4, 16, dtype=torch.int32),
         *integers,
-        Launch(arrivals=new(lanes * kv_heads, dtype=torch.int32), pdl=True),
+        Launch(arrivals=new(lanes * kv_heads * 33, dtype=torch.int32), pdl=True),
         num_heads=heads,
         num_kv_heads=kv_heads,
         scale=0.125,
         max_seq_len=256,
         q_norm_weight=new(head_dim),
         k_norm_weight=new(head_dim),
+        kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
         split_tokens=split_tokens,
         tokens_per_row=tokens_per_row,
     )
     options = {name: arguments.pop(name) for name in [*arguments] if name not in kernel.arg_names}
     del options["launch_pdl"]
     pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+    pointers |= {FP8_KV: "*fp8e4nv", torch.uint8: "*u8"}
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -442,6 +447,8 @@ def compile_kernel(
         value = arguments[name]
         if kernel.params[index].is_constexpr:
             signature[name], constants[index,] = "constexpr", value
+        elif value is None:
+            signature[name], constants[index,] = "constexpr", None
         elif isinstance(value, torch.Tensor):
             signature[name] = pointers[value.dtype]
             attributes[index,] = [["tt.divisibility", 16]]
@@ -482,8 +489,19 @@ def test_the_compiler_sums_alike_for_rows_of_any_length(
     assert "wgmma" not in compiled["ptx"]
 
 
+@compiles
+@pytest.mark.parametrize(("width", "head_dim"), [(1, 128), (4, 64), (1, 256)])
+def test_a_cache_of_e4m3_is_read_as_such(
+    monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int
+) -> None:
+    shape = {"head_dim": head_dim, "split_tokens": 64, "kv_dtype": FP8_KV}
+    ptx = compile_kernel(monkeypatch, width, **shape)["ptx"]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
+    assert "mma.sync" in ptx and "wgmma" not in ptx
+
+
 @pytest.mark.skipif(not NATIVE, reason="needs a GPU")
-@pytest.mark.parametrize("split", [64, 128])
+@pytest.mark.parametrize("split", [64, 128, 256])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_captured_rows_replay_the_eager_bits(
     place_cache: Callable[..., Any], pdl: bool, split: int
@@ -498,7 +516,8 @@ def test_captured_rows_replay_the_eager_bits(
     qkv = torch.randn(12, (8 + 2 * 2) * 128, device="cuda", dtype=torch.bfloat16)
     slot = int32([1, 1, 1, -1, 0, 0, 0, 0, *[-1] * 4], "cuda")
     position = int32([20, 21, 22, 0, *range(split - 3, split + 1), *[0] * 4], "cuda")
-    arrivals = torch.zeros(12 * 2, dtype=torch.int32, device="cuda")
+    counters = decode_attention_arrivals(12, num_heads=8, num_kv_heads=2)
+    arrivals = torch.zeros(counters, dtype=torch.int32, device="cuda")
     options = rows.parameters("cuda") | {"max_seq_len": 512, "split_tokens": split}
 
     launch = Launch(arrivals=arrivals, pdl=pdl)
@@ -535,8 +554,8 @@ def test_captured_rows_replay_the_eager_bits(
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (96, "split_tokens=96 must be 64 or 128"),
-        (128, "split_tokens=128 is too long for torch.float32 heads of 256"),
+        (96, r"split_tokens=96 is not one of \(64, 128, 256, 512\)"),
+        (0, "split_tokens=0 is not one of"),
     ],
 )
 def test_splits_that_no_kernel_has(

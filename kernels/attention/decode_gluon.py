@@ -1,0 +1,482 @@
+"""Decode attention of half precision on a GPU, in Gluon: what `decode.py` launches there.
+
+It is `decode_triton.py` with its copies in hand: a ring of tiles of keys and values in shared
+memory, which `cp.async` fills across the borders of splits, heads and rows. Its first tiles are on
+the way before the launch waits for its inputs, so memory is busy while the launch before drains.
+
+Scores and sums of a tile are products on `mma.sync`, whose 16 rows know nothing of each other: the
+query heads of one kv head, of all lanes of a row.
+
+It serves splits of 256 and 512 tokens; those of an engine, `plans.attention_split`, are shorter so
+far.
+
+Letters as in `decode.py`, and: M rows of a product, T tokens of a tile, D' head_dim padded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from graphengine.kernels.attention.decode_gluon_combine import (
+    LOWEST,
+    Parts,
+    arrive,
+    store_part,
+    store_rows,
+)
+from graphengine.kernels.attention.decode_gluon_heads import (
+    BLOCK,
+    insert_new_tokens,
+    load_heads,
+    shared_layout,
+)
+from graphengine.kernels.attention.decode_gluon_units import (
+    Shape,
+    cache_offsets,
+    heads_of,
+    named,
+    schedule_of,
+    unit_after,
+    unit_at,
+)
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.paged import position_limit
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.linear.plans import dot_columns
+
+_WARPS = 4
+ALIGNMENT = 8
+"""Elements of 16 bits in what one copy of a thread takes: 16 bytes, at a multiple of 16 bytes."""
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_LEAST_HEAD_DIM = 32
+_LEAST_SPLIT = 256
+# Bytes of keys and values in shared memory: two programs fit an SM of an H200.
+_RING_BYTES = 64 * 1024
+_PROGRAMS = 2
+# Of the keys of a tile.
+_TILE_BYTES = 16 * 1024
+_MOST_TOKENS = 128
+_MOST_ROWS = 32
+_COMBINE_SPLITS = 8
+# Splits that are put together before they join others, and how often that is done at most.
+_SUPER = 64
+_MOST_SUPERS = 32
+COUNTERS = _MOST_SUPERS + 1
+"""Counters that a tile of rows needs."""
+# Values that a program stores at a time in a lane that failed.
+_CHUNK = gl.constexpr(1024)
+
+# Gluon and Triton compile the same text, but a function belongs to one of them.
+_wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+
+
+def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
+    """Whether `decode_attention_kernel` serves this cache.
+
+    The two kernels need not agree in the last bit, so nothing here may depend on the number of
+    lanes.
+    """
+    head_dim = kv.shape[4]
+    return (
+        split_tokens >= _LEAST_SPLIT
+        and _runs_on(qkv_NX)
+        and qkv_NX.dtype in _DTYPES
+        and kv.dtype == qkv_NX.dtype
+        and head_dim >= _LEAST_HEAD_DIM
+        and head_dim % ALIGNMENT == 0
+        and kv.stride(0) % ALIGNMENT == 0
+        and kv.data_ptr() % (2 * ALIGNMENT) == 0
+    )
+
+
+def _runs_on(tensor: torch.Tensor) -> bool:
+    """Gluon has no interpreter; `cp.async` and `mma.sync` came with sm_80."""
+    if INTERPRETED or not tensor.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+
+
+def attend(
+    qkv_NX: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    arrivals: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    max_seq_len: int,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+    split_tokens: int,
+    tokens_per_row: int,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """`decode_attention` of checked arguments that `takes`."""
+    lanes = qkv_NX.shape[0]
+    head_dim = kv.shape[4]
+    rows = lanes // tokens_per_row
+    shape = _shape(
+        num_heads,
+        kv,
+        max_seq_len=max_seq_len,
+        split=split_tokens,
+        row_lanes=tokens_per_row,
+        normed=q_norm_weight is not None,
+    )
+    splits = -(-max_seq_len // split_tokens)
+    supers = -(-splits // shape.super)
+    units = rows * num_kv_heads * shape.row_tiles * splits
+    programs = min(units, _PROGRAMS * _multiprocessors(qkv_NX.device))
+    launcher(decode_attention_kernel, (programs,))(
+        qkv_NX,
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        slot_N,
+        position_N,
+        q_norm_weight,
+        k_norm_weight,
+        arrivals,
+        _new_parts(qkv_NX, lanes * num_heads * splits, head_dim),
+        _new_parts(qkv_NX, lanes * num_heads * supers, head_dim),
+        out,
+        scale * math.log2(math.e),
+        eps,
+        qkv_NX.stride(0),
+        kv.stride(0) // ALIGNMENT,
+        block_table_SB.stride(0),
+        rows,
+        splits,
+        supers,
+        position_limit(cos, kv, block_table_SB, max_seq_len),
+        Shape(*(gl.constexpr(value) for value in shape)),
+        ROWS_PADDED=triton.next_power_of_2(rows),
+        num_warps=_WARPS,
+        **launch_options(pdl),
+    )
+
+
+def _shape(
+    heads: int, kv: torch.Tensor, *, max_seq_len: int, split: int, row_lanes: int, normed: bool
+) -> Shape:
+    block_size, kv_heads, head_dim = kv.shape[2:]
+    padded = dot_columns(head_dim)
+    of_kv_head = heads // kv_heads * row_lanes
+    rows = min(max(16, triton.next_power_of_2(of_kv_head)), _MOST_ROWS)
+    tile = min(_MOST_TOKENS, _TILE_BYTES // (padded * kv.dtype.itemsize))
+    splits = -(-max_seq_len // split)
+    return Shape(
+        Q=heads,
+        G=kv_heads,
+        D=head_dim,
+        padded=padded,
+        row_lanes=row_lanes,
+        rows=rows,
+        row_tiles=-(-of_kv_head // rows),
+        block_size=block_size,
+        split=split,
+        super=max(_SUPER, triton.next_power_of_2(-(-splits // _MOST_SUPERS))),
+        tile=tile,
+        streams=2 if padded > 128 else 4,
+        stages=_RING_BYTES // (2 * tile * padded * kv.dtype.itemsize),
+        normed=normed,
+        combine_rows=min(16, triton.next_power_of_2(of_kv_head)),
+        combine_splits=_COMBINE_SPLITS,
+    )
+
+
+def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> Parts:
+    """Uninitialised: what is read was written by programs of the same launch."""
+    acc = like.new_empty((parts, head_dim), dtype=torch.float32)
+    largest = like.new_empty((2, parts), dtype=torch.float32)
+    return Parts(acc, largest[0], largest[1])
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@gluon.constexpr_function
+def _copy_layout(columns):
+    """16 bytes a thread, threads along the columns first: whole rows at a time."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _ring_layout(columns, streams):
+    """`_copy_layout` of [streams, tokens, columns]."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout(
+        [1, 1, 8], [1, 32 // across, across], [streams, 4 // streams, 1], [2, 1, 0]
+    )
+
+
+@gluon.constexpr_function
+def _join_layout(columns, streams):
+    """`sums_layout` of [streams, rows, D']."""
+    across = min(columns // 4, 32)
+    return gl.BlockedLayout([streams, 1, 4], [1, 32 // across, across], [1, 4, 1], [2, 1, 0])
+
+
+@gluon.jit(do_not_specialize=["rows", "splits", "supers", "position_limit"])
+def decode_attention_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    kv_ptr,
+    block_table_ptr,
+    slot_ptr,
+    position_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    arrivals_ptr,
+    parts,
+    super_parts,
+    out_ptr,
+    scale_log2,
+    eps,
+    qkv_stride,
+    kv_pitch,
+    table_stride,
+    rows,
+    splits,
+    supers,
+    position_limit,
+    shape,
+    ROWS_PADDED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Programs share the live splits of all rows and heads evenly, each some consecutive ones.
+
+    The pitch is a stride in units of 8 elements, which the compiler must know to copy 16 bytes.
+    """
+    TILES: gl.constexpr = shape.split // shape.tile
+    STAGES: gl.constexpr = shape.stages
+    STREAMS: gl.constexpr = shape.streams
+    copied: gl.constexpr = _copy_layout(shape.padded)
+    ringed: gl.constexpr = _ring_layout(shape.padded, STREAMS)
+    product: gl.constexpr = gl.NVMMADistributedLayout(
+        [2, 0], [STREAMS, 1, 4 // STREAMS], [1, 16, 8]
+    )
+    shared: gl.constexpr = shared_layout(shape.padded, 3)
+    dtype: gl.constexpr = kv_ptr.dtype.element_ty
+    ring_shape: gl.constexpr = [STAGES, STREAMS, shape.tile // STREAMS, shape.padded]
+    ring_keys = gl.allocate_shared_memory(dtype, ring_shape, shared)
+    ring_values = gl.allocate_shared_memory(dtype, ring_shape, shared)
+    ring = (ring_keys, ring_values)
+    source = (kv_ptr, block_table_ptr, kv_pitch, table_stride)
+
+    # Neither of the last two launches writes slots, positions, tables, older keys and values.
+    schedule, failed = schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED, shape)
+    units = gl.max(schedule[4], axis=0).to(gl.int64)
+    first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32)
+    tiles = (end - first) * TILES
+    unit = unit_at(schedule, first)
+    ahead, entries = _fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed)
+
+    _wait_for_inputs(PDL, True)
+    if failed:
+        _fail_lanes(slot_ptr, position_ptr, out_ptr, rows * shape.row_lanes, position_limit, shape)
+    if first >= end:
+        return
+
+    qkv = (qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps)
+    q_shape: gl.constexpr = [shape.rows, shape.padded]
+    q_rows = gl.allocate_shared_memory(dtype, q_shape, shared_layout(shape.padded, 2))
+    queries = q_rows.reshape([1, shape.rows, shape.padded])
+    keys = gl.zeros([BLOCK, shape.padded], dtype, copied)
+    values = keys
+    q_of = -1
+    joined: gl.constexpr = gl.SliceLayout(0, _join_layout(shape.padded, STREAMS))
+    row = gl.arange(0, shape.rows, gl.SliceLayout(1, joined))
+    waiting = 0
+    tile = 0
+    for u in range(first, end):
+        start = unit.split * shape.split
+        q_wanted = unit.row_first + unit.head
+        if (q_of != q_wanted) | (start + shape.split > unit.cached):
+            new_q, keys, values = load_heads(qkv, source, unit, start, shape, copied)
+            q_rows.store(new_q)
+            q_of = q_wanted
+        head, position, stored = heads_of(unit, row, shape)
+        per_row: gl.constexpr = gl.SliceLayout(2, product)
+        largest = gl.full([STREAMS, shape.rows], LOWEST, gl.float32, per_row)
+        total = gl.zeros([STREAMS, shape.rows, shape.tile // STREAMS], gl.float32, product)
+        acc = gl.zeros([STREAMS, shape.rows, shape.padded], gl.float32, product)
+        for t in range(TILES):
+            async_copy.wait_group(STAGES - 1)
+            gl.thread_barrier()
+            stage = tile % STAGES
+            token = start + t * shape.tile
+            if token < unit.length:
+                if token + shape.tile > unit.cached:
+                    insert_new_tokens(qkv, source, ring, stage, unit, token, (keys, values), shape)
+                state = (acc, largest, total)
+                acc, largest, total = _attend_tile(
+                    queries,
+                    ring_keys.index(stage),
+                    ring_values.index(stage),
+                    token,
+                    position,
+                    state,
+                    scale_log2,
+                    shape,
+                )
+            tile += 1
+            step = tile + STAGES - 1
+            if step < tiles:
+                # The tile is no longer read.
+                gl.thread_barrier()
+                _copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
+                if (step + 1) % TILES == 0:
+                    ahead = unit_after(schedule, ahead, first + (step + 1) // TILES)
+                entries = _entries(
+                    source, ahead, (step + 1) % TILES, step + 1 < tiles, shape, ringed
+                )
+            async_copy.commit_group()
+        acc_of_all, largest_of_all, weight = _join_streams(acc, largest, total)
+        if unit.row_splits == 1:
+            store_rows(out_ptr, acc_of_all / weight[:, None], unit, row, shape)
+        else:
+            part = head.to(gl.int64) * splits + unit.split
+            store_part(parts, (acc_of_all, largest_of_all, weight), part, stored, shape)
+            waiting += 1
+            after = unit.split + 1
+            if (after == unit.row_splits) | (after % shape.super == 0) | (u + 1 == end):
+                counts = (splits, supers)
+                arrive(arrivals_ptr, waiting, parts, super_parts, out_ptr, unit, counts, shape)
+                waiting = 0
+        unit = unit_after(schedule, unit, u + 1)
+
+
+@gluon.jit
+def _fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed: gl.constexpr):
+    """Ask for the first tiles; the unit and the block table's entries of the next one."""
+    TILES: gl.constexpr = shape.split // shape.tile
+    ahead = unit
+    # All entries first: a copy of the second tile would wait for the first tile's otherwise.
+    entries = ()
+    units = ()
+    for i in gl.static_range(shape.stages):
+        entries += (_entries(source, ahead, i % TILES, i < tiles, shape, ringed),)  # type: ignore[assignment]
+        units += (ahead,)  # type: ignore[assignment]
+        if (i + 1) % TILES == 0:
+            ahead = unit_after(schedule, ahead, first + (i + 1) // TILES)
+    for i in gl.static_range(shape.stages):
+        of = named(units[i])
+        _copy_tile(source, ring, i, entries[i], of, i % TILES, i < tiles, shape)
+        async_copy.commit_group()
+    t: gl.constexpr = shape.stages % TILES
+    return ahead, _entries(source, ahead, t, tiles > shape.stages, shape, ringed)
+
+
+@gluon.jit
+def _stream_tokens(start, shape, layout: gl.constexpr):
+    """Positions [streams, tokens] of a tile's tokens, in order."""
+    TOKENS: gl.constexpr = shape.tile // shape.streams
+    stream = gl.arange(0, shape.streams, gl.SliceLayout(1, layout))
+    return (
+        start + stream[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
+    )
+
+
+@gluon.jit
+def _tile_tokens(unit, t, shape, ringed: gl.constexpr):
+    """Positions [streams, tokens] of the tokens of a unit's tile `t`."""
+    start = unit.split * shape.split + t * shape.tile
+    return _stream_tokens(start, shape, gl.SliceLayout(2, ringed))
+
+
+@gluon.jit
+def _entries(source, unit, t, live, shape, ringed: gl.constexpr):
+    """Entries of the block table [T] for the cached tokens of a unit's tile `t`."""
+    _, block_table_ptr, _, table_stride = source
+    token = _tile_tokens(unit, t, shape, ringed)
+    table_row_ptr = block_table_ptr + unit.slot.to(gl.int64) * table_stride
+    mask = (token < unit.cached) & live
+    return gl.load(table_row_ptr + token // shape.block_size, mask=mask, other=0)
+
+
+@gluon.jit
+def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
+    """Ask for the keys and values of a unit's tile `t`; those that are not cached become 0."""
+    kv_ptr, _, kv_pitch, _ = source
+    keys, values = ring
+    ringed: gl.constexpr = entries.type.layout.parent
+    token = _tile_tokens(unit, t, shape, ringed)
+    dim = gl.arange(0, shape.padded, gl.SliceLayout(0, gl.SliceLayout(1, ringed)))[None, None, :]
+    ptrs = (kv_ptr + cache_offsets(unit, entries, token, kv_pitch, shape))[:, :, None] + dim
+    mask = ((token < unit.cached) & live)[:, :, None] & (dim < shape.D)
+    async_copy.async_copy_global_to_shared(keys.index(stage), ptrs, mask)
+    ptrs += shape.block_size * shape.G * shape.D
+    async_copy.async_copy_global_to_shared(values.index(stage), ptrs, mask)
+
+
+@gluon.jit
+def _attend_tile(queries, keys, values, start, position, state, scale_log2, shape):
+    """`state` after a tile: sums of values [M, D'], largest score [M] in log2 units, and weights
+    [M, T], of which each column is a sum over tiles."""
+    acc, largest, total = state
+    layout: gl.constexpr = acc.type.layout
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    all_streams: gl.constexpr = [shape.streams, shape.rows, shape.padded]
+    q, _ = gl.broadcast(queries.load(left), gl.zeros(all_streams, queries.dtype, left))
+    scores = mma_v2(q, keys.permute((0, 2, 1)).load(right), gl.zeros_like(total)) * scale_log2
+    token = _stream_tokens(start, shape, gl.SliceLayout(1, layout))
+    position = gl.convert_layout(position, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    scores = gl.where(token[:, None, :] <= position[None, :, None], scores, float("-inf"))
+    new_largest = gl.maximum(largest, gl.max(scores, axis=2))
+    weights = gl.exp2(scores - new_largest[:, :, None])
+    rescale = gl.exp2(largest - new_largest)[:, :, None]
+    operand = gl.convert_layout(weights.to(values.dtype), left)
+    acc = mma_v2(operand, values.load(right), acc * rescale)
+    return acc, new_largest, total * rescale + weights
+
+
+@gluon.jit
+def _join_streams(acc, largest, total):
+    """Sums of values [M, D'], largest scores [M] and sums of weights [M] of all streams."""
+    whole = gl.max(largest, axis=0)
+    rescale = gl.exp2(largest - whole[None, :])
+    weight = gl.sum(gl.sum(total, axis=2) * rescale, axis=0)
+    # A thread has a sum's parts of all streams, so that they are added without a shuffle.
+    joined: gl.constexpr = _join_layout(acc.shape[2], acc.shape[0])
+    acc = gl.sum(gl.convert_layout(acc * rescale[:, :, None], joined), axis=0)
+    per_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return acc, gl.convert_layout(whole, per_row), gl.convert_layout(weight, per_row)
+
+
+@gluon.jit
+def _fail_lanes(slot_ptr, position_ptr, out_ptr, lanes, position_limit, shape):
+    """NaN for live lanes at a position that no cache has."""
+    WIDTH: gl.constexpr = shape.Q * shape.D
+    at = gl.arange(0, _CHUNK, gl.BlockedLayout([4], [32], [4], [0]))
+    nothing = gl.full([_CHUNK], float("nan"), out_ptr.dtype.element_ty, at.type.layout)
+    for lane in range(gl.program_id(0), lanes, gl.num_programs(0)):
+        slot = gl.load(slot_ptr + lane, cache_modifier=".cg")
+        position = gl.load(position_ptr + lane, cache_modifier=".cg")
+        if (slot >= 0) & ((position < 0) | (position >= position_limit)):
+            for start in range(0, WIDTH, _CHUNK):
+                ptrs = out_ptr + lane * WIDTH + start + at
+                gl.store(ptrs, nothing, mask=start + at < WIDTH)

@@ -1,0 +1,163 @@
+"""How `decode_gluon.py` keeps the results of splits, and puts them together.
+
+Letters as in `decode_gluon.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from graphengine.kernels.attention.decode_gluon_units import heads_of
+
+LOWEST = gl.constexpr(-3e38)
+"""Below each score, and finite: the largest score of no tokens."""
+
+
+class Parts(NamedTuple):
+    """Results of splits, float32: sums [..., D], largest scores, sums of weights."""
+
+    acc: Any
+    max: Any
+    sum: Any
+
+
+@gluon.constexpr_function
+def sums_layout(columns):
+    """Of float32 [rows, D']: 16 bytes a thread."""
+    across = min(columns // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def store_rows(out_ptr, result, unit, row, shape):
+    """Rows of a unit's result [rows, D'], for the lanes that are live."""
+    dim = gl.arange(0, shape.padded, gl.SliceLayout(0, result.type.layout))
+    head, _, live = heads_of(unit, row, shape)
+    ptrs = (out_ptr + head.to(gl.int64) * shape.D)[:, None] + dim[None, :]
+    mask = live[:, None] & (dim < shape.D)[None, :]
+    gl.store(ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_part(parts, state, part, live, shape):
+    """Keep sums [rows, D'], largest scores and sums of weights [rows] as parts number `part`."""
+    acc, largest, total = state
+    dim = gl.arange(0, shape.padded, gl.SliceLayout(0, acc.type.layout))
+    ptrs = (parts.acc + part * shape.D)[:, None] + dim[None, :]
+    gl.store(ptrs, acc, mask=live[:, None] & (dim < shape.D)[None, :])
+    gl.store(parts.max + part, largest, mask=live)
+    gl.store(parts.sum + part, total, mask=live)
+
+
+@gluon.jit
+def _is_last(counter_ptr, arriving, expected):
+    """Whether these arrivals complete the expected ones, of which the counter then forgets."""
+    # Stores of all threads come before the one thread's release.
+    gl.thread_barrier()
+    last = gl.atomic_add(counter_ptr, arriving, sem="acq_rel") + arriving == expected
+    if last:
+        gl.store(counter_ptr, 0)
+    return last
+
+
+@gluon.jit
+def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, unit, counts, shape):
+    """Say that `arriving` splits up to the unit's are done; the last one puts them together.
+
+    Of more than `super` splits, each `super` of them are put together first.
+    """
+    _, supers = counts
+    head = unit.row * (shape.G * shape.row_tiles) + unit.head
+    counters_ptr = arrivals_ptr + head * (supers + 1)
+    at = unit.split // shape.super
+    expected = gl.minimum(unit.row_splits - at * shape.super, shape.super)
+    CHUNKS: gl.constexpr = shape.rows // shape.combine_rows
+    if _is_last(counters_ptr + at, arriving, expected):
+        for chunk in gl.static_range(CHUNKS):
+            _combine_splits(parts, super_parts, out_ptr, unit, chunk, counts, shape)
+        row_supers = (unit.row_splits + shape.super - 1) // shape.super
+        # The counter changes: `and` would ask for it in any case.
+        whole = False
+        if row_supers > 1:
+            whole = _is_last(counters_ptr + supers, 1, row_supers)
+        if whole:
+            for chunk in gl.static_range(CHUNKS):
+                _combine_supers(super_parts, out_ptr, unit, chunk, supers, shape)
+
+
+@gluon.jit
+def _combine_splits(parts, super_parts, out_ptr, unit, chunk, counts, shape):
+    """Some rows of the `super` splits that the unit's is one of: the result, or a part of it."""
+    splits, supers = counts
+    layout: gl.constexpr = sums_layout(shape.padded)
+    first_row = chunk * shape.combine_rows
+    row = first_row + gl.arange(0, shape.combine_rows, gl.SliceLayout(1, layout))
+    head, position, live = heads_of(unit, row, shape)
+    at = unit.split // shape.super
+    first = at * shape.super
+    count = gl.minimum(unit.row_splits - first, shape.super)
+    used = gl.where(live, position // shape.split + 1 - first, 0)
+    part = head.to(gl.int64) * splits + first
+    acc, largest, total = _combine(parts, part, used, count, shape)
+    if unit.row_splits <= shape.super:
+        store_rows(out_ptr, acc / total[:, None], unit, row, shape)
+    else:
+        super_part = head.to(gl.int64) * supers + at
+        store_part(super_parts, (acc, largest, total), super_part, live & (used > 0), shape)
+
+
+@gluon.jit
+def _combine_supers(super_parts, out_ptr, unit, chunk, supers, shape):
+    """Some rows of all that `_combine_splits` left for the unit's head."""
+    layout: gl.constexpr = sums_layout(shape.padded)
+    first_row = chunk * shape.combine_rows
+    row = first_row + gl.arange(0, shape.combine_rows, gl.SliceLayout(1, layout))
+    head, position, live = heads_of(unit, row, shape)
+    used = gl.where(live, position // (shape.split * shape.super) + 1, 0)
+    count = (unit.row_splits + shape.super - 1) // shape.super
+    acc, _, total = _combine(super_parts, head.to(gl.int64) * supers, used, count, shape)
+    store_rows(out_ptr, acc / total[:, None], unit, row, shape)
+
+
+@gluon.jit
+def _combine(parts, part, used, count, shape):
+    """Weigh the `used` parts of each row, from `part` on, by their largest scores, in order.
+
+    No row has more than `count`. Some at once share a maximum: no load of theirs waits for another.
+    """
+    layout: gl.constexpr = sums_layout(shape.padded)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    dim = gl.arange(0, shape.padded, gl.SliceLayout(0, layout))
+    running_max = gl.full([shape.combine_rows], LOWEST, gl.float32, of_row)
+    running_sum = gl.zeros([shape.combine_rows], gl.float32, of_row)
+    acc = gl.zeros([shape.combine_rows, shape.padded], gl.float32, layout)
+    for start in range(0, count, shape.combine_splits):
+        maxima = ()
+        sums = ()
+        accs = ()
+        for i in gl.static_range(shape.combine_splits):
+            there = start + i < used
+            at = part + start + i
+            ptrs = (parts.acc + at * shape.D)[:, None] + dim[None, :]
+            mask = there[:, None] & (dim < shape.D)[None, :]
+            largest = gl.load(parts.max + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            total = gl.load(parts.sum + at, mask=there, other=0.0, cache_modifier=".cg")
+            part_acc = gl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            maxima += (largest,)  # type: ignore[assignment]
+            sums += (total,)  # type: ignore[assignment]
+            accs += (part_acc,)  # type: ignore[assignment]
+        new_max = running_max
+        for i in gl.static_range(shape.combine_splits):
+            new_max = gl.maximum(new_max, maxima[i])
+        rescale = gl.exp2(running_max - new_max)
+        running_sum *= rescale
+        acc *= rescale[:, None]
+        for i in gl.static_range(shape.combine_splits):
+            weight = gl.exp2(maxima[i] - new_max)
+            running_sum += weight * sums[i]
+            acc += weight[:, None] * accs[i]
+        running_max = new_max
+    return acc, running_max, running_sum

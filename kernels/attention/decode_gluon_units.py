@@ -1,0 +1,154 @@
+"""What `decode_gluon.py`'s programs share: the live splits of all rows and heads, numbered.
+
+A unit is one split of one head of a row. Programs have consecutive units, so that one of them
+changes its head, or its row, but a few times. Letters as in `decode_gluon.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    Q: Any
+    G: Any
+    D: Any
+    padded: Any
+    """D'"""
+    row_lanes: Any
+    rows: Any
+    """M"""
+    row_tiles: Any
+    """Tiles of M rows that the lanes and query heads of a kv head make."""
+    block_size: Any
+    split: Any
+    super: Any
+    """Splits that are put together before the others are."""
+    tile: Any
+    """T"""
+    streams: Any
+    """Parts of a tile, each with sums of its own."""
+    stages: Any
+    normed: Any
+    combine_rows: Any
+    combine_splits: Any
+
+
+class Unit(NamedTuple):
+    """One split of one head of a row. With several lanes, query heads are of all of them."""
+
+    row: Any
+    slot: Any
+    base: Any
+    """Position of the row's first lane."""
+    cached: Any
+    """Tokens that earlier launches appended."""
+    length: Any
+    """Tokens of the slot, with those of this launch."""
+    row_first: Any
+    """Units of the rows before."""
+    row_splits: Any
+    """Splits of each head of the row."""
+    head: Any
+    """kv head x tile of rows."""
+    split: Any
+
+
+@gluon.constexpr_function
+def _schedule_layout(rows):
+    """Of one number a row: every warp has them all."""
+    return gl.BlockedLayout([max(1, rows // 32)], [32], [4], [0])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.constexpr, shape):
+    """For every row its index, slot, first lane's position, tokens, last unit + 1, splits; and
+    whether any live lane is at a position that no cache has."""
+    row = gl.arange(0, ROWS_PADDED, _schedule_layout(ROWS_PADDED))
+    slot = gl.zeros_like(row)
+    base = gl.zeros_like(row)
+    length = gl.zeros_like(row)
+    failed = gl.zeros_like(row)
+    for j in gl.static_range(shape.row_lanes):
+        lane = row * shape.row_lanes + j
+        lane_slot = gl.load(slot_ptr + lane, mask=row < rows, other=-1, cache_modifier=".cg")
+        position = gl.load(position_ptr + lane, mask=row < rows, other=0, cache_modifier=".cg")
+        inside = (lane_slot >= 0) & (position >= 0) & (position < position_limit)
+        failed = gl.where((lane_slot >= 0) & ~inside, 1, failed)
+        slot = gl.where(inside, lane_slot, slot)
+        base = gl.where(inside, position - j, base)
+        length = gl.where(inside, position + 1, length)
+    splits = (length + shape.split - 1) // shape.split
+    ends = gl.associative_scan(splits * (shape.G * shape.row_tiles), 0, _add)
+    return (row, slot, base, length, ends, splits), gl.max(failed, axis=0)
+
+
+@gluon.jit
+def unit_at(schedule, u):
+    """Unit number `u`; past the last one, a unit of a slot without tokens."""
+    row, slot, base, length, ends, splits = schedule
+    r = gl.sum((ends <= u).to(gl.int32), axis=0)
+    here = row == r
+    row_base = gl.sum(gl.where(here, base, 0), axis=0)
+    row_splits = gl.maximum(gl.sum(gl.where(here, splits, 0), axis=0), 1)
+    row_first = gl.max(gl.where(row < r, ends, 0), axis=0)
+    head = (u - row_first) // row_splits
+    return Unit(
+        row=r,
+        slot=gl.sum(gl.where(here, slot, 0), axis=0),
+        base=row_base,
+        cached=gl.maximum(row_base, 0),
+        length=gl.sum(gl.where(here, length, 0), axis=0),
+        row_first=row_first,
+        row_splits=row_splits,
+        head=head,
+        split=u - row_first - head * row_splits,
+    )
+
+
+@gluon.jit
+def named(unit):
+    """A tuple forgets the names of the tuples in it."""
+    row, slot, base, cached, length, row_first, row_splits, head, split = unit
+    return Unit(row, slot, base, cached, length, row_first, row_splits, head, split)
+
+
+@gluon.jit
+def unit_after(schedule, unit, u):
+    """`unit_at(schedule, u)`, where `unit` is the one before."""
+    row, slot, base, cached, length, row_first, row_splits, head, split = unit
+    split += 1
+    if split == row_splits:
+        row, slot, base, cached, length, row_first, row_splits, head, split = unit_at(schedule, u)
+    return named((row, slot, base, cached, length, row_first, row_splits, head, split))
+
+
+@gluon.jit
+def heads_of(unit, row, shape):
+    """For rows of a unit's product: query head among all of the launch, position, whether live."""
+    GROUP: gl.constexpr = shape.Q // shape.G
+    of_all = unit.head % shape.row_tiles * shape.rows + row
+    j = of_all // GROUP
+    position = unit.base + j
+    lane = unit.row * shape.row_lanes + j
+    head = lane * shape.Q + unit.head // shape.row_tiles * GROUP + of_all % GROUP
+    live = (j < shape.row_lanes) & (position >= 0) & (position < unit.length)
+    return head, position, live
+
+
+@gluon.jit
+def cache_offsets(unit, entries, token, kv_pitch, shape):
+    """Of the keys of a unit's kv head; values lie a block of keys further."""
+    at = entries.to(gl.int64) * (kv_pitch.to(gl.int64) * 8)
+    head = unit.head // shape.row_tiles
+    return at + token % shape.block_size * (shape.G * shape.D) + head * shape.D

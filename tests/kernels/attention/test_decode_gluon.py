@@ -1,0 +1,133 @@
+"""Decode attention in Gluon: which launches it takes, and what it compiles to.
+
+What it computes is tested with the other kernel, natively: `test_decode.py`, `test_decode_rows.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.kernels.attention import decode_gluon
+from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.core.paged import FP8_KV
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_kernel,
+    record_launch,
+    take_decode_gluon,
+)
+
+BF16 = torch.bfloat16
+# The module, whose name the package gives to the function.
+attention = importlib.import_module("graphengine.kernels.attention.decode")
+
+
+def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def attend_nothing(
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    rows: int = 8,
+    width: int = 1,
+    split: int = 256,
+    max_seq_len: int = 4096,
+    normed: bool = False,
+) -> None:
+    lanes = rows * width
+    counters = decode_attention_arrivals(lanes, num_heads=heads, num_kv_heads=kv_heads)
+    norm = new(head_dim) if normed else None
+    decode_attention(
+        new(lanes, (heads + 2 * kv_heads) * head_dim),
+        new(max_seq_len, head_dim // 2, dtype=torch.float32),
+        new(max_seq_len, head_dim // 2, dtype=torch.float32),
+        new(9, 2, 16, kv_heads, head_dim),
+        new(rows, max_seq_len // 16, dtype=torch.int32),
+        new(lanes, dtype=torch.int32),
+        new(lanes, dtype=torch.int32),
+        Launch(arrivals=new(counters, dtype=torch.int32), pdl=True),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        scale=0.1,
+        max_seq_len=max_seq_len,
+        q_norm_weight=norm,
+        k_norm_weight=norm,
+        split_tokens=split,
+        tokens_per_row=width,
+    )
+
+
+def launch_of(**case: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        take_decode_gluon(patch)
+        return record_launch(attention, partial(attend_nothing, **case), decode_gluon)
+
+
+def test_takes_long_splits_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, kv = new(1, 4 * 64), new(9, 2, 16, 1, 64)
+    assert not decode_gluon.takes(qkv, kv, 256), "not on a GPU"
+    take_decode_gluon(monkeypatch)
+    assert all(decode_gluon.takes(qkv, kv, split) for split in (256, 512))
+    assert decode_gluon.takes(qkv.half(), kv.half(), 256)
+    assert not decode_gluon.takes(qkv, kv, 128)
+    assert not decode_gluon.takes(qkv.float(), kv.float(), 256)
+    assert not decode_gluon.takes(qkv, kv.to(FP8_KV), 256)
+    for head_dim, taken in ((16, False), (24, False), (32, True), (36, False), (256, True)):
+        assert decode_gluon.takes(qkv, new(9, 2, 16, 1, head_dim), 256) == taken
+    memory = new(9 * 2 * 16 * 64 + 9 * 4)
+    apart = memory.as_strided((9, 2, 16, 1, 64), (2 * 16 * 64 + 4, 16 * 64, 64, 64, 1))
+    assert not decode_gluon.takes(qkv, apart, 256), "blocks are not aligned to 16 bytes"
+
+
+def test_the_grid_is_what_there_can_be_up_to_two_programs_a_multiprocessor() -> None:
+    assert launch_of(rows=1, max_seq_len=512).grid == (1 * 8 * 2,)
+    assert launch_of(rows=8, max_seq_len=4096).grid == (264,)
+    # A tile of 32 rows holds 8 lanes of 4 query heads; more lanes are another head.
+    assert launch_of(rows=1, width=8, max_seq_len=512).grid == (1 * 8 * 2,)
+    assert launch_of(rows=1, width=16, max_seq_len=512).grid == (1 * 8 * 2 * 2,)
+
+
+def test_very_long_tables_put_more_splits_together_at_once() -> None:
+    """The counters of a head are for 32 groups of splits."""
+    for max_seq_len, together in ((131_072, 64), (64 * 32 * 256, 64), (64 * 32 * 256 + 16, 128)):
+        launch = launch_of(split=256, rows=1, max_seq_len=max_seq_len)
+        assert launch.arguments["shape"].super.value == together
+        assert launch.arguments["supers"] == -(-max_seq_len // (256 * together)) <= 32
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"head_dim": 64, "width": 4, "rows": 2, "normed": True},
+        {"head_dim": 256, "heads": 8, "kv_heads": 2},
+        {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
+    ],
+    ids=["8b", "rows", "long heads", "padded heads"],
+)
+def test_copies_begin_before_the_wait_and_products_are_of_16_rows(case: dict[str, Any]) -> None:
+    launch = launch_of(**case)
+    kernel, _ = compile_kernel(launch)
+    ptx = kernel.asm["ptx"]
+    assert_waits_before_it_shows(ptx)
+    before, after = ptx.split("griddepcontrol.wait")
+    shape = launch.arguments["shape"]
+    tile_bytes = 2 * shape.tile.value * shape.padded.value * 2
+    copies = tile_bytes // (4 * 32 * 16)
+    assert before.count("cp.async.cg") == shape.stages.value * copies
+    assert after.count("cp.async.cg") == copies
+    assert re.findall(r"mma\.sync\S*\.m16n8k16\S*", ptx) and "wgmma" not in ptx
+    # Two programs an SM of an H200, which has 227 KB for them.
+    assert 2 * (kernel.metadata.shared + 1024) <= 228 * 1024
