@@ -182,6 +182,7 @@ def decode_attention(
             q_norm_weight=q_norm_weight,
             k_norm_weight=k_norm_weight,
             eps=eps,
+            kv_scales=kv_scales,
             split_tokens=split_tokens,
             tokens_per_row=tokens_per_row,
             out=out,

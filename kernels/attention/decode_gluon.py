@@ -33,7 +33,9 @@ from graphengine.kernels.attention.decode_gluon_combine import (
 )
 from graphengine.kernels.attention.decode_gluon_heads import (
     BLOCK,
+    half_precision,
     insert_new_tokens,
+    kv_scales_of,
     load_heads,
     shared_layout,
 )
@@ -48,13 +50,13 @@ from graphengine.kernels.attention.decode_gluon_units import (
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.paged import position_limit
+from graphengine.kernels.core.paged import FP8_KV, position_limit
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.plans import dot_columns
 
 _WARPS = 4
-ALIGNMENT = 8
-"""Elements of 16 bits in what one copy of a thread takes: 16 bytes, at a multiple of 16 bytes."""
+COPIED_BYTES = 16
+"""What one copy of a thread takes, at a multiple of as many bytes."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LEAST_HEAD_DIM = 32
@@ -86,15 +88,16 @@ def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
     lanes.
     """
     head_dim = kv.shape[4]
+    piece = COPIED_BYTES // kv.dtype.itemsize
     return (
         split_tokens >= _LEAST_SPLIT
         and _runs_on(qkv_NX)
         and qkv_NX.dtype in _DTYPES
-        and kv.dtype == qkv_NX.dtype
+        and kv.dtype in (qkv_NX.dtype, FP8_KV)
         and head_dim >= _LEAST_HEAD_DIM
-        and head_dim % ALIGNMENT == 0
-        and kv.stride(0) % ALIGNMENT == 0
-        and kv.data_ptr() % (2 * ALIGNMENT) == 0
+        and head_dim % piece == 0
+        and kv.stride(0) % piece == 0
+        and kv.data_ptr() % COPIED_BYTES == 0
     )
 
 
@@ -122,6 +125,7 @@ def attend(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     eps: float,
+    kv_scales: torch.Tensor | None,
     split_tokens: int,
     tokens_per_row: int,
     out: torch.Tensor,
@@ -153,6 +157,7 @@ def attend(
         position_N,
         q_norm_weight,
         k_norm_weight,
+        kv_scales,
         arrivals,
         _new_parts(qkv_NX, lanes * num_heads * splits, head_dim),
         _new_parts(qkv_NX, lanes * num_heads * supers, head_dim),
@@ -160,7 +165,7 @@ def attend(
         scale * math.log2(math.e),
         eps,
         qkv_NX.stride(0),
-        kv.stride(0) // ALIGNMENT,
+        kv.stride(0) * kv.dtype.itemsize // COPIED_BYTES,
         block_table_SB.stride(0),
         rows,
         splits,
@@ -197,6 +202,7 @@ def _shape(
         streams=2 if padded > 128 else 4,
         stages=_RING_BYTES // (2 * tile * padded * kv.dtype.itemsize),
         normed=normed,
+        fp8=kv.dtype == FP8_KV,
         combine_rows=min(16, triton.next_power_of_2(of_kv_head)),
         combine_splits=_COMBINE_SPLITS,
     )
@@ -222,11 +228,12 @@ def _copy_layout(columns):
 
 
 @gluon.constexpr_function
-def _ring_layout(columns, streams):
+def _ring_layout(columns, streams, fp8):
     """`_copy_layout` of [streams, tokens, columns]."""
-    across = min(columns // 8, 32)
+    piece = 16 if fp8 else 8
+    across = min(columns // piece, 32)
     return gl.BlockedLayout(
-        [1, 1, 8], [1, 32 // across, across], [streams, 4 // streams, 1], [2, 1, 0]
+        [1, 1, piece], [1, 32 // across, across], [streams, 4 // streams, 1], [2, 1, 0]
     )
 
 
@@ -248,6 +255,7 @@ def decode_attention_kernel(
     position_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    kv_scales_ptr,
     arrivals_ptr,
     parts,
     super_parts,
@@ -267,23 +275,24 @@ def decode_attention_kernel(
 ):
     """Programs share the live splits of all rows and heads evenly, each some consecutive ones.
 
-    The pitch is a stride in units of 8 elements, which the compiler must know to copy 16 bytes.
+    The pitch is a stride in units of 16 bytes, which the compiler must know to copy 16 bytes.
     """
     TILES: gl.constexpr = shape.split // shape.tile
     STAGES: gl.constexpr = shape.stages
     STREAMS: gl.constexpr = shape.streams
     copied: gl.constexpr = _copy_layout(shape.padded)
-    ringed: gl.constexpr = _ring_layout(shape.padded, STREAMS)
+    ringed: gl.constexpr = _ring_layout(shape.padded, STREAMS, shape.fp8)
     product: gl.constexpr = gl.NVMMADistributedLayout(
         [2, 0], [STREAMS, 1, 4 // STREAMS], [1, 16, 8]
     )
-    shared: gl.constexpr = shared_layout(shape.padded, 3)
+    shared: gl.constexpr = shared_layout(shape.padded, 3, shape.fp8)
     dtype: gl.constexpr = kv_ptr.dtype.element_ty
+    q_dtype: gl.constexpr = gl.float16 if shape.fp8 else qkv_ptr.dtype.element_ty
     ring_shape: gl.constexpr = [STAGES, STREAMS, shape.tile // STREAMS, shape.padded]
     ring_keys = gl.allocate_shared_memory(dtype, ring_shape, shared)
     ring_values = gl.allocate_shared_memory(dtype, ring_shape, shared)
     ring = (ring_keys, ring_values)
-    source = (kv_ptr, block_table_ptr, kv_pitch, table_stride)
+    source = (kv_ptr, block_table_ptr, kv_pitch, table_stride, kv_scales_ptr)
 
     # Neither of the last two launches writes slots, positions, tables, older keys and values.
     schedule, failed = schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED, shape)
@@ -302,13 +311,15 @@ def decode_attention_kernel(
 
     qkv = (qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps)
     q_shape: gl.constexpr = [shape.rows, shape.padded]
-    q_rows = gl.allocate_shared_memory(dtype, q_shape, shared_layout(shape.padded, 2))
+    q_rows = gl.allocate_shared_memory(q_dtype, q_shape, shared_layout(shape.padded, 2, False))
     queries = q_rows.reshape([1, shape.rows, shape.padded])
     keys = gl.zeros([BLOCK, shape.padded], dtype, copied)
     values = keys
     q_of = -1
     joined: gl.constexpr = gl.SliceLayout(0, _join_layout(shape.padded, STREAMS))
     row = gl.arange(0, shape.rows, gl.SliceLayout(1, joined))
+    factor = gl.full_like(row, 1, dtype=gl.float32) * scale_log2
+    value_scale = 1.0
     waiting = 0
     tile = 0
     for u in range(first, end):
@@ -316,6 +327,11 @@ def decode_attention_kernel(
         q_wanted = unit.row_first + unit.head
         if (q_of != q_wanted) | (start + shape.split > unit.cached):
             new_q, keys, values = load_heads(qkv, source, unit, start, shape, copied)
+            if shape.fp8:
+                key_scale, value_scale = kv_scales_of(source, unit, shape)
+                new_q, power = half_precision(new_q)
+                power = gl.convert_layout(power, factor.type.layout)
+                factor = power * (scale_log2 * key_scale)
             q_rows.store(new_q)
             q_of = q_wanted
         head, position, stored = heads_of(unit, row, shape)
@@ -339,7 +355,7 @@ def decode_attention_kernel(
                     token,
                     position,
                     state,
-                    scale_log2,
+                    factor,
                     shape,
                 )
             tile += 1
@@ -355,6 +371,8 @@ def decode_attention_kernel(
                 )
             async_copy.commit_group()
         acc_of_all, largest_of_all, weight = _join_streams(acc, largest, total)
+        if shape.fp8:
+            acc_of_all *= value_scale
         if unit.row_splits == 1:
             store_rows(out_ptr, acc_of_all / weight[:, None], unit, row, shape)
         else:
@@ -410,7 +428,7 @@ def _tile_tokens(unit, t, shape, ringed: gl.constexpr):
 @gluon.jit
 def _entries(source, unit, t, live, shape, ringed: gl.constexpr):
     """Entries of the block table [T] for the cached tokens of a unit's tile `t`."""
-    _, block_table_ptr, _, table_stride = source
+    _, block_table_ptr, _, table_stride, _ = source
     token = _tile_tokens(unit, t, shape, ringed)
     table_row_ptr = block_table_ptr + unit.slot.to(gl.int64) * table_stride
     mask = (token < unit.cached) & live
@@ -420,7 +438,7 @@ def _entries(source, unit, t, live, shape, ringed: gl.constexpr):
 @gluon.jit
 def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
     """Ask for the keys and values of a unit's tile `t`; those that are not cached become 0."""
-    kv_ptr, _, kv_pitch, _ = source
+    kv_ptr, _, kv_pitch, _, _ = source
     keys, values = ring
     ringed: gl.constexpr = entries.type.layout.parent
     token = _tile_tokens(unit, t, shape, ringed)
@@ -433,24 +451,29 @@ def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
 
 
 @gluon.jit
-def _attend_tile(queries, keys, values, start, position, state, scale_log2, shape):
+def _attend_tile(queries, keys, values, start, position, state, factor, shape):
     """`state` after a tile: sums of values [M, D'], largest score [M] in log2 units, and weights
-    [M, T], of which each column is a sum over tiles."""
+    [M, T], of which each column is a sum over tiles. `factor` [M] makes scores of products."""
     acc, largest, total = state
     layout: gl.constexpr = acc.type.layout
-    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    # Of e4m3 a thread loads 4 keys' dimensions at a time.
+    wide: gl.constexpr = 4 if shape.fp8 else 2
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, layout, wide)
     all_streams: gl.constexpr = [shape.streams, shape.rows, shape.padded]
-    q, _ = gl.broadcast(queries.load(left), gl.zeros(all_streams, queries.dtype, left))
-    scores = mma_v2(q, keys.permute((0, 2, 1)).load(right), gl.zeros_like(total)) * scale_log2
+    q, _ = gl.broadcast(queries.load(q_layout), gl.zeros(all_streams, queries.dtype, q_layout))
+    right = keys.permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, wide)).to(q.dtype)
+    per_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    factor = gl.convert_layout(factor, per_row)[None, :, None]
+    scores = mma_v2(q, right, gl.zeros_like(total)) * factor
     token = _stream_tokens(start, shape, gl.SliceLayout(1, layout))
-    position = gl.convert_layout(position, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    position = gl.convert_layout(position, per_row)
     scores = gl.where(token[:, None, :] <= position[None, :, None], scores, float("-inf"))
     new_largest = gl.maximum(largest, gl.max(scores, axis=2))
     weights = gl.exp2(scores - new_largest[:, :, None])
     rescale = gl.exp2(largest - new_largest)[:, :, None]
-    operand = gl.convert_layout(weights.to(values.dtype), left)
-    acc = mma_v2(operand, values.load(right), acc * rescale)
+    left = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, layout, 2))
+    right = values.load(gl.DotOperandLayout(1, layout, 2)).to(q.dtype)
+    acc = mma_v2(left, right, acc * rescale)
     return acc, new_largest, total * rescale + weights
 
 

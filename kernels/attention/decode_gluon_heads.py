@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.attention.decode_gluon_units import cache_offsets, heads_of
+from graphengine.kernels.core.paged import quantised_bits
 from graphengine.kernels.norm_rope.rope import scale_head
 
 BLOCK = gl.constexpr(16)
@@ -16,14 +17,16 @@ BLOCK = gl.constexpr(16)
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _scale_head = gluon.jit(scale_head.fn)
+_quantised_bits = gluon.jit(quantised_bits.fn)
 
 
 @gluon.constexpr_function
-def shared_layout(columns, rank):
+def shared_layout(columns, rank, fp8):
     """Rows whose 16-byte pieces are swapped about, so that 8 rows of one column share no bank."""
-    rows_of_128_bytes = max(1, 64 // columns)
+    piece = 16 if fp8 else 8
+    rows_of_128_bytes = max(1, 8 * piece // columns)
     phases = max(1, 8 // rows_of_128_bytes)
-    return gl.SwizzledSharedLayout(8, rows_of_128_bytes, phases, list(range(rank - 1, -1, -1)))
+    return gl.SwizzledSharedLayout(piece, rows_of_128_bytes, phases, list(range(rank - 1, -1, -1)))
 
 
 @gluon.jit
@@ -45,7 +48,7 @@ def _append_block(qkv, source, unit, first, end, angles, shape, copied: gl.const
 
     `angles` are those of a row with one lane.
     """
-    kv_ptr, block_table_ptr, kv_pitch, table_stride = source
+    kv_ptr, block_table_ptr, kv_pitch, table_stride, _ = source
     token = first + gl.arange(0, BLOCK, gl.SliceLayout(1, copied))
     live = (token >= unit.cached) & (token < gl.minimum(unit.length, end))
     lane = unit.row * shape.row_lanes + token - unit.base
@@ -60,12 +63,44 @@ def _append_block(qkv, source, unit, first, end, angles, shape, copied: gl.const
     if shape.row_lanes > 1:
         angles = _angles(qkv, unit, token, live, shape, copied)
     keys = _rotate(raw_keys, angles, qkv[4], qkv[6], shape)
+    if shape.fp8:
+        key_scale, value_scale = kv_scales_of(source, unit, shape)
+        keys = _stored(keys, key_scale)
+        values = _stored(values, value_scale)
     # Other tiles of rows have the same keys.
     mask = mask & (unit.head % shape.row_tiles == 0)
     ptrs = (kv_ptr + cache_offsets(unit, entries, token, kv_pitch, shape))[:, None] + dim[None, :]
     gl.store(ptrs, keys, mask=mask)
     gl.store(ptrs + shape.block_size * shape.G * shape.D, values, mask=mask)
     return keys, values
+
+
+@gluon.jit
+def kv_scales_of(source, unit, shape):
+    """Scales of the keys and values of a unit's head, in a cache of e4m3."""
+    scale_ptr = source[4] + unit.head // shape.row_tiles
+    return gl.load(scale_ptr), gl.load(scale_ptr + shape.G)
+
+
+@gluon.jit
+def _stored(x, scale):
+    """What a cache of e4m3 has of keys or values."""
+    return _quantised_bits(x.to(gl.float32), scale).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def half_precision(queries):
+    """Queries [M, D'] in float16, and the power of two [M] that each row of them was divided by.
+
+    Only numbers below 2**-14 of a row's largest lose bits: e4m3 is exact in float16, and the
+    conversion takes a quarter of what one to bfloat16 takes.
+    """
+    x = queries.to(gl.float32)
+    largest = gl.max(gl.abs(x), axis=1)
+    # The exponent alone; a row of zeros has that of the smallest normal number.
+    power = gl.maximum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x00800000)
+    power = power.to(gl.float32, bitcast=True)
+    return (x / power[:, None]).to(gl.float16), power
 
 
 @gluon.constexpr_function
@@ -148,7 +183,7 @@ def insert_new_tokens(qkv, source, ring, stage, unit, start, first_block, shape)
     copied: gl.constexpr = keys.type.layout
     BLOCKS: gl.constexpr = shape.tile // BLOCK
     pieces: gl.constexpr = [shape.stages * BLOCKS, BLOCK, shape.padded]
-    piece_layout: gl.constexpr = shared_layout(shape.padded, 2)
+    piece_layout: gl.constexpr = shared_layout(shape.padded, 2, shape.fp8)
     key_pieces = ring[0]._reinterpret(keys.dtype, pieces, piece_layout)
     value_pieces = ring[1]._reinterpret(keys.dtype, pieces, piece_layout)
     held = gl.maximum(unit.cached, start // shape.split * shape.split) // BLOCK

@@ -35,6 +35,8 @@ class Shape(NamedTuple):
     """Parts of a tile, each with sums of its own."""
     stages: Any
     normed: Any
+    fp8: Any
+    """Whether the cache is of e4m3."""
     combine_rows: Any
     combine_splits: Any
 
@@ -149,6 +151,6 @@ def heads_of(unit, row, shape):
 @gluon.jit
 def cache_offsets(unit, entries, token, kv_pitch, shape):
     """Of the keys of a unit's kv head; values lie a block of keys further."""
-    at = entries.to(gl.int64) * (kv_pitch.to(gl.int64) * 8)
+    at = entries.to(gl.int64) * (kv_pitch.to(gl.int64) * (16 if shape.fp8 else 8))
     head = unit.head // shape.row_tiles
     return at + token % shape.block_size * (shape.G * shape.D) + head * shape.D

@@ -25,11 +25,19 @@ MOST = 1 + max(LENGTHS)
 Op = tuple[Callable[..., torch.Tensor], str]
 
 
-@pytest.fixture(scope="module", params=["triton", "reference"])
+def attend_long_splits(*arguments: Any, **options: Any) -> torch.Tensor:
+    """On a GPU another kernel."""
+    return decode_attention(*arguments, split_tokens=256, **options)
+
+
+@pytest.fixture(
+    scope="module", params=["short splits", "reference", *(["long splits"] if NATIVE else [])]
+)
 def op(request: pytest.FixtureRequest) -> Op:
     if request.param == "reference":
         return decode_attention_reference, "cpu"
-    return decode_attention, request.getfixturevalue("device")
+    function = attend_long_splits if request.param == "long splits" else decode_attention
+    return function, request.getfixturevalue("device")
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +147,12 @@ def test_equals_the_definition_over_what_is_stored(
             torch.testing.assert_close(row.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("kernel", [decode_attention, *([attend_long_splits] if NATIVE else [])])
 def test_the_siblings_of_a_row_count_as_they_are_stored(
-    device: str, dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    place_cache: Callable[..., Any],
+    kernel: Callable[..., torch.Tensor],
 ) -> None:
     """The kernel, whose lanes cannot read what their siblings append, against the reference, whose
     lanes follow each other.
@@ -148,7 +160,7 @@ def test_the_siblings_of_a_row_count_as_they_are_stored(
     for dtype in dtypes:
         for slot in range(len(LENGTHS)):
             row = [(slot, ahead) for ahead in range(4)]
-            out, *stored = run((decode_attention, device), place_cache, dtype, row, width=4)
+            out, *stored = run((kernel, device), place_cache, dtype, row, width=4)
             expected = (decode_attention_reference, "cpu")
             wanted, *wanted_stored = run(expected, place_cache, dtype, row)
             tolerance = TOLERANCE[dtype]

@@ -44,6 +44,7 @@ def attend_nothing(
     split: int = 256,
     max_seq_len: int = 4096,
     normed: bool = False,
+    kv_dtype: torch.dtype = BF16,
 ) -> None:
     lanes = rows * width
     counters = decode_attention_arrivals(lanes, num_heads=heads, num_kv_heads=kv_heads)
@@ -52,7 +53,7 @@ def attend_nothing(
         new(lanes, (heads + 2 * kv_heads) * head_dim),
         new(max_seq_len, head_dim // 2, dtype=torch.float32),
         new(max_seq_len, head_dim // 2, dtype=torch.float32),
-        new(9, 2, 16, kv_heads, head_dim),
+        new(9, 2, 16, kv_heads, head_dim, dtype=kv_dtype),
         new(rows, max_seq_len // 16, dtype=torch.int32),
         new(lanes, dtype=torch.int32),
         new(lanes, dtype=torch.int32),
@@ -63,6 +64,7 @@ def attend_nothing(
         max_seq_len=max_seq_len,
         q_norm_weight=norm,
         k_norm_weight=norm,
+        kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
         split_tokens=split,
         tokens_per_row=width,
     )
@@ -82,7 +84,8 @@ def test_takes_long_splits_of_half_precision(monkeypatch: pytest.MonkeyPatch) ->
     assert decode_gluon.takes(qkv.half(), kv.half(), 256)
     assert not decode_gluon.takes(qkv, kv, 128)
     assert not decode_gluon.takes(qkv.float(), kv.float(), 256)
-    assert not decode_gluon.takes(qkv, kv.to(FP8_KV), 256)
+    assert decode_gluon.takes(qkv, new(9, 2, 16, 1, 80, dtype=FP8_KV), 256)
+    assert not decode_gluon.takes(qkv, new(9, 2, 16, 1, 40, dtype=FP8_KV), 256)
     for head_dim, taken in ((16, False), (24, False), (32, True), (36, False), (256, True)):
         assert decode_gluon.takes(qkv, new(9, 2, 16, 1, head_dim), 256) == taken
     memory = new(9 * 2 * 16 * 64 + 9 * 4)
@@ -114,8 +117,10 @@ def test_very_long_tables_put_more_splits_together_at_once() -> None:
         {"head_dim": 64, "width": 4, "rows": 2, "normed": True},
         {"head_dim": 256, "heads": 8, "kv_heads": 2},
         {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
+        {"kv_dtype": FP8_KV},
+        {"kv_dtype": FP8_KV, "head_dim": 64, "width": 3, "rows": 2, "normed": True},
     ],
-    ids=["8b", "rows", "long heads", "padded heads"],
+    ids=["8b", "rows", "long heads", "padded heads", "fp8", "fp8 rows"],
 )
 def test_copies_begin_before_the_wait_and_products_are_of_16_rows(case: dict[str, Any]) -> None:
     launch = launch_of(**case)
@@ -124,7 +129,8 @@ def test_copies_begin_before_the_wait_and_products_are_of_16_rows(case: dict[str
     assert_waits_before_it_shows(ptx)
     before, after = ptx.split("griddepcontrol.wait")
     shape = launch.arguments["shape"]
-    tile_bytes = 2 * shape.tile.value * shape.padded.value * 2
+    itemsize = 1 if shape.fp8.value else 2
+    tile_bytes = 2 * shape.tile.value * shape.padded.value * itemsize
     copies = tile_bytes // (4 * 32 * 16)
     assert before.count("cp.async.cg") == shape.stages.value * copies
     assert after.count("cp.async.cg") == copies
