@@ -94,13 +94,11 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 		jinja2 nvtx matplotlib huggingface_hub transformers llguidance jsonschema pytest hypothesis ruff mypy
 	touch $@
 
-# Tests mostly wait for the compiler and for the host, so that files run side by side; exit status 5
-# says that one holds no test for a GPU.
+# Tests mostly wait for the compiler and for the host, so that files run side by side. NATIVE takes the
+# script's options.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	find tests -name "test_*.py" | sort | xargs -P 8 -I{} sh -c \
-		'$(PYTHON) -m pytest -q -m "gpu and not alone" {} || test $$? = 5'
-	$(PYTHON) -m pytest -m "gpu and alone" tests/graphengine tests/buckets tests/profiles
+	$(PYTHON) tests/support/native.py $(NATIVE)
 
 # compute-sanitizer over all kernels and four short engines; SANITIZE takes the script's options.
 sanitize:
