@@ -175,6 +175,12 @@ LayerStates = tuple[Paged | Recurrent, ...]
 """Of one layer; empty for a layer without any."""
 
 
+def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
+    """Bytes of the layers' `kv_scales`: a float32 for each part of each kv head."""
+    paged = [state for layer in layers for state in layer if isinstance(state, Paged)]
+    return sum(4 * state.parts * state.entry[0] for state in paged)
+
+
 def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:
     """`[layers, *block]` of a block of all paged layers together, in one tensor.
 

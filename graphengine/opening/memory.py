@@ -24,6 +24,7 @@ from graphengine.kernels import FP8_KV, MAX_LANES
 from graphengine.models.contract import (
     ModelConfig,
     cache_shape,
+    kv_scale_bytes,
     most_arrival_counters,
     recurrent_states,
 )
@@ -288,6 +289,7 @@ def _add_state(
         most_arrival_counters(model, model.linears, lanes), drafter.arrivals_at_most(widest)
     )
     tables = model.table_bytes(sizes.max_seq_len) + drafter.table_bytes(sizes.max_seq_len)
+    tables += kv_scale_bytes(model.states) + kv_scale_bytes(drafter.needs.states)
     relaxed = config.relaxed_acceptance
     if relaxed is not None:
         tables += 4 * (len(relaxed.begin_token_ids) + len(relaxed.end_token_ids))

@@ -306,8 +306,8 @@ def test_nothing_works_after_close(device: str) -> None:
 
 DESCRIBES = {
     "acceptance", "busy", "config", "core", "counters", "eos_ids", "gate", "last_step", "memory",
-    "numerics_id", "recorder", "report", "requests", "row_family", "scheduler", "stats",
-    "stop_callback", "tokenizer",
+    "numerics_id", "prefill_cut", "recorder", "report", "requests", "row_family", "scheduler",
+    "stats", "stop_callback", "tokenizer",
 }  # fmt: skip
 """Public names of an engine that still work once it is closed, close() and __exit__ aside."""
 

@@ -162,7 +162,7 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
     launch = DecodeLaunch(
         plans=heuristic_plans(linears, torch.float32, "dot"),
         split_tokens=64,
-        arrivals=int32(*[0] * 64),
+        arrivals=int32(*[0] * 1024),
         reduce=reduce,
     )
     found = {}
@@ -264,7 +264,7 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
         residual.x.copy_(stream)
         residual.scaled.zero_()
         launch = DecodeLaunch(
-            plans=plans, split_tokens=64, arrivals=int32(*[0] * 64), reduce=reduce
+            plans=plans, split_tokens=64, arrivals=int32(*[0] * 1024), reduce=reduce
         )
         out = add_product(
             x, weight, slot, residual, norm, bias=bias, plan=plans["down"], launch=launch
