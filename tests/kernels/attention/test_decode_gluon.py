@@ -1,6 +1,6 @@
 """Decode attention in Gluon: which launches it takes, and what it compiles to.
 
-What it computes is tested with the other kernel, natively: `test_decode.py`, `test_decode_rows.py`.
+What it computes is for native tests: `test_decode.py`, `test_decode_rows.py`, `test_decode_fp8.py`.
 """
 
 from __future__ import annotations
