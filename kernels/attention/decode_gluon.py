@@ -370,7 +370,7 @@ def decode_attention_kernel(
                     source, ahead, (step + 1) % TILES, step + 1 < tiles, shape, ringed
                 )
             async_copy.commit_group()
-        acc_of_all, largest_of_all, weight = _join_streams(acc, largest, total)
+        acc_of_all, largest_of_all, weight = _join_streams(acc, largest, total, shape)
         if shape.fp8:
             acc_of_all *= value_scale
         if unit.row_splits == 1:
@@ -452,8 +452,11 @@ def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
 
 @gluon.jit
 def _attend_tile(queries, keys, values, start, position, state, factor, shape):
-    """`state` after a tile: sums of values [M, D'], largest score [M] in log2 units, and weights
-    [M, T], of which each column is a sum over tiles. `factor` [M] makes scores of products."""
+    """`state` after a tile: sums of values [M, D'] (of e4m3: even dimensions first), largest score
+    [M] in log2 units, and weights [M, T], of which each column is a sum over tiles.
+
+    `factor` [M] makes scores of products.
+    """
     acc, largest, total = state
     layout: gl.constexpr = acc.type.layout
     # Of e4m3 a thread loads 4 keys' dimensions at a time.
@@ -472,20 +475,59 @@ def _attend_tile(queries, keys, values, start, position, state, factor, shape):
     weights = gl.exp2(scores - new_largest[:, :, None])
     rescale = gl.exp2(largest - new_largest)[:, :, None]
     left = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, layout, 2))
-    right = values.load(gl.DotOperandLayout(1, layout, 2)).to(q.dtype)
+    operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    if shape.fp8:
+        right = _even_and_odd(values, operand)
+    else:
+        right = values.load(operand)
     acc = mma_v2(left, right, acc * rescale)
     return acc, new_largest, total * rescale + weights
 
 
 @gluon.jit
-def _join_streams(acc, largest, total):
+def _even_and_odd(values, operand: gl.constexpr):
+    """Values of e4m3 [streams, tokens, D'] in float16: even dimensions, then odd ones.
+
+    `ldmatrix` transposes 16 bits at a time, so two dimensions of a token come as one. The assembly
+    takes those of two tokens, and gives what `mma.sync` wants: two tokens of each dimension.
+    """
+    STREAMS: gl.constexpr = values.shape[0]
+    TOKENS: gl.constexpr = values.shape[1]
+    PAIRS: gl.constexpr = values.shape[2] // 2
+    pairs = values._reinterpret(gl.int16, [STREAMS, TOKENS, PAIRS], shared_layout(PAIRS, 3, False))
+    even, odd = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 bytes;
+        .reg .b16 low, high;
+        prmt.b32 bytes, $2, 0, 0x3120;
+        mov.b32 {low, high}, bytes;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [pairs.load(operand)],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    both = gl.join(even, odd).permute((0, 1, 3, 2)).reshape([STREAMS, TOKENS, 2 * PAIRS])
+    return gl.convert_layout(both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _join_streams(acc, largest, total, shape):
     """Sums of values [M, D'], largest scores [M] and sums of weights [M] of all streams."""
     whole = gl.max(largest, axis=0)
     rescale = gl.exp2(largest - whole[None, :])
     weight = gl.sum(gl.sum(total, axis=2) * rescale, axis=0)
+    acc *= rescale[:, :, None]
+    all_streams: gl.constexpr = acc.shape
+    if shape.fp8:
+        halves = acc.reshape([shape.streams, shape.rows, 2, shape.padded // 2])
+        acc = halves.permute((0, 1, 3, 2)).reshape(all_streams)
     # A thread has a sum's parts of all streams, so that they are added without a shuffle.
-    joined: gl.constexpr = _join_layout(acc.shape[2], acc.shape[0])
-    acc = gl.sum(gl.convert_layout(acc * rescale[:, :, None], joined), axis=0)
+    joined: gl.constexpr = _join_layout(shape.padded, shape.streams)
+    acc = gl.sum(gl.convert_layout(acc, joined), axis=0)
     per_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     return acc, gl.convert_layout(whole, per_row), gl.convert_layout(weight, per_row)
 

@@ -38,7 +38,10 @@ def load_heads(qkv, source, unit, start, shape, copied: gl.constexpr):
     angles = _angles(qkv, unit, position, live, shape, copied)
     first = gl.maximum(unit.cached, start) // BLOCK * BLOCK
     end = start + shape.split
-    keys, values = _append_block(qkv, source, unit, first, end, angles, shape, copied)
+    keys = gl.zeros([BLOCK, shape.padded], source[0].dtype.element_ty, copied)
+    values = keys
+    if end > unit.cached:
+        keys, values = _append_block(qkv, source, unit, first, end, angles, shape, copied)
     return _rotate(queries, angles, qkv[3], qkv[6], shape), keys, values
 
 
@@ -97,10 +100,11 @@ def half_precision(queries):
     """
     x = queries.to(gl.float32)
     largest = gl.max(gl.abs(x), axis=1)
-    # The exponent alone; a row of zeros has that of the smallest normal number.
-    power = gl.maximum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 0x00800000)
-    power = power.to(gl.float32, bitcast=True)
-    return (x / power[:, None]).to(gl.float16), power
+    # The exponent alone, from 2**-126 to 2**126: of these the inverse is a normal number too.
+    bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
+    bits = gl.minimum(gl.maximum(bits, 0x00800000), 0x7E800000)
+    inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
+    return (x * inverse[:, None]).to(gl.float16), bits.to(gl.float32, bitcast=True)
 
 
 @gluon.constexpr_function

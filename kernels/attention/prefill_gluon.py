@@ -42,7 +42,7 @@ LEAST_PROGRAMS = {64: 128, 128: 64}
 
 _WARPS = 4
 # Tiles of keys in shared memory, and of values.
-_STAGES = gl.constexpr(2)
+_STAGES = gl.constexpr(3)
 # Of 16 bits: what the TMA and wgmma take as a row of shared memory.
 _COLUMNS = gl.constexpr(64)
 # Of a thread, in the warp groups and in the warp that brings tiles.

@@ -65,12 +65,14 @@ def dot_columns(columns: int) -> int:
 
 
 def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of one split of decode attention, 64 or 128.
+    """Keys of one split of decode attention.
 
     Measured on an H200: short ones where lanes are few; of many, fewer partials win. Of the longest
-    heads a split of 128 does not fit an SM.
+    heads in float32 a split of 128 does not fit an SM.
     """
-    return 64 if family == "fma" or head_dim * dtype.itemsize > LONG_SPLIT_BYTES else 128
+    if family == "fma" or head_dim * dtype.itemsize > LONG_SPLIT_BYTES:
+        return 64
+    return 256 if dtype.itemsize == 2 else 128
 
 
 def heuristic_plan(

@@ -146,7 +146,8 @@ def test_a_long_split_of_attention_must_fit_an_sm():
     for head_dim, dtype, dot in (
         (64, torch.float32, 128),
         (128, torch.float32, 128),
-        (256, torch.bfloat16, 128),
+        (128, torch.float16, 256),
+        (256, torch.bfloat16, 256),
         (256, torch.float32, 64),
     ):
         assert attention_split("dot", head_dim, dtype) == dot
