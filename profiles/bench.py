@@ -548,7 +548,7 @@ def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
         times = prefill_kernel_times(engine, tokens)
         return {
             "prompt_tokens": tokens,
-            "chunk_tokens": last_chunk(tokens, engine.memory.prefill_ladder),
+            "chunk_tokens": last_chunk(tokens, engine.runtime.prefill_cut),
             "ttft_ms": first[str(tokens)],
             "kernels": None if times is None else [asdict(time) for time in times],
         }

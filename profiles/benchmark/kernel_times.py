@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from graphengine import Engine, Request, SamplingParams
-from graphengine.buckets import BucketLadder
+from graphengine.prefill_cut import PrefillCut
 from graphengine.profiles.benchmark.eager import drain, launches
 from graphengine.profiles.benchmark.measure import Work, random_prompt
 from graphengine.profiles.benchmark.shapes import attention_layers, kv_bytes, linear_bytes
-from graphengine.program.graph_key import GraphKey, prefill_key
+from graphengine.program.graph_key import GraphKey
 
 REPLAYS = 20
 LINEARS = ("dot_kernel", "fma_kernel")
@@ -121,15 +121,21 @@ def feed_prompt(engine: Engine, tokens: int) -> GraphKey:
     prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     request = engine.submit(prompt, params)
+    before = Counter(engine.counters)
     while not request.token_ids:
+        before = Counter(engine.counters)
         engine.step()
-    ladder = engine.memory.prefill_ladder
-    return prefill_key(ladder.pick(last_chunk(tokens, ladder)))
+    launched = launches(engine, engine.counters - before)
+    (graph,) = (key for key in launched if key.kind == "prefill")
+    return graph
 
 
-def last_chunk(tokens: int, ladder: BucketLadder) -> int:
-    """Tokens of the last chunk of a prompt: chunks are cut at multiples of the largest bucket."""
-    return (tokens - 1) % ladder.sizes[-1] + 1
+def last_chunk(tokens: int, cut: PrefillCut) -> int:
+    """Tokens of the last chunk of a prompt that is fed from its first token on."""
+    start = 0
+    while (end := cut.end(start, tokens)) < tokens:
+        start = end
+    return tokens - start
 
 
 def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:

@@ -453,14 +453,25 @@ def test_the_kernels_of_a_prompt() -> None:
             prefill_kernel_times(engine, 70)
 
 
-@pytest.mark.parametrize(("tokens", "chunk", "graph"), [(70, 6, "8"), (64, 32, "32"), (5, 5, "8")])
-def test_the_buffers_hold_a_prompts_last_chunk(tokens: int, chunk: int, graph: str) -> None:
-    options = {"device": "cpu", "max_batch": 1, "max_seq_len": 96, "prefill_buckets": (8, 32)}
-    engine, _ = build_engine(Subject.of_shape("tiny"), options | {"lookahead": 0})
+@pytest.mark.parametrize(
+    ("cut", "tokens", "chunk", "graph"),
+    [
+        *((None, 70, 6, "8"), (None, 64, 32, "32"), (None, 5, 5, "8")),
+        # Within smaller cuts no chunk is as large as the largest bucket.
+        *((((0, 8),), 64, 8, "8"), (((0, 8),), 30, 6, "8"), (((0, 16),), 93, 13, "16")),
+        *((((0, 32), (32, 16)), 80, 16, "16"), (((0, 32), (32, 16)), 30, 30, "32")),
+    ],
+)
+def test_the_buffers_hold_a_prompts_last_chunk(
+    cut: tuple[tuple[int, int], ...] | None, tokens: int, chunk: int, graph: str
+) -> None:
+    options = {"device": "cpu", "max_batch": 1, "max_seq_len": 96, "prefill_buckets": (8, 16, 32)}
+    options |= {"lookahead": 0, "prefill_cut": cut}
+    engine, _ = build_engine(Subject.of_shape("tiny"), options)
     with engine:
         assert feed_prompt(engine, tokens).name == f"prefill/{graph}"
         held = engine.runtime.buffers
-        assert last_chunk(tokens, engine.memory.prefill_ladder) == chunk
+        assert last_chunk(tokens, engine.runtime.prefill_cut) == chunk
         assert (int(held["prefill_start"]), int(held["prefill_count"])) == (tokens - chunk, chunk)
         with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
             feed_prompt(engine, 5)
