@@ -4,9 +4,9 @@ run alone.
     python tests/support/native.py --out logs
     python tests/support/native.py tests/kernels/attention --limit 300
 
-A test file is a process; the files that take longest are cut into shards, and begin first. A file
-may have no test for a GPU. The longest jobs and the output of those that failed are printed at the
-end. Exit status 0: all passed; 1: not.
+A test file is a process, with one of the GPUs that CUDA_VISIBLE_DEVICES leaves; the files that take
+longest are cut into shards, and begin first. A file may have no test for a GPU. The longest jobs
+and the output of those that failed are printed at the end. Exit status 0: all passed; 1: not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ SHARDS = {
     "tests/graphengine/opening/test_compilation.py": 2,
     "tests/kernels/linear/test_linear.py": 2,
 }
-ALONE = ("tests/graphengine", "tests/buckets", "tests/profiles")
+ALONE = re.compile(r"\bmark\.alone\b")
+"""What a file with a test that runs alone has in it."""
+RUN_ALONE = "gpu and alone"
 NO_TESTS = 5
 SLOWEST = 8
 
@@ -55,6 +57,8 @@ class Job:
 
     @property
     def name(self) -> str:
+        if self.marker == RUN_ALONE:
+            return "tests that run alone"
         return " ".join(self.paths) + (f" {self.shard}/{self.shards}" if self.shards > 1 else "")
 
 
@@ -91,14 +95,26 @@ def part(items: Sequence[pytest.Item], shard: int, shards: int) -> list[pytest.I
 
 
 def files_of(paths: Iterable[str]) -> list[str]:
-    """Of these files and folders, relative to the root; those that take longest first."""
+    """Of these files and folders, relative to the root; those that take longest first. A file may
+    name one of its tests, "test_a.py::test_b". ValueError for a path that does not exist.
+    """
     found: set[str] = set()
     for path in paths:
-        at = ROOT / path
+        name, colons, test = path.partition("::")
+        at = ROOT / name
+        if not at.exists():
+            raise ValueError(f"{path}: {at} is neither a file nor a folder")
         files = at.rglob("test_*.py") if at.is_dir() else [at]
-        found |= {file.relative_to(ROOT).as_posix() for file in files}
+        found |= {file.relative_to(ROOT).as_posix() + colons + test for file in files}
     longest = [file for file in SHARDS if file in found]
     return longest + sorted(found.difference(longest))
+
+
+def alone_of(files: Iterable[str]) -> tuple[str, ...]:
+    """Those of the files that have a test that runs alone."""
+    return tuple(
+        file for file in files if ALONE.search((ROOT / file.partition("::")[0]).read_text())
+    )
 
 
 def jobs_of(files: Iterable[str]) -> list[Job]:
@@ -109,16 +125,31 @@ def jobs_of(files: Iterable[str]) -> list[Job]:
     ]
 
 
-def run(job: Job, gpu: int | None, limit: float) -> Outcome:
-    """The job's tests in a process that sees one GPU, or all."""
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them, which may be numbers or UUIDs."""
+    count, inherited = gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if inherited is None:
+        return [str(number) for number in range(count)]
+    # CUDA ignores what follows the first name that is not a GPU's.
+    return [name.strip() for name in inherited.split(",")][:count]
+
+
+def gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run(job: Job, gpus: Sequence[str], limit: float) -> Outcome:
+    """The job's tests in a process that sees these GPUs; without any, those that this one sees."""
     support = str(Path(__file__).resolve().parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (support, os.environ.get("PYTHONPATH")))),
         "NATIVE_SHARD": str(job.shard),
         "NATIVE_SHARDS": str(job.shards),
     }
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "native", "-m", job.marker, *job.paths]
     begun = time.monotonic()
     try:
@@ -152,26 +183,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("paths", nargs="*", default=["tests"])
     parser.add_argument("--processes", type=int, help="by default all cores but two")
-    parser.add_argument("--gpus", type=int, help="by default all that torch sees")
+    parser.add_argument("--gpus", type=int, help="the first so many; by default all that are seen")
     parser.add_argument("--limit", type=float, default=500, help="seconds of a process")
+    parser.add_argument(
+        "--alone-limit", type=float, default=1000, help="seconds of the tests that run alone"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the logs of those that fail")
     options = parser.parse_args(arguments)
+    gpus = visible_gpus()
+    if options.gpus is not None:
+        if not 1 <= options.gpus <= len(gpus):
+            parser.error(f"--gpus {options.gpus}: {len(gpus)} are seen")
+        gpus = gpus[: options.gpus]
+    try:
+        files = files_of(options.paths)
+    except ValueError as error:
+        parser.error(str(error))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    gpus = options.gpus if options.gpus is not None else _gpus()
     processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
 
     def go(numbered: tuple[int, Job]) -> Outcome:
         number, job = numbered
-        outcome = run(job, number % gpus if gpus else None, options.limit)
+        own = [gpus[number % len(gpus)]] if gpus else []
+        outcome = run(job, own, options.limit)
         report(outcome, options.out)
         return outcome
 
     begun = time.monotonic()
     with ThreadPoolExecutor(processes) as pool:
-        outcomes = list(pool.map(go, enumerate(jobs_of(files_of(options.paths)))))
-    if options.paths == ["tests"]:
-        outcomes.append(run(Job(ALONE, marker="gpu and alone"), None, options.limit))
+        outcomes = list(pool.map(go, enumerate(jobs_of(files))))
+    alone = alone_of(files)
+    if alone:
+        outcomes.append(run(Job(alone, marker=RUN_ALONE), gpus, options.alone_limit))
         report(outcomes[-1], options.out)
     return summary(outcomes, time.monotonic() - begun)
 
@@ -188,12 +232,6 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> int:
     print(f"{tests} passed in {seconds:.0f} s; {len(failed)} of {len(outcomes)} jobs failed")
     # Without a single test nothing was shown.
     return 1 if failed or not tests else 0
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":
