@@ -137,8 +137,11 @@ def fill_blocks(
             generator.manual_seed((number << 32) + seed)
             for layer, deviation_P in zip(cache, scale.to(cache.device), strict=True):
                 deviation = deviation_P.view(1, -1, *[1] * (layer.dim() - 2))
+                largest = torch.finfo(layer.dtype).max
                 for start in range(0, len(blocks), DRAWN_BLOCKS):
                     part = blocks[start : start + DRAWN_BLOCKS]
                     drawn = torch.empty((len(part), *layer.shape[1:]), device=cache.device)
                     drawn.normal_(generator=generator).mul_(deviation)
+                    # A cast makes larger values infinite, and in e4m3 NaN: not in each torch.
+                    drawn.clamp_(-largest, largest)
                     layer[torch.tensor(part, device=cache.device)] = drawn.to(layer.dtype)

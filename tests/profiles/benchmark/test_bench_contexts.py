@@ -86,6 +86,24 @@ def test_random_kv_follows_from_the_seed_and_the_place(
     assert torch.equal(first[0], runtime.read_blocks([2, 4, 6])[0])
 
 
+@pytest.mark.parametrize("options", [{"kv_dtype": "fp8"}, {"dtype": "float16"}], ids=["fp8", "16"])
+def test_random_kv_ends_at_the_largest_number_of_its_dtype(options: dict[str, Any]) -> None:
+    """After a calibration KV reaches 448, the largest of e4m3, and some draws are larger."""
+    engine, _ = build_engine(Subject.of_shape("tiny"), OPTIONS | options)
+    with engine:
+        caches = [cache for cache, _ in engine.runtime.caches]
+        most = torch.finfo(caches[0].dtype).max
+        # [layers, parts] of [layers, blocks, parts, ...].
+        scales = [torch.full(cache.shape[:3:2], most / 2) for cache in caches]
+        fill_blocks(engine, [1, 2], scales, seed=1)
+        for part in engine.runtime.read_blocks([1, 2]):
+            drawn = part.float()
+            assert not drawn.isnan().any() and (drawn.min(), drawn.max()) == (-most, most)
+            # 4.6% of normal values lie beyond two standard deviations, and some are rounded up.
+            share = float((drawn.abs() == most).float().mean())
+            assert share == pytest.approx(0.046, abs=0.02)
+
+
 @pytest.mark.parametrize("prefilled", [False, True])
 def test_rows_begin_behind_their_contexts(drafting: Engine, prefilled: bool) -> None:
     """At true lengths on the device, and again from the same KV; then all blocks are vacant."""
