@@ -73,13 +73,15 @@ def measure(
     prompts: int = 4,
     new_tokens: int = 32,
 ) -> list[Accuracy]:
-    """The figures of each kind of KV. ValueError for a number below 1.
+    """The figures of each kind of KV. ValueError for a number that leaves nothing to measure.
 
+    context  tokens of a window, from 2 up: a window's first token has no log-probability
     options  of the engines, without `kv_dtype` and `kv_calibration`
     """
-    for name, value in (("context", context), ("prompts", prompts), ("new_tokens", new_tokens)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    sizes = (("context", context, 2), ("prompts", prompts, 1), ("new_tokens", new_tokens, 1))
+    for name, value, least in sizes:
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
     calibration, *texts = windows(subject, context, 1 + prompts)
     shared = dict(options) | {"max_seq_len": context + new_tokens, "prompt_logprobs": True}
     fp8: dict[str, Any] = {"kv_dtype": "fp8"}
@@ -153,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--checkpoint", help="directory or hub id, instead of a shape")
     add_flags(parser, EngineConfig, only=("device",))
     add("--dtype", help="bfloat16, float16 or float32, of all engines but the exact one")
-    add("--context", type=int, default=256, help="tokens of a window")
+    add("--context", type=int, default=256, help="tokens of a window, at least 2")
     add("--prompts", type=int, default=4, help="windows that are measured")
     add("--new-tokens", type=int, default=32, help="tokens of a continuation")
     add("--out", type=Path, help="a file for the figures, as JSON")

@@ -40,10 +40,18 @@ def test_the_command_prints_and_keeps_the_figures(
     assert made["subject"] == "tiny" and made["environment"] and len(made["figures"]) == 3
 
 
+def test_windows_of_two_tokens_are_measured() -> None:
+    subject = Subject.of_shape("tiny")
+    plain, *_ = kv_accuracy.measure(subject, 2, OPTIONS, prompts=1, new_tokens=1)
+    assert (plain.rms, plain.best) == (0.0, 1.0) and plain.nll > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "0"], "context=0 must be at least 1"),
+        # Of a window's tokens the first is not predicted.
+        (["--context", "1"], "context=1 must be at least 2"),
+        (["--new-tokens", "0"], "new_tokens=0 must be at least 1"),
         (["--prompts", "0"], "prompts=0 must be at least 1"),
         (["--context", "400", "--prompts", "9999"], "10000 windows of 400 tokens are more than"),
     ],
