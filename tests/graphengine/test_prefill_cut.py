@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engines.simulated_blocks import ALPHABET, Sharing
@@ -15,6 +16,7 @@ from extent import extent
 from graphengine import SamplingParams
 from graphengine.prefill_cut import (
     HEADROOM,
+    ChunkTimes,
     PrefillCut,
     chunk_starts,
     cut_within,
@@ -52,6 +54,27 @@ def measured(
     return cut_within(times, longest=longest, bound=bound)
 
 
+def fed_within(times: ChunkTimes, longest: int, bound: float) -> list[tuple[int, int, int]]:
+    """(start, end, size) chunk by chunk, of times that rise with the size and the start: each of
+    the largest size within the bound at its start, up to where a multiple of this size is met.
+    """
+    found: list[tuple[int, int, int]] = []
+    start = 0
+    while start < longest:
+        took = {
+            size: HEADROOM * np.interp(start, *zip(*times[size], strict=True)) for size in times
+        }
+        # Sums of other roundings decide at the bound itself.
+        assume(all(abs(each - bound) > 1e-9 * bound for each in took.values()))
+        tokens = max(size for size in took if took[size] <= bound)
+        end = start + 1
+        while end % tokens and end < longest:
+            end += 1
+        found.append((start, end, tokens))
+        start = end
+    return found
+
+
 @given(
     sizes=SIZES,
     longest=st.integers(1, 400),
@@ -67,8 +90,16 @@ def test_chunks_cover_a_prompt_at_absolute_positions_within_the_bound(
     chunk_ms = model(base, per_token, per_key, longest)
     last = chunk_starts(sizes[0], longest)[-1]
     bound = share * HEADROOM * (chunk_ms(sizes[0], last) + 1e-6)
-    cut = measured(chunk_ms, sizes, longest, bound)
+    times = measure_chunks(chunk_ms, sizes, longest=longest, bound=bound)
+    cut = cut_within(times, longest=longest, bound=bound)
     whole = chunks(cut, longest)
+    fed = fed_within(times, longest, bound)
+    assert whole == [(start, end) for start, end, _ in fed]
+    assert cut.steps == tuple(
+        (start, tokens)
+        for (start, _, tokens), (_, _, before) in zip(fed, [(0, 0, 0), *fed], strict=False)
+        if tokens != before
+    )
     assert [start for start, _ in whole] == [0, *(end for _, end in whole[:-1])]
     assert whole[-1][1] == longest
     for start, end in whole:
@@ -80,12 +111,6 @@ def test_chunks_cover_a_prompt_at_absolute_positions_within_the_bound(
         for prompt_len in range(start + 1, longest + 1, 13):
             found = [end for _, end in chunks(cut, prompt_len, start)]
             assert found == [end for end in ends if start < end < prompt_len] + [prompt_len]
-    # Of the sizes that hold from a position on, each is the next multiple's.
-    for position, tokens in cut.steps:
-        assert position in (0, *ends) and tokens in sizes
-        assert position >= longest or cut.end(position, longest) in (
-            (position // tokens + 1) * tokens, longest,
-        )  # fmt: skip
 
 
 @given(sizes=SIZES, longest=st.integers(1, 300), data=st.data())
