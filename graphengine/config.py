@@ -23,6 +23,7 @@ from graphengine.options import (
     check_options,
     documented,
     option,
+    read_integers,
     within,
 )
 from graphengine.prefill_cut import PrefillCut
@@ -48,14 +49,6 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.
 _INDEX = at_most(INT32_MAX)
 _POSITIVE = Bound("be positive and finite", lambda value: value > 0 and is_finite(value))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    """From "16,64": the value of a flag. ValueError for anything else."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"{text!r} must be integers with commas between them")
-    return tuple(map(int, parts))
 
 
 def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
@@ -112,7 +105,7 @@ class EngineConfig:
         doc="""token buckets; a prompt is cut at multiples of the largest. 2,048 and 4,096 besides
         feed long prompts faster, for memory (`graphengine info` shows it) and longer gaps of
         others""",
-        flag=Flag(parse=_integers),
+        flag=Flag(parse=read_integers),
     )
     max_prefill_tokens_per_step: int | None = option(
         None,

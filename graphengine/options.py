@@ -64,6 +64,15 @@ class Flag:
     help: str | None = None
 
 
+def read_integers(text: str) -> tuple[int, ...]:
+    """From "16,64": the value of a flag, integers from 0 up. ValueError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    # isdecimal alone knows the digits of all scripts.
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} must be integers with commas between them")
+    return tuple(map(int, parts))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotField:
     """The host-owned static field that holds a request option's number for each slot.

@@ -6,16 +6,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphengine.options import read_integers
+
 
 def integers(text: str, name: str, least: int = 1) -> list[int]:
     """Comma-separated integers from `least` (0 or 1) up. ValueError names the option and shows the
     text.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
+    try:
+        found = read_integers(text)
+    except ValueError:
+        found = ()
+    if not found or min(found) < least:
         kind = "positive integers" if least else "integers from 0 up"
         raise ValueError(f"{name}={text!r} must be {kind}, comma-separated: {least},8,32")
-    return [int(part) for part in parts]
+    return list(found)
 
 
 def check_out(path: Path, option: str = "--out") -> None:

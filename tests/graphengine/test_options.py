@@ -29,9 +29,11 @@ from graphengine.options import (
     check_options,
     documented,
     option,
+    read_integers,
     rows,
     within,
 )
+from graphengine.profiles.arguments import integers
 from graphengine.program.fields import field_table
 from graphengine.requests.processing import GROUP, processing_fields
 from graphengine.sampling_params import LOGITS_FIELDS, SAMPLER_FIELDS, SamplingParams
@@ -189,6 +191,22 @@ def test_flags_are_of_the_options_types() -> None:
         "mode": "two", "words": ("a", "b"), "halves": [2, 4],
     }  # fmt: skip
     assert Table(**given).halves == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("16", (16,)), ("16,064", (16, 64)), (" 0, 8 ", (0, 8))]
+)
+def test_integers_are_read_from_a_flag(text: str, value: tuple[int, ...]) -> None:
+    assert read_integers(text) == value
+    assert integers(text, "rows", least=0) == [*value]
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "1,x", "-1", "1.0", "1 2", "²", "٣"])
+def test_what_is_no_list_of_integers_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text!r} must be integers with commas between them$"):
+        read_integers(text)
+    with pytest.raises(ValueError, match=f"^rows={text!r} must be positive integers, comma-sep"):
+        integers(text, "rows")
 
 
 def test_a_prefix_keeps_two_tables_apart() -> None:
