@@ -42,7 +42,7 @@ class EngineReport:
     def __str__(self) -> str:
         memory = self.memory
         lines = [
-            f"device {memory.device}, {_dtypes(memory)}, max_seq_len {memory.max_seq_len}",
+            f"device {memory.device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",
             self.kernels,
             *_describe_compilation(self.compilation),
             f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
@@ -103,12 +103,6 @@ def statistics(
         "kv": _kv_blocks(scheduler),
         "counters": dict(scheduler.counters) | drafter.counters(),
     }
-
-
-def _dtypes(memory: MemoryPlan) -> str:
-    """Of weights, and of KV where it has one of its own."""
-    weights, kv = (str(dtype).removeprefix("torch.") for dtype in (memory.dtype, memory.kv_dtype))
-    return weights if kv == weights else f"{weights}, KV {kv}"
 
 
 def _kv_blocks(scheduler: Scheduler) -> dict[str, int | None]:

@@ -247,14 +247,11 @@ def origin_of(core: EngineCore) -> Origin:
 
 def _dtypes(core: EngineCore) -> str:
     """Of the model, and of KV where it has one of its own; the scales are as much a part of it."""
-    model, kv = (
-        str(dtype).removeprefix("torch.") for dtype in (core.memory.dtype, core.memory.kv_dtype)
-    )
-    if kv == model:
-        return model
+    dtypes = core.memory.describe_dtypes()
+    if core.memory.kv_dtype == core.memory.dtype:
+        return dtypes
     held = (core.runtime.model.weights, core.drafter.weights)
-    scales = scales_id(weights for weights in held if weights is not None)
-    return f"{model}, KV {kv} of scales {scales}"
+    return f"{dtypes} of scales {scales_id(weights for weights in held if weights is not None)}"
 
 
 def copy_out(core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:

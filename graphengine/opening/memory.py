@@ -79,6 +79,11 @@ class MemoryPlan:
         """Tokens of a row in the widest decode graph: one, and its drafts."""
         return 1 + self.draft_lengths[-1]
 
+    def describe_dtypes(self) -> str:
+        """Of weights, and of KV where it has one of its own."""
+        weights, kv = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        return weights if kv == weights else f"{weights}, KV {kv}"
+
     def describe_kv(self) -> str:
         """What tokens cost in the caches, and how many of them the pool holds, for a reader."""
         slots, size = self.ladder.max_batch, self.block_size
