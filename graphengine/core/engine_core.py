@@ -23,8 +23,9 @@ from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
+from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.replay import Replay
-from graphengine.host.scheduler import Plan, PrefillChunk, Scheduler
+from graphengine.host.scheduler import Scheduler
 from graphengine.models.contract import recurrent_states
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span

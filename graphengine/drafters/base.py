@@ -32,7 +32,7 @@ from graphengine.kernels import (
 )
 
 if TYPE_CHECKING:
-    from graphengine.host.scheduler import PrefillChunk
+    from graphengine.host.plan import PrefillChunk
     from graphengine.models.checkpoint import Checkpoint
     from graphengine.models.contract import DecodeLaunch, Destinations, Model, StoredWeights
 

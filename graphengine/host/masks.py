@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import Part, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
-from graphengine.host.scheduler import Plan
+from graphengine.host.plan import Plan
 from graphengine.kernels import USES_MASK
 from graphengine.requests.request import Request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from graphengine.host.scheduler import PrefillChunk
+from graphengine.host.plan import PrefillChunk
 from graphengine.requests.request import Request
 
 

@@ -37,73 +37,12 @@ from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.blocks import BlockPool, Reuse
+from graphengine.host.plan import NOTHING, Plan, PrefillChunk
 from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, QueueFull, Request
 
 Move = Literal["paused", "resumed", "finished"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillChunk:
-    """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token.
-
-    noted  their KV is there already: the tokens are only noted, for kernels that read a prompt's
-           tokens
-    """
-
-    request: Request
-    start: int
-    count: int
-    noted: bool = False
-
-    @property
-    def final(self) -> bool:
-        return self.start + self.count == self.request.job.prompt_len
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
-
-    `rows[i]` runs in decode row i, in epoch `epochs[i]`; `bucket` is the number of rows of the
-    graph that serves them, 0 if no request decodes. `full` says whether one of them needs a graph
-    of the full sampler. A plan swaps out or in, never both. The other flags say which host-owned
-    fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
-    otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
-    same object. `width` is the number of tokens that a decode row feeds.
-    """
-
-    rows: tuple[Request, ...]
-    bucket: int
-    epochs: tuple[int, ...]
-    width: int
-    full: bool
-    prefill: PrefillChunk | None
-    swap_out: tuple[tuple[int, int], ...]
-    swap_in: tuple[tuple[int, int], ...]
-    rows_changed: bool
-    slots_changed: bool
-    tables_changed: bool
-    options_changed: bool
-    masks_changed: bool
-
-
-_NOTHING = Plan(
-    rows=(),
-    bucket=0,
-    epochs=(),
-    width=1,
-    full=False,
-    prefill=None,
-    swap_out=(),
-    swap_in=(),
-    rows_changed=False,
-    slots_changed=False,
-    tables_changed=False,
-    options_changed=False,
-    masks_changed=False,
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,7 +138,7 @@ class Scheduler:
         self._width = tokens_per_step
         self._changes = _Changes()
         # The previous plan; the next `_repeats` calls return it again, unless requests come or go.
-        self._last = _NOTHING
+        self._last = NOTHING
         self._repeats = 0
         self._epoch = 0
         self._slots_used: set[int] = set()

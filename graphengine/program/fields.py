@@ -15,7 +15,7 @@ import torch
 from graphengine.buckets import Field, Owner
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.host.scheduler import Plan
+from graphengine.host.plan import Plan
 from graphengine.models.contract import LayerStates, recurrent_states
 from graphengine.program.relaxed import relaxed_field
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts

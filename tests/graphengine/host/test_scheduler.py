@@ -35,7 +35,8 @@ from hypothesis.stateful import (
 
 from extent import extent
 from graphengine.host.blocks import BlockPool
-from graphengine.host.scheduler import Plan, Scheduler
+from graphengine.host.plan import Plan
+from graphengine.host.scheduler import Scheduler
 from graphengine.program.fields import host_updates
 from graphengine.requests.guided import Guide
 from graphengine.requests.job import Job

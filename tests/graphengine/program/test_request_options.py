@@ -17,7 +17,7 @@ from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_
 from engines.speculation import DOT, open_plain, open_speculating, run_with
 from graphengine import Engine, Request, Result, SamplingParams
 from graphengine.core import engine_core as core
-from graphengine.host.scheduler import Plan
+from graphengine.host.plan import Plan
 from graphengine.kernels import publish_logprobs
 from graphengine.program import logits_step as logits_step_module
 from graphengine.program.fields import host_updates

@@ -26,7 +26,7 @@ from engines.speculation import (
 from graphengine import Engine, Request, SamplingParams, StructuredOutputsParams
 from graphengine.buckets import StaticBuffers
 from graphengine.demo import checkpoint_path
-from graphengine.host.scheduler import Plan
+from graphengine.host.plan import Plan
 from graphengine.requests.processing import MASKS
 from graphengine.speculative import MTP, GateOptions, NGram, Speculative
 

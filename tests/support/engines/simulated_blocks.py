@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphengine import SamplingParams
-from graphengine.host.scheduler import Plan, PrefillChunk, Scheduler
+from graphengine.host.plan import Plan, PrefillChunk
+from graphengine.host.scheduler import Scheduler
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
 from graphengine.requests.context import Context

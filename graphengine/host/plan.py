@@ -1,0 +1,70 @@
+"""What the scheduler decides about one step, as data: who runs, in which graph, what is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphengine.requests.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token.
+
+    noted  their KV is there already: the tokens are only noted, for kernels that read a prompt's
+           tokens
+    """
+
+    request: Request
+    start: int
+    count: int
+    noted: bool = False
+
+    @property
+    def final(self) -> bool:
+        return self.start + self.count == self.request.job.prompt_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One step: copies between pool and swap area, then a prefill replay, then a decode replay.
+
+    `rows[i]` runs in decode row i, in epoch `epochs[i]`; `bucket` is the number of rows of the
+    graph that serves them, 0 if no request decodes. `full` says whether one of them needs a graph
+    of the full sampler. A plan swaps out or in, never both. The other flags say which host-owned
+    fields differ from those of the previous plan; `masks_changed` is always set with a grammar,
+    otherwise it equals `options_changed`. In steady state, where nothing differs, every plan is the
+    same object. `width` is the number of tokens that a decode row feeds.
+    """
+
+    rows: tuple[Request, ...]
+    bucket: int
+    epochs: tuple[int, ...]
+    width: int
+    full: bool
+    prefill: PrefillChunk | None
+    swap_out: tuple[tuple[int, int], ...]
+    swap_in: tuple[tuple[int, int], ...]
+    rows_changed: bool
+    slots_changed: bool
+    tables_changed: bool
+    options_changed: bool
+    masks_changed: bool
+
+
+NOTHING = Plan(
+    rows=(),
+    bucket=0,
+    epochs=(),
+    width=1,
+    full=False,
+    prefill=None,
+    swap_out=(),
+    swap_in=(),
+    rows_changed=False,
+    slots_changed=False,
+    tables_changed=False,
+    options_changed=False,
+    masks_changed=False,
+)
+"""The plan before the first one."""
