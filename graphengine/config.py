@@ -236,7 +236,8 @@ class EngineConfig:
     row_family: RowFamily | None = option(
         None,
         doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
-        None: "fma" where a step has a single lane, "dot" elsewhere""",
+        None: "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot"
+        elsewhere""",
         flag=Flag(),
     )
     speculative: Speculative | None = option(
@@ -394,7 +395,8 @@ class EngineConfig:
     @property
     def family(self) -> RowFamily:
         """The engine's row family: the one asked for, or the one that fits the lanes of a step."""
-        return self.row_family or row_family(self.lanes)
+        # Requests of no given length have 4,096 tokens at most: `sequence_limit`.
+        return self.row_family or row_family(self.lanes, self.max_seq_len or 0)
 
     @property
     def staging_blocks(self) -> int:

@@ -144,7 +144,7 @@ class EngineOptions(TypedDict, total=False):
 
     row_family: RowFamily | None
     """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:
-    "fma" where a step has a single lane, "dot" elsewhere
+    "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
     """
 
     speculative: Speculative | None

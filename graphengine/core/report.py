@@ -72,9 +72,11 @@ def make_report(
     config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduler
 ) -> EngineReport:
     """The report of the engine with these parts, which may be closed."""
-    lanes = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
+    size = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
+    if config.lanes == 1:
+        size += f" and max_seq_len {memory.max_seq_len}"
     pdl = config.pdl and memory.device.type == "cuda"
-    why = "asked for" if config.row_family else f"for {lanes}"
+    why = "asked for" if config.row_family else f"for {size}"
     return EngineReport(
         memory=memory,
         kernels=(

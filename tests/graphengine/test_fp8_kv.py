@@ -32,7 +32,9 @@ MODES: dict[str, Speculative | None] = {
 
 
 def open_fp8(device: str, path: Path | None = None, **options: Any) -> Engine:
-    return open_engine(path, **FP8 | {"device": device, "dtype": "float32"} | options)
+    # A GPU's half precision has a kernel of its own.
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    return open_engine(path, **FP8 | {"device": device, "dtype": dtype} | options)
 
 
 JOBS = [

@@ -397,6 +397,17 @@ def test_the_row_family_follows_from_max_batch_unless_asked_for(
     assert EngineConfig(device="cpu", max_batch=max_batch, row_family=asked).family == family
 
 
+@pytest.mark.parametrize(
+    ("max_seq_len", "asked", "family"),
+    [(4096, None, "fma"), (4097, None, "dot"), (8192, "fma", "fma")],
+)
+def test_one_row_of_long_requests_takes_dot_unless_asked_for(
+    max_seq_len: int, asked: Any, family: str
+) -> None:
+    config = EngineConfig(device="cpu", max_batch=1, max_seq_len=max_seq_len, row_family=asked)
+    assert config.family == family
+
+
 def test_a_cuda_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError) as refused:

@@ -138,3 +138,54 @@ def test_each_request_gets_the_tokens_it_gets_alone(
     assert not owners.unasked()
     with open_engine(path, device, size, lookahead=lookahead) as alone:
         owners.check(alone)
+
+
+LONG = 16_384
+LONG_ENGINE: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "max_batch": 6,
+    "max_seq_len": LONG,
+    "prefill_buckets": (64, 1024),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_contexts_of_all_lengths_get_the_tokens_they_get_alone(
+    checkpoints: dict[str, Any], edited: Callable[..., Path], kv_dtype: str
+) -> None:
+    """Up to 16,384 tokens, beside requests of a few; in a pool of two of the longest."""
+    path = edited(checkpoints["qwen3-biases"].path, config={"max_position_embeddings": LONG})
+    options = LONG_ENGINE | {"kv_dtype": kv_dtype}
+    pool = {"kv_blocks": 2 * LONG // 16, "swap_blocks": 4096}
+    dice = random.Random(7)
+    requests = []
+    with Engine.from_pretrained(path, **pool, **options) as engine:
+        assert engine.row_family == "dot"
+        vocab = engine.model.config.vocab_size
+        for number in range(40):
+            # The first reaches the last position; lengths are even on a scale of logarithms.
+            length = LONG - 40 if number == 0 else int(2 ** dice.uniform(0, 13.9))
+            prompt = [dice.randrange(vocab) for _ in range(length)]
+            params = SamplingParams(
+                temperature=dice.choice([0.0, 1.0]),
+                max_tokens=40 if number == 0 else dice.randrange(1, 40),
+                seed=number,
+                ignore_eos=True,
+            )
+            requests.append(engine.submit(prompt, params))
+        while engine.busy:
+            engine.step()
+            if dice.random() < 0.02:
+                dice.choice(requests[1:]).cancel()
+        assert engine.counters["pauses"] > 0 and engine.counters["finished/cancelled"] > 0
+        assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    longest = 0
+    with Engine.from_pretrained(path, **options) as alone:
+        for request in requests:
+            if request.token_ids:
+                longest = max(longest, len(request.prompt_token_ids) + len(request.token_ids))
+                expected = alone.generate(list(request.prompt_token_ids), request.params)
+                assert tuple(request.token_ids) == expected.token_ids[: len(request.token_ids)]
+    assert longest == LONG
