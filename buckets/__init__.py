@@ -24,6 +24,7 @@ from graphengine.buckets.captured import (
     PoolHandle,
     Step,
     capture_all,
+    clear_blas_workspaces,
 )
 from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_edges
 from graphengine.buckets.graphs.nodes import count_nodes
@@ -56,6 +57,7 @@ __all__ = [
     "Where",
     "buffer_bytes",
     "capture_all",
+    "clear_blas_workspaces",
     "count_nodes",
     "field_groups",
     "format_bytes",

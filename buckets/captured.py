@@ -321,6 +321,17 @@ def _record(
             raise
 
 
+def clear_blas_workspaces() -> None:
+    """Free the memory that torch keeps for matrix products, of all streams, where torch can.
+
+    Each stream allocates its own again when it next needs it. A graph that was captured with such
+    memory outside its pool must not be replayed afterwards.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
 @contextlib.contextmanager
 def _blas_workspaces_in_pool() -> Iterator[None]:
     """Make torch take the workspace of a captured matrix product from the graph's pool.
@@ -332,15 +343,11 @@ def _blas_workspaces_in_pool() -> Iterator[None]:
     torch.compile's graphs can too: if products ran on its stream before its capture, its workspace
     is not in its pool. README.md says so.
     """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is None:
-        yield
-        return
-    clear()
+    clear_blas_workspaces()
     try:
         yield
     finally:
-        clear()
+        clear_blas_workspaces()
 
 
 def _require_valid_capture(stream: torch.cuda.Stream) -> None:

@@ -12,6 +12,13 @@ from dataclasses import fields
 from typing import Any, TypeGuard
 
 INT32_MAX = 2**31 - 1
+_SHOWN_CHARACTERS = 100
+
+
+def shown(value: object) -> str:
+    """A value in an error message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def is_int(value: object) -> TypeGuard[int]:

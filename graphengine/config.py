@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 
 from graphengine.buckets import BucketLadder, WaitMode
-from graphengine.checks import INT32_MAX, is_finite, is_int
+from graphengine.checks import INT32_MAX, is_finite, is_int, shown
 from graphengine.kernels import FMA_LANES, MAX_LANES, MAX_LOGPROBS, RowFamily, row_family
 from graphengine.options import (
     NOT_NEGATIVE,
@@ -48,6 +49,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.
 _INDEX = at_most(INT32_MAX)
+_USUAL_SEQ_LEN = 4096
 _POSITIVE = Bound("be positive and finite", lambda value: value > 0 and is_finite(value))
 
 
@@ -321,7 +323,7 @@ class EngineConfig:
         object.__setattr__(self, name, tuple(map(int, sizes)))
 
     def _check_calibration(self) -> None:
-        prompt = self.kv_calibration
+        prompt: object = self.kv_calibration
         if prompt is None:
             return
         if self.kv_dtype != "fp8":
@@ -330,9 +332,32 @@ class EngineConfig:
             )
         if isinstance(prompt, str):
             return
-        if not isinstance(prompt, Sequence) or not all(is_int(token) for token in prompt):
-            raise ValueError(f"kv_calibration={prompt!r:.99} must be text or token ids")
+        # Bytes are sequences of integers, but nobody's token ids.
+        if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+            raise ValueError(f"kv_calibration={shown(prompt)} must be text or a list of token ids")
+        # Before the ids are looked at: a range may have any number of them.
+        self.check_calibration_length(prompt, self.max_seq_len or _USUAL_SEQ_LEN)
+        for index, token in enumerate(prompt):
+            if not is_int(token) or not 0 <= token <= INT32_MAX:
+                raise ValueError(
+                    f"kv_calibration={shown(prompt)} has {shown(token)} at index {index}: token "
+                    f"ids are integers in [0, {INT32_MAX}]"
+                )
         object.__setattr__(self, "kv_calibration", tuple(map(int, prompt)))
+
+    def check_calibration_length(self, ids: Sequence[int], max_seq_len: int) -> None:
+        """ValueError, with both numbers, unless a request could have the `ids` as its prompt."""
+        try:
+            count = len(ids)
+        except OverflowError:  # a range of more than an index can count
+            count = sys.maxsize
+        if not count:
+            raise ValueError(f"kv_calibration={self.kv_calibration!r} holds no token")
+        if count >= max_seq_len:
+            raise ValueError(
+                f"kv_calibration={shown(self.kv_calibration)} has {count} tokens: "
+                f"max_seq_len={max_seq_len} has room for {max_seq_len - 1} and a new one"
+            )
 
     def _keep_cut(self, given: object) -> None:
         object.__setattr__(self, "prefill_cut", PrefillCut.read(given).steps)
@@ -413,7 +438,7 @@ class EngineConfig:
         `max_seq_len` asks for more.
         """
         if self.max_seq_len is None:
-            return min(max_positions, 4096)
+            return min(max_positions, _USUAL_SEQ_LEN)
         if self.max_seq_len > max_positions:
             raise ValueError(
                 f"max_seq_len={self.max_seq_len} exceeds the model's "

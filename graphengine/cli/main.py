@@ -42,6 +42,7 @@ from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
 from graphengine.models.checkpoint import Checkpoint, find_local, stored_dtype
 from graphengine.models.stored import read_model
+from graphengine.opening.calibration import calibration_ids
 from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.request import Event
@@ -49,6 +50,7 @@ from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
 from graphengine.structured_outputs import StructuredOutputsParams
+from graphengine.text.tokenizer import Tokenizer
 
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens a step drafters are worth on a text.",
@@ -144,7 +146,15 @@ def info(options: argparse.Namespace) -> None:
     model = read_model(checkpoint)
     config = EngineConfig(**_engine_options(options))
     drafter = make_drafter(config, checkpoint, model)
-    memory = plan_memory(model, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter)
+    has_text = isinstance(config.kv_calibration, str) and checkpoint.has_tokenizer
+    tokenizer = Tokenizer.from_directory(checkpoint.path) if has_text else None
+    memory = plan_memory(
+        model,
+        config,
+        checkpoint_dtype=stored_dtype(checkpoint),
+        drafter=drafter,
+        calibration_tokens=len(calibration_ids(config, model, tokenizer)),
+    )
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "layers": model.num_layers,

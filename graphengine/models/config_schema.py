@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from graphengine.checks import INT32_MAX
+from graphengine.checks import INT32_MAX, shown
 
 Kind = Literal["integer", "number", "flag", "text", "texts", "object"]
 HfConfig = Mapping[str, Any]
@@ -26,7 +26,6 @@ _NAMES = {
     "texts": "a list of strings",
     "object": "a JSON object",
 }
-_SHOWN_CHARACTERS = 100
 
 
 class Key(NamedTuple):
@@ -242,12 +241,6 @@ _HARMLESS = """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that change nothing here: of other programs, tokens, training, other tasks, generation and
 the count of draft modules."""
-
-
-def shown(value: object) -> str:
-    """A value in an error message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def unsupported(name: str, value: object, supported: str) -> ValueError:

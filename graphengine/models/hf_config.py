@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from graphengine.checks import shown
 from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     ROPE_KEYS,
     HfConfig,
     check_neutral,
     read_keys,
-    shown,
     unsupported,
 )
 

@@ -73,7 +73,8 @@ def calibrate_kv_scales(weights: StoredWeights, cache: Tensor) -> None:
            A head that is zero everywhere gets the scale 1
     """
     for (prefix, scales_2G), layer in zip(weights.kv_scales().items(), cache, strict=True):
-        largest = layer.abs().amax(dim=(0, 2, 4)).float()
+        # The absolute values of a layer would take as much memory again.
+        largest = torch.maximum(layer.amax(dim=(0, 2, 4)), -layer.amin(dim=(0, 2, 4))).float()
         if not bool(largest.isfinite().all()):
             raise ValueError(
                 f"the calibration's keys and values of {prefix.rstrip('.')} reach "

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from graphengine.buckets import clear_blas_workspaces
+from graphengine.checks import shown
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Model, StoredWeights
+from graphengine.models.contract import Model, ModelConfig, StoredWeights
 from graphengine.models.kv_scales import calibrate_kv_scales, load_kv_scales
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
-from graphengine.opening.memory import MemoryPlan
-from graphengine.prompts import prompt_ids
+from graphengine.opening.memory import MemoryPlan, calibration_blocks
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,44 +43,71 @@ def read_kv_scales(checkpoint: Checkpoint, weights: StoredWeights, drafter: Draf
         )
 
 
-def calibrate(
-    model: Model,
-    memory: MemoryPlan,
-    config: EngineConfig,
-    drafter: Drafter,
-    tokenizer: Tokenizer | None,
-) -> None:
-    """Set the scales by `config.kv_calibration`, a prompt that is prefilled with KV in `dtype`.
+def calibration_ids(
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """The token ids of `config.kv_calibration`; none without it.
 
-    Everything an engine holds is allocated for it, with KV for the prompt alone, and given back;
-    the drafter is to be opened again. Nothing is captured. ValueError for a prompt that no request
-    could have.
+    ValueError for a prompt that no request could have. No weights are needed to find that.
     """
-    assert config.kv_calibration is not None, f"{config=}"
-    ids = prompt_ids(
-        config.kv_calibration,
-        tokenizer=tokenizer,
-        vocab_size=model.config.vocab_size,
-        max_seq_len=memory.max_seq_len,
-    )
-    blocks = -(-len(ids) // memory.block_size)
-    plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0)
+    prompt = config.kv_calibration
+    if prompt is None:
+        return ()
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(
+                f"kv_calibration={shown(prompt)} is text, but the checkpoint has no "
+                f"tokenizer.json: give token ids"
+            )
+        try:
+            prompt = tuple(tokenizer.encode(prompt))
+        except ValueError as error:
+            raise ValueError(f"kv_calibration: {error}") from error
+    config.check_calibration_length(prompt, config.sequence_limit(model.max_positions))
+    for index, token in enumerate(prompt):
+        if token >= model.vocab_size:
+            raise ValueError(
+                f"kv_calibration={shown(config.kv_calibration)} has token id {token} at index "
+                f"{index}: the vocabulary has {model.vocab_size}"
+            )
+    return prompt
+
+
+def calibrate(
+    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter, ids: Sequence[int]
+) -> None:
+    """Set the scales by the `calibration_ids`, which are prefilled with KV in `memory.dtype`.
+
+    Everything an engine holds is allocated for it, with KV for these ids alone, and freed again;
+    `memory.budget` counts what this KV takes beyond the engine's own. Nothing is captured, and
+    `drafter` is not opened: a copy with the same weights is.
+    """
     with span("calibrate"):
-        held = allocate(model, plan, config, drafter)
-        with _on_stream(held):
-            held.buffers.reset()
-            _prefill(held, plan, ids)
-            # Block 0 is the dummy: drafts past the prompt's blocks went there.
-            pools = [cache[:, 1:] for cache, _ in held.caches]
-            calibrate_kv_scales(model.weights, pools[0])
-            if len(pools) > 1:
-                assert drafter.weights is not None, "a drafter with KV has weights"
-                calibrate_kv_scales(drafter.weights, pools[1])
-            _synchronize(held)
-    # The drafter refers to its cache until it is opened again.
-    for cache, _ in held.caches:
-        cache.untyped_storage().resize_(0)
+        _measure(model, memory, config, copy(drafter), ids)
+        if memory.device.type == "cuda":
+            # The engine has another stream, for which torch would not use this memory again.
+            clear_blas_workspaces()
+            torch.cuda.empty_cache()
     log.info("fp8 KV: scales from a prompt of %d tokens", len(ids))
+
+
+def _measure(
+    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter, ids: Sequence[int]
+) -> None:
+    """Allocate, prefill and set the scales; afterwards nothing refers to what was allocated."""
+    blocks = calibration_blocks(len(ids), memory.block_size)
+    plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0)
+    held = allocate(model, plan, config, drafter)
+    with _on_stream(held):
+        held.buffers.reset()
+        _prefill(held, plan, ids)
+        # Block 0 is the dummy: drafts past the prompt's blocks went there.
+        pools = [cache[:, 1:] for cache, _ in held.caches]
+        calibrate_kv_scales(model.weights, pools[0])
+        if len(pools) > 1:
+            assert drafter.weights is not None, "a drafter with KV has weights"
+            calibrate_kv_scales(drafter.weights, pools[1])
+        _synchronize(held)
 
 
 def _prefill(held: Allocation, plan: MemoryPlan, ids: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from graphengine.models.contract import Model
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.observe.tracing import span
-from graphengine.opening.calibration import calibrate, read_kv_scales
+from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.text.tokenizer import Tokenizer
 
@@ -40,8 +40,14 @@ def open_checkpoint(
     model_config = read_model(checkpoint)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
     drafter = make_drafter(config, checkpoint, model_config)
+    tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
+    ids = calibration_ids(config, model_config, tokenizer)
     memory = plan_memory(
-        model_config, config, checkpoint_dtype=stored_dtype(checkpoint), drafter=drafter
+        model_config,
+        config,
+        checkpoint_dtype=stored_dtype(checkpoint),
+        drafter=drafter,
+        calibration_tokens=len(ids),
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
     with span("load"):
@@ -54,11 +60,10 @@ def open_checkpoint(
             unused = [name for name in unused if not is_kv_scale(name)]
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
-    tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     model = weights.open(
         max_seq_len=memory.max_seq_len,
         vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
     )
-    if config.kv_calibration is not None:
-        calibrate(model, memory, config, drafter, tokenizer)
+    if ids:
+        calibrate(model, memory, config, drafter, ids)
     return Opened(model, memory, tokenizer, tuple(eos_ids), drafter)

@@ -113,13 +113,16 @@ def plan_memory(
     *,
     checkpoint_dtype: torch.dtype,
     drafter: Drafter,
+    calibration_tokens: int = 0,
 ) -> MemoryPlan:
     """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
 
     ValueError for prefix caching of a model whose recurrent layers need every token, and for an
     fp8 KV cache on a GPU that cannot convert it.
 
-    `checkpoint_dtype` is used on a GPU where the config names no dtype; a CPU computes in float32.
+    checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
+    calibration_tokens  of `kv_calibration`: their KV is in `dtype`, and freed before the caches are
+                        allocated, so the budget has a line for what it takes beyond these
     """
     recurrent = recurrent_states(model.states)
     if config.prefix_caching and recurrent:
@@ -185,6 +188,13 @@ def plan_memory(
         swap_blocks = _swap_blocks(config, kv_blocks, table_blocks, areas, most, on_gpu)
     swap_bytes = _swap_bytes(swap_blocks, areas, on_gpu)
     budget.add(f"swap ({swap_blocks} blocks)", swap_bytes, pinned)
+    if calibration_tokens:
+        blocks = 1 + calibration_blocks(calibration_tokens, config.block_size)
+        then = blocks * block_bytes * dtype.itemsize // kv_dtype.itemsize
+        later = (kv_blocks + 1) * block_bytes + (0 if on_gpu else swap_bytes)
+        name = f"calibration (KV of {calibration_tokens} tokens in {dtype}, beyond the caches)"
+        budget.add(name.replace("torch.", ""), max(0, then - later), where)
+        budget.check(available, where)
     budget.check(on_host, pinned)
     return MemoryPlan(
         device=device,
@@ -202,6 +212,11 @@ def plan_memory(
         graphs=graphs,
         budget=budget,
     )
+
+
+def calibration_blocks(tokens: int, block_size: int) -> int:
+    """Blocks, without the dummy, of the cache that a prompt of so many tokens is calibrated in."""
+    return -(-tokens // block_size)
 
 
 def _check_fp8(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
 from graphengine.engine_options import EngineOptions
 from graphengine.observe.tracing import span
-from graphengine.opening.calibration import calibrate
+from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
 from graphengine.profiles.benchmark.shapes import Subject, fill_random, random_module, random_tokens
 from graphengine.speculative import MTP, NGram, describe
@@ -92,7 +92,14 @@ def _random_engine(
 ) -> Engine:
     """`Engine.from_pretrained` for a shape: weights are drawn at random, not read."""
     drafter = random_drafter(subject, config, random_vocab)
-    memory = plan_memory(subject.model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
+    ids = calibration_ids(config, subject.model, None)
+    memory = plan_memory(
+        subject.model,
+        config,
+        checkpoint_dtype=torch.bfloat16,
+        drafter=drafter,
+        calibration_tokens=len(ids),
+    )
     with span("load"):
         weights = subject.model.allocate(device=config.device, dtype=memory.dtype)
         destinations = weights.named()
@@ -102,8 +109,8 @@ def _random_engine(
             torch.cuda.synchronize(memory.device)
     progress(0, 0)
     model = weights.open(max_seq_len=memory.max_seq_len)
-    if config.kv_calibration is not None:
-        calibrate(model, memory, config, drafter, None)
+    if ids:
+        calibrate(model, memory, config, drafter, ids)
     return Engine(model, memory, config, drafter=drafter)
 
 

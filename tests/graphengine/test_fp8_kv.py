@@ -7,6 +7,7 @@ its scales.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,7 @@ def test_the_report_and_the_description_say_so() -> None:
     with open_fp8("cpu") as engine, open_engine(device="cpu") as plain:
         assert "device cpu, float32, KV float8_e4m3fn, max_seq_len" in str(engine.report())
         assert "fp8 blocks of 8 tokens" in str(engine.report())
+        assert re.search(r"calibration \(KV of \d\d tokens in float32, ", str(engine.report()))
         assert "device cpu, float32, max_seq_len" in str(plain.report())
         assert engine.core.description["kv_dtype"] == "float8_e4m3fn"
         assert plain.core.description["kv_dtype"] == "float32"

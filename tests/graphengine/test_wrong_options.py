@@ -121,6 +121,27 @@ ENGINE: dict[str, list[Any]] = {
 }
 """By option of an engine: numbers that `EngineConfig` refuses. test_params.py has the others."""
 
+CALIBRATION: list[tuple[Any, str]] = [
+    (b"abc", "kv_calibration=b'abc' must be text or a list of token ids"),
+    (bytearray(3), "kv_calibration=bytearray(.*) must be text or a list of token ids"),
+    (memoryview(b"abc"), "kv_calibration=<memory .*> must be text or a list of token ids"),
+    (5, "kv_calibration=5 must be text or a list of token ids"),
+    ({5}, r"kv_calibration=\{5\} must be text or a list of token ids"),
+    (iter([5]), "kv_calibration=<list_iterator .*> must be text or a list of token ids"),
+    ([], r"kv_calibration=\[\] holds no token"),
+    ([7, 1.0], r"kv_calibration=\[7, 1.0\] has 1.0 at index 1: token ids are integers in \[0, 2"),
+    ([True], r"kv_calibration=\[True\] has True at index 0: token ids are integers"),
+    (["a"], r"kv_calibration=\['a'\] has 'a' at index 0: token ids are integers"),
+    ([3, -1], r"kv_calibration=\[3, -1\] has -1 at index 1: token ids are integers in \[0, 2147"),
+    ([2**31], "has 2147483648 at index 0: token ids are integers in .0, 2147483647"),
+    (range(4096), r"kv_calibration=range\(0, 4096\) has 4096 tokens: max_seq_len=4096 has room for "
+                  "4095 and a new one"),
+    (range(10**12), "has 1000000000000 tokens: max_seq_len=4096 has room for 4095"),
+    (range(10**30), "has 9223372036854775807 tokens: max_seq_len=4096 has room for 4095"),
+    (["x"] * 10**6, r"kv_calibration=\['x', 'x', .*\.\.\. has 1000000 tokens: max_seq_len=4096"),
+]  # fmt: skip
+"""What `EngineConfig` refuses as `kv_calibration`, and what it says of it."""
+
 GATE: list[Any] = [*NO_NUMBERS, -1, INF, 10**400, Fraction(10**400)]
 
 
@@ -166,6 +187,18 @@ def test_an_engine_refuses_the_wrong_number(name: str) -> None:
             EngineConfig(device="cpu", **{name: value})
         said = str(caught.value)
         assert any(text in said for text in (f"{name}={value!r} ", f"{name}={value} ")), said
+
+
+def test_a_calibration_is_text_or_ids_that_fit() -> None:
+    """Ids are not looked at where they are too many: there may be no end to them."""
+    for value, message in CALIBRATION:
+        with pytest.raises(ValueError, match=message) as caught:
+            EngineConfig(device="cpu", kv_dtype="fp8", kv_calibration=value)
+        assert len(str(caught.value)) < 300
+    kept = EngineConfig(
+        device="cpu", kv_dtype="fp8", kv_calibration=range(4096), max_seq_len=np.int16(4097)
+    )
+    assert kept.kv_calibration == tuple(range(4096))
 
 
 @pytest.mark.parametrize("name", ["off_below", "on_above"])

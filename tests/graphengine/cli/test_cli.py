@@ -436,6 +436,17 @@ def test_info_counts_the_drafter(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
+def test_info_counts_what_a_calibration_takes(cli: Cli, checkpoints: dict[str, Any]) -> None:
+    fp8 = ("--kv-dtype", "fp8", "--kv-calibration")
+    status, out, _ = cli("info", *fp8, PROMPT)
+    tokens = f"calibration (KV of {prompt_len()} tokens in float32, beyond the caches)"
+    assert status == 0 and tokens in out
+    path = str(checkpoints["llama-biases"].path)
+    assert_error(cli("info", "--checkpoint", path, *fp8, "x"), "has no tokenizer.json: give token")
+    assert_error(cli("info", *fp8, "x = 1\n" * 99), r"tokens: max_seq_len=96 has room for 95 and a")
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
 def test_info_needs_no_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
     path = str(checkpoints["llama-biases"].path)
     status, out, _ = cli("info", "--checkpoint", path, "--json")

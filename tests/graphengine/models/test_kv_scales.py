@@ -181,14 +181,39 @@ def test_equal_prompts_give_equal_scales_and_another_one_gives_others() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (range(128), "prompt of 128 tokens leaves no room for a new one in max_seq_len=128"),
-        ([5, 10**6], "token id 1000000 is outside the vocabulary"),
-        ("", "the prompt is empty"),
+        (
+            range(128),
+            r"kv_calibration=range\(0, 128\) has 128 tokens: max_seq_len=128 has room for 127 and "
+            r"a new one",
+        ),
+        (
+            LONG * 9,
+            r"kv_calibration='import os\\n.*\.\.\. has \d{3} tokens: max_seq_len=128 has room",
+        ),
+        (
+            [5, 10**6],
+            r"kv_calibration=\(5, 1000000\) has token id 1000000 at index 1: the vocabulary has 40",
+        ),
+        ("", "kv_calibration='' holds no token"),
+        ("x\ud800", r"kv_calibration: text to encode has a lone surrogate '\\ud800' at 1"),
     ],
 )
-def test_prompts_that_cannot_calibrate_are_refused(prompt: object, message: str) -> None:
+def test_prompts_that_cannot_calibrate_are_refused_before_weights_are_loaded(
+    prompt: object, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        open_engine(device="cpu", kv_dtype="fp8", kv_calibration=prompt)
+        open_engine(device="cpu", kv_dtype="fp8", kv_calibration=prompt, progress=pytest.fail)
+
+
+def test_ids_need_no_tokenizer_and_text_does(tmp_path: Path) -> None:
+    path = tmp_path / "demo"
+    shutil.copytree(few_layers(), path, ignore=shutil.ignore_patterns("tokenizer*"))
+    options = {"device": "cpu", "kv_dtype": "fp8"}
+    message = "kv_calibration='x = 1' is text, but the checkpoint has no tokenizer.json: give token"
+    with pytest.raises(ValueError, match=message):
+        open_engine(path, **options, kv_calibration="x = 1", progress=pytest.fail)
+    with open_engine(path, **options, kv_calibration=[5, 6]) as engine:
+        assert bool((torch.tensor(scales_of(engine.model.weights)) < 1).all())
 
 
 def test_a_head_of_zeros_has_the_scale_one_and_no_other_is_made_of_nan() -> None:

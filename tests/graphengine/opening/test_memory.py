@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from engines.small_engine import open_engine
 from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
-from graphengine.drafters import make_drafter
+from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels import MAX_LANES
 from graphengine.models import contract, tuning
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
-from graphengine.opening import memory
-from graphengine.opening.allocation import allocate
+from graphengine.opening import calibration, memory
+from graphengine.opening.allocation import Allocation, allocate
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.speculative import (
     MTP,
@@ -138,6 +140,83 @@ def test_fp8_is_half_the_bytes_of_a_block_and_twice_the_blocks(
     assert 2 * wide.kv_blocks <= narrow.kv_blocks <= 2 * wide.kv_blocks + 2
     assert narrow.kv_blocks < 4 * narrow.table_blocks
     assert f"KV cache ({narrow.kv_blocks} fp8 blocks of 16 tokens" in narrow.budget.table()
+
+
+@pytest.mark.parametrize("speculative", [None, MTP(k=2), "model"], ids=str)
+def test_the_kv_that_calibrates_is_in_the_budget_and_freed(
+    monkeypatch: pytest.MonkeyPatch, speculative: Any
+) -> None:
+    """In float32 it takes four times the bytes of e4m3, and there is but one slot."""
+    if speculative == "model":
+        speculative = DraftModel(checkpoint_path(), k=2)
+    options = {"device": "cpu", "max_seq_len": 128, "max_batch": 1, "prefill_buckets": (8, 32)}
+    ids = tuple(range(90))
+    config = EngineConfig(
+        kv_dtype="fp8", kv_calibration=ids, block_size=8, speculative=speculative, **options
+    )
+    drafter = make_drafter(config, DEMO, MODEL)
+    plan = plan_memory(
+        MODEL, config, checkpoint_dtype=torch.bfloat16, drafter=drafter, calibration_tokens=len(ids)
+    )
+    said = sizes(plan)
+    assert "calibration (KV of 90 tokens in float32, beyond the caches)" in plan.budget.table()
+
+    before = storages()
+    weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
+    wanted = drafter.allocate(plan.device, plan.dtype, config.family)
+    DEMO.load(weights.named() | wanted)
+    del wanted
+    model = weights.open(max_seq_len=plan.max_seq_len)
+    loaded, peak, caches = storages(), [], []
+    prefill = calibration._prefill
+
+    def watched(held: Allocation, plan: MemoryPlan, ids: Sequence[int]) -> None:
+        prefill(held, plan, ids)
+        caches.append(sum(cache.nbytes for cache, _ in held.caches))
+        peak.append(sum(size for at, size in storages().items() if at not in before))
+
+    monkeypatch.setattr(calibration, "_prefill", watched)
+    # What is freed only by Python's collector is there when the caches are allocated.
+    gc.collect()
+    gc.disable()
+    try:
+        calibrate(model, plan, config, drafter, ids)
+        assert storages() == loaded
+    finally:
+        gc.enable()
+    assert caches == [said["KV cache"] + said["calibration"]] and said["calibration"] > 0
+    other = ("images of what the host owns", "workspace", "graphs")
+    assert peak[0] <= sum(size for name, size in said.items() if name not in other)
+
+
+def test_a_calibration_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the pool and the swap hold as many bytes, it needs no others."""
+    options = {
+        "kv_dtype": "fp8", "kv_blocks": 25, "block_size": 8, "max_batch": 2, "max_seq_len": 128,
+        "memory_fraction": 1.0,
+    }  # fmt: skip
+
+    def plan(tokens: int, swap_blocks: int) -> MemoryPlan:
+        config = EngineConfig(device="cpu", swap_blocks=swap_blocks, **options)
+        return plan_memory(
+            MODEL,
+            config,
+            checkpoint_dtype=torch.bfloat16,
+            drafter=NoDrafter(),
+            calibration_tokens=tokens,
+        )
+
+    block = plan(0, 0).block_bytes
+    assert "calibration" not in sizes(plan(0, 0))
+    # Each block of the prompt takes four; one of them is the dummy, as in the pool.
+    for tokens, swap_blocks, beyond in ((43, 0, 2), (48, 2, 0), (48, 1, 1), (40, 0, 0), (1, 0, 0)):
+        assert sizes(plan(tokens, swap_blocks))["calibration"] == beyond * block, tokens
+    whole = plan(100, 0).budget.total("host")
+    available(monkeypatch, whole)
+    assert plan(100, 0).budget.total("host") == whole
+    available(monkeypatch, whole - 1)
+    with pytest.raises(OutOfBudget, match=r"1 B short\n(.*\n)*calibration \(KV of 100 tokens in"):
+        plan(100, 0)
 
 
 def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
