@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from graphengine.checks import shown
 from graphengine.kernels import FP8_MAX
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import StoredWeights
@@ -21,6 +23,9 @@ from graphengine.models.contract import StoredWeights
 # Below the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
 _KINDS = ("keys", "values")
+# The largest key or value is 448 times a scale. None is near 4e-6, or near 4e6, where float16 is
+# long at its end: such a scale is damage, or means something else.
+_RANGE = (1e-8, 1e4)
 _ENDINGS = tuple(f".self_attn.{name}" for names in _NAMES for name in names)
 
 
@@ -32,38 +37,62 @@ def is_kv_scale(name: str) -> bool:
 def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
     """Read the scales that a checkpoint has for layers of `weights`; returns for how many layers.
 
-    ValueError for a layer that has one for its keys or its values alone, and for scales of another
-    shape than one number, or one a kv head, or that are not positive and finite.
+    ValueError, with names and values, for a layer that has one for its keys or its values alone, or
+    different ones under both names, and for scales of another shape than one number, or one a kv
+    head, or that no model has.
     """
     read: dict[str, Tensor] = {}
-    rows: list[tuple[str, Tensor]] = []
+    rows: list[tuple[list[str], Tensor]] = []
     for prefix, scales_2G in weights.kv_scales().items():
-        found = [_stored_name(checkpoint, prefix, names) for names in _NAMES]
+        found = [
+            [prefix + name for name in names if prefix + name in checkpoint.tensors]
+            for names in _NAMES
+        ]
         if not any(found):
             continue
-        for name, row, kind in zip(found, scales_2G, _KINDS, strict=True):
-            if name is None:
+        for names, row, kind in zip(found, scales_2G, _KINDS, strict=True):
+            if not names:
                 raise ValueError(
-                    f"{checkpoint.path} has {' and '.join(filter(None, found))}, but no scale for "
-                    f"the {kind} of {prefix.rstrip('.')}"
+                    f"{checkpoint.path} has {' and '.join(chain(*found))}, but no scale for the "
+                    f"{kind} of {prefix.rstrip('.')}"
                 )
-            shape = checkpoint.tensors[name].shape
-            read[name] = torch.empty(shape, dtype=torch.float32)
-            if read[name].numel() not in (1, len(row)):
-                raise ValueError(
-                    f"{checkpoint.path} has {name} of shape {list(shape)}: a scale is one number, "
-                    f"or one for each of {len(row)} kv heads"
-                )
-            rows.append((name, row))
+            read |= {name: _to_read(checkpoint, name, heads=len(row)) for name in names}
+            rows.append((names, row))
     checkpoint.load(read)
-    for name, row in rows:
-        wrong = [each for each in read[name].flatten().tolist() if not 0 < each < math.inf]
-        if wrong:
+    for names, row in rows:
+        for name in names:
+            _check_values(checkpoint, name, read[name])
+        first, last = names[0], names[-1]
+        values = read[first].flatten()
+        if bool((values != read[last].flatten()).any()):
             raise ValueError(
-                f"{checkpoint.path} has {name} with {wrong[0]}: a scale is positive and finite"
+                f"{checkpoint.path} has two scales for the same KV, and they differ: "
+                f"{first}={shown(read[first].tolist())}, {last}={shown(read[last].tolist())}"
             )
-        row.copy_(read[name].flatten())
+        row.copy_(values)
     return len(rows) // 2
+
+
+def _to_read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
+    """Where a stored scale goes. ValueError unless it is one number, or one for each head."""
+    shape = checkpoint.tensors[name].shape
+    if math.prod(shape) not in (1, heads):
+        raise ValueError(
+            f"{checkpoint.path} has {name} of shape {list(shape)}: a scale is one number, or one "
+            f"for each of {heads} kv heads"
+        )
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def _check_values(checkpoint: Checkpoint, name: str, scale: Tensor) -> None:
+    least, most = _RANGE
+    # NaN is in no range.
+    wrong = next((each for each in scale.flatten().tolist() if not least <= each <= most), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{checkpoint.path} has {name} with {wrong:.7g}: a scale is positive, in "
+            f"[{least:g}, {most:g}]"
+        )
 
 
 def calibrate_kv_scales(weights: StoredWeights, cache: Tensor) -> None:
@@ -90,8 +119,3 @@ def scales_id(weights: Iterable[StoredWeights]) -> str:
         for scales_2G in each.kv_scales().values():
             digest.update(scales_2G.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _stored_name(checkpoint: Checkpoint, prefix: str, names: Iterable[str]) -> str | None:
-    whole = (prefix + name for name in names)
-    return next((name for name in whole if name in checkpoint.tensors), None)

@@ -121,7 +121,7 @@ def test_a_config_that_quantises_kv_alone_is_opened(calibrated: Path, tmp_path: 
             open_engine(folder, device="cpu", kv_dtype="fp8")
 
 
-K, V = (f"{PREFIXES[1]}{name}" for name in ("k_scale", "v_scale"))
+K, V, PROJ_K = (f"{PREFIXES[1]}{name}" for name in ("k_scale", "v_scale", "k_proj.k_scale"))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,31 @@ K, V = (f"{PREFIXES[1]}{name}" for name in ("k_scale", "v_scale"))
         ({K: torch.ones(())}, r"1\.self_attn\.k_scale, but no scale for the values of model\.la"),
         ({V: torch.ones(())}, r"1\.self_attn\.v_scale, but no scale for the keys of model\.layer"),
         ({K: torch.ones(3), V: torch.ones(1)}, r"k_scale of shape \[3\]: .* each of 2 kv heads"),
-        ({K: torch.ones(()), V: torch.tensor([1.0, 0.0])}, "v_scale with 0.0: a scale is positive"),
-        ({K: torch.tensor(-1.0), V: torch.ones(())}, "k_scale with -1.0: a scale is positive"),
+        ({K: torch.ones(()), V: torch.tensor([1.0, 0.0])}, "v_scale with 0: a scale is positive"),
+        ({K: torch.tensor(-1.0), V: torch.ones(())}, "k_scale with -1: a scale is positive"),
         ({K: torch.tensor(torch.nan), V: torch.ones(())}, "k_scale with nan: a scale is positive"),
         ({K: torch.tensor(torch.inf), V: torch.ones(())}, "k_scale with inf: a scale is positive"),
+        (
+            {K: torch.ones(()), V: torch.tensor(5e-9)},
+            r"1\.self_attn\.v_scale with 5e-09: a scale is positive, in \[1e-08, 10000\]",
+        ),
+        (
+            {K: torch.tensor([1.0, 10_001.0]), V: torch.ones(())},
+            r"1\.self_attn\.k_scale with 10001: a scale is positive, in \[1e-08, 10000\]",
+        ),
+        (
+            {K: torch.tensor(0.5), V: torch.ones(()), PROJ_K: torch.tensor([0.25])},
+            r"two scales for the same KV, and they differ: model\.layers\.1\.self_attn\.k_scale="
+            r"0\.5, model\.layers\.1\.self_attn\.k_proj\.k_scale=\[0\.25\]",
+        ),
+        (
+            {K: torch.tensor(0.5), V: torch.ones(()), PROJ_K: torch.tensor([0.5, 0.25])},
+            r"they differ: .*k_scale=0\.5, .*k_proj\.k_scale=\[0\.5, 0\.25\]",
+        ),
+        (
+            {K: torch.ones(()), V: torch.ones(()), PROJ_K: torch.tensor(0.0)},
+            r"k_proj\.k_scale with 0: a scale is positive",
+        ),
         ({K: torch.ones((), dtype=torch.int32), V: torch.ones(())}, "of another dtype than F32"),
     ],
 )
@@ -143,6 +164,17 @@ def test_scales_that_cannot_be_are_named(
     path = with_tensors(tmp_path / "demo", tensors)
     with pytest.raises(ValueError, match=message):
         open_engine(path, device="cpu", kv_dtype="fp8")
+
+
+def test_a_scale_may_be_stored_under_both_names_and_be_small_or_large(tmp_path: Path) -> None:
+    tensors = {
+        K: torch.tensor(0.5), PROJ_K: torch.tensor([0.5, 0.5], dtype=torch.bfloat16),
+        V: torch.tensor([2e-8, 1e4]),
+    }  # fmt: skip
+    path = with_tensors(tmp_path / "demo", tensors)
+    with open_engine(path, device="cpu", kv_dtype="fp8") as engine:
+        expected = torch.tensor([[0.5, 0.5], [2e-8, 1e4]]).tolist()
+        assert scales_of(engine.model.weights)[1] == expected
 
 
 # From a prompt.
