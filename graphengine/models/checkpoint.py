@@ -84,6 +84,7 @@ class Checkpoint:
 
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
+    quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
     tensors            by name; with an index, only what the index names. Those of a base model
                        saved alone ("layers.0.") have the names of the whole model
                        ("model.layers.0.")
@@ -95,6 +96,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    quant_config: dict[str, Any] | None = None
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
@@ -108,6 +110,7 @@ class Checkpoint:
         if not config.is_file():
             raise ValueError(f"{directory} has no config.json")
         generation_config = directory / "generation_config.json"
+        quant_config = directory / "hf_quant_config.json"
         stored = _find_tensors(directory)
         names = {_whole_name(name, stored): name for name in stored}
         return cls(
@@ -116,6 +119,7 @@ class Checkpoint:
             generation_config=(
                 _read_json_object(generation_config) if generation_config.is_file() else {}
             ),
+            quant_config=_read_json_object(quant_config) if quant_config.is_file() else None,
             tensors=MappingProxyType({name: stored[old] for name, old in names.items()}),
             stored_names=MappingProxyType(
                 {name: old for name, old in names.items() if name != old}

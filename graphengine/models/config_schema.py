@@ -243,9 +243,11 @@ HARMLESS = frozenset(_HARMLESS.split())
 the count of draft modules."""
 
 
-def unsupported(name: str, value: object, supported: str) -> ValueError:
+def unsupported(
+    name: str, value: object, supported: str, *, file: str = "config.json"
+) -> ValueError:
     """What to raise for a value that changes the computation into one that is not implemented."""
-    return ValueError(f"config.json has {name}={shown(value)}: supported: {supported}")
+    return ValueError(f"{file} has {name}={shown(value)}: supported: {supported}")
 
 
 def read_key(config: HfConfig, name: str) -> Any:
@@ -270,8 +272,6 @@ def check_neutral(config: HfConfig) -> None:
         if name == "no_rope_layers" and _all_are(value, 1):
             # The list says of each layer whether it has RoPE.
             continue
-        if name == "quantization_config" and _scales_kv_alone(value):
-            continue
         raise unsupported(name, value, " or ".join(["null", *map(repr, neutral)]))
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
@@ -280,20 +280,6 @@ def check_neutral(config: HfConfig) -> None:
         for key in NEUTRAL_ROPE:
             if settings.get(key) not in (None, False):
                 raise unsupported(f"{name}.{key}", settings[key], "null or False")
-
-
-def _scales_kv_alone(value: Any) -> bool:
-    """Whether compressed-tensors quantised nothing, but found scales for a KV cache of fp8."""
-    if not isinstance(value, dict) or value.get("config_groups"):
-        return False
-    scheme = value.get("kv_cache_scheme")
-    found = scheme if isinstance(scheme, dict) else {}
-    return (
-        value.get("quant_method") == "compressed-tensors"
-        and found.get("type") == "float"
-        and found.get("num_bits") == 8
-        and not found.get("dynamic")
-    )
 
 
 def unknown_keys(config: HfConfig) -> list[str]:

@@ -17,6 +17,7 @@ from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.kv_scheme import check_quant_file
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ def read_model(checkpoint: Checkpoint) -> ModelConfig:
     not supported and what contradicts.
     """
     config = read_model_config(checkpoint.config)
+    if checkpoint.quant_config is not None:
+        check_quant_file(checkpoint.quant_config)
     unknown = unknown_keys(checkpoint.config)
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -93,32 +92,6 @@ def test_other_kinds_of_kv_ignore_the_scales(
     assert "k_scale" not in unused[1]
     # A draft module with scales is no other formula.
     assert read_mtp_config(Checkpoint.open(calibrated)).modules == 1
-
-
-def test_a_config_that_quantises_kv_alone_is_opened(calibrated: Path, tmp_path: Path) -> None:
-    """As compressed-tensors writes it; with quantised weights, or KV of another kind, it is not."""
-    folder = tmp_path / "demo"
-    shutil.copytree(calibrated, folder)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
-    kv_alone = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {},
-        "kv_cache_scheme": scheme,
-    }
-    file.write_text(json.dumps(config | {"quantization_config": kv_alone}))
-    with open_engine(folder, device="cpu", kv_dtype="fp8") as engine:
-        assert scales_of(engine.model.weights)[0] == [[0.25, 0.25], [0.5, 0.5]]
-    for change in (
-        {"config_groups": {"group_0": {"weights": {}}}},
-        {"kv_cache_scheme": scheme | {"type": "int"}},
-        {"kv_cache_scheme": None},
-        {"quant_method": "awq"},
-    ):
-        file.write_text(json.dumps(config | {"quantization_config": kv_alone | change}))
-        with pytest.raises(ValueError, match="quantization_config"):
-            open_engine(folder, device="cpu", kv_dtype="fp8")
 
 
 K, V, PROJ_K = (f"{PREFIXES[1]}{name}" for name in ("k_scale", "v_scale", "k_proj.k_scale"))

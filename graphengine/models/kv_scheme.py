@@ -1,0 +1,75 @@
+"""What a checkpoint says about the quantisation of its KV, where its weights are not quantised.
+
+compressed-tensors says it in `quantization_config` of `config.json`, ModelOpt there or in
+`hf_quant_config.json`. One kind of KV can be read: e4m3 with scales that are stored, a number for
+the keys and one for the values of a layer, or of each of its kv heads. Anything else would be read
+with scales that mean something else, so it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphengine.models.config_schema import unsupported
+
+_QUANT_FILE = "hf_quant_config.json"
+_METHODS = ("compressed-tensors", "modelopt")
+_PLAIN = "null: weights in other formats are not supported"
+# What `kv_cache_scheme` may say; None is a key that is missing, or null.
+_SCHEME: Mapping[str, tuple[Any, ...]] = {
+    "type": ("float",),
+    "num_bits": (8,),
+    "symmetric": (True, None),
+    "dynamic": (False, None),
+    "strategy": ("tensor", "attn_head", None),
+    "group_size": (None,),
+    "block_structure": (None,),
+}
+
+
+def quantises_kv_alone(config: Any) -> bool:
+    """Whether a `quantization_config` leaves weights as they are, and KV is e4m3 as above.
+
+    False for other formats, and where it names no kind of KV. ValueError, with key and value, for
+    quantised weights and for KV of another kind.
+    """
+    name = "quantization_config"
+    if not isinstance(config, dict) or config.get("quant_method") not in _METHODS:
+        return False
+    for key in ("config_groups", "sparsity_config", "transform_config"):
+        value = config.get(key)
+        # Sparse weights may be stored as they are.
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+            raise unsupported(f"{name}.{key}", value, _PLAIN)
+    # ModelOpt's own file may be a part of it.
+    nested = config.get("quantization")
+    if isinstance(nested, dict):
+        return _quantises_kv(nested, f"{name}.quantization", "config.json")
+    return _quantises_kv(config, name, "config.json")
+
+
+def check_quant_file(config: Mapping[str, Any]) -> None:
+    """ValueError, with key and value, if ModelOpt's file says what `quantises_kv_alone` refuses."""
+    found = config.get("quantization")
+    if not isinstance(found, dict):
+        raise unsupported("quantization", found, "a JSON object", file=_QUANT_FILE)
+    _quantises_kv(found, "quantization", _QUANT_FILE)
+
+
+def _quantises_kv(config: Mapping[str, Any], name: str, file: str) -> bool:
+    if config.get("quant_algo") is not None:
+        raise unsupported(f"{name}.quant_algo", config["quant_algo"], _PLAIN, file=file)
+    algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    if algorithm not in (None, "FP8"):
+        raise unsupported(f"{name}.kv_cache_quant_algo", algorithm, "'FP8', null", file=file)
+    if scheme is None:
+        return algorithm is not None
+    inside = f"{name}.kv_cache_scheme"
+    if not isinstance(scheme, dict):
+        raise unsupported(inside, scheme, "a JSON object, null", file=file)
+    for key, allowed in _SCHEME.items():
+        if scheme.get(key) not in allowed:
+            known = ", ".join("null" if value is None else repr(value) for value in allowed)
+            raise unsupported(f"{inside}.{key}", scheme.get(key), known, file=file)
+    return True
