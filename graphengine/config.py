@@ -59,7 +59,7 @@ def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
     if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
         text.isascii()
     ):
-        raise ValueError(f"{text!r} must be pairs position:tokens with commas between them")
+        raise ValueError(f"{shown(text)} must be pairs position:tokens with commas between them")
     return tuple(tuple(map(int, part)) for part in parts)
 
 
@@ -120,18 +120,19 @@ class EngineConfig:
     max_prefill_ms_per_step: float | None = option(
         None,
         _POSITIVE,
-        doc="""milliseconds by which a prompt that is fed may lengthen a gap of other requests:
-        prefill buckets are timed when the engine opens, and where a chunk of the largest would take
-        longer, as after long contexts, prompts are cut at multiples of smaller ones, whoever runs;
-        None: no bound""",
+        doc="""most milliseconds that a step may spend on a chunk of a prompt, for which all other
+        requests wait: the engine times its prefill buckets when it opens, and cuts prompts into
+        chunks of the largest one that is fast enough; after more tokens that is a smaller one, as
+        attention reads all of them; whether others run changes nothing; None: no bound""",
         flag=Flag(),
     )
     prefill_cut: tuple[tuple[int, int], ...] | None = option(
         None,
-        doc="""in place of `max_prefill_ms_per_step`, which measures it: pairs (position, tokens);
-        from each position on prompts are cut at multiples of this token bucket, such as
-        `engine.prefill_cut` of an earlier engine, for the same bits; None: measured, or the largest
-        bucket everywhere""",
+        doc="""where prompts are cut into chunks: pairs (position, tokens), such as ((0, 1024),
+        (8192, 512)) for chunks of 1,024 tokens up to position 8,192 and of 512 from there on; each
+        size is a prefill bucket, each position a multiple of the size before it; the
+        `engine.prefill_cut` of another engine repeats its cut, and so its bits; None: as measured
+        for `max_prefill_ms_per_step`, or the largest bucket everywhere""",
         flag=Flag(parse=_pairs),
     )
     block_size: int = option(
@@ -363,9 +364,9 @@ class EngineConfig:
         object.__setattr__(self, "prefill_cut", PrefillCut.read(given).steps)
         if self.max_prefill_ms_per_step is not None:
             raise ValueError(
-                f"prefill_cut={self.prefill_cut} is a cut that was measured, and "
-                f"max_prefill_ms_per_step={self.max_prefill_ms_per_step:g} asks for a measurement: "
-                f"give one of them"
+                f"prefill_cut={shown(self.prefill_cut)} says where prompts are cut, and "
+                f"max_prefill_ms_per_step={self.max_prefill_ms_per_step:g} has that measured: give "
+                f"one of them"
             )
 
     def _check_speculation(self) -> None:

@@ -314,9 +314,11 @@ class Engine:
 
     @property
     def prefill_cut(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (position, tokens): from each position on, chunks of prompts end at multiples of
-        these tokens. As the option `prefill_cut` it gives another engine the same bits, where
-        `max_prefill_ms_per_step` might measure another one.
+        """Where prompts are cut into chunks: pairs (position, tokens). From each position on chunks
+        end at multiples of these tokens.
+
+        Given to another engine as the option `prefill_cut`, it repeats the cut and so the bits.
+        `max_prefill_ms_per_step` alone might measure another cut there.
         """
         return self.core.runtime.prefill_cut.steps
 

@@ -48,17 +48,18 @@ class EngineOptions(TypedDict, total=False):
     """
 
     max_prefill_ms_per_step: float | None
-    """milliseconds by which a prompt that is fed may lengthen a gap of other requests: prefill
-    buckets are timed when the engine opens, and where a chunk of the largest would take longer,
-    as after long contexts, prompts are cut at multiples of smaller ones, whoever runs; None: no
-    bound
+    """most milliseconds that a step may spend on a chunk of a prompt, for which all other requests
+    wait: the engine times its prefill buckets when it opens, and cuts prompts into chunks of
+    the largest one that is fast enough; after more tokens that is a smaller one, as attention
+    reads all of them; whether others run changes nothing; None: no bound
     """
 
     prefill_cut: tuple[tuple[int, int], ...] | None
-    """in place of `max_prefill_ms_per_step`, which measures it: pairs (position, tokens); from
-    each position on prompts are cut at multiples of this token bucket, such as
-    `engine.prefill_cut` of an earlier engine, for the same bits; None: measured, or the largest
-    bucket everywhere
+    """where prompts are cut into chunks: pairs (position, tokens), such as ((0, 1024), (8192,
+    512)) for chunks of 1,024 tokens up to position 8,192 and of 512 from there on; each size is
+    a prefill bucket, each position a multiple of the size before it; the `engine.prefill_cut`
+    of another engine repeats its cut, and so its bits; None: as measured for
+    `max_prefill_ms_per_step`, or the largest bucket everywhere
     """
 
     block_size: int

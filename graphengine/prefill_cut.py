@@ -1,19 +1,24 @@
-"""Where prompts are cut into chunks, of which a step feeds one. Pure Python: no tensor, no device.
+"""Where prompts are cut into chunks. A step feeds one chunk. Pure Python: no tensor, no device.
 
-Products of another number of lanes round in other places, so a token's bits depend on its chunk.
-They must not depend on who else runs. So the cut is a function of the position alone, and is fixed
-when the engine opens: each chunk ends at the next absolute multiple of a size that holds from some
-position on, or at the prompt's end, where the smallest bucket that holds the rest serves it. A
-prompt whose first tokens have KV already begins in the middle of a chunk and ends that chunk at the
-same place, so from there on it is cut like the whole prompt.
+A matrix product over another number of tokens rounds differently, so where a prompt is cut changes
+its bits. These must not depend on which other requests run. So the cut follows from the position in
+the prompt alone, and it is fixed when the engine opens.
 
-`max_prefill_ms_per_step` bounds the time of a chunk, and that grows with the tokens before it: the
-products take as long after any context, and attention reads each earlier token once more. So the
-engine times each bucket after a few contexts, takes times in between to be linear, and cuts at each
-position by the largest bucket within the bound (`cut_within`). This also costs time where nobody
-else decodes: a chunk that waits for nobody would have to be larger, and would have other bits.
-Times differ from run to run, and the cut with them. It is part of `numerics_id`, and
-`EngineConfig.prefill_cut` asks for a known one.
+A cut is a list of pairs (position, tokens). With (0, 1024), (8192, 512) a chunk that begins before
+position 8,192 ends at the next multiple of 1,024, and one that begins there or later at the next
+multiple of 512. The last chunk ends with its prompt. Each chunk runs in the smallest bucket that
+holds it. Multiples are counted from the prompt's beginning. So a prompt whose first tokens have KV
+already, from a session or a shared prefix, is cut at the same places as one that has none.
+
+`max_prefill_ms_per_step` bounds the time of a chunk. Its matrix products take the same time
+anywhere, but attention reads the KV of all tokens before it, so a chunk takes longer the later it
+begins. When the engine opens, it times each bucket after contexts of a few lengths, and takes times
+between them to lie on a line. At each position it then cuts by the largest bucket within the bound
+(`cut_within`). Smaller chunks feed a prompt more slowly, also where nobody else waits: larger ones
+would have other bits.
+
+Times vary from run to run, and the cut with them. It is a part of `numerics_id`, and the option
+`EngineConfig.prefill_cut` repeats the cut of an earlier engine.
 """
 
 from __future__ import annotations
@@ -24,77 +29,103 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
-from graphengine.checks import INT32_MAX, is_int
+from graphengine.checks import INT32_MAX, is_int, shown
 
 ChunkTimes = Mapping[int, Sequence[tuple[int, float]]]
-"""By bucket (start, milliseconds): of a chunk that begins there, starts ascending from 0."""
+"""For each bucket pairs (start, milliseconds): what a chunk takes that begins at `start`. Starts
+ascend from 0."""
 
 HEADROOM = 1.05
-"""What a gap may grow beyond the time of a chunk's replay, as measured alone: the decode step after
-it finds other data in the caches, and clocks vary."""
+"""A measured time counts this many times. A gap of other requests grows by more than a chunk alone
+takes: the decode step after it finds other data in the GPU's caches, and clocks vary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCut:
-    """Chunks end at multiples of `tokens`, for chunks that begin at `position` or later, until the
-    next of the `steps` (position, tokens).
+    """Where chunks end: `steps` are pairs (position, tokens), in ascending order.
 
-    ValueError unless positions ascend from 0, each of them a multiple of the tokens before it.
+    A chunk that begins at a step's position or later, but before the next step's position, ends at
+    the next multiple of the step's tokens.
+
+    ValueError unless the first position is 0, and each other one a multiple of the tokens of the
+    step before it: a chunk must end where the next step begins.
     """
 
     steps: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        steps = self.steps
-        begins = bool(steps) and steps[0][0] == 0 and all(tokens >= 1 for _, tokens in steps)
-        if not begins or max(map(max, steps)) > INT32_MAX:
-            raise ValueError(
-                f"prefill_cut={steps} must begin at position 0, with 1 to {INT32_MAX} tokens a "
-                f"chunk and no greater positions"
-            )
-        for (before, tokens), (position, _) in pairwise(steps):
-            if position <= before or position % tokens:
-                raise ValueError(
-                    f"prefill_cut={steps} must change at ascending multiples of the tokens before: "
-                    f"{position} is no multiple of {tokens} after {before}"
+        if not self.steps or self.steps[0][0] != 0:
+            raise self._wrong("must begin with a pair (0, tokens)")
+        for position, tokens in self.steps:
+            if not 1 <= tokens <= INT32_MAX or position > INT32_MAX:
+                raise self._wrong(
+                    f"must have tokens from 1 to {INT32_MAX} and positions up to that, not the "
+                    f"pair ({position}, {tokens})"
                 )
+        for (before, tokens), (position, _) in pairwise(self.steps):
+            if position <= before:
+                raise self._wrong(f"must have ascending positions, not {position} after {before}")
+            if position % tokens:
+                raise self._wrong(
+                    f"must change where a chunk ends: position {position} is no multiple of the "
+                    f"{tokens} tokens of the pair before it"
+                )
+
+    def _wrong(self, why: str) -> ValueError:
+        return ValueError(f"prefill_cut={shown(self.steps)} {why}")
 
     @classmethod
     def read(cls, value: object) -> Self:
         """From pairs of integers in tuples or lists. ValueError for anything else."""
-        pairs: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
-        if not all(
-            isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_int, pair))
-            for pair in pairs
-        ):
-            raise ValueError(
-                f"prefill_cut={value!r} must be pairs (position, tokens) of integers, such as "
-                f"((0, 1024), (8192, 512))"
-            )
+        pairs: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+        for pair in pairs:
+            if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_int, pair))):
+                raise ValueError(
+                    f"prefill_cut={shown(value)} must be pairs (position, tokens) of integers, "
+                    f"such as ((0, 1024), (8192, 512)): {shown(pair)} is none"
+                )
         return cls(tuple((int(position), int(tokens)) for position, tokens in pairs))
 
     def end(self, start: int, prompt_len: int) -> int:
         """Where the chunk of a prompt that begins at `start` ends."""
         last = bisect_right(self.steps, start, key=lambda step: step[0]) - 1
-        tokens = self.steps[last][1]
-        return min((start // tokens + 1) * tokens, prompt_len)
+        return min(_next_multiple(start, self.steps[last][1]), prompt_len)
+
+    def within(self, longest: int) -> Self:
+        """The same cut of all prompts of at most `longest` tokens, without steps that change
+        nothing there.
+        """
+        kept = [self.steps[0]]
+        for position, tokens in self.steps[1:]:
+            before = kept[-1][1]
+            if position >= longest:
+                break
+            # The last chunk of the longest prompt may be shorter than either.
+            ends = {min(_next_multiple(position, each), longest) for each in (before, tokens)}
+            if tokens != before and ends != {longest}:
+                kept.append((position, tokens))
+        return type(self)(tuple(kept))
 
     def check_sizes(self, sizes: Sequence[int]) -> None:
         """ValueError for a chunk size that is none of the buckets."""
         for position, tokens in self.steps:
             if tokens not in sizes:
-                raise ValueError(
-                    f"prefill_cut={self.steps} has chunks of {tokens} tokens from position "
-                    f"{position} on, the engine buckets of {', '.join(map(str, sizes))}"
+                raise self._wrong(
+                    f"has chunks of {tokens} tokens from position {position} on, but the prefill "
+                    f"buckets are {', '.join(map(str, sizes))}"
                 )
 
     def __str__(self) -> str:
         return ", ".join(f"{tokens} from {position} on" for position, tokens in self.steps)
 
 
+def _next_multiple(start: int, tokens: int) -> int:
+    return (start // tokens + 1) * tokens
+
+
 def chunk_starts(tokens: int, longest: int) -> list[int]:
-    """Where chunks of a bucket are timed: without a context, before the end of the `longest`
-    prompt, and between. A chunk that begins later has fewer tokens, and reads no more.
+    """Where a chunk begins when its bucket of `tokens` is timed: at 0, where it just ends with the
+    `longest` prompt, and halfway. A chunk that begins later has fewer tokens, and reads no more KV.
     """
     last = max(0, longest - tokens)
     return sorted({0, last // 2, last})
@@ -103,13 +134,14 @@ def chunk_starts(tokens: int, longest: int) -> list[int]:
 def measure_chunks(
     chunk_ms: Callable[[int, int], float], sizes: Sequence[int], *, longest: int, bound: float
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Times of chunks of the ascending `sizes`, as far as they can be within `bound` milliseconds.
+    """The times that `cut_within` chooses by, of the ascending `sizes`.
 
-    chunk_ms(tokens, start)  milliseconds of a chunk of this bucket that begins at `start`
+    chunk_ms(tokens, start)  measures the milliseconds of a chunk of this bucket at `start`
     longest                  tokens of the longest prompt
+    bound                    milliseconds that a chunk may take
 
-    What takes too long is measured once: neither longer contexts nor larger buckets are then
-    needed, and the times of large chunks after long contexts would be seconds.
+    Once a bucket is too slow, it is not timed after longer contexts. If it is too slow even without
+    a context, no larger bucket is timed: large chunks after long contexts may take seconds.
     """
     times: dict[int, tuple[tuple[int, float], ...]] = {}
     for tokens in sizes:
@@ -125,11 +157,12 @@ def measure_chunks(
 
 
 def cut_within(times: ChunkTimes, *, longest: int, bound: float) -> PrefillCut:
-    """Each chunk of the largest bucket that takes at most `bound` milliseconds where it begins, for
-    prompts of at most `longest` tokens.
+    """The cut of prompts of at most `longest` tokens in which each chunk is as large as the largest
+    bucket that takes at most `bound` milliseconds where the chunk begins.
 
-    Measured times may fall where true ones cannot. So a chunk counts as slow as a smaller one, and
-    as one after fewer tokens. ValueError, with the numbers, where the smallest takes too long.
+    A chunk can take no less time than a smaller one, or than the same one after fewer tokens. Where
+    measured times say that it does, the longer time counts. ValueError, with the numbers, where the
+    smallest bucket takes too long.
     """
     sizes = sorted(times)
     rising = {tokens: _rising(times[tokens]) for tokens in sizes}
@@ -145,12 +178,13 @@ def cut_within(times: ChunkTimes, *, longest: int, bound: float) -> PrefillCut:
             took = _at(rising[sizes[0]], position)
             raise ValueError(
                 f"max_prefill_ms_per_step={bound:g} is too short: a chunk of {sizes[0]} tokens, "
-                f"the smallest of prefill_buckets, takes {took:.3g} ms after {position} of up to "
-                f"{longest} tokens, and counts {HEADROOM:g} times"
+                f"the smallest of prefill_buckets, takes {took:.3g} ms after a context of "
+                f"{position} tokens, and {HEADROOM:g} times that must fit; prompts may have "
+                f"{longest} tokens"
             )
         if not steps or steps[-1][1] != fitting:
             steps.append((position, fitting))
-        position = (position // fitting + 1) * fitting
+        position = _next_multiple(position, fitting)
     return PrefillCut(tuple(steps))
 
 

@@ -132,9 +132,9 @@ class Runtime:
         what was measured for it. ValueError where the smallest bucket exceeds the bound.
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
-        if bound is None:
-            return PrefillCut(config.prefill_cut or ((0, sizes[-1]),)), None
         longest = longest_prompt(memory)
+        if bound is None:
+            return PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest), None
         graphs = dict(zip(self.graphs, self.captured, strict=True))
         vocabulary = self.model.config.vocab_size
         with span("measure prefill"), self.on_stream():
@@ -142,7 +142,7 @@ class Runtime:
             times = measure_chunks(timer, sizes, longest=longest, bound=bound)
             timer.clear()
         self._clear()
-        return cut_within(times, longest=longest, bound=bound), times
+        return cut_within(times, longest=longest, bound=bound).within(longest), times
 
     def _clear(self) -> None:
         """Forget all that graphs did before the first request."""

@@ -341,10 +341,13 @@ def test_engine_defaults() -> None:
         ({"kv_blocks": -1}, "kv_blocks=-1 must be at least 1"),
         ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be 'auto' or 'fp8'"),
         ({"kv_calibration": "x"}, "kv_calibration is for kv_dtype='fp8', not for kv_dtype='auto'"),
-        ({"kv_dtype": "fp8", "kv_calibration": 5}, "kv_calibration=5 must be text or token ids"),
+        (
+            {"kv_dtype": "fp8", "kv_calibration": 5},
+            "kv_calibration=5 must be text or a list of token ids",
+        ),
         (
             {"kv_dtype": "fp8", "kv_calibration": ["x"]},
-            "kv_calibration=['x'] must be text or token ids",
+            "kv_calibration=['x'] has 'x' at index 0: token ids are integers in [0, 2147483647]",
         ),
         ({"swap_blocks": -2}, "swap_blocks=-2 must not be negative"),
         (
@@ -357,8 +360,8 @@ def test_engine_defaults() -> None:
         ),
         (
             {"max_prefill_ms_per_step": 5, "prefill_cut": [[0, 16]]},
-            "prefill_cut=((0, 16),) is a cut that was measured, and max_prefill_ms_per_step=5 asks "
-            "for a measurement: give one of them",
+            "prefill_cut=((0, 16),) says where prompts are cut, and max_prefill_ms_per_step=5 has "
+            "that measured: give one of them",
         ),
         ({"pdl": 1}, "pdl=1 must be True or False"),
         ({"pdl": None}, "pdl=None must be True or False"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -197,11 +198,22 @@ def test_a_bound_that_nothing_keeps_is_an_error_with_the_numbers() -> None:
     with pytest.raises(
         ValueError,
         match=r"max_prefill_ms_per_step=2 is too short: a chunk of 16 tokens, the smallest of "
-        r"prefill_buckets, takes 3 ms after 0 of up to 100 tokens, and counts 1.05 times",
+        r"prefill_buckets, takes 3 ms after a context of 0 tokens, and 1.05 times that must fit; "
+        r"prompts may have 100 tokens",
     ):
         measured(lambda tokens, start: 3.0, [16, 64], 100, bound=2.0)
-    with pytest.raises(ValueError, match=r"of 16 tokens, .* takes 6\.5 ms after 64 of up to 100"):
+    with pytest.raises(ValueError, match=r"of 16 tokens, .* takes 6\.5 ms after a context of 64 t"):
         measured(lambda tokens, start: 0.1 * (1 + start), [16, 64], 100, bound=5.0)
+
+
+def test_steps_that_change_nothing_are_left_out() -> None:
+    cut = PrefillCut(((0, 16), (32, 16), (64, 8), (72, 8), (80, 16), (96, 32)))
+    assert cut.within(1000).steps == ((0, 16), (64, 8), (80, 16), (96, 32))
+    # The last chunk of 100 tokens begins at 96, and ends before a multiple of 16.
+    assert cut.within(100).steps == ((0, 16), (64, 8), (80, 16))
+    assert cut.within(113).steps == ((0, 16), (64, 8), (80, 16), (96, 32))
+    assert cut.within(81).steps == cut.within(80).steps == ((0, 16), (64, 8))
+    assert cut.within(72).steps == cut.within(64).steps == cut.within(1).steps == ((0, 16),)
 
 
 # A cut that the caller gives.
@@ -213,32 +225,47 @@ def test_a_cut_is_read_from_pairs() -> None:
     assert chunks(cut, 310) == [(0, 24), (24, 48), (48, 100), (100, 200), (200, 300), (300, 304),
                                 (304, 310)]  # fmt: skip
     cut.check_sizes((8, 24, 100))
-    with pytest.raises(ValueError, match=r"chunks of 24 tokens from position 0 on, the engine "
-                                         r"buckets of 8, 100"):  # fmt: skip
+    with pytest.raises(ValueError, match=r"chunks of 24 tokens from position 0 on, but the prefill "
+                                         r"buckets are 8, 100"):  # fmt: skip
         cut.check_sizes((8, 100))
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("0:16", r"prefill_cut='0:16' must be pairs \(position, tokens\) of integers"),
-        (((0, 16), 5), "must be pairs"),
-        (((0, 16.0),), "must be pairs"),
-        (((0, True),), "must be pairs"),
-        (((0, 16, 1),), "must be pairs"),
-        ((), r"prefill_cut=\(\) must begin at position 0"),
-        (((16, 16),), "must begin at position 0"),
-        (((0, 0),), "with 1 to 2147483647 tokens"),
-        (((0, 2**31),), "with 1 to 2147483647 tokens"),
-        (((0, 16), (2**31, 16)), "and no greater positions"),
-        (((0, 16), (24, 8)), "24 is no multiple of 16 after 0"),
-        (((0, 16), (0, 8)), "0 is no multiple of 16 after 0"),
-        (((0, 16), (32, 8), (16, 8)), "16 is no multiple of 8 after 32"),
+        (
+            "0:16",
+            r"prefill_cut='0:16' must be pairs \(position, tokens\) of integers, such as \(\(",
+        ),
+        (((0, 16), 5), r"must be pairs .*: 5 is none"),
+        (((0, 16.0),), r"must be pairs .*: \(0, 16\.0\) is none"),
+        (((0, True),), r"must be pairs .*: \(0, True\) is none"),
+        (((0, 16, 1),), r"must be pairs .*: \(0, 16, 1\) is none"),
+        ((), r"prefill_cut=\(\) must begin with a pair \(0, tokens\)"),
+        (((16, 16),), r"must begin with a pair \(0, tokens\)"),
+        (((0, 0),), r"must have tokens from 1 to 2147483647 .*, not the pair \(0, 0\)"),
+        (((0, 2**31),), r"tokens from 1 to 2147483647 .*, not the pair \(0, 2147483648\)"),
+        (((0, 16), (2**31, 16)), r"positions up to that, not the pair \(2147483648, 16\)"),
+        (
+            ((0, 16), (24, 8)),
+            "must change where a chunk ends: position 24 is no multiple of the 16 tokens of",
+        ),
+        (((0, 16), (0, 8)), "must have ascending positions, not 0 after 0"),
+        (((0, 16), (32, 8), (16, 8)), "must have ascending positions, not 16 after 32"),
+        (
+            (*((8 * at, 8) for at in range(10**5)), (8, 8)),
+            r"prefill_cut=\(\(0, 8\), .*\.\.\. must have ascending positions, not 8 after 799992",
+        ),
+        (
+            [(0, 8)] * 10**5 + ["x" * 10**6],
+            r"prefill_cut=\[.*\.\.\. must be pairs .*\.\.\. is none",
+        ),
     ],
 )
 def test_a_wrong_cut_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         PrefillCut.read(value)
+    assert len(str(caught.value)) < 400
 
 
 # The scheduler cuts so, whatever runs.
@@ -253,6 +280,25 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
         # Positions are multiples of the tokens before them.
         steps.append((position // tokens * tokens, draw(st.integers(1, 9))))
     return tuple(steps)
+
+
+@given(steps=cuts(), longest=st.integers(1, 60))
+@settings(deadline=None)
+def test_a_cut_has_no_step_that_changes_nothing(
+    steps: tuple[tuple[int, int], ...], longest: int
+) -> None:
+    """So equal cuts are equal: one step less cuts some prompt elsewhere."""
+    cut = PrefillCut(steps)
+    short = cut.within(longest)
+
+    def ends(cut: PrefillCut) -> list[int]:
+        return [cut.end(start, longest) for start in range(longest)]
+
+    assert ends(short) == ends(cut) and set(short.steps) <= set(steps)
+    assert short.within(longest) == short
+    last = short.steps[-1]
+    assert len(short.steps) == 1 or ends(PrefillCut(short.steps[:-1])) != ends(short), last
+    assert all(before[1] != after[1] for before, after in pairwise(short.steps))
 
 
 @given(

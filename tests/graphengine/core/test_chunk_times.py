@@ -237,11 +237,29 @@ def test_a_cut_of_other_buckets_is_refused_before_weights_are_loaded() -> None:
     with pytest.raises(
         ValueError,
         match=r"prefill_cut=\(\(0, 32\), \(64, 24\)\) has chunks of 24 tokens from position 64 on, "
-        r"the engine buckets of 8, 16, 32",
+        r"but the prefill buckets are 8, 16, 32",
     ):
         open_engine(**BUCKETS, prefill_cut=((0, 32), (64, 24)), progress=pytest.fail)
-    with pytest.raises(ValueError, match=r"chunks of 32 tokens .*, the engine buckets of 8, 16"):
+    with pytest.raises(
+        ValueError, match=r"chunks of 32 tokens .*, but the prefill buckets are 8, 1"
+    ):
         open_engine(**BUCKETS, prefill_cut=((0, 32),), max_prefill_tokens_per_step=16)
+
+
+def test_cuts_that_cut_alike_have_one_numerics_id() -> None:
+    """In an engine of 128 tokens, whose longest prompt has 127."""
+
+    def identity(cut: tuple[tuple[int, int], ...] | None) -> str:
+        with open_engine(**BUCKETS, prefill_cut=cut) as engine:
+            assert cut is None or engine.prefill_cut == cut or len(engine.prefill_cut) < len(cut)
+            return engine.numerics_id
+
+    usual, changed = identity(None), identity(((0, 32), (64, 16)))
+    assert usual != changed
+    for cut in (((0, 32),), ((0, 32), (32, 32)), ((0, 32), (128, 8)), ((0, 32), (96, 32))):
+        assert identity(cut) == usual, cut
+    for cut in (((0, 32), (64, 16), (96, 16)), ((0, 32), (32, 32), (64, 16), (10**6, 8))):
+        assert identity(cut) == changed, cut
 
 
 # Larger token buckets.
