@@ -36,6 +36,7 @@ from graphengine.cli.speculative_text import (
     with_draft_vocabulary,
 )
 from graphengine.config import EngineConfig
+from graphengine.core.chunk_times import longest_prompt
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
@@ -171,21 +172,27 @@ def info(options: argparse.Namespace) -> None:
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),
     }
+    kv = {
+        "kv_bytes_per_1000_tokens": memory.kv_bytes(1000),
+        "kv_tokens": memory.kv_blocks * memory.block_size,
+        "kv_requests": memory.whole_requests,
+    }
     if options.json:
         budget = [asdict(line) for line in memory.budget.lines]
-        print(json.dumps(facts | {"budget": budget}))
+        print(json.dumps(facts | kv | {"budget": budget}))
         return
     for name, value in facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         print(f"{name.replace('_', ' '):<16} {shown}")
-    print(f"\n{memory.budget.table()}")
+    print(f"\n{memory.budget.table()}\n{memory.describe_kv()}")
 
 
 def _prefill_cut(config: EngineConfig, memory: MemoryPlan) -> str:
     """Where prompts will be cut, as far as that is known before anything is measured."""
     if config.max_prefill_ms_per_step is not None:
         return f"measured at opening, within {config.max_prefill_ms_per_step:g} ms"
-    return str(PrefillCut(config.prefill_cut or ((0, memory.prefill_ladder.sizes[-1]),)))
+    cut = PrefillCut(config.prefill_cut or ((0, memory.prefill_ladder.sizes[-1]),))
+    return str(cut.within(longest_prompt(memory)))
 
 
 def graph_dump(options: argparse.Namespace) -> None:

@@ -84,15 +84,23 @@ class MemoryPlan:
         weights, kv = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         return weights if kv == weights else f"{weights}, KV {kv}"
 
+    @property
+    def whole_requests(self) -> int:
+        """Slots whose requests of `max_seq_len` tokens the pool holds at the same time."""
+        return min(self.ladder.max_batch, self.kv_blocks // self.table_blocks)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens in all caches."""
+        return tokens * self.block_bytes // self.block_size
+
     def describe_kv(self) -> str:
         """What tokens cost in the caches, and how many of them the pool holds, for a reader."""
-        slots, size = self.ladder.max_batch, self.block_size
-        whole = min(slots, self.kv_blocks // self.table_blocks)
+        slots, size, whole = self.ladder.max_batch, self.block_size, self.whole_requests
         holds = f"{whole} of {slots} requests of max_seq_len {self.max_seq_len:,}"
         if whole < slots:
             holds += f", or {slots} of {self.kv_blocks // slots * size:,} tokens"
         return (
-            f"KV takes {_per_1000_tokens(self.block_bytes, size)}; the pool holds "
+            f"KV takes {format_bytes(self.kv_bytes(1000))} per 1,000 tokens; the pool holds "
             f"{self.kv_blocks * size:,} tokens: {holds}"
         )
 

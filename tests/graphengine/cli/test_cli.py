@@ -398,6 +398,10 @@ def test_info_shows_what_would_be_captured(cli: Cli) -> None:
         assert re.search(rf"^{name} +{value}$", out, re.MULTILINE), (name, out)
     for part in ("weights", "KV cache", "swap", "total"):
         assert part in out
+    assert out.endswith(
+        "KV takes 6.8 MiB per 1,000 tokens; the pool holds 1,152 tokens: 12 of 12 requests of "
+        "max_seq_len 96\n"
+    )
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
@@ -413,6 +417,13 @@ def test_info_prints_json(cli: Cli) -> None:
     weights = sum(info.nbytes for name, info in tensors if not name.startswith("mtp."))
     (line,) = (line for line in document["budget"] if line["name"] == "weights")
     assert line["bytes"] == weights and line["where"] == "host"
+    (cache,) = (line for line in document["budget"] if line["name"].startswith("KV cache"))
+    # 12 blocks of 16 tokens, and the dummy.
+    assert document["kv_tokens"] == 2 * 96 and document["kv_requests"] == 2
+    assert document["kv_bytes_per_1000_tokens"] == 1000 * cache["bytes"] // (13 * 16)
+    short = ("info", "--json", "--kv-dtype", "fp8")
+    document = json.loads(cli(*short)[1])
+    assert document["kv_bytes_per_1000_tokens"] == 1000 * cache["bytes"] // (2 * 13 * 16)
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
