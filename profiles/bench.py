@@ -94,7 +94,7 @@ class Bench:
     record          file for a recording; then there is one row
     admission       length of a prompt that is admitted while seven requests decode; 0: none
     sweep           the speculative engines to compare with each row's plain one
-    contexts        what each batch has behind it; None: there are rows instead
+    contexts        the tokens before the steps of each batch; None: there are rows instead
     """
 
     subject: Subject
@@ -514,7 +514,7 @@ def _measure_admission(bench: Bench) -> dict[str, Any]:
 
 
 def _all_kernels(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The kernels of each batch, or of each behind each context."""
+    """The kernels of each batch, or of each at each context."""
     if bench.contexts is not None:
         yield from measure_context_kernels(bench.contexts, bench.works, partial(_opened, bench))
         return

@@ -72,7 +72,7 @@ def markdown(results: Path = RESULTS) -> str:
 
 
 def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A table with a line for each batch behind each context, if there is any."""
+    """A table with a line for each batch at each context, if there is any."""
     cells = [
         dict(cell) | {"shape": document["shape"], "number": document["number"]}
         for document in documents
@@ -202,8 +202,9 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         for tokens, took in firsts.items()
     ]
     notes += [
-        f"- {document['shape']}, {each['live']} rows behind {each['context']:,} tokens were skipped"
-        f"{', ' + each['speculative'] if each['speculative'] else ''}: {each['reason']} {file}."
+        f"- {document['shape']}, {each['live']} rows at a context of {each['context']:,} tokens "
+        f"were skipped{', ' + each['speculative'] if each['speculative'] else ''}: "
+        f"{each['reason']} {file}."
         for each in section.get("skipped", ())
     ]
     notes += [

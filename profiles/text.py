@@ -178,7 +178,7 @@ def describe_document(document: Mapping[str, Any]) -> str:
 
 
 def context_cells(document: Mapping[str, Any]) -> Sequence[Row]:
-    """The batches behind contexts; none of a document with rows."""
+    """The batches at contexts; none of a document with rows."""
     cells: Sequence[Row] = (document.get("contexts") or {"cells": ()})["cells"]
     return cells
 
@@ -206,18 +206,18 @@ def _heading(document: Mapping[str, Any]) -> str:
 def _contexts(section: Mapping[str, Any]) -> list[str]:
     """Cells, skipped ones, speculating engines, first tokens."""
     cells = section["cells"]
-    title = f"steps of rows behind contexts, {section['kv']} KV"
+    title = f"steps of rows at contexts, {section['kv']} KV"
     parts = [f"{title}\n{text_table(CONTEXT_COLUMNS, cells)}"] if cells else []
     skipped = [
-        f"skipped: {each['live']} live behind {each['context']} tokens"
+        f"skipped: {each['live']} live at a context of {each['context']} tokens"
         f"{', ' + each['speculative'] if each['speculative'] else ''}: {each['reason']}"
         for each in section["skipped"]
     ]
     if skipped:
         parts.append("\n".join(skipped))
     parts += [
-        f"{cell['live']} live of {cell['max_batch']} behind {cell['context']} tokens, drafts over "
-        f"plain steps\n{text_table(SWEEP_COLUMNS, cell['speculation'])}"
+        f"{cell['live']} live of {cell['max_batch']} at a context of {cell['context']} tokens, "
+        f"drafts over plain steps\n{text_table(SWEEP_COLUMNS, cell['speculation'])}"
         for cell in cells
         if cell["speculation"]
     ]
@@ -362,7 +362,7 @@ def _admission(found: Mapping[str, Any]) -> str:
 
 def _step_kernels(found: Mapping[str, Any]) -> str:
     title = f"kernels, {found['live']} live of {found['max_batch']}, {found['sampler']}"
-    title += f", behind {found['context']} tokens" if "context" in found else ""
+    title += f", at a context of {found['context']} tokens" if "context" in found else ""
     return _kernels(title, found["kernels"], f"a step of {found['ms_per_step']:.3f} ms, PDL off")
 
 

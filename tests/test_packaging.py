@@ -169,7 +169,7 @@ FORK_BEHIND_THE_IMPORT = """
 
 
 @pytest.mark.gpu
-def test_a_child_forked_behind_the_import_may_use_the_gpu() -> None:
+def test_a_child_forked_after_the_import_may_use_the_gpu() -> None:
     command = [sys.executable, "-P", "-c", textwrap.dedent(FORK_BEHIND_THE_IMPORT)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0.0\ncpu\n"), done.stderr

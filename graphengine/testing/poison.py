@@ -222,12 +222,12 @@ class CanaryPages:
             raise ValueError("no canary pages to look at: make tensors by CanaryPages.empty")
         page = len(self._page)
         for name, tensor, memory in self._regions:
-            saved = save({"before": memory[:page], "behind": memory[-page:]})
+            saved = save({"before": memory[:page], "past": memory[-page:]})
             for side, found in saved.items():
                 wrong = (found != self._page).nonzero().flatten().tolist()
                 if wrong:
-                    nearest = wrong[0] if side == "behind" else wrong[-1]
-                    distance = nearest if side == "behind" else page - 1 - nearest
+                    nearest = wrong[0] if side == "past" else wrong[-1]
+                    distance = nearest if side == "past" else page - 1 - nearest
                     raise GraphCheckError(
                         f"a write {side} {name} ({describe(tensor)}){when and ' ' + when}: "
                         f"{len(wrong)} of {page} bytes changed, the nearest {distance} bytes from "

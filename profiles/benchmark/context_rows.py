@@ -1,4 +1,4 @@
-"""Rows that begin behind a context: turns of sessions that keep its KV.
+"""Rows that begin at a context: turns of sessions that keep its KV.
 
 The KV is either prefilled, by a prompt of random tokens for each row, or random: drawn on the
 device, normal values with the standard deviation that the keys, and the values, of the same layer
@@ -24,7 +24,7 @@ DRAWN_BLOCKS = 1024
 
 
 class ContextRows:
-    """Rows that begin behind the prompts of `work`, from the same KV in every run.
+    """Rows that begin after the prompts of `work`, from the same KV in every run.
 
     kept_tokens  tokens of each prompt whose KV its session keeps
     """

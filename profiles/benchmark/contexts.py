@@ -1,4 +1,4 @@
-"""`graphengine bench --context`: decode steps of each batch behind contexts of these lengths.
+"""`graphengine bench --context`: decode steps of each batch at contexts of these lengths.
 
 A row is a turn of a session (`Engine.session`) that keeps the KV of all but the last tokens of its
 prompt, a block of them at most; these the turn prefills. So positions, block tables, and all that
@@ -36,10 +36,10 @@ from graphengine.speculative import describe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contexts:
-    """The contexts behind which each batch is measured, and the sizes of its engines.
+    """The contexts at which each batch is measured, and the sizes of its engines.
 
     lengths      tokens of a row when its turn begins, ascending
-    limit        tokens of a row when it ends, at most: behind a longer context it begins earlier
+    limit        tokens of a row when it ends, at most: at a longer context it begins earlier
     max_batch    slots of every engine; None: the rows of the batch
     max_seq_len  of every engine; None: what its longest context needs
     prefilled    whether the KV is prefilled; otherwise it is random
@@ -65,7 +65,7 @@ class Contexts:
             raise ValueError(f"{new} new tokens leave no context in max_seq_len={self.limit}")
 
     def work(self, work: Work, context: int) -> Work:
-        """The work of a batch behind `context` tokens."""
+        """The work of a batch at a context of `context` tokens."""
         return replace(work, prompt_tokens=min(context, self.limit - work.new_tokens))
 
     def options(self, work: Work, context: int) -> dict[str, Any]:
@@ -73,8 +73,8 @@ class Contexts:
 
         A session may keep a block more than its turn begins with. No row is ever paused.
         """
-        behind = self.work(work, context)
-        need = behind.prompt_tokens + behind.new_tokens
+        at_context = self.work(work, context)
+        need = at_context.prompt_tokens + at_context.new_tokens
         slots = work.live if self.max_batch is None else self.max_batch
         table_blocks = -(-need // EngineConfig(device="cpu").block_size)
         return {
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--context",
         metavar="N,N,..",
-        help="in place of the rows: decode steps of each batch behind N tokens each, of random KV",
+        help="in place of the rows: decode steps of each batch after N tokens each, of random KV",
     )
     add("--prefill-context", action="store_true", help="prefill their KV, with random prompts")
 
@@ -169,7 +169,7 @@ def measure_contexts(
     """Measure batch by batch; yields the document's section, which grows.
 
     kv       how the contexts came about: "random" or "prefilled"
-    cells    each batch behind each context (`_cell`), with the entries of its speculating engines
+    cells    each batch at each context (`_cell`), with the entries of its speculating engines
     skipped  batches and contexts that the memory does not hold, with the numbers
     first_tokens
              times to first token after prompts of these lengths, if there are any
@@ -193,14 +193,14 @@ def measure_contexts(
             with opened as (engine, left):
                 for context in left:
                     assert engine is not None, f"{left=}"
-                    behind = contexts.work(work, context)
-                    with standing_rows(engine, behind, prefilled=contexts.prefilled) as rows:
+                    at_context = contexts.work(work, context)
+                    with standing_rows(engine, at_context, prefilled=contexts.prefilled) as rows:
                         if not wanted:
                             plains[context] = Plains(engine.row_family)
                             cells[context] = {}
-                        found = _measure(engine, behind, rows, plains[context], sweep)
+                        found = _measure(engine, at_context, rows, plains[context], sweep)
                     if not wanted:
-                        cells[context] |= _cell(engine, behind, context, found, ceiling)
+                        cells[context] |= _cell(engine, at_context, context, found, ceiling)
                         section["cells"].append(cells[context])
                     elif "speculative" in wanted:
                         cells[context]["speculation"].append(rounded(found))
@@ -274,9 +274,9 @@ def _cell(
     figures: Mapping[str, Any],
     ceiling: ReadCeiling | None,
 ) -> dict[str, Any]:
-    """One batch behind one context, in a plain engine.
+    """One batch at one context, in a plain engine.
 
-    context                   as asked for; the rows begin behind `prompt_tokens`
+    context                   as asked for; the rows begin after `prompt_tokens`
     weight_bytes, kv_bytes    read in a step, at the mean length of a row; `step_bytes` is the sum
     floor_ms, share           the least time to read them, and its share of the step's time
     tb_s                      of these bytes, in 10**12 bytes a second
@@ -314,7 +314,7 @@ def kernel_work(work: Work) -> Work:
 def measure_context_kernels(
     contexts: Contexts, works: Sequence[Work], open_engine: Open
 ) -> Iterator[dict[str, Any]]:
-    """Yields the kernels of each batch behind each context, in engines without PDL.
+    """Yields the kernels of each batch at each context, in engines without PDL.
 
     What the memory does not hold is left out.
     """
@@ -323,16 +323,16 @@ def measure_context_kernels(
             engine, left = opened
             for context in left:
                 assert engine is not None, f"{left=}"
-                behind = contexts.work(work, context)
-                with standing_rows(engine, behind, prefilled=contexts.prefilled) as rows:
-                    step = measure.decode(engine, behind, run=rows.run)["ms_per_step"]
-                    times = kernel_times(engine, behind, rows.submit)
+                at_context = contexts.work(work, context)
+                with standing_rows(engine, at_context, prefilled=contexts.prefilled) as rows:
+                    step = measure.decode(engine, at_context, run=rows.run)["ms_per_step"]
+                    times = kernel_times(engine, at_context, rows.submit)
                 yield {
                     "live": work.live,
                     "max_batch": engine.config.max_batch,
                     "sampler": work.sampler,
                     "context": context,
-                    "prompt_tokens": behind.prompt_tokens,
+                    "prompt_tokens": at_context.prompt_tokens,
                     "pdl": engine.config.pdl,
                     "ms_per_step": step,
                     "kernels": None if times is None else [asdict(time) for time in times],

@@ -502,7 +502,7 @@ def test_replays_go_to_the_stream_of_the_capture_whichever_is_current(
         graph.replay()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert graph.stream is not None
-    assert not graph.stream.query(), "the replays stand behind what the stream held"
+    assert not graph.stream.query(), "the replays wait for what the stream held"
     graph.stream.synchronize()
     assert program.total() == [3, 6, 0, 0, 0, 0, 0, 0]
     graph.close()

@@ -126,9 +126,9 @@ class Oracle:
     def assert_greedy(self, result: Result) -> None:
         """Each token is the best in float64; one may be what rounding takes for the best."""
         sequence = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
-        behind = len(result.prompt_token_ids)
-        logits = in_float64(self.model)(sequence).logits[0, behind - 1 : -1]
-        assert_best(result.token_ids, logits, room_of(self.model, logits), f"{behind=}")
+        known = len(result.prompt_token_ids)
+        logits = in_float64(self.model)(sequence).logits[0, known - 1 : -1]
+        assert_best(result.token_ids, logits, room_of(self.model, logits), f"{known=}")
 
     def assert_logits(
         self,

@@ -309,7 +309,7 @@ def test_stop_tokens_and_stop_text_stay_in_the_conversation(engine: Engine) -> N
 # What the conversation is.
 
 
-def test_text_behind_other_tokens_has_no_special_ones(engine: Engine) -> None:
+def test_text_after_other_tokens_has_no_special_ones(engine: Engine) -> None:
     assert engine.tokenizer is not None
     with engine.session() as session:
         session.append("def f", add_bos=False)

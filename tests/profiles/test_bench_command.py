@@ -412,7 +412,7 @@ def test_contexts_have_a_table_of_their_own(run_bench: Bench, tmp_path: Path) ->
     assert "| tiny | 2 x 8,192 | 22 | 6.896 | 75% | 7.125 | 1.015 | 1: 1.38 | 1 |" in shown
     for line in (
         "- tiny: TTFT after a prompt of 32,768 tokens is 1080.25 ms (file 1).",
-        "- tiny, 8 rows behind 131,072 tokens were skipped: 65,600 KV blocks. Short (file 1).",
+        "- tiny, 8 rows at a context of 131,072 tokens were skipped: 65,600 KV blocks. Short (fil",
         "were skipped, mtp eagle, k=1: 65,600 KV blocks. Short (file 1).",
         "; float32, contexts of random KV and 14 new tokens, 1 runs.",
     ):

@@ -25,11 +25,11 @@ def open_both(
     path: Path | None = None, *, k: int = 3, mtp: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Engine, Engine]:
     """Drafting inside the step's graph, and after it."""
-    inside, behind = (
+    inside, apart = (
         open_engine(path, speculative=MTP(k, own_graph=own, **(mtp or {})), **options)
         for own in (False, True)
     )
-    return inside, behind
+    return inside, apart
 
 
 def step_both(engines: tuple[Engine, Engine], prompts: tuple[Any, ...], params: Any) -> None:
@@ -45,8 +45,8 @@ def step_both(engines: tuple[Engine, Engine], prompts: tuple[Any, ...], params: 
         for engine in engines:
             if engine.runtime.stream is not None:
                 engine.runtime.stream.synchronize()
-        inside, behind = (engine.runtime.buffers["draft_tokens"] for engine in engines)
-        assert torch.equal(inside, behind)
+        inside, apart = (engine.runtime.buffers["draft_tokens"] for engine in engines)
+        assert torch.equal(inside, apart)
     for left, right in zip(*requests, strict=True):
         assert left.token_ids == right.token_ids and left.finish_reason == right.finish_reason
     assert engines[0].acceptance.as_dict() == engines[1].acceptance.as_dict()
@@ -66,27 +66,27 @@ def count(engine: Engine, prefix: str) -> dict[str, int]:
 @pytest.mark.parametrize("params", [greedy(30), sampled(30, seed=5)], ids=["greedy", "sampled"])
 def test_the_same_drafts(device: str, lookahead: int, params: Any) -> None:
     """Requests of several chunks, more of them than slots, that end one after the other."""
-    inside, behind = open_both(device=device, lookahead=lookahead)
-    with inside, behind:
-        step_both((inside, behind), PROMPTS, params)
-        assert isinstance(behind.core.drafter, OwnGraphEagle)
-        assert behind.acceptance.as_dict()["accepted"] > 0
-        launched = count(behind, "draft")
-        assert {f"{name}/fast": n for name, n in launched.items()} == count(behind, "decode")
-        assert count(behind, "decode") == count(inside, "decode")
+    inside, apart = open_both(device=device, lookahead=lookahead)
+    with inside, apart:
+        step_both((inside, apart), PROMPTS, params)
+        assert isinstance(apart.core.drafter, OwnGraphEagle)
+        assert apart.acceptance.as_dict()["accepted"] > 0
+        launched = count(apart, "draft")
+        assert {f"{name}/fast": n for name, n in launched.items()} == count(apart, "decode")
+        assert count(apart, "decode") == count(inside, "decode")
         assert set(launched) == {"1/k3", "2/k3", "3/k3"}
         assert not count(inside, "draft")
         # Prompts and steps publish, and nothing else does.
-        published = sum(count(behind, "decode").values()) + sum(count(behind, "prefill").values())
-        assert int(behind.runtime.buffers["sequence"]) == published
+        published = sum(count(apart, "decode").values()) + sum(count(apart, "prefill").values())
+        assert int(apart.runtime.buffers["sequence"]) == published
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_other_layouts(tmp_path: Path, layout: str) -> None:
     path = write_random(tmp_path, layout)
-    inside, behind = open_both(path, k=2, max_batch=2, block_size=8, lookahead=0)
-    with inside, behind:
-        step_both((inside, behind), ([1, 2, 3], list(range(40)), [5]), sampled(20, seed=1))
+    inside, apart = open_both(path, k=2, max_batch=2, block_size=8, lookahead=0)
+    with inside, apart:
+        step_both((inside, apart), ([1, 2, 3], list(range(40)), [5]), sampled(20, seed=1))
 
 
 def test_a_trimmed_vocabulary_and_pauses(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_a_trimmed_vocabulary_and_pauses(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(LONG * 5)
     mtp = {"draft_vocab": DraftVocabulary(text=text, size=64)}
-    inside, behind = open_both(mtp=mtp, kv_blocks=14, swap_blocks=40, max_seq_len=96)
-    with inside, behind:
-        step_both((inside, behind), PROMPTS, sampled(32, seed=2))
-        assert behind.counters["pauses"] > 0
+    inside, apart = open_both(mtp=mtp, kv_blocks=14, swap_blocks=40, max_seq_len=96)
+    with inside, apart:
+        step_both((inside, apart), PROMPTS, sampled(32, seed=2))
+        assert apart.counters["pauses"] > 0
 
 
 def test_without_drafts_the_module_keeps_up() -> None:
@@ -105,40 +105,40 @@ def test_without_drafts_the_module_keeps_up() -> None:
     it had been so inside.
     """
     gate = GateOptions(window=8, off_below=3.0, on_above=3.0, probe_every=6)
-    inside, behind = open_both(gate=gate, lookahead=0)
-    with inside, behind:
-        step_both((inside, behind), PROMPTS[:3], greedy(40, ignore_eos=True))
-        launched = count(behind, "draft")
+    inside, apart = open_both(gate=gate, lookahead=0)
+    with inside, apart:
+        step_both((inside, apart), PROMPTS[:3], greedy(40, ignore_eos=True))
+        launched = count(apart, "draft")
         assert launched["3/k0"] > 0 and launched["3/k3"] > 0
-        assert behind.counters["gate/probes"] > 0
-        caches = [engine.runtime.caches[1][0] for engine in (inside, behind)]
+        assert apart.counters["gate/probes"] > 0
+        caches = [engine.runtime.caches[1][0] for engine in (inside, apart)]
         assert torch.equal(*caches)
 
 
 def test_cancelled_requests_leave_nothing_behind() -> None:
     """A slot that is cancelled with a step in flight, and taken again."""
-    inside, behind = open_both(max_batch=1)
-    with inside, behind:
-        for engine in (inside, behind):
+    inside, apart = open_both(max_batch=1)
+    with inside, apart:
+        for engine in (inside, apart):
             request = engine.submit(PROMPT, sampled(60, seed=1))
             while len(request.token_ids) < 6:
                 engine.step()
             request.cancel()
             engine.step()
-        for engine in (inside, behind):
+        for engine in (inside, apart):
             run(engine)
-        step_both((inside, behind), (OTHER,), sampled(30, seed=1))
+        step_both((inside, apart), (OTHER,), sampled(30, seed=1))
 
 
-def test_poison_behind_the_live_lanes(device: str) -> None:
+def test_poison_past_the_live_lanes(device: str) -> None:
     """What earlier, larger steps handed over is not read, nor is what padded lanes hold."""
-    inside, behind = open_both(device=device, lookahead=0)
-    with inside, behind:
-        buffers = behind.runtime.buffers
+    inside, apart = open_both(device=device, lookahead=0)
+    with inside, apart:
+        buffers = apart.runtime.buffers
         for name in ("token", "slot", "position", "target", "emitted"):
             buffers[f"handover_{name}"].fill_(2**31 - 1)
         buffers["handover_hidden"].fill_(torch.nan)
-        step_both((inside, behind), PROMPTS[:2], sampled(20, seed=4))
+        step_both((inside, apart), PROMPTS[:2], sampled(20, seed=4))
 
 
 def test_its_graphs_and_fields_are_in_the_budget() -> None:
@@ -158,10 +158,10 @@ def test_its_graphs_and_fields_are_in_the_budget() -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_both_graphs_hold_kernels_alone(pdl: bool) -> None:
     """And drafts in the checkpoint's own dtype are the same bits."""
-    inside, behind = open_both(device="cuda", pdl=pdl, dtype="bfloat16")
-    with inside, behind:
-        step_both((inside, behind), PROMPTS, sampled(40, seed=3))
-        for key, graph in behind.runtime.graphs.items():
+    inside, apart = open_both(device="cuda", pdl=pdl, dtype="bfloat16")
+    with inside, apart:
+        step_both((inside, apart), PROMPTS, sampled(40, seed=3))
+        for key, graph in apart.runtime.graphs.items():
             if key.kind != "prefill":
                 assert graph.report.node_kinds is not None
                 assert graph.report.node_kinds["kernel"] == graph.report.nodes, key

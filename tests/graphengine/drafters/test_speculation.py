@@ -438,7 +438,7 @@ def test_the_sampled_distribution_is_that_of_the_model(
     statistic, bound = chi_square(
         [last[token] for token in range(VOCAB)], (p * last.total()).tolist()
     )
-    assert statistic < bound, f"behind three drafts: {statistic:.1f} of {bound:.1f}"
+    assert statistic < bound, f"after three drafts: {statistic:.1f} of {bound:.1f}"
 
 
 # Ends.

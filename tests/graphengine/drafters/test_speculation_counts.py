@@ -263,7 +263,7 @@ def test_absent_drafts_count_as_none(device: str, count: int) -> None:
         assert engine.acceptance.rate == (1.0 if count else None)
 
 
-def test_drafts_behind_a_stop_count_as_none(device: str) -> None:
+def test_drafts_after_a_stop_count_as_none(device: str) -> None:
     """A step that a stop token ends judged the drafts up to it alone."""
     with open_plain(device=device) as engine:
         known = engine.generate(OTHER, greedy(30, **ENDLESS)).token_ids

@@ -349,7 +349,7 @@ def test_a_drafter_keeps_up_while_it_is_off(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_acceptance_behind_a_break_is_as_high_as_without(device: str, lookahead: int) -> None:
+def test_acceptance_after_a_break_is_as_high_as_without(device: str, lookahead: int) -> None:
     """One step to make drafts in, and the module is as good as it was."""
     options: dict[str, Any] = {
         "device": device, "lookahead": lookahead, "gate": GateOptions(off_below=0.0, on_above=0.0),

@@ -127,7 +127,7 @@ def unread(engine: Engine, patch: pytest.MonkeyPatch, timeout: float = 0.0) -> N
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_drafts_given_while_a_step_is_unread_stand_behind_the_tokens_of_the_call(
+def test_drafts_given_while_a_step_is_unread_stand_after_the_tokens_of_the_call(
     engine: Engine, known: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, right: bool
 ) -> None:
     """The step was launched without them, and brings the token of the first."""

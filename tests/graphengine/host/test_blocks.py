@@ -382,7 +382,7 @@ def test_a_turn_begins_with_the_blocks_of_the_last() -> None:
     world.finish()
 
 
-def test_turns_add_no_prefixes_behind_a_reply() -> None:
+def test_turns_add_no_prefixes_after_a_reply() -> None:
     """Its KV is the decode kernels', and what is prefilled after attends to that."""
     world = Sharing(kv_blocks=40)
     session = world.session()

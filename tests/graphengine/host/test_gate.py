@@ -51,7 +51,7 @@ def test_it_stays_on_while_drafts_are_accepted() -> None:
     assert gate.counters == {"gate/steps/3": 30}
 
 
-def test_it_goes_off_behind_a_window_and_probes() -> None:
+def test_it_goes_off_after_a_window_and_probes() -> None:
     gate = make_gate()
     # A window; off for 5 steps; a probe of a window; and so on.
     assert widths(gate, 0, steps=22) == [*[3] * 4, *[0] * 5, *[3] * 4, *[0] * 5, *[3] * 4]

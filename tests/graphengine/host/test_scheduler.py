@@ -204,7 +204,7 @@ class Device:
         )
         tokens = self.fields["prefill_tokens"]
         assert tokens == tuple(range(start, start + count))
-        assert start == self.kv_len[slot], f"chunk at {start} behind {self.kv_len[slot]} tokens"
+        assert start == self.kv_len[slot], f"chunk at {start} after {self.kv_len[slot]} tokens"
         for position in range(start, start + count):
             self._append(slot, position)
         end = start + count

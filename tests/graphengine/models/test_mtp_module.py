@@ -252,7 +252,7 @@ def test_decode_one_token_at_a_time(
                 assert_close(logits[lane], oracles[row.slot].logits(expected))
 
 
-def test_prefill_in_chunks_and_decode_behind_it(tmp_path: Path, device: str, name: str) -> None:
+def test_prefill_in_chunks_and_decode_after_it(tmp_path: Path, device: str, name: str) -> None:
     drafter, slot = Drafter(write_random(tmp_path, name), device), 1
     tokens, hidden = random_inputs(7, 24)
     for module in range(len(LAYOUTS[name].prefixes)):

@@ -121,7 +121,7 @@ def test_a_wide_model_is_fused_and_says_what_the_blas_says(monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pdl", [True, False])
-def test_a_turn_behind_a_long_context_splits_its_keys(
+def test_a_turn_after_a_long_context_splits_its_keys(
     monkeypatch: pytest.MonkeyPatch, pdl: bool
 ) -> None:
     """Tokens of a turn of few tokens after many, of the demo model: with keys split, and whole."""

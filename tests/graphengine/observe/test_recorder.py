@@ -410,7 +410,7 @@ def test_sizes_that_cannot_be_are_refused(
         assert len(recorder) == 2 * len(kept)
 
 
-def test_starting_twice_or_behind_the_end_is_refused() -> None:
+def test_starting_twice_or_after_the_end_is_refused() -> None:
     with open_engine(device="cpu") as engine:
         engine.recorder.start()
         with pytest.raises(ValueError, match=r"stop\(\) comes first"):

@@ -178,7 +178,7 @@ def open_in_a_process(kind: str, cache: Path) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "one row", "prompts", "eagle", "own graph", "n-grams"])
-def test_nothing_is_compiled_behind_the_pass(kind: str, tmp_path: Path) -> None:
+def test_nothing_is_compiled_after_the_pass(kind: str, tmp_path: Path) -> None:
     """Neither kernels nor the programs that launch them; the second time all is on disk."""
     cold, warm = (open_in_a_process(kind, tmp_path) for _ in range(2))
     assert cold["found"] == {"pass compiled": cold["compiled"]}

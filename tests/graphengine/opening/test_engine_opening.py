@@ -322,7 +322,7 @@ def test_weights_of_the_demo_are_in_the_budget() -> None:
     assert plan.budget.lines[0].name == "weights" and plan.budget.lines[0].bytes == wanted
 
 
-def test_no_thread_lives_behind_the_captures(device: str) -> None:
+def test_no_thread_lives_after_the_captures(device: str) -> None:
     """This says nothing of torch's pool in C++: the first computation makes it, once."""
     before = threading.enumerate()
     with open_engine(device=device) as engine:

@@ -631,14 +631,14 @@ def test_overlapping_kernels_compute_the_bits_of_kernels_in_turn(
         assert {end for _, end in tokens} == {None, "length"}
         assert_same_bytes(
             "cache",
-            "behind the last step",
+            "after the last step",
             engine.cache.flatten().view(torch.uint8),
             other.cache.flatten().view(torch.uint8),
         )
         for field in engine.runtime.buffers.fields:
             got, wanted = (each.runtime.buffers[field.name].flatten() for each in (engine, other))
             assert_same_bytes(
-                field.name, "behind the last step", *(t.view(torch.uint8) for t in (got, wanted))
+                field.name, "after the last step", *(t.view(torch.uint8) for t in (got, wanted))
             )
         assert not engine.runtime.buffers["arrivals"].any()
 

@@ -356,8 +356,8 @@ def test_a_trace_of_the_driver_shows_one_launch_a_step_and_no_wait(
     calls = runtime_calls(tmp_path / "trace.json")
     launches = [index for index, name in enumerate(calls) if name.startswith(LAUNCH)]
     assert len(launches) == TRACED_STEPS, f"{len(launches)} launches among {Counter(calls)}"
-    behind = calls[launches[-1] + 1 :]
-    assert any("StreamSynchronize" in name for name in behind), f"not traced: {Counter(behind)}"
+    later = calls[launches[-1] + 1 :]
+    assert any("StreamSynchronize" in name for name in later), f"not traced: {Counter(later)}"
 
     between = calls[launches[0] : launches[-1] + 1]
     for forbidden in (WAITS, ALLOCATES, re.compile("LaunchKernel")):

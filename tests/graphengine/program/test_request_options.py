@@ -490,10 +490,10 @@ def test_prompt_logprobs_are_those_of_transformers(
     for prompt, top, result in zip(prompts, tops, results[:-1], strict=True):
         assert result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
         assert result.logprobs is None
-        behind = dataclasses.replace(
+        later = dataclasses.replace(
             result, token_ids=tuple(prompt[1:]), logprobs=result.prompt_logprobs[1:]
         )
-        assert_logprobs(behind, expect(oracle.model, prompt[:1], prompt[1:]).raw, top)
+        assert_logprobs(later, expect(oracle.model, prompt[:1], prompt[1:]).raw, top)
         assert result.token_ids == engine.generate(prompt, ask(6, repetition_penalty=1.2)).token_ids
     assert results[-1].prompt_logprobs is None
     run(engine)

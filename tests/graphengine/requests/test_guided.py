@@ -418,7 +418,7 @@ class MaskWatch:
                 break
             assert matcher.consume_token(drafts[index])
             if matcher.is_stopped():
-                assert not masks_WV[index + 1].any(), "nothing comes behind the end"
+                assert not masks_WV[index + 1].any(), "nothing comes after the end"
                 break
         assert not matcher.is_error()
 

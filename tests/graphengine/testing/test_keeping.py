@@ -69,7 +69,7 @@ def test_graphs_of_another_library_can_be_read_natively() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_behind_the_block_is_as_it_was_natively() -> None:
+def test_a_graph_after_the_block_is_as_it_was_natively() -> None:
     x = torch.zeros(8, device="cuda")
     x.add_(1)
     torch.cuda.synchronize()

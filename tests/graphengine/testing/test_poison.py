@@ -329,7 +329,7 @@ def test_writes_on_both_sides_of_a_tensor_are_seen(device: str, dtype: torch.dty
     around = x.as_strided((17,), (1,), x.storage_offset() - 1)
     kept = around.clone()
     around[-1] = 1
-    with pytest.raises(GraphCheckError, match=r"a write behind x \(.* \[3, 5\]\) after 3 steps: "):
+    with pytest.raises(GraphCheckError, match=r"a write past x \(.* \[3, 5\]\) after 3 steps: "):
         pages.check("after 3 steps")
     around.copy_(kept)
     pages.check()

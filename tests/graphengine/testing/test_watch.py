@@ -200,7 +200,7 @@ def test_what_is_tolerated_passes(device: Device) -> None:
         device.allocate(512)
 
 
-def test_memory_of_the_driver_is_compared_behind_the_first_replay(device: Device) -> None:
+def test_memory_of_the_driver_is_compared_after_the_first_replay(device: Device) -> None:
     lost = [2**20, 2**21, 0]
 
     def replay() -> None:

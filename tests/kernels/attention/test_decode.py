@@ -130,7 +130,7 @@ def run(op: Op, *arguments: Any, **parameters: Any) -> torch.Tensor:
     lanes = arguments[0].shape[0]
     arrivals = counters(lanes, parameters["num_heads"], parameters["num_kv_heads"], device)
     result = function(*arguments, Launch(arrivals=arrivals), **parameters)
-    assert not arrivals.any(), "arrivals are not zero behind the kernel"
+    assert not arrivals.any(), "arrivals are not zero after the kernel"
     return result
 
 

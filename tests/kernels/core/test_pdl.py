@@ -158,7 +158,7 @@ def test_lanes_are_cut_into_tiles_of_16(plan, lanes, programs, tiles):
         ("draft", 32768, 2048, DOT._replace(block_m=64, stages=3)),
     ],
 )
-def test_dot_loads_its_inputs_behind_the_wait_and_multiplies_by_mma(kind, M, K, plan, lanes):
+def test_dot_loads_its_inputs_after_the_wait_and_multiplies_by_mma(kind, M, K, plan, lanes):
     """wgmma, which sm_90 takes at 64 rows, sums in another order than mma at 16."""
     groups = 0 if kind == "residual" else 64
     code, names = compile_linear(kind, plan, M, K, lanes=lanes, groups=groups)

@@ -308,7 +308,7 @@ def meta_launch(number: int, *, drafting: bool) -> Any:
 
 @compiles
 @pytest.mark.parametrize("number", [2, 3])
-def test_only_the_tiles_are_read_behind_the_wait(number: int) -> None:
+def test_only_the_tiles_are_read_after_the_wait(number: int) -> None:
     launch = record_launch(module, lambda: meta_launch(number, drafting=True))
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)

@@ -272,7 +272,7 @@ def launch_of(name: str) -> Any:
         ("advance", {"commit.best", "commit.health"}),
     ],
 )
-def test_only_what_is_new_is_read_behind_the_wait(name, new):
+def test_only_what_is_new_is_read_after_the_wait(name, new):
     ptx, names = compile_launch(launch_of(name))
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))

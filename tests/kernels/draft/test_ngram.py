@@ -317,7 +317,7 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot 
 @compiles
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("K", [0, 3])
-def test_tokens_are_read_behind_the_wait(prompt, K):
+def test_tokens_are_read_after_the_wait(prompt, K):
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 

@@ -109,7 +109,7 @@ class Twin:
             topk=topk,
             k=k,
         )
-        assert relaxed[-1] == 0, "behind the last lane there is no draft"
+        assert relaxed[-1] == 0, "past the last lane there is no draft"
         return relaxed[:-1]
 
     def update(self, *arguments: Any) -> None:

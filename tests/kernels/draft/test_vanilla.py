@@ -862,7 +862,7 @@ WEIGHTS = {"fusion.embedding_norm", "fusion.hidden_norm"}
 
 @compiles
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_only_what_is_new_is_read_behind_the_wait(name):
+def test_only_what_is_new_is_read_after_the_wait(name):
     launch = record_launch(module, LAUNCHES[name])
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)

@@ -647,7 +647,7 @@ def test_tables_may_be_empty(twin: Twin):
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize("K", [0, 3])
 @pytest.mark.parametrize("copies", [False, True])
-def test_logits_are_read_behind_the_wait(K: int, copies: bool):
+def test_logits_are_read_after_the_wait(K: int, copies: bool):
     V, N, S = 128_256, 8, 4
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

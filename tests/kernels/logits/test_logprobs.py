@@ -472,7 +472,7 @@ def test_a_captured_chain_gives_the_same_bits(pdl: bool):
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("kernel", ["rank_tile", "rank_merge", "token", "_publish"])
-def test_what_is_new_is_read_behind_the_wait(kernel: str, raw: bool):
+def test_what_is_new_is_read_after_the_wait(kernel: str, raw: bool):
     V, N, S = 128_256, 8, 4
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

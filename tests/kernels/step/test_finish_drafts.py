@@ -153,7 +153,7 @@ ROWS = {
     "worked example": (Row(drafts=[4, 5, 0], sampled=[4, 5, 6, 7]), [4, 5, 6], EMITTED),
     "all accepted": (Row(drafts=[4, 5, 6], sampled=[4, 5, 6, 7]), [4, 5, 6, 7], EMITTED),
     "none accepted": (Row(drafts=[5, 6, 7], sampled=[4, 5, 6, 7]), [4], EMITTED),
-    "a match behind a mismatch": (Row(drafts=[4, 0, 6], sampled=[4, 5, 6, 7]), [4, 5], EMITTED),
+    "a match after a mismatch": (Row(drafts=[4, 0, 6], sampled=[4, 5, 6, 7]), [4, 5], EMITTED),
     "one draft was absent": (Row(drafts=[4, 5], sampled=[4, 5, 6]), [4, 5, 6], EMITTED),
     "no draft at all": (Row(drafts=[], sampled=[4]), [4], EMITTED),
     "a stop id among the accepted": (
@@ -161,7 +161,7 @@ ROWS = {
         [4, 5],
         EMITTED | STOP,
     ),
-    "a stop id behind the accepted": (
+    "a stop id after the accepted": (
         Row(drafts=[4, 0, 6], sampled=[4, 5, 6, 7], stop_ids=[6, 0, 7]),
         [4, 5],
         EMITTED,
@@ -177,7 +177,7 @@ ROWS = {
         EMITTED | LENGTH | STOP,
     ),
     "no valid logits": (Row(drafts=[4, 5, 6], sampled=[-1, 5, 6, 7]), [], INVALID),
-    "no valid logits behind a draft": (
+    "no valid logits after a draft": (
         Row(drafts=[4, 5, 6], sampled=[4, 5, -1, 7]),
         [4, 5],
         EMITTED,

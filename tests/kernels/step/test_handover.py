@@ -146,7 +146,7 @@ def test_live_lanes_are_left_and_padded_ones_say_so(twin, drawn, room):
     assert (whole.hidden.as_strided((N + room, 3), (H + 3, 1), H) == CANARY).all()
 
 
-def test_hidden_states_are_behind_the_final_norm(twin, dtypes):
+def test_hidden_states_are_after_the_final_norm(twin, dtypes):
     for dtype in dtypes:
         step = make_step(3, [4, -1, 0], [3, 0, 2], [1, 0, 2], device=twin[1], dtype=dtype)
         into = new_hand_over(step)

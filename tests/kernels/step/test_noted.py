@@ -163,7 +163,7 @@ def test_a_token_emitted_twice_counts_twice(twin: Twin):
     assert notes.history[2].tolist() == [3, 3, 3, 1, 3, *[UNTOUCHED] * 4]
 
 
-def test_a_prompt_behind_an_output_keeps_its_counts(twin: Twin):
+def test_a_prompt_after_an_output_keeps_its_counts(twin: Twin):
     """A chunk that does not begin at 0 only adds marks."""
     notes = Notes(twin, 5, 9)
     twin.prompt(twin.chunk(1, 0, [0], 3), notes.counts, notes.history)
@@ -214,7 +214,7 @@ def test_what_does_not_fit(prompt: bool):
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize("prompt", [False, True])
-def test_tokens_are_read_behind_the_wait(prompt: bool):
+def test_tokens_are_read_after_the_wait(prompt: bool):
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 

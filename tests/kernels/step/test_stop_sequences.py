@@ -236,7 +236,7 @@ def test_wrong_sequences_are_refused(field: str, value: torch.Tensor, message: s
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize("width", [1, 4])
-def test_tokens_are_read_behind_the_wait(width: int):
+def test_tokens_are_read_after_the_wait(width: int):
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 

@@ -1,4 +1,4 @@
-"""Steps behind contexts: rows whose KV is there already, their cells, and what does not fit."""
+"""Steps at contexts: rows whose KV is there already, their cells, and what does not fit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
     return bench_command(capsys)
 
 
-# Rows behind contexts.
+# Rows at contexts.
 
 
 def test_random_blocks_are_as_large_as_those_of_a_prompt(drafting: Engine) -> None:
@@ -72,7 +72,7 @@ def test_random_blocks_are_as_large_as_those_of_a_prompt(drafting: Engine) -> No
 def test_random_kv_follows_from_the_seed_and_the_place(
     drafting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So engines of other pools, with or without a drafter, decode behind the same KV."""
+    """So engines of other pools, with or without a drafter, decode after the same KV."""
     runtime, scales = drafting.runtime, kv_scales(drafting, BEHIND)
     fill_blocks(drafting, [3, 1, 5], scales, seed=1)
     first = [part.clone() for part in runtime.read_blocks([3, 1, 5])]
@@ -105,7 +105,7 @@ def test_random_kv_ends_at_the_largest_number_of_its_dtype(options: dict[str, An
 
 
 @pytest.mark.parametrize("prefilled", [False, True])
-def test_rows_begin_behind_their_contexts(drafting: Engine, prefilled: bool) -> None:
+def test_rows_begin_after_their_contexts(drafting: Engine, prefilled: bool) -> None:
     """At true lengths on the device, and again from the same KV; then all blocks are vacant."""
     pool = drafting.scheduler.pool
     with standing_rows(drafting, BEHIND, prefilled=prefilled) as rows:
@@ -194,10 +194,10 @@ def test_one_command_fills_the_table(run_bench: Bench) -> None:
     shown = text.describe_document(document)
     for part in (
         "contexts and 5 new tokens, 1 runs; milliseconds. Tokens checked: 5 of 5 by eager steps",
-        "steps of rows behind contexts, random KV\n",
+        "steps of rows at contexts, random KV\n",
         "TTFT of one request, by the tokens of its prompt: ",
-        "1 live of 1 behind 300 tokens, drafts over plain steps\n",
-        "kernels, 1 live of 1, fast, behind 300 tokens: none on this device",
+        "1 live of 1 at a context of 300 tokens, drafts over plain steps\n",
+        "kernels, 1 live of 1, fast, at a context of 300 tokens: none on this device",
     ):
         assert part in shown
 
@@ -219,7 +219,7 @@ def planned_bytes(contexts: Contexts, live: int, context: int) -> int:
 
 
 def test_what_does_not_fit_is_skipped_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows fit behind 40 tokens, one behind 400; an engine is as long as what fits."""
+    """Two rows fit at a context of 40 tokens, one at 400; an engine is as long as what fits."""
     contexts = Contexts(lengths=(40, 400), limit=512)
     limit = planned_bytes(contexts, 1, 400)
     assert planned_bytes(contexts, 2, 40) < limit < planned_bytes(contexts, 2, 400)
@@ -243,9 +243,11 @@ def test_a_run_in_which_nothing_fits_says_so(
     status, printed, _ = run_bench("--shape", "tiny", "--batch", "2", "--context", "8,40")
     assert status == 0
     for context, blocks in ((8, 6), (40, 10)):
-        needed = f"skipped: 2 live behind {context} tokens: {blocks} KV blocks. host memory: "
+        needed = (
+            f"skipped: 2 live at a context of {context} tokens: {blocks} KV blocks. host memory: "
+        )
         assert needed in printed
-    assert "skipped: 1 live behind 128 tokens: time to first token. host memory" in printed
+    assert "skipped: 1 live at a context of 128 tokens: time to first token. host memory" in printed
 
 
 def test_a_context_of_all_positions_ends_with_the_last(run_bench: Bench) -> None:

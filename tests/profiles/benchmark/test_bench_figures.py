@@ -284,7 +284,7 @@ def rows(*times: tuple[float, ...], tokens: int = 9) -> Any:
         pytest.param([(1, 2, 3), (2, 3)], 2, False, id="second step of one"),
         pytest.param([(1, 2), (1, 2)], 2, False, id="second step of both"),
         pytest.param([(1, 2, 2, 2)], 1, False, id="second step, of three tokens"),
-        pytest.param([(1, 2, 2, 2, 3)], 1, True, id="third step, behind one of three tokens"),
+        pytest.param([(1, 2, 2, 2, 3)], 1, True, id="third step, after one of three tokens"),
         pytest.param([(1, *range(2, 10)), (1, 2, 3)], 2, False, id="last step of one"),
     ],
 )

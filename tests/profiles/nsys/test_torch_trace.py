@@ -171,7 +171,7 @@ def test_a_recorder_in_use_is_not_taken_over(engine: Engine, tmp_path: Path) -> 
     engine.recorder.stop()
 
 
-def test_the_recorder_is_stopped_behind_an_error(engine: Engine, tmp_path: Path) -> None:
+def test_the_recorder_is_stopped_after_an_error(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(KeyError), torch_profile(engine, tmp_path / "trace.json"):
         raise KeyError("x")
     assert not engine.recorder.recording

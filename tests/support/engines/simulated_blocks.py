@@ -252,7 +252,7 @@ class Sharing:
         if self.kv_len[slot] == 0:
             assert start == request.cached_tokens
         else:
-            assert start == self.kv_len[slot], f"{start=} behind {self.kv_len[slot]} tokens"
+            assert start == self.kv_len[slot], f"{start=} after {self.kv_len[slot]} tokens"
         said = None
         for position, token in enumerate(tokens, start):
             said = self.write(slot, position, token, decoded=False)

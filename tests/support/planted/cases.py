@@ -247,7 +247,7 @@ CPU_CASES = [
         """,
         sound="8",
         planted="9",
-        message="*a write behind y (float32 [[]8]) without poison: * of 4096 bytes changed, the "
+        message="*a write past y (float32 [[]8]) without poison: * of 4096 bytes changed, the "
         "nearest 0 bytes from the tensor*",
     ),
     Case(
