@@ -96,13 +96,12 @@ class PrefillCut:
         nothing there.
         """
         kept = [self.steps[0]]
-        for position, tokens in self.steps[1:]:
-            before = kept[-1][1]
+        ends = [*(position for position, _ in self.steps[2:]), longest]
+        for (position, tokens), end in zip(self.steps[1:], ends, strict=False):
             if position >= longest:
                 break
-            # The last chunk of the longest prompt may be shorter than either.
-            ends = {min(_next_multiple(position, each), longest) for each in (before, tokens)}
-            if tokens != before and ends != {longest}:
+            before = kept[-1][1]
+            if not _cut_alike(position, min(end, longest), before, tokens, last=end >= longest):
                 kept.append((position, tokens))
         return type(self)(tuple(kept))
 
@@ -121,6 +120,24 @@ class PrefillCut:
 
 def _next_multiple(start: int, tokens: int) -> int:
     return (start // tokens + 1) * tokens
+
+
+def _cut_alike(start: int, end: int, one: int, other: int, *, last: bool) -> bool:
+    """Whether chunks of both sizes end at the same places from `start` to `end`, which is the end
+    of the `last` chunk of all, whatever its size, or else of a whole one.
+    """
+    if one == other:
+        return True
+    if not last and (end % one or end % other):
+        return False
+    # Two chunks tell: where the first ones end at a multiple of both sizes, the second ones end
+    # apart, unless both reach the end.
+    for _ in range(2):
+        ends = {min(_next_multiple(start, tokens), end) for tokens in (one, other)}
+        start = ends.pop()
+        if ends:
+            return False
+    return True
 
 
 def chunk_starts(tokens: int, longest: int) -> list[int]:

@@ -161,6 +161,7 @@ def test_the_kv_that_calibrates_is_in_the_budget_and_freed(
     said = sizes(plan)
     assert "calibration (KV of 90 tokens in float32, beyond the caches)" in plan.budget.table()
 
+    gc.collect()
     before = storages()
     weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
     wanted = drafter.allocate(plan.device, plan.dtype, config.family)
@@ -177,7 +178,6 @@ def test_the_kv_that_calibrates_is_in_the_budget_and_freed(
 
     monkeypatch.setattr(calibration, "_prefill", watched)
     # What is freed only by Python's collector is there when the caches are allocated.
-    gc.collect()
     gc.disable()
     try:
         calibrate(model, plan, config, drafter, ids)
