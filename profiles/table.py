@@ -123,6 +123,9 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
+IN_COLUMNS = ("128", "1024")
+"""Prompts whose time to the first token is in a column of the rows' table."""
+
 COLUMNS = (
     Column("shape", lambda row: row["shape"]),
     Column("dtype", lambda row: row["engine"]["dtype"]),
@@ -151,6 +154,7 @@ def _drafts(cell: Row) -> str:
 CONTEXT_COLUMNS = (
     Column("shape", lambda cell: cell["shape"]),
     Column("live x context", lambda cell: f"{cell['live']} x {cell['context']:,}"),
+    Column("KV", lambda cell: cell["engine"]["kv_dtype"].replace("float8_e4m3fn", "e4m3")),
     Column("max_seq_len", lambda cell: f"{cell['engine']['max_seq_len']:,}"),
     Column("ms/step", lambda cell: number(cell["ms_per_step"], 3)),
     Column("share", share),
@@ -195,11 +199,13 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
             f"{found['longest_gap_ms']:.2f} ms{allowed} {file}."
         )
     section = document.get("contexts") or {}
-    firsts = (section.get("first_tokens") or {"ttft_ms": {}})["ttft_ms"]
+    measured = [section.get("first_tokens") or {"ttft_ms": {}}, *document["rows"]]
     notes += [
         f"- {document['shape']}: TTFT after a prompt of {int(tokens):,} tokens is {took:.2f} ms "
         f"{file}."
-        for tokens, took in firsts.items()
+        for each in measured
+        for tokens, took in each["ttft_ms"].items()
+        if tokens not in IN_COLUMNS
     ]
     notes += [
         f"- {document['shape']}, {each['live']} rows at a context of {each['context']:,} tokens "
@@ -239,6 +245,8 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
     conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
     bound = first["engine"].get("max_prefill_ms_per_step")
     conditions += "" if bound is None else f", at most {bound:g} ms of prefill a step"
+    buckets = first["engine"]["prefill_buckets"]
+    conditions += "" if max(buckets) <= 1024 else f", token buckets up to {max(buckets):,}"
     conditions += "" if first["engine"]["pdl"] else ", without PDL"
     plans = all_heuristic_plans(rows)
     fed = f"{first['prompt_tokens']} prompt"

@@ -155,31 +155,35 @@ LONG_ENGINE: dict[str, Any] = {
 def test_contexts_of_all_lengths_get_the_tokens_they_get_alone(
     checkpoints: dict[str, Any], edited: Callable[..., Path], kv_dtype: str
 ) -> None:
-    """Up to 16,384 tokens, beside requests of a few; in a pool of two of the longest."""
+    """Up to 16,384 tokens, beside requests of a few, in a pool of little more than one of the
+    longest; then six at once that nearly fill it with their prompts, so that some must pause.
+    """
     path = edited(checkpoints["qwen3-biases"].path, config={"max_position_embeddings": LONG})
     options = LONG_ENGINE | {"kv_dtype": kv_dtype}
-    pool = {"kv_blocks": 2 * LONG // 16, "swap_blocks": 4096}
+    blocks = LONG // 16 + 60
     dice = random.Random(7)
+    # Even on a scale of logarithms.
+    mixed = [LONG - 40, *(int(2 ** dice.uniform(0, 13.9)) for _ in range(33))]
     requests = []
-    with Engine.from_pretrained(path, **pool, **options) as engine:
+    with Engine.from_pretrained(path, kv_blocks=blocks, swap_blocks=4096, **options) as engine:
         assert engine.row_family == "dot"
         vocab = engine.model.config.vocab_size
-        for number in range(40):
-            # The first reaches the last position; lengths are even on a scale of logarithms.
-            length = LONG - 40 if number == 0 else int(2 ** dice.uniform(0, 13.9))
-            prompt = [dice.randrange(vocab) for _ in range(length)]
-            params = SamplingParams(
-                temperature=dice.choice([0.0, 1.0]),
-                max_tokens=40 if number == 0 else dice.randrange(1, 40),
-                seed=number,
-                ignore_eos=True,
-            )
-            requests.append(engine.submit(prompt, params))
-        while engine.busy:
-            engine.step()
-            if dice.random() < 0.02:
-                dice.choice(requests[1:]).cancel()
-        assert engine.counters["pauses"] > 0 and engine.counters["finished/cancelled"] > 0
+        for lengths in (mixed, 6 * [16 * (blocks // 6 - 4)]):
+            for length in lengths:
+                prompt = [dice.randrange(vocab) for _ in range(length)]
+                params = SamplingParams(
+                    temperature=dice.choice([0.0, 1.0]),
+                    max_tokens=min(100, LONG - length),
+                    seed=len(requests),
+                    ignore_eos=True,
+                )
+                requests.append(engine.submit(prompt, params))
+            while engine.busy:
+                engine.step()
+                if dice.random() < 0.02:
+                    dice.choice(requests[1:34]).cancel()
+        assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+        assert engine.counters["finished/cancelled"] > 0
         assert engine.scheduler.pool.free == engine.scheduler.pool.count
     longest = 0
     with Engine.from_pretrained(path, **options) as alone:

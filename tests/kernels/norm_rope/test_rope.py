@@ -434,9 +434,17 @@ def test_an_fp8_cache_holds_the_rounded_keys_and_values_over_their_scales(
         wanted = function(qkv, cos, sin, plain, *arguments, **options)
         q = function(qkv, cos, sin, fp8, *arguments, **options, kv_scales=scales)
         live = slot >= 0
-        assert torch.equal(q[live], wanted[live])
         stored = quantise(plain, scales[None, :, None, :, None])
-        assert torch.equal(fp8.view(torch.uint8), stored.view(torch.uint8))
+        if device == "cpu":
+            assert torch.equal(q[live], wanted[live])
+            assert torch.equal(fp8.view(torch.uint8), stored.view(torch.uint8))
+        else:
+            # They are two kernels, whose multiplications and additions the compiler fuses as it
+            # likes: a key may differ in its last bit, and then be rounded to the next code.
+            ulps = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(q[live], wanted[live], rtol=ulps, atol=ulps)
+            apart = (fp8.view(torch.uint8).int() - stored.view(torch.uint8).int()).abs()
+            assert int(apart.max()) <= 1 and float(apart.float().mean()) < 0.01
         assert int((stored.float().abs() == 448).sum()) > 50, "nothing was saturated"
 
 
