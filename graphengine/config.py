@@ -421,8 +421,7 @@ class EngineConfig:
     @property
     def family(self) -> RowFamily:
         """The engine's row family: the one asked for, or the one that fits the lanes of a step."""
-        # Requests of no given length have 4,096 tokens at most: `sequence_limit`.
-        return self.row_family or row_family(self.lanes, self.max_seq_len or 0)
+        return self.row_family or row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN)
 
     @property
     def staging_blocks(self) -> int:
