@@ -157,6 +157,7 @@ def paged_prefill_attention(
             slot_P=slot_P,
             position_P=position_P,
             scale=scale,
+            kv_scales=kv_scales,
             out=out,
             pdl=launch.pdl,
         )

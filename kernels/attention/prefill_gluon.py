@@ -8,6 +8,9 @@ of the cache at a time; two warp groups have half of the rows each, and while on
 weights, `wgmma` is at its sums of the tile before and at the other's scores. Source:
 FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
 
+`wgmma` multiplies e4m3 by e4m3 alone. So of such a cache four warps load the tiles in place of the
+one, and store what they stand for in the queries' dtype.
+
 Letters as in `prefill_attention`.
 """
 
@@ -45,9 +48,35 @@ _WARPS = 4
 _STAGES = gl.constexpr(3)
 # Of 16 bits: what the TMA and wgmma take as a row of shared memory.
 _COLUMNS = gl.constexpr(64)
-# Of a thread, in the warp groups and in the warp that brings tiles.
+# Of a thread, in the warp groups and in the warp that brings tiles, or the four that convert them.
 _REGISTERS = gl.constexpr((240, 24))
+_REGISTERS_FP8 = gl.constexpr((208, 96))
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Four numbers of e4m3 in one integer become two pairs. The compiler would take bytes apart.
+_FROM_E4M3 = {
+    "fp16": """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+    "bf16": """{
+        .reg .b16 low, high, h<4>;
+        .reg .b32 pair;
+        .reg .f32 x<4>;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 pair, low;
+        mov.b32 {h0, h1}, pair;
+        cvt.rn.f16x2.e4m3x2 pair, high;
+        mov.b32 {h2, h3}, pair;
+        cvt.f32.f16 x0, h0;
+        cvt.f32.f16 x1, h1;
+        cvt.f32.f16 x2, h2;
+        cvt.f32.f16 x3, h3;
+        cvt.rn.bf16x2.f32 $0, x1, x0;
+        cvt.rn.bf16x2.f32 $1, x3, x2;
+        }""",
+}
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
@@ -56,13 +85,11 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
     """Whether to use `attend` for these queries in so many segments: it can run, and is faster.
 
-    It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache of their dtype whose rows are
-    aligned to 16 bytes. (`wgmma` takes e4m3 only times e4m3, so an FP8_KV cache is not for it.)
+    It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache of their dtype, or of FP8_KV, whose
+    rows are aligned to 16 bytes.
     """
     least = LEAST_PROGRAMS.get(q_NQD.shape[2])
     if INTERPRETED or not q_NQD.is_cuda or q_NQD.dtype not in _DTYPES or least is None:
-        return False
-    if kv.dtype != q_NQD.dtype:
         return False
     if torch.cuda.get_device_capability(q_NQD.device) != (9, 0):
         return False
@@ -94,6 +121,7 @@ def attend(
     slot_P: torch.Tensor,
     position_P: torch.Tensor,
     scale: float,
+    kv_scales: torch.Tensor | None = None,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -103,10 +131,12 @@ def attend(
     block_rows = kv.stride(0) // token
     rows = kv.as_strided(((blocks - 1) * block_rows + 2 * block_size, token), (token, 1))
     box = [block_size, _COLUMNS.value]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[kv.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[q_NQD.dtype])
+    fp8 = kv_scales is not None
     launcher(_attend_kernel, _grid(q_NQD, kv, slot_P.shape[0]))(
         q_NQD,
-        TensorDescriptor.from_tensor(rows, box, layout),
+        rows.view(torch.int32) if fp8 else TensorDescriptor.from_tensor(rows, box, layout),
+        kv_scales,
         block_table_SB,
         query_start_P1,
         slot_P,
@@ -120,6 +150,9 @@ def attend(
         Q=q_NQD.shape[1],
         G=kv_heads,
         D=head_dim,
+        BLOCK_SIZE=block_size,
+        LAYOUT=layout,
+        FP8=fp8,
         ROWS=ROWS,
         TILE=KEYS,
         WARPS=_WARPS,
@@ -132,6 +165,7 @@ def attend(
 def _attend_kernel(
     q_ptr,
     cache,
+    kv_scales_ptr,
     block_table_ptr,
     query_start_ptr,
     slot_ptr,
@@ -145,6 +179,9 @@ def _attend_kernel(
     Q: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    FP8: gl.constexpr,
     ROWS: gl.constexpr,
     TILE: gl.constexpr,
     WARPS: gl.constexpr,
@@ -153,16 +190,16 @@ def _attend_kernel(
     """One program a kv head, tile of (token, head of the group) rows, and segment.
 
     The last tiles of a segment have most keys and start first. `cache` has a row for a token's keys
-    and one for its values, of all kv heads: those of a block follow each other, keys first.
+    and one for its values, of all kv heads: those of a block follow each other, keys first. Of e4m3
+    it is a pointer to them, and the numbers are converted on their way to shared memory.
     """
     GROUP: gl.constexpr = Q // G
-    BLOCK_SIZE: gl.constexpr = cache.block_shape[0]
-    dtype: gl.constexpr = cache.dtype
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], dtype)
     queries = gl.allocate_shared_memory(dtype, [2, ROWS // 2, D], half)
     pieces: gl.constexpr = [_STAGES * (D // _COLUMNS), TILE, _COLUMNS]
-    keys = gl.allocate_shared_memory(dtype, pieces, cache.layout)
-    values = gl.allocate_shared_memory(dtype, pieces, cache.layout)
+    keys = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
+    values = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
     keys_there = _new_barriers(_STAGES, 1)
     values_there = _new_barriers(_STAGES, 1)
     keys_free = _new_barriers(_STAGES, 2)
@@ -192,23 +229,43 @@ def _attend_kernel(
     last_block = gl.maximum(written - 1, 0) // BLOCK_SIZE
     table_row_ptr = block_table_ptr + slot.to(gl.int64) * table_stride
 
+    value_scale = 1.0
+    if FP8:
+        scale_log2 *= gl.load(kv_scales_ptr + kv_head)
+        value_scale = gl.load(kv_scales_ptr + G + kv_head)
     tensors = (q_ptr, out_ptr, queries, keys, values)
     barriers = (keys_there, values_there, keys_free, values_free, cleared)
     place = (kv_head, first_row, first_lane, tokens, first_position)
     reach = (tiles, common, written, position_limit)
-    rows = (tensors, barriers, place, reach, scale_log2, q_stride)
+    rows = (tensors, barriers, place, reach, (scale_log2, value_scale), q_stride)
     source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
     brought = (source, keys, values, barriers, tiles)
     # This is one warp group. The others begin after a barrier, which follows the wait.
-    gl.warp_specialize(
-        [
-            (_attend_rows, (rows, gl.constexpr(0), Q, G)),
-            (_attend_rows, (rows, gl.constexpr(1), Q, G)),
-            (_bring_tiles, (brought, D)),
-        ],
-        [WARPS, 1],
-        _REGISTERS,
-    )
+    if FP8:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
+                (_attend_rows, (rows, gl.constexpr(1), Q, G, FP8)),
+                (_convert_tiles, (brought, written, BLOCK_SIZE, D, G)),
+            ],
+            [WARPS, 4],
+            _REGISTERS_FP8,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
+                (_attend_rows, (rows, gl.constexpr(1), Q, G, FP8)),
+                (_bring_tiles, (brought, D)),
+            ],
+            [WARPS, 1],
+            _REGISTERS,
+        )
+
+
+@gluon.constexpr_function
+def _from_e4m3(dtype):
+    return _FROM_E4M3[dtype.name]
 
 
 @gluon.jit
@@ -259,13 +316,74 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
+def _convert_tiles(brought, written, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, G: gl.constexpr):
+    """Four warps: each tile of keys, then of values, of e4m3. The next one is on its way while a
+    tile waits for room. Keys and values that were not appended become 0.
+    """
+    source, keys, values, barriers, tiles = brought
+    keys_there, values_there, keys_free, values_free, _ = barriers
+    next_keys = _load_tile(source, 0, written, 0, keys.shape[1], BLOCK_SIZE, D, G)
+    for tile in range(tiles):
+        raw_values = _load_tile(source, tile, written, 1, keys.shape[1], BLOCK_SIZE, D, G)
+        _put_tile(keys, keys_there, keys_free, tile, next_keys, D)
+        next_keys = _load_tile(source, tile + 1, written, 0, keys.shape[1], BLOCK_SIZE, D, G)
+        _put_tile(values, values_there, values_free, tile, raw_values, D)
+
+
+@gluon.jit
+def _load_tile(
+    source,
+    tile,
+    written,
+    WHICH: gl.constexpr,
+    TILE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+):
+    """A tile of keys (WHICH 0) or values (1) of e4m3, four in each integer: [T, D / 4]."""
+    cache_ptr, table_row_ptr, _, block_rows, column = source
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // D, D // 16], [4, 1], [1, 0])
+    key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    there = key < written
+    block = gl.load(table_row_ptr + key // BLOCK_SIZE, mask=there, other=0)
+    row = block.to(gl.int64) * block_rows + WHICH * BLOCK_SIZE + key % BLOCK_SIZE
+    four = column // 4 + gl.arange(0, D // 4, gl.SliceLayout(0, layout))
+    ptrs = cache_ptr + (row * (G * D // 4))[:, None] + four[None, :]
+    return gl.load(ptrs, mask=there[:, None], other=0)
+
+
+@gluon.jit
+def _put_tile(buffer, there, free, tile, raw, D: gl.constexpr):
+    """Have a tile of e4m3 in its stage, in the buffer's dtype, as soon as there is room for it."""
+    TILE: gl.constexpr = buffer.shape[1]
+    low, high = gl.inline_asm_elementwise(
+        _from_e4m3(buffer.dtype),
+        "=r,=r,r",
+        [raw],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    pairs = gl.join(low, high).reshape([TILE, D // 2])
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D // 2], gl.int32)
+    stage = tile % _STAGES
+    mbarrier.wait(free.index(stage), (tile // _STAGES & 1) ^ 1)
+    buffer._reinterpret(gl.int32, [_STAGES, TILE, D // 2], layout).index(stage).store(pairs)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(there.index(stage), count=1)
+
+
+@gluon.jit
+def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr):
     """A warp group: half of the program's rows over all of its tiles.
 
     During an iteration `wgmma` computes the scores of a tile and the sums of the previous one;
     sums are still under way while scores become weights.
     """
-    tensors, barriers, place, reach, scale_log2, q_stride = rows
+    tensors, barriers, place, reach, scales, q_stride = rows
+    scale_log2, value_scale = scales
     q_ptr, out_ptr, queries, keys, values = tensors
     keys_there, values_there, keys_free, values_free, cleared = barriers
     kv_head, first_row, first_lane, tokens, first_position = place
@@ -331,7 +449,7 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
 
     last = (tiles - 1) % _STAGES
     mbarrier.wait(values_there.index(last), (tiles - 1) // _STAGES & 1)
-    if tiles * TILE > written:
+    if not FP8 and tiles * TILE > written:
         # No row weighs these values, but 0 times NaN is NaN. Each group clears its half of them.
         part = values.index(last).slice(HALF * (TILE // 2), TILE // 2)
         key = (tiles - 1) * TILE + HALF * (TILE // 2)
@@ -346,6 +464,8 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr):
     inside = (position >= 0) & (position < position_limit)
     factor = gl.where(inside, 1.0 / total, float("nan"))
     result = acc * gl.convert_layout(factor, gl.SliceLayout(1, result_layout))[:, None]
+    if FP8:
+        result *= value_scale
     queries.store(result.to(dtype))
     at = (lane * (Q * D) + head * D)[:, None] + dim[None, :]
     gl.store(out_ptr + at, queries.load(dense), mask=live)

@@ -31,6 +31,7 @@ from graphengine.kernels.attention.prefill_gluon import (
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.core.paged import FP8_KV
 from launches.compilation import assert_waits_before_it_shows, compile_kernel, record_launch
 from launches.prefill import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
@@ -85,12 +86,15 @@ def test_a_cache_needs_rows_of_tokens() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
-@pytest.mark.parametrize("head_dim, block_size", [(64, 128), (128, 8), (128, 16)])
+@pytest.mark.parametrize(
+    "head_dim, block_size, fp8",
+    [(64, 128, False), (128, 8, False), (128, 16, False), (64, 16, True), (128, 16, True)],
+)
 def test_sums_are_under_way_while_scores_become_weights(
-    head_dim: int, block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, block_size: int, fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_module, "takes_wgmma", lambda *arguments: True)
-    call = partial(attend_nothing, head_dim, block_size)
+    call = partial(attend_nothing, head_dim, block_size, fp8)
     kernel, _ = compile_kernel(record_launch(attention_module, call, gluon_module))
     ptx = kernel.asm["ptx"]
     assert_waits_before_it_shows(ptx)
@@ -98,7 +102,9 @@ def test_sums_are_under_way_while_scores_become_weights(
     assert "ld.global" not in before and "cp.async" not in before
     # For each block of a tile of keys, and of values, as many pieces of 64 columns as a head has.
     pieces = 2 * (KEYS // block_size) * (head_dim // 64)
-    assert ptx.count("cp.async.bulk.tensor.2d.shared") == pieces
+    assert ptx.count("cp.async.bulk.tensor.2d.shared") == (0 if fp8 else pieces)
+    # Two numbers of e4m3 at a time, of a tile of keys and one of values, by 128 threads.
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == (2 * KEYS * head_dim // 2 // 128 if fp8 else 0)
     assert kernel.metadata.shared <= 232_448
 
     # In machine code each of two warp groups waits for scores alone, has a tile's exponentials,
@@ -111,7 +117,7 @@ def test_sums_are_under_way_while_scores_become_weights(
         assert text.count("MUFU.EX2") >= KEYS * 64 // 128
 
 
-def attend_nothing(head_dim: int, block_size: int) -> None:
+def attend_nothing(head_dim: int, block_size: int, fp8: bool) -> None:
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
@@ -120,12 +126,13 @@ def attend_nothing(head_dim: int, block_size: int) -> None:
 
     paged_prefill_attention(
         new(64, 8, head_dim),
-        new(3, 2, block_size, 2, head_dim),
+        new(3, 2, block_size, 2, head_dim, dtype=FP8_KV if fp8 else torch.bfloat16),
         ints(1, 3),
         query_start_P1=ints(2),
         slot_P=ints(1),
         position_P=ints(1),
         scale=0.1,
+        kv_scales=new(2, 2, dtype=torch.float32) if fp8 else None,
         out=new(64, 8 * head_dim),
         launch=Launch(pdl=True),
     )
@@ -187,6 +194,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
+        fp8=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
     return problem, draw(segments_of(lengths))
@@ -240,8 +248,9 @@ def test_tokens_outside_the_block_table_are_nan(position: int, device: str) -> N
 
 
 @hopper
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("head_dim", sorted(LEAST_PROGRAMS))
-def test_the_same_bits_every_time(head_dim: int, device: str) -> None:
+def test_the_same_bits_every_time(head_dim: int, fp8: bool, device: str) -> None:
     """Warps ahead of their tiles, and launches ahead of their queries, are caught out now and then.
 
     100 times on each of two streams that disturb each other, what one launch finds is the queries
@@ -251,6 +260,9 @@ def test_the_same_bits_every_time(head_dim: int, device: str) -> None:
     new = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=generator)
     lanes, blocks = 1024, 200
     q, kv = new(lanes, 32, head_dim), new(blocks + 1, 2, 16, 8, head_dim)
+    scales = None
+    if fp8:
+        kv, scales = kv.to(FP8_KV), torch.linspace(0.5, 2.0, 16, device=device).view(2, 8)
     table = 1 + torch.randperm(blocks, device=device, generator=generator, dtype=torch.int32)[None]
 
     def ints(*values: int) -> torch.Tensor:
@@ -262,7 +274,9 @@ def test_the_same_bits_every_time(head_dim: int, device: str) -> None:
     def run(found: torch.Tensor, again: torch.Tensor, pdl: bool) -> None:
         launch = Launch(pdl=pdl)
         for queries, out in ((q, found), (found.view_as(q), again)):
-            paged_prefill_attention(queries, kv, table, **named, scale=0.1, out=out, launch=launch)
+            paged_prefill_attention(
+                queries, kv, table, **named, scale=0.1, kv_scales=scales, out=out, launch=launch
+            )
 
     expected = torch.empty(2, lanes, 32 * head_dim, device=device, dtype=torch.bfloat16)
     run(*expected, pdl=False)
