@@ -288,7 +288,8 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
         description = archive.read(metadata).decode()
         licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE"))
     assert "graphengine/py.typed" in names
-    assert "graphengine/tuned/nvidia-h200.json" in names
+    for device in ("h200", "h100-80gb-hbm3"):
+        assert f"graphengine/tuned/nvidia-{device}.json" in names
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert "\nName: graphengine-decode\n" in description
     assert "License-Expression: Apache-2.0" in description

@@ -84,14 +84,16 @@ def test_entries_are_sorted_and_others_stay(tmp_path: Path) -> None:
     assert len(set(after) - set(before)) == 3, "one entry new, one changed, one got its comma"
 
 
+SHIPPED = {"NVIDIA H100 80GB HBM3": "nvidia-h100-80gb-hbm3.json", "NVIDIA H200": "nvidia-h200.json"}
+
+
 def test_the_shipped_tables_can_be_read() -> None:
     folder = Path(tuning.__file__).parents[1] / "tuned"
-    files = list(folder.iterdir())
-    assert [file.name for file in files] == ["nvidia-h200.json"]
-    assert tuning.shipped_table("NVIDIA H200") == tuning.read_table(files[0], "NVIDIA H200")
-    assert files[0].read_text() == tuning._format_table(
-        "NVIDIA H200", tuning.shipped_table("NVIDIA H200")
-    )
+    assert {file.name for file in folder.iterdir()} == set(SHIPPED.values())
+    for device, name in SHIPPED.items():
+        table = tuning.shipped_table(device)
+        assert table and table == tuning.read_table(folder / name, device)
+        assert (folder / name).read_text() == tuning._format_table(device, table)
     assert tuning.shipped_table("Some other GPU") == {}
 
 
