@@ -8,8 +8,8 @@ of the cache at a time; two warp groups have half of the rows each, and while on
 weights, `wgmma` is at its sums of the tile before and at the other's scores. Source:
 FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
 
-`wgmma` multiplies e4m3 by e4m3 alone. So of such a cache four warps load the tiles in place of the
-one, and store what they stand for in the queries' dtype.
+`wgmma` multiplies e4m3 by e4m3 alone. So of such a cache four warps, in place of the one, copy
+tiles to shared memory and write what they stand for beside them, in the queries' dtype.
 
 Letters as in `prefill_attention`.
 """
@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -44,8 +45,9 @@ LEAST_PROGRAMS = {64: 128, 128: 64}
 """Programs by head_dim. With fewer, the Triton kernel's shorter tiles are faster on an H200."""
 
 _WARPS = 4
-# Tiles of keys in shared memory, and of values.
+# Tiles of keys in shared memory, and of values: of e4m3 two as they are and two as numbers.
 _STAGES = gl.constexpr(3)
+_STAGES_FP8 = gl.constexpr(2)
 # Of 16 bits: what the TMA and wgmma take as a row of shared memory.
 _COLUMNS = gl.constexpr(64)
 # Of a thread, in the warp groups and in the warp that brings tiles, or the four that convert them.
@@ -60,21 +62,20 @@ _FROM_E4M3 = {
         cvt.rn.f16x2.e4m3x2 $0, low;
         cvt.rn.f16x2.e4m3x2 $1, high;
         }""",
+    # A number's bits in their places of a bfloat16 are that number times 2**-120.
     "bf16": """{
-        .reg .b16 low, high, h<4>;
-        .reg .b32 pair;
-        .reg .f32 x<4>;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 pair, low;
-        mov.b32 {h0, h1}, pair;
-        cvt.rn.f16x2.e4m3x2 pair, high;
-        mov.b32 {h2, h3}, pair;
-        cvt.f32.f16 x0, h0;
-        cvt.f32.f16 x1, h1;
-        cvt.f32.f16 x2, h2;
-        cvt.f32.f16 x3, h3;
-        cvt.rn.bf16x2.f32 $0, x1, x0;
-        cvt.rn.bf16x2.f32 $1, x3, x2;
+        .reg .b32 x<2>, signs<2>, power;
+        mov.b32 power, 0x7B807B80;
+        prmt.b32 signs0, $2, 0, 0x1404;
+        prmt.b32 signs1, $2, 0, 0x3424;
+        shr.b32 x0, signs0, 4;
+        shr.b32 x1, signs1, 4;
+        and.b32 x0, x0, 0x07F007F0;
+        and.b32 x1, x1, 0x07F007F0;
+        lop3.b32 x0, signs0, 0x80008000, x0, 0xEA;
+        lop3.b32 x1, signs1, 0x80008000, x1, 0xEA;
+        mul.rn.bf16x2 $0, x0, power;
+        mul.rn.bf16x2 $1, x1, power;
         }""",
 }
 
@@ -197,13 +198,14 @@ def _attend_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], dtype)
     queries = gl.allocate_shared_memory(dtype, [2, ROWS // 2, D], half)
-    pieces: gl.constexpr = [_STAGES * (D // _COLUMNS), TILE, _COLUMNS]
+    STAGES: gl.constexpr = _STAGES_FP8 if FP8 else _STAGES
+    pieces: gl.constexpr = [STAGES * (D // _COLUMNS), TILE, _COLUMNS]
     keys = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
     values = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
-    keys_there = _new_barriers(_STAGES, 1)
-    values_there = _new_barriers(_STAGES, 1)
-    keys_free = _new_barriers(_STAGES, 2)
-    values_free = _new_barriers(_STAGES, 2)
+    keys_there = _new_barriers(STAGES, 1)
+    values_there = _new_barriers(STAGES, 1)
+    keys_free = _new_barriers(STAGES, 2)
+    values_free = _new_barriers(STAGES, 2)
     cleared = _new_barriers(1, 2)
     fence_async_shared()
 
@@ -301,9 +303,10 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
     BLOCK_SIZE: gl.constexpr = cache.block_shape[0]
     TILE: gl.constexpr = buffer.shape[1]
     HALVES: gl.constexpr = D // _COLUMNS
-    stage = tile % _STAGES
+    STAGES: gl.constexpr = buffer.shape[0] // HALVES
+    stage = tile % STAGES
     # The first use of a stage does not wait: the phase before a barrier's first is over.
-    mbarrier.wait(free.index(stage), (tile // _STAGES & 1) ^ 1)
+    mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
     mbarrier.expect(there.index(stage), TILE * D * 2)
     for piece in gl.static_range(TILE // BLOCK_SIZE):
         # After the segment's last block, the last block is named again.
@@ -317,59 +320,85 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
 
 @gluon.jit
 def _convert_tiles(brought, written, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, G: gl.constexpr):
-    """Four warps: each tile of keys, then of values, of e4m3. The next one is on its way while a
-    tile waits for room. Keys and values that were not appended become 0.
+    """Four warps: each tile of keys, then of values, of e4m3. Two of both are on their way to
+    `raw`, where each thread reads what it asked for. Keys and values that were not appended are 0.
     """
     source, keys, values, barriers, tiles = brought
     keys_there, values_there, keys_free, values_free, _ = barriers
-    next_keys = _load_tile(source, 0, written, 0, keys.shape[1], BLOCK_SIZE, D, G)
+    TILE: gl.constexpr = keys.shape[1]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    raw = gl.allocate_shared_memory(gl.int32, [4, TILE, D // 4], plain)
+    for tile in gl.static_range(2):
+        block = _find_blocks(source, tile, written, TILE, BLOCK_SIZE, D)
+        _ask_tile(raw, source, block, tile, 0, BLOCK_SIZE, D, G)
+        _ask_tile(raw, source, block, tile, 1, BLOCK_SIZE, D, G)
     for tile in range(tiles):
-        raw_values = _load_tile(source, tile, written, 1, keys.shape[1], BLOCK_SIZE, D, G)
-        _put_tile(keys, keys_there, keys_free, tile, next_keys, D)
-        next_keys = _load_tile(source, tile + 1, written, 0, keys.shape[1], BLOCK_SIZE, D, G)
-        _put_tile(values, values_there, values_free, tile, raw_values, D)
+        block = _find_blocks(source, tile + 2, written, TILE, BLOCK_SIZE, D)
+        _put_tile(keys, raw, keys_there, keys_free, tile, 0, D)
+        _ask_tile(raw, source, block, tile + 2, 0, BLOCK_SIZE, D, G)
+        _put_tile(values, raw, values_there, values_free, tile, 1, D)
+        _ask_tile(raw, source, block, tile + 2, 1, BLOCK_SIZE, D, G)
+    async_copy.wait_group(0)
+
+
+@gluon.constexpr_function
+def _raw_layout(D):
+    """Of a tile of e4m3, four in each integer: [T, D / 4]."""
+    return gl.BlockedLayout([1, 4], [512 // D, D // 16], [4, 1], [1, 0])
 
 
 @gluon.jit
-def _load_tile(
+def _find_blocks(
+    source, tile, written, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, D: gl.constexpr
+):
+    """The block of each key of a tile; -1 of those that were not appended."""
+    key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, _raw_layout(D)))
+    return gl.load(source[1] + key // BLOCK_SIZE, mask=key < written, other=-1)
+
+
+@gluon.jit
+def _ask_tile(
+    raw,
     source,
+    block,
     tile,
-    written,
     WHICH: gl.constexpr,
-    TILE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     D: gl.constexpr,
     G: gl.constexpr,
 ):
-    """A tile of keys (WHICH 0) or values (1) of e4m3, four in each integer: [T, D / 4]."""
-    cache_ptr, table_row_ptr, _, block_rows, column = source
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // D, D // 16], [4, 1], [1, 0])
-    key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    there = key < written
-    block = gl.load(table_row_ptr + key // BLOCK_SIZE, mask=there, other=0)
-    row = block.to(gl.int64) * block_rows + WHICH * BLOCK_SIZE + key % BLOCK_SIZE
+    """Ask for a tile of keys (WHICH 0) or values (1). A tile begins where a block does."""
+    cache_ptr, _, _, block_rows, column = source
+    layout: gl.constexpr = _raw_layout(D)
+    key = gl.arange(0, raw.shape[1], gl.SliceLayout(1, layout))
+    row = block.to(gl.int64) * block_rows + (WHICH * BLOCK_SIZE + key % BLOCK_SIZE)
     four = column // 4 + gl.arange(0, D // 4, gl.SliceLayout(0, layout))
     ptrs = cache_ptr + (row * (G * D // 4))[:, None] + four[None, :]
-    return gl.load(ptrs, mask=there[:, None], other=0)
+    stage = raw.index(tile % 2 * 2 + WHICH)
+    async_copy.async_copy_global_to_shared(stage, ptrs, mask=(block >= 0)[:, None])
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _put_tile(buffer, there, free, tile, raw, D: gl.constexpr):
+def _put_tile(buffer, raw, there, free, tile, WHICH: gl.constexpr, D: gl.constexpr):
     """Have a tile of e4m3 in its stage, in the buffer's dtype, as soon as there is room for it."""
     TILE: gl.constexpr = buffer.shape[1]
+    STAGES: gl.constexpr = buffer.shape[0] // (D // _COLUMNS)
+    # The oldest of four.
+    async_copy.wait_group(3)
     low, high = gl.inline_asm_elementwise(
         _from_e4m3(buffer.dtype),
         "=r,=r,r",
-        [raw],
+        [raw.index(tile % 2 * 2 + WHICH).load(_raw_layout(D))],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
     )
     pairs = gl.join(low, high).reshape([TILE, D // 2])
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D // 2], gl.int32)
-    stage = tile % _STAGES
-    mbarrier.wait(free.index(stage), (tile // _STAGES & 1) ^ 1)
-    buffer._reinterpret(gl.int32, [_STAGES, TILE, D // 2], layout).index(stage).store(pairs)
+    stage = tile % STAGES
+    mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
+    buffer._reinterpret(gl.int32, [STAGES, TILE, D // 2], layout).index(stage).store(pairs)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(there.index(stage), count=1)
@@ -393,14 +422,15 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     ROWS: gl.constexpr = queries.shape[1]
     D: gl.constexpr = queries.shape[2]
     TILE: gl.constexpr = keys.shape[1]
+    STAGES: gl.constexpr = keys.shape[0] // (D // _COLUMNS)
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
     queries = queries.index(HALF)
     # wgmma takes 64 consecutive columns as one tile.
-    keys = keys._reinterpret(dtype, [_STAGES, TILE, D], tile_layout)
-    values = values._reinterpret(dtype, [_STAGES, TILE, D], tile_layout)
+    keys = keys._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
+    values = values._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
 
     first_row += HALF * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
@@ -429,10 +459,10 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     mbarrier.wait(keys_there.index(1), 0, pred=tiles > 1)
 
     for tile in range(1, tiles):
-        stage = tile % _STAGES
+        stage = tile % STAGES
         scores = _begin_scores(queries, keys.index(stage), scores_layout)
-        before = (tile - 1) % _STAGES
-        mbarrier.wait(values_there.index(before), (tile - 1) // _STAGES & 1)
+        before = (tile - 1) % STAGES
+        mbarrier.wait(values_there.index(before), (tile - 1) // STAGES & 1)
         acc = _begin_sums(weights, values.index(before), acc, result_layout)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
         _free(keys_free.index(stage))
@@ -441,14 +471,14 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
         )
         weights = weights.to(dtype)
         # The next iteration's wait. Here it keeps the compiler from moving weights past the sums.
-        after = (tile + 1) % _STAGES
-        mbarrier.wait(keys_there.index(after), (tile + 1) // _STAGES & 1, pred=tile + 1 < tiles)
+        after = (tile + 1) % STAGES
+        mbarrier.wait(keys_there.index(after), (tile + 1) // STAGES & 1, pred=tile + 1 < tiles)
         acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
         _free(values_free.index(before))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, result_layout))[:, None]
 
-    last = (tiles - 1) % _STAGES
-    mbarrier.wait(values_there.index(last), (tiles - 1) // _STAGES & 1)
+    last = (tiles - 1) % STAGES
+    mbarrier.wait(values_there.index(last), (tiles - 1) // STAGES & 1)
     if not FP8 and tiles * TILE > written:
         # No row weighs these values, but 0 times NaN is NaN. Each group clears its half of them.
         part = values.index(last).slice(HALF * (TILE // 2), TILE // 2)

@@ -104,7 +104,7 @@ def test_sums_are_under_way_while_scores_become_weights(
     pieces = 2 * (KEYS // block_size) * (head_dim // 64)
     assert ptx.count("cp.async.bulk.tensor.2d.shared") == (0 if fp8 else pieces)
     # Two numbers of e4m3 at a time, of a tile of keys and one of values, by 128 threads.
-    assert ptx.count("cvt.rn.f16x2.e4m3x2") == (2 * KEYS * head_dim // 2 // 128 if fp8 else 0)
+    assert ptx.count("mul.rn.bf16x2") == (2 * KEYS * head_dim // 2 // 128 if fp8 else 0)
     assert kernel.metadata.shared <= 232_448
 
     # In machine code each of two warp groups waits for scores alone, has a tile's exponentials,
