@@ -54,8 +54,9 @@ def markdown(results: Path = RESULTS) -> str:
         dict(row) | {"shape": document["shape"], "number": document["number"]}
         for document in documents
         for row in document["rows"]
-        # A speculating run has its plain engine in the other table.
-        if row.get("speculation") is None
+        # A speculating run has its plain engine in the other table, and what was measured for a
+        # note, with long prompts, is in that note.
+        if row.get("speculation") is None and row["engine"]["max_seq_len"] <= MOST_TOKENS
     ]
     rows.sort(key=lambda row: (row["shape"], row["sampler"]))
     one_dtype = len({row["engine"]["dtype"] for row in rows}) == 1
@@ -123,6 +124,8 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
+MOST_TOKENS = 4096
+"""max_seq_len of the engines in the rows' table."""
 IN_COLUMNS = ("128", "1024")
 """Prompts whose time to the first token is in a column of the rows' table."""
 
@@ -176,6 +179,12 @@ def _line(columns: Sequence[Column], row: Row) -> str:
     return f"| {cells} |"
 
 
+def _kv_of(measured: Mapping[str, Any]) -> str:
+    """That KV is in e4m3, where it is."""
+    engine = measured.get("engine") or {}
+    return ", KV in e4m3" if engine.get("kv_dtype") == "float8_e4m3fn" else ""
+
+
 def _notes(document: Mapping[str, Any]) -> list[str]:
     """List items for what a document has besides its rows."""
     notes, file = [], f"(file {document['number']})"
@@ -194,15 +203,17 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         bound = found["engine"].get("max_prefill_ms_per_step")
         allowed = "" if bound is None else f" with `max_prefill_ms_per_step={bound:g}`"
         notes.append(
-            f"- {document['shape']}, {found['decoding']} requests decoding: admitting a prompt of "
+            f"- {document['shape']}, {found['decoding']} requests decoding after "
+            f"{found['prompt_tokens']:,} tokens each: admitting a prompt of "
             f"{found['admitted_tokens']:,} tokens makes their longest gap "
-            f"{found['longest_gap_ms']:.2f} ms{allowed} {file}."
+            f"{found['longest_gap_ms']:.2f} ms{allowed}, its first token takes "
+            f"{found['ttft_ms']:,.0f} ms {file}."
         )
     section = document.get("contexts") or {}
     measured = [section.get("first_tokens") or {"ttft_ms": {}}, *document["rows"]]
     notes += [
-        f"- {document['shape']}: TTFT after a prompt of {int(tokens):,} tokens is {took:.2f} ms "
-        f"{file}."
+        f"- {document['shape']}{_kv_of(each)}: TTFT after a prompt of {int(tokens):,} tokens is "
+        f"{took:.2f} ms {file}."
         for each in measured
         for tokens, took in each["ttft_ms"].items()
         if tokens not in IN_COLUMNS

@@ -388,8 +388,8 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     assert "- tiny: TTFT after a prompt of 8,192 tokens is 210.50 ms (file 1)." in shown
     assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long (file 1)." in shown
     assert "read ceiling 4.40 TB/s" in shown and "1. `profiles/results/bench-tiny.json`" in shown
-    assert "admitting a prompt of 40 tokens" in shown
-    assert " ms with `max_prefill_ms_per_step=1e+09` (file 1)." in shown
+    assert "decoding after 9 tokens each: admitting a prompt of 40 tokens" in shown
+    assert " ms with `max_prefill_ms_per_step=1e+09`, its first token takes " in shown
     assert " runs, at most 1e+09 ms of prefill a step" in shown
     for line in (LONG_PLAIN, LONG):
         assert line in shown
