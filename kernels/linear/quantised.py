@@ -1,0 +1,129 @@
+"""Weights of 8 and 4 bits: codes, and the scales that turn them into numbers.
+
+A weight is `(code - zero) * scale`, in float32 and never rounded: what a code stands for is exact in
+float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to sums. Prefill and
+decode so mean the same weight.
+
+Letters: M weight rows, K input features, R x C the rows and columns that share a scale.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+CodeKind = Literal["e4m3", "int8", "int4", "e2m1"]
+"""What a code stands for: a float of 8 bits (`torch.float8_e4m3fn`), an integer of 8 bits in two's
+complement or of 4 bits plus 8 (so 0..15 for -8..7), or a float of 4 bits (OCP's MXFP4 element)."""
+
+CODE_KINDS = get_args(CodeKind)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of an `e2m1` code stand for; the fourth is the sign."""
+
+
+class WeightFormat(NamedTuple):
+    """How a weight is stored: part of an engine's numerics.
+
+    code       what its codes are
+    rows       weight rows that share a scale; 0: all of them
+    columns    weight columns that share a scale; 0: all of them
+    has_zeros  whether each group has a zero point too: integers alone
+    """
+
+    code: CodeKind
+    rows: int
+    columns: int
+    has_zeros: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.code in ("e4m3", "int8") else 4
+
+    def groups(self, M: int, K: int) -> tuple[int, int]:
+        """Shape of the scales of a weight [M, K]."""
+        return -(-M // (self.rows or M)), -(-K // (self.columns or K))
+
+
+class QuantisedWeight(NamedTuple):
+    """A weight [M, K] in a format.
+
+    codes    uint8 [M, K], or [M, K // 2] of 4 bits: the lower half is the even column
+    scales   [M / R, K / C]: float32, bfloat16, float16, `torch.float8_e4m3fn`, or uint8 for powers
+             of two (e8m0: 2**(byte - 127)); positive and finite
+    whole    float32 [], a factor on all scales; None: 1
+    zeros    uint8 [M / R, K / C], codes that stand for 0; None: the one of `code`
+    order    int32 [K]: column k of the codes is column `order[k]` of the weight; None: as it is
+    """
+
+    format: WeightFormat
+    codes: Tensor
+    scales: Tensor
+    whole: Tensor | None = None
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)"""
+        rows, columns = self.codes.shape
+        return rows, columns * 8 // self.format.bits
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.codes, self.scales, self.whole, self.zeros, self.order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def unpacked_codes(weight: QuantisedWeight) -> Tensor:
+    """uint8 [M, K]: one code each."""
+    if weight.format.bits == 8:
+        return weight.codes
+    return torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(1)
+
+
+def dequantise(weight: QuantisedWeight) -> Tensor:
+    """Float32 [M, K], its columns in the order of the inputs: what the weight means."""
+    (M, K), kind = weight.shape, weight.format
+    codes = unpacked_codes(weight)
+    scales = _floats(weight.scales)
+    if weight.whole is not None:
+        scales = scales * weight.whole
+    values = _values(codes, kind.code)
+    if weight.zeros is not None:
+        values = values - _spread(_values(weight.zeros, kind.code), kind, M, K)
+    values = values * _spread(scales, kind, M, K)
+    if weight.order is None:
+        return values
+    result = torch.empty_like(values)
+    result[:, weight.order.long()] = values
+    return result
+
+
+def _values(codes: Tensor, kind: CodeKind) -> Tensor:
+    if kind == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if kind == "int8":
+        return codes.view(torch.int8).float()
+    if kind == "int4":
+        return codes.float() - 8
+    table = torch.tensor(E2M1, device=codes.device)
+    table = torch.cat((table, -table))
+    return table[codes.long()]
+
+
+def _floats(scales: Tensor) -> Tensor:
+    if scales.dtype == torch.uint8:
+        return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    return scales.float()
+
+
+def _spread(of_groups: Tensor, kind: WeightFormat, M: int, K: int) -> Tensor:
+    """[M, K], or what broadcasts to it, of a tensor with a value for each group."""
+    if kind.rows:
+        of_groups = of_groups.repeat_interleave(kind.rows, dim=0)[:M]
+    if kind.columns:
+        of_groups = of_groups.repeat_interleave(kind.columns, dim=1)[:, :K]
+    return of_groups
