@@ -1,8 +1,8 @@
 """Weights of 8 and 4 bits: codes, and the scales that turn them into numbers.
 
-A weight is `(code - zero) * scale`, in float32 and never rounded: what a code stands for is exact in
-float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to sums. Prefill and
-decode so mean the same weight.
+A weight is `(code - zero) * scale`, in float32 and never rounded: what a code stands for is exact
+in float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to sums. Prefill
+and decode so mean the same weight.
 
 Letters: M weight rows, K input features, R x C the rows and columns that share a scale.
 """
@@ -52,7 +52,8 @@ class QuantisedWeight(NamedTuple):
 
     codes    uint8 [M, K], or [M, K // 2] of 4 bits: the lower half is the even column
     scales   [M / R, K / C]: float32, bfloat16, float16, `torch.float8_e4m3fn`, or uint8 for powers
-             of two (e8m0: 2**(byte - 127)); positive and finite
+             of two (e8m0: 2**(byte - 127)); positive and finite, but that of `float8_e4m3fn` may
+             be 0, where a scale was too small for it
     whole    float32 [], a factor on all scales; None: 1
     zeros    uint8 [M / R, K / C], codes that stand for 0; None: the one of `code`
     order    int32 [K]: column k of the codes is column `order[k]` of the weight; None: as it is
@@ -79,18 +80,34 @@ class QuantisedWeight(NamedTuple):
 
 def unpacked_codes(weight: QuantisedWeight) -> Tensor:
     """uint8 [M, K]: one code each."""
-    if weight.format.bits == 8:
-        return weight.codes
-    return torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(1)
+    return weight.codes if weight.format.bits == 8 else unpacked_halves(weight.codes)
+
+
+def unpacked_halves(packed: Tensor) -> Tensor:
+    """uint8 [M, K] of uint8 [M, K // 2]: the lower halves are the even columns."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def packed_halves(codes: Tensor) -> Tensor:
+    """uint8 [M, K // 2] of uint8 [M, K] below 16: what `unpacked_halves` undoes."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def scale_values(weight: QuantisedWeight) -> Tensor:
+    """Float32, in the shape of the scales: what they stand for, `whole` included."""
+    scales = weight.scales
+    if scales.dtype == torch.uint8:
+        values = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    else:
+        values = scales.float()
+    return values if weight.whole is None else values * weight.whole
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
     """Float32 [M, K], its columns in the order of the inputs: what the weight means."""
     (M, K), kind = weight.shape, weight.format
     codes = unpacked_codes(weight)
-    scales = _floats(weight.scales)
-    if weight.whole is not None:
-        scales = scales * weight.whole
+    scales = scale_values(weight)
     values = _values(codes, kind.code)
     if weight.zeros is not None:
         values = values - _spread(_values(weight.zeros, kind.code), kind, M, K)
@@ -112,12 +129,6 @@ def _values(codes: Tensor, kind: CodeKind) -> Tensor:
     table = torch.tensor(E2M1, device=codes.device)
     table = torch.cat((table, -table))
     return table[codes.long()]
-
-
-def _floats(scales: Tensor) -> Tensor:
-    if scales.dtype == torch.uint8:
-        return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
-    return scales.float()
 
 
 def _spread(of_groups: Tensor, kind: WeightFormat, M: int, K: int) -> Tensor:

@@ -1,0 +1,95 @@
+"""Weights of several linears as one, as fused linears have them: a fused one's rows are theirs.
+
+What the parts mean is kept to the bit. Scales that no longer fit the rows are stored once for each
+row, in which case the whole has another format than its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, scale_values
+
+
+def joined_format(kind: WeightFormat, rows: Sequence[int]) -> WeightFormat:
+    """The format of parts of this format, with so many rows, after `concatenate`.
+
+    It does not depend on values, so that memory can be planned before any is read: where each part
+    has one scale for all its rows, the whole has one a row, even if they are equal.
+    """
+    if len(rows) < 2:
+        return kind
+    fits = kind.rows > 0 and all(count % kind.rows == 0 for count in rows[:-1])
+    return kind if fits else kind._replace(rows=1)
+
+
+def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """One weight whose rows are those of the parts, one part after another.
+
+    ValueError, with numbers, if the parts differ in format, in columns or in their order.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for number, part in enumerate(parts):
+        if part.format != first.format:
+            raise ValueError(
+                f"linears that are computed as one have different formats: part 0 is "
+                f"{first.format}, part {number} is {part.format}"
+            )
+        if part.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"linears that are computed as one have {first.shape[1]} columns in part 0, and "
+                f"{part.shape[1]} in part {number}"
+            )
+        if not _same(part.order, first.order):
+            raise ValueError(
+                f"linears that are computed as one have their columns in different orders in part "
+                f"0 and part {number}: g_idx must be the same for all"
+            )
+    kind = joined_format(first.format, [part.shape[0] for part in parts])
+    whole, scales = _joined_scales(parts)
+    zeros = None
+    if first.format.has_zeros:
+        zeros = _cat([part.zeros for part in parts if part.zeros is not None], parts, kind)
+    return QuantisedWeight(
+        format=kind,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=_cat(scales, parts, kind),
+        whole=whole,
+        zeros=zeros,
+        order=first.order,
+    )
+
+
+def _joined_scales(parts: Sequence[QuantisedWeight]) -> tuple[Tensor | None, list[Tensor]]:
+    """The factor on all scales, and scales: float32 where what is stored differs between parts."""
+    first = parts[0]
+    same_whole = all(_same(part.whole, first.whole) for part in parts)
+    if same_whole and len({part.scales.dtype for part in parts}) == 1:
+        return first.whole, [part.scales for part in parts]
+    return None, [scale_values(part) for part in parts]
+
+
+def _cat(values: list[Tensor], parts: Sequence[QuantisedWeight], kind: WeightFormat) -> Tensor:
+    if kind != parts[0].format:
+        values = [_each_row(value, part) for value, part in zip(values, parts, strict=True)]
+    if values[0].dtype == torch.float8_e4m3fn:
+        # Not all devices can join these.
+        return torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
+    return torch.cat(values)
+
+
+def _each_row(value: Tensor, part: QuantisedWeight) -> Tensor:
+    """[M, K / C] of [M / R, K / C]."""
+    M = part.shape[0]
+    return value.repeat_interleave(part.format.rows or M, dim=0)[:M]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

@@ -1,0 +1,184 @@
+"""What a checkpoint's configs say of its weights: for each linear, how it is stored."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.models.config_schema import HfConfig, unsupported
+from graphengine.models.kv_scheme import quantises_kv_alone
+from graphengine.models.quantised.compressed_config import read_compressed
+from graphengine.models.quantised.gptq_config import read_awq, read_gptq
+from graphengine.models.quantised.schemes import (
+    Quantisation,
+    Rule,
+    WeightScheme,
+    always,
+    among_names,
+    check_keys,
+    is_head,
+    read_choice,
+    read_names,
+)
+
+_KEY = "quantization_config"
+_FILE = "hf_quant_config.json"
+_MODELOPT = ("modelopt", "modelopt_fp4")
+
+
+def read_quantisation(
+    config: HfConfig, quant_file: Mapping[str, Any] | None = None
+) -> Quantisation | None:
+    """What `config.json`, and ModelOpt's `hf_quant_config.json`, say of the weights.
+
+    None: they are not quantised; their KV may be. ValueError, with key, value and what is known,
+    for anything that is not understood.
+    """
+    given = config.get(_KEY)
+    from_file = None if quant_file is None else _read_quant_file(quant_file)
+    if given is None or given == {}:
+        return from_file
+    if not isinstance(given, dict):
+        raise unsupported(_KEY, given, "a JSON object, null")
+    method = read_choice(given, "quant_method", [*_READERS], _KEY)
+    if not _quantises_weights(given) and (quantises_kv_alone(given) or method in _MODELOPT):
+        return from_file
+    found = _READERS[method](given)
+    if from_file is not None and method not in _MODELOPT:
+        raise unsupported(f"{_KEY}.quant_method", method, f"'modelopt', as in {_FILE}")
+    return found
+
+
+def _quantises_weights(given: Mapping[str, Any]) -> bool:
+    """Whether a config of methods that may quantise KV alone has anything for weights."""
+    if given["quant_method"] == "compressed-tensors":
+        return any(given.get(key) for key in ("config_groups", "sparsity_config"))
+    nested = given.get("quantization")
+    inside = nested if isinstance(nested, dict) else given
+    return given["quant_method"] not in _MODELOPT or bool(inside.get("quant_algo"))
+
+
+def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
+    """One scale for a block of each weight, or for all of it."""
+    known = """
+        quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers
+        scale_fmt kv_cache_scheme is_checkpoint_fp8_serialized expert_dtype dequantize
+    """
+    check_keys(config, known, _KEY)
+    read_choice(config, "fmt", ["e4m3", "float8_e4m3fn", None], _KEY)
+    scheme = read_choice(config, "activation_scheme", ["dynamic", "static", None], _KEY)
+    read_choice(config, "scale_fmt", ["float", "ue8m0", None], _KEY)
+    read_choice(config, "is_checkpoint_fp8_serialized", [True, None], _KEY)
+    block = config.get("weight_block_size")
+    if block is not None and not (_is_sizes(block) and len(block) == 2):
+        raise unsupported(f"{_KEY}.weight_block_size", block, "[rows, columns], null")
+    rows, columns = block or (0, 0)
+    weights = WeightScheme(
+        layout="codes",
+        format=WeightFormat("e4m3", rows, columns),
+        scales=("weight_scale_inv", "weight_scale"),
+        unread=("input_scale", "activation_scale"),
+        notes=(f"{_KEY}.activation_scheme={scheme!r} is not carried out: weights alone are read",)
+        if scheme
+        else (),
+    )
+    skipped = [
+        Rule(among_names(read_names(config, key, _KEY), f"{_KEY}.{key}"), None)
+        for key in ("modules_to_not_convert", "ignored_layers")
+    ]
+    return Quantisation("fp8", (*skipped, Rule(is_head, None), Rule(always, weights)))
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in value
+    )
+
+
+def _read_mxfp4(config: Mapping[str, Any]) -> Quantisation:
+    """Blocks of 32 columns, as gpt-oss stores them."""
+    check_keys(config, "quant_method modules_to_not_convert dequantize", _KEY)
+    key = "modules_to_not_convert"
+    names = [name.replace("*", "[^.]*") for name in read_names(config, key, _KEY)]
+    scheme = WeightScheme(
+        layout="halves",
+        format=WeightFormat("e2m1", 1, 32),
+        codes=("weight_blocks", "_blocks"),
+        scales=("weight_scales", "_scales"),
+        unread=(),
+    )
+    skipped = Rule(among_names(names, f"{_KEY}.{key}"), None)
+    return Quantisation("mxfp4", (skipped, Rule(is_head, None), Rule(always, scheme)))
+
+
+def _read_quant_file(quant_file: Mapping[str, Any]) -> Quantisation | None:
+    found = quant_file.get("quantization")
+    if not isinstance(found, dict):
+        raise unsupported("quantization", found, "a JSON object", file=_FILE)
+    return _modelopt(found, "quantization", _FILE) if found.get("quant_algo") else None
+
+
+def _read_modelopt(config: Mapping[str, Any]) -> Quantisation:
+    nested = config.get("quantization")
+    if isinstance(nested, dict):
+        return _modelopt(nested, f"{_KEY}.quantization", "config.json")
+    return _modelopt(config, _KEY, "config.json")
+
+
+def _modelopt(config: Mapping[str, Any], inside: str, file: str) -> Quantisation:
+    known = """
+        quant_method quant_algo kv_cache_quant_algo kv_cache_scheme group_size exclude_modules
+        ignore config_groups producer quantized_layers has_zero_point pre_quant_scale
+    """
+    check_keys(config, known, inside)
+    skipped = [
+        name for key in ("exclude_modules", "ignore") for name in read_names(config, key, inside)
+    ]
+    rules = [Rule(_among_patterns(skipped), None)]
+    if config.get("quant_algo") == "MIXED_PRECISION":
+        layers = config.get("quantized_layers")
+        if not isinstance(layers, dict) or not all(isinstance(v, dict) for v in layers.values()):
+            raise unsupported(f"{inside}.quantized_layers", layers, "a JSON object", file=file)
+        for name, layer in layers.items():
+            scheme = _modelopt_scheme(layer, f"{inside}.quantized_layers.{name}", file)
+            rules.append(Rule(_among_patterns([name]), scheme))
+    else:
+        rules.append(Rule(always, _modelopt_scheme(config, inside, file)))
+    return Quantisation("modelopt", tuple(rules))
+
+
+def _modelopt_scheme(config: Mapping[str, Any], inside: str, file: str) -> WeightScheme:
+    algorithm = config.get("quant_algo")
+    note = f"{inside}.quant_algo={algorithm!r}: activations are not quantised, weights alone are"
+    if algorithm == "FP8":
+        return WeightScheme(layout="codes", format=WeightFormat("e4m3", 0, 0), notes=(note,))
+    if algorithm == "NVFP4":
+        if config.get("group_size") not in (16, None):
+            raise unsupported(f"{inside}.group_size", config["group_size"], "16, null", file=file)
+        return WeightScheme(
+            layout="halves",
+            format=WeightFormat("e2m1", 1, 16),
+            whole="weight_scale_2",
+            notes=(note,),
+        )
+    raise unsupported(
+        f"{inside}.quant_algo", algorithm, "'FP8', 'NVFP4', 'MIXED_PRECISION' of these", file=file
+    )
+
+
+def _among_patterns(names: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a linear, or a module that it is in, is one of these; `*` is any text."""
+    patterns = [pattern for name in names for pattern in (name, f"{name}.*")]
+    return lambda linear: any(fnmatch.fnmatchcase(linear, pattern) for pattern in patterns)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": read_compressed,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "mxfp4": _read_mxfp4,
+    **dict.fromkeys(_MODELOPT, _read_modelopt),
+}

@@ -1,0 +1,142 @@
+"""What configs of AWQ and GPTQ say: integers of 4 or 8 bits in groups, packed for a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.models.config_schema import unsupported
+from graphengine.models.quantised.schemes import (
+    GROUPS,
+    Quantisation,
+    Rule,
+    WeightScheme,
+    always,
+    among_names,
+    check_keys,
+    from_start,
+    is_head,
+    read_choice,
+    read_names,
+    read_size,
+)
+
+_INSIDE = "quantization_config"
+# How a quantised model was made, and with what it is to be run.
+_ABOUT_MAKING = """
+    quant_method meta tokenizer dataset damp_percent damp_auto_increment true_sequential backend
+    static_groups mse model_name_or_path model_file_base_name model_seqlen batch_size
+    pad_token_id max_input_length cache_block_outputs use_cuda_fp16 use_exllama exllama_config
+    disable_exllama act_group_aware block_name_to_quantize module_name_preceding_first_block
+    offload_to_disk offload_to_disk_path quantizer hyb_act fuse_max_seq_len do_fuse
+    modules_to_fuse autoround_version iters lr minmax_lr nsamples seqlen train_bs
+    low_gpu_mem_usage enable_quanted_input enable_minmax_tuning scale_dtype data_type amp
+    gradient_accumulate_steps
+"""
+_AWQ_KEYS = """
+    bits w_bit group_size q_group_size zero_point version format modules_to_not_convert desc_act sym
+    pack_dtype
+"""
+_GPTQ_KEYS = """
+    bits group_size sym desc_act checkpoint_format format pack_dtype lm_head dynamic
+    modules_in_block_to_quantize modules_to_not_convert
+"""
+
+
+def read_awq(config: Mapping[str, Any]) -> Quantisation:
+    """The gemm layout, of 4 bits. ValueError, with key and value, for others."""
+    check_keys(config, _ABOUT_MAKING + _AWQ_KEYS, _INSIDE)
+    config = {"bits": config.get("w_bit", 4), "group_size": config.get("q_group_size"), **config}
+    read_choice(config, "bits", [4], _INSIDE)
+    columns = read_size(config, "group_size", _INSIDE, GROUPS)
+    has_zeros = read_choice(config, "zero_point", [True, False], _INSIDE, True)
+    for key in ("version", "format"):
+        read_choice(config, key, ["gemm", "GEMM"], _INSIDE, "gemm")
+    read_choice(config, "pack_dtype", ["int32"], _INSIDE, "int32")
+    scheme = WeightScheme(
+        layout="awq",
+        format=WeightFormat("int4", 1, columns, has_zeros),
+        codes=("qweight",),
+        scales=("scales",),
+        zeros="qzeros" if has_zeros else None,
+        unread=(),
+    )
+    skipped = read_names(config, "modules_to_not_convert", _INSIDE)
+    listed = among_names(skipped, f"{_INSIDE}.modules_to_not_convert")
+    inside_name = [f".{name}." for name in skipped]
+
+    def is_skipped(linear: str) -> bool:
+        # AWQ's own tools take an entry anywhere in a name.
+        return listed(linear) or any(part in f".{linear}." for part in inside_name)
+
+    return Quantisation("awq", (Rule(is_head, None), Rule(is_skipped, None), Rule(always, scheme)))
+
+
+def read_gptq(config: Mapping[str, Any]) -> Quantisation:
+    """Both kinds of zero points, and `dynamic`. ValueError, with key and value, for others."""
+    check_keys(config, _ABOUT_MAKING + _GPTQ_KEYS, _INSIDE)
+    rules = []
+    if not read_choice(config, "lm_head", [True, False, None], _INSIDE):
+        rules.append(Rule(is_head, None))
+    skipped = read_names(config, "modules_to_not_convert", _INSIDE)
+    rules.append(Rule(among_names(skipped, f"{_INSIDE}.modules_to_not_convert"), None))
+    rules += _dynamic_rules(config)
+    scheme = _gptq_scheme(config, _INSIDE)
+    blocks = _listed_modules(config)
+    if blocks:
+        ends = tuple(f".{name}" for name in blocks)
+        rules.append(Rule(lambda linear: f".{linear}".endswith(ends) or is_head(linear), scheme))
+    else:
+        rules.append(Rule(always, scheme))
+    return Quantisation("gptq", tuple(rules))
+
+
+def _gptq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
+    bits = read_choice(config, "bits", [4, 8], inside)
+    columns = read_size(config, "group_size", inside, GROUPS)
+    symmetric = read_choice(config, "sym", [True, False], inside, True)
+    kind = config.get("checkpoint_format") or config.get("format")
+    read_choice({"checkpoint_format": kind}, "checkpoint_format", ["gptq", "gptq_v2", None], inside)
+    read_choice(config, "pack_dtype", ["int32"], inside, "int32")
+    return WeightScheme(
+        layout="gptq",
+        format=WeightFormat("int4" if bits == 4 else "int8", 1, columns, not symmetric),
+        codes=("qweight",),
+        scales=("scales",),
+        zeros="qzeros",
+        zero_shift=0 if kind == "gptq_v2" else 1,
+        order="g_idx",
+        needs_order=bool(read_choice(config, "desc_act", [True, False, None], inside)),
+        unread=(),
+    )
+
+
+def _dynamic_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """Linears that a regular expression leaves as they are ("-:"), or gives other settings."""
+    inside = f"{_INSIDE}.dynamic"
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise unsupported(inside, dynamic, "a JSON object, null")
+    rules = []
+    for key, changes in dynamic.items():
+        sign, text = (key[:2], key[2:]) if key[:2] in ("-:", "+:") else ("+:", key)
+        matches = from_start(text, inside)
+        if sign == "-:":
+            rules.append(Rule(matches, None))
+            continue
+        if not isinstance(changes, dict):
+            raise unsupported(f"{inside}.{key}", changes, "a JSON object")
+        check_keys(changes, "bits group_size sym desc_act mse", f"{inside}.{key}")
+        rules.append(Rule(matches, _gptq_scheme({**config, **changes}, f"{inside}.{key}")))
+    return rules
+
+
+def _listed_modules(config: Mapping[str, Any]) -> Sequence[str]:
+    """The linears of a block that are quantised; none: all of them."""
+    found = config.get("modules_in_block_to_quantize") or []
+    flat = [name for each in found for name in (each if isinstance(each, list) else [each])]
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in flat):
+        known = "lists of strings, null"
+        raise unsupported(f"{_INSIDE}.modules_in_block_to_quantize", found, known)
+    return flat

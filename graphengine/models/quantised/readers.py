@@ -1,0 +1,321 @@
+"""Weights of 8 and 4 bits, read from however a checkpoint stores them.
+
+Nothing is rounded: a weight that is read means what the checkpoint's own format means. All is done
+where the tensors lie, so that they may be on a device.
+
+Letters: M weight rows, K input features, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels.linear.quantised import (
+    QuantisedWeight,
+    WeightFormat,
+    packed_halves,
+    unpacked_halves,
+)
+from graphengine.models.quantised.schemes import Layout, WeightScheme
+from graphengine.models.quantised.stored_tensors import (
+    FLOATS,
+    LinearTensors,
+    check_multiple,
+    check_range,
+    group_shapes,
+    group_text,
+)
+
+# The columns that the eight numbers of an int32 hold in AWQ's gemm layout, from the lowest bits.
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+# Codes of int8 are in two's complement; packed ones have this added.
+_MIDDLE = {"int4": 8, "int8": 128}
+
+
+class ReadWeight(NamedTuple):
+    """A weight, and the names of all of its linear's tensors that need not be read any more."""
+
+    weight: QuantisedWeight
+    names: tuple[str, ...]
+
+
+def read_weight(
+    scheme: WeightScheme, tensors: Mapping[str, Tensor], linear: str, shape: tuple[int, int]
+) -> ReadWeight:
+    """The weight [out_features, in_features] of the linear of this name.
+
+    tensors  the checkpoint's, by name; each is looked up once, so that a mapping may read files.
+             The weight may share their memory
+    shape    what the model's config says of it
+
+    ValueError, with names and numbers, for what is missing, has another dtype or shape than the
+    scheme and the shape say, or has values that mean nothing.
+    """
+    stored = LinearTensors(tensors, linear)
+    codes, scales, zeros = _READERS[scheme.layout](scheme, stored, shape)
+    whole = None
+    if scheme.whole is not None:
+        whole = stored.take_whole(scheme.whole, inverse=scheme.inverse)
+    order = _read_order(scheme, stored, shape[1])
+    if order is not None:
+        codes = _ordered(codes, order, scheme.format)
+    stored.skip(scheme.unread)
+    weight = QuantisedWeight(
+        format=scheme.format,
+        codes=codes.contiguous(),
+        scales=scales.contiguous(),
+        whole=whole,
+        zeros=None if zeros is None else zeros.contiguous(),
+        order=order,
+    )
+    return ReadWeight(weight, tuple(dict.fromkeys(stored.used)))
+
+
+def is_plain(scheme: WeightScheme, dtypes: Mapping[str, torch.dtype], linear: str) -> bool:
+    """Whether a checkpoint has the linear's weight in 16 or 32 bits, and nothing of the scheme.
+
+    dtypes  of the checkpoint's tensors, by name
+
+    A draft module's projections may be stored so where a config is silent about them.
+    """
+    beside = (*scheme.scales, *(name for name in scheme.codes if name != "weight"))
+    return dtypes.get(f"{linear}.weight") in FLOATS and not any(
+        f"{linear}.{name}" in dtypes for name in beside
+    )
+
+
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _read_codes(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
+    """One code an element: e4m3, or int8."""
+    kind = scheme.format
+    dtype = torch.float8_e4m3fn if kind.code == "e4m3" else torch.int8
+    name = stored.name(*scheme.codes)
+    codes = stored.take(*scheme.codes, shape=shape, dtypes=(dtype,), why=f"codes of {kind.code}")
+    if kind.code == "int4":
+        check_multiple(name, "columns", shape[1], 2)
+        check_range(name, "codes of 4 bits", codes, -8, 7)
+        codes = packed_halves((codes + 8).view(torch.uint8))
+    scales = _scales(scheme, stored, shape)
+    return codes.view(torch.uint8), scales, _read_plain_zeros(scheme, stored, shape)
+
+
+def _scales(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> Tensor:
+    kind = scheme.format
+    return stored.take_scales(
+        scheme.scales, kind, group_shapes(kind, shape), group_text(kind, shape)
+    )
+
+
+def _read_plain_zeros(
+    scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]
+) -> Tensor | None:
+    kind, end = scheme.format, scheme.zeros
+    if end is None or not (kind.has_zeros or stored.stored([end])):
+        return None
+    if not kind.has_zeros:
+        _skip_empty_zeros(stored, end)
+        return None
+    why = f"zero points, {group_text(kind, shape)},"
+    zeros = stored.take_groups([end], group_shapes(kind, shape), (torch.int8,), why)
+    if kind.code == "int4":
+        check_range(stored.name(end), "zero points", zeros, -8, 7)
+        zeros = zeros + 8
+    return zeros.view(torch.uint8)
+
+
+def _skip_empty_zeros(stored: LinearTensors, end: str) -> None:
+    """Zero points of a symmetric format, which must all be 0."""
+    values = stored.take_any(end).float()
+    check_range(stored.name(end), "zero points of a symmetric format", values, 0, 0)
+
+
+def _read_int32_rows(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
+    """Codes one after the other in int32, each row for itself, and zero points along columns."""
+    kind, (M, K) = scheme.format, shape
+    per_word = 32 // kind.bits
+    name = stored.name(*scheme.codes)
+    check_multiple(name, "columns", K, 8 // kind.bits)
+    if stored.stored(["weight_shape"]):
+        said = stored.take_any("weight_shape").tolist()
+        if said != [M, K]:
+            raise ValueError(f"{stored.linear}.weight_shape says {said}: its weight is {[M, K]}")
+    words = stored.take(
+        *scheme.codes,
+        shape=(M, -(-K // per_word)),
+        dtypes=(torch.int32,),
+        why=f"a weight {[M, K]} in int32 of {per_word} codes",
+    )
+    codes = _bytes(words)[:, : K * kind.bits // 8]
+    scales = _scales(scheme, stored, shape)
+    if not kind.has_zeros:
+        return _signed(codes, kind), scales, _read_plain_zeros(scheme, stored, shape)
+    assert scheme.zeros is not None
+    groups = kind.groups(M, K)[1]
+    packed = stored.take(
+        scheme.zeros,
+        shape=(-(-M // per_word), groups),
+        dtypes=(torch.int32,),
+        why=f"zero points of {M} rows and {groups} groups in int32",
+    )
+    zeros = _numbers(_bytes(packed.T), kind)[:, :M].T
+    return _signed(codes, kind), scales, _signed(zeros, kind)
+
+
+def _read_gptq(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
+    """Codes one after the other in int32 along the columns, all tensors transposed."""
+    kind, (M, K) = scheme.format, shape
+    per_word = 32 // kind.bits
+    check_multiple(stored.name(*scheme.codes), "columns", K, per_word)
+    words = stored.take(
+        *scheme.codes,
+        shape=(K // per_word, M),
+        dtypes=(torch.int32,),
+        why=f"a weight {[M, K]}, transposed, in int32 of {per_word} codes",
+    )
+    zeros = _read_packed_zeros(scheme, stored, shape)
+    if zeros is not None:
+        _check_zeros(scheme, stored, zeros)
+        zeros = _signed(zeros.to(torch.uint8), kind) if kind.has_zeros else None
+    return _signed(_bytes(words.T), kind), _transposed_scales(scheme, stored, shape), zeros
+
+
+def _read_awq(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
+    """Codes of rows in int32, in an order of their own, all tensors transposed."""
+    kind, (M, K) = scheme.format, shape
+    check_multiple(stored.name(*scheme.codes), "rows", M, 8)
+    check_multiple(stored.name(*scheme.codes), "columns", K, kind.columns or K)
+    check_multiple(stored.name(*scheme.codes), "columns", K, 2)
+    words = stored.take(
+        *scheme.codes,
+        shape=(K, M // 8),
+        dtypes=(torch.int32,),
+        why=f"a weight {[M, K]}, transposed, in int32 of 8 codes",
+    )
+    codes = packed_halves(_awq_rows(unpacked_halves(_bytes(words))).T)
+    zeros = _read_packed_zeros(scheme, stored, shape)
+    zeros = None if zeros is None else _awq_rows(zeros.T).T.to(torch.uint8)
+    return codes, _transposed_scales(scheme, stored, shape), zeros
+
+
+def _awq_rows(numbers: Tensor) -> Tensor:
+    """[.., M], which were in the order of AWQ's words."""
+    places = torch.tensor(_AWQ_COLUMNS, device=numbers.device).argsort()
+    words = numbers.reshape(*numbers.shape[:-1], -1, 8)
+    return words[..., places].flatten(-2)
+
+
+def _read_packed_zeros(
+    scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]
+) -> Tensor | None:
+    """Int32 [M, G] of zero points that are packed along the rows; None: there are none."""
+    kind, (M, K) = scheme.format, shape
+    if scheme.zeros is None or not (kind.has_zeros or stored.stored([scheme.zeros])):
+        return None
+    per_word = 32 // kind.bits
+    name = stored.name(scheme.zeros)
+    check_multiple(name, "rows", M, per_word)
+    groups = kind.groups(M, K)[1]
+    words = stored.take(
+        scheme.zeros,
+        shape=(groups, M // per_word),
+        dtypes=(torch.int32,),
+        why=f"zero points of {groups} groups and {M} rows in int32 of {per_word}",
+    )
+    return _numbers(_bytes(words), kind).T.int() + scheme.zero_shift
+
+
+def _check_zeros(scheme: WeightScheme, stored: LinearTensors, zeros: Tensor) -> None:
+    assert scheme.zeros is not None
+    kind = scheme.format
+    name = stored.name(scheme.zeros)
+    if kind.has_zeros:
+        check_range(name, "zero points", zeros, 0, 2**kind.bits - 1)
+    else:
+        middle = _MIDDLE[kind.code]
+        check_range(name, "zero points of a symmetric format", zeros, middle, middle)
+
+
+def _transposed_scales(
+    scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]
+) -> Tensor:
+    (rows, columns), kind = shape, scheme.format
+    groups = kind.groups(rows, columns)[1]
+    why = f"of {groups} groups of {kind.columns or columns} columns and {rows} rows"
+    return stored.take_scales(scheme.scales, kind, [(groups, rows)], why).T
+
+
+def _read_halves(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
+    """Two codes in a byte, the lower half first; or these in blocks that share a scale."""
+    kind, (M, K) = scheme.format, shape
+    name = stored.name(*scheme.codes)
+    check_multiple(name, "columns", K, kind.columns)
+    blocks = scheme.codes[0].endswith("blocks")
+    packed = stored.take(
+        *scheme.codes,
+        shape=(M, K // kind.columns, kind.columns // 2) if blocks else (M, K // 2),
+        dtypes=(torch.uint8,),
+        why=f"a weight {[M, K]} with two codes in a byte",
+    )
+    return packed.reshape(M, K // 2), _scales(scheme, stored, shape), None
+
+
+def _read_order(scheme: WeightScheme, stored: LinearTensors, K: int) -> Tensor | None:
+    """Int32 [K], the columns sorted by their groups; None where they are in this order already."""
+    end = scheme.order
+    if end is None or not (scheme.needs_order or stored.stored([end])):
+        return None
+    groups = stored.take(
+        end, shape=(K,), dtypes=(torch.int32, torch.int64), why=f"the groups of {K} columns"
+    )
+    columns = scheme.format.columns or K
+    count = -(-K // columns)
+    name = stored.name(end)
+    check_range(name, "groups", groups, 0, count - 1)
+    sizes = groups.long().bincount(minlength=count)
+    wanted = torch.full_like(sizes, columns)
+    wanted[-1] = K - (count - 1) * columns
+    if not torch.equal(sizes, wanted):
+        first = int((sizes != wanted).nonzero()[0])
+        raise ValueError(
+            f"{name} puts {int(sizes[first])} columns into group {first} of {count}: "
+            f"it is of {int(wanted[first])}"
+        )
+    order = groups.argsort(stable=True).int()
+    return None if bool((order[1:] > order[:-1]).all()) else order
+
+
+def _ordered(codes: Tensor, order: Tensor, kind: WeightFormat) -> Tensor:
+    """Codes whose columns are sorted by group."""
+    if kind.bits == 8:
+        return codes[:, order]
+    return packed_halves(unpacked_halves(codes)[:, order])
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """Uint8 [.., 4 times as many] of int32, the lowest bits first."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _numbers(packed: Tensor, kind: WeightFormat) -> Tensor:
+    """Uint8, one number each, of packed bytes."""
+    return packed if kind.bits == 8 else unpacked_halves(packed)
+
+
+def _signed(numbers: Tensor, kind: WeightFormat) -> Tensor:
+    """Codes of packed numbers, whose middle stands for 0."""
+    return numbers ^ 128 if kind.code == "int8" else numbers
+
+
+_READERS: Mapping[Layout, Callable[[WeightScheme, LinearTensors, tuple[int, int]], _Parts]] = {
+    "codes": _read_codes,
+    "int32_rows": _read_int32_rows,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "halves": _read_halves,
+}

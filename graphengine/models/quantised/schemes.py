@@ -1,0 +1,143 @@
+"""How a checkpoint stores the weight of a linear, as its config says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.models.config_schema import unsupported
+
+Layout = Literal["codes", "int32_rows", "awq", "gptq", "halves"]
+"""How a checkpoint lays codes out: one an element; as int32 along the rows of the weight; as AWQ's
+gemm kernel has them; as int32 along the rows of the transposed weight; two in a byte."""
+
+
+class WeightScheme(NamedTuple):
+    """How the weight of a linear is stored, and what it becomes.
+
+    format      what the weight becomes
+    codes       name of the tensor of codes, below the linear's name, as all names here; one of the
+                given ones must be there
+    scales      names of which one must be there
+    whole       name of a factor on all scales
+    inverse     whether scales are to be divided by it
+    zeros       name of zero points; of a format that has none they may be there, and then must
+                say nothing
+    zero_shift  what a stored zero point lacks
+    order       name of the groups of columns, where columns may be in another order
+    needs_order whether these groups must be there
+    unread      names of tensors that concern activations alone
+    notes       what the config says that is not carried out, for a log
+    """
+
+    layout: Layout
+    format: WeightFormat
+    codes: tuple[str, ...] = ("weight",)
+    scales: tuple[str, ...] = ("weight_scale",)
+    whole: str | None = None
+    inverse: bool = False
+    zeros: str | None = None
+    zero_shift: int = 0
+    order: str | None = None
+    needs_order: bool = False
+    unread: tuple[str, ...] = ("input_scale", "input_zero_point", "output_scale")
+    notes: tuple[str, ...] = ()
+
+
+class Rule(NamedTuple):
+    """What the linears that match a rule are stored as; None: as they are."""
+
+    matches: Callable[[str], bool]
+    scheme: WeightScheme | None
+
+
+class Quantisation(NamedTuple):
+    """What a config says of a model's weights: of each linear, what the first rule for it says."""
+
+    method: str
+    rules: tuple[Rule, ...]
+
+    def scheme(self, linear: str) -> WeightScheme | None:
+        """Of the linear of this name in the checkpoint ("lm_head"); None: it is not quantised."""
+        return next((rule.scheme for rule in self.rules if rule.matches(linear)), None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of all schemes, each once."""
+        schemes = [rule.scheme for rule in self.rules if rule.scheme is not None]
+        return tuple(dict.fromkeys(note for scheme in schemes for note in scheme.notes))
+
+
+GROUPS = (16, 32, 64, 128, 256, 512, 1024)
+"""Columns that may share a scale, beside all."""
+HEAD = "lm_head"
+
+
+def read_choice(
+    config: Mapping[str, Any], key: str, known: Sequence[Any], inside: str, default: Any = None
+) -> Any:
+    """The value of a key, one of `known`. ValueError names key, value and what is known."""
+    value = config.get(key, default)
+    # True is 1 for Python.
+    if not any(value == each and type(value) is type(each) for each in known):
+        shown = ", ".join("null" if each is None else repr(each) for each in known)
+        raise unsupported(f"{inside}.{key}", value, shown)
+    return value
+
+
+def check_keys(config: Mapping[str, Any], known: str, inside: str) -> None:
+    """ValueError names the first key that is not one of `known`, names in a text, and not empty."""
+    names = sorted(known.split())
+    for key, value in config.items():
+        if key not in names and value not in (None, {}, [], False):
+            raise unsupported(f"{inside}.{key}", value, f"null, or the keys {', '.join(names)}")
+
+
+def read_names(config: Mapping[str, Any], key: str, inside: str) -> list[str]:
+    """A list of strings, empty where it is missing or null. ValueError for anything else."""
+    value = config.get(key)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise unsupported(f"{inside}.{key}", value, "a list of strings, null")
+    return value
+
+
+def read_size(
+    config: Mapping[str, Any], key: str, inside: str, known: Sequence[int], default: Any = None
+) -> int:
+    """Columns that share a scale, 0 for all, which configs give as -1."""
+    value = read_choice(config, key, [*known, -1], inside, default)
+    return 0 if value == -1 else int(value)
+
+
+def from_start(text: str, inside: str) -> Callable[[str], bool]:
+    """Whether a regular expression matches a linear's name from its start.
+
+    ValueError, with key and value, for what is no regular expression.
+    """
+    try:
+        expression = re.compile(text)
+    except re.error as error:
+        raise unsupported(inside, text, f"regular expressions: {error}") from error
+    return lambda linear: expression.match(linear) is not None
+
+
+def among_names(names: Sequence[str], inside: str) -> Callable[[str], bool]:
+    """Whether a linear is one that a `modules_to_not_convert` lists, as transformers reads it.
+
+    An entry is the end of a name, or a regular expression for a name's whole parts from its start.
+    """
+    starts = [from_start(rf"(?:{name})(?:(?<=\.)|(?=\.)|$)", inside) for name in names]
+    ends = tuple(names)
+    return lambda linear: linear.endswith(ends) or any(starts_so(linear) for starts_so in starts)
+
+
+def is_head(linear: str) -> bool:
+    """Whether it is lm_head, which methods that quantise layers leave as it is."""
+    return linear.rpartition(".")[2] == HEAD
+
+
+def always(linear: str) -> bool:
+    return True

@@ -1,0 +1,176 @@
+"""The tensors that a checkpoint has of one linear, each checked when it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from graphengine.checks import shown
+from graphengine.kernels.linear.quantised import WeightFormat
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)
+# The byte of e8m0 that is no number.
+_NO_POWER = 255
+
+
+class LinearTensors:
+    """Tensors below the name of a linear, and which of them were used."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], linear: str) -> None:
+        self.linear = linear
+        self.used: list[str] = []
+        self._tensors = tensors
+        self._read: dict[str, Tensor] = {}
+
+    def name(self, *ends: str) -> str:
+        """The name of the one tensor that is there. ValueError if there is none, or several."""
+        found = self.stored(ends)
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.linear} has {' and '.join(found) or 'no tensor'}: "
+                f"one of {', '.join(map(self._below, ends))} is needed"
+            )
+        return found[0]
+
+    def stored(self, ends: Sequence[str]) -> list[str]:
+        """The full names of those that are there."""
+        return [name for name in map(self._below, ends) if name in self._tensors]
+
+    def take(
+        self, *ends: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], why: str
+    ) -> Tensor:
+        """The one tensor that is there. ValueError unless it has the shape and one of the dtypes.
+
+        why  what asks for these, for the message
+        """
+        return self._take(self.name(*ends), shape, dtypes, why)
+
+    def take_any(self, end: str) -> Tensor:
+        """The tensor, whatever it is."""
+        name = self.name(end)
+        self.used.append(name)
+        return self._tensor(name)
+
+    def take_groups(
+        self,
+        ends: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[torch.dtype],
+        why: str,
+    ) -> Tensor:
+        """The tensor in the first of these shapes, stored in any of them."""
+        name = self.name(*ends)
+        stored = tuple(self._tensor(name).shape)
+        tensor = self._take(name, stored if stored in shapes else shapes[0], dtypes, why)
+        return tensor.reshape(shapes[0])
+
+    def take_scales(
+        self, ends: Sequence[str], kind: WeightFormat, shapes: Sequence[tuple[int, ...]], why: str
+    ) -> Tensor:
+        """Scales as `take_groups` has them, e8m0 as uint8. ValueError names the first wrong one."""
+        wanted: Sequence[torch.dtype] = FLOATS
+        if kind.code == "e2m1":
+            wanted = _POWERS if kind.columns == 32 else (torch.float8_e4m3fn,)
+        elif kind.code == "e4m3":
+            # A byte may mean a power of two here, too; its dtype must say so.
+            wanted = (*FLOATS, torch.float8_e8m0fnu)
+        scales = self.take_groups(ends, shapes, wanted, f"scales, {why},")
+        if scales.dtype in _POWERS:
+            scales = scales.view(torch.uint8)
+            wrong = scales == _NO_POWER
+        else:
+            values = scales.float()
+            # A scale that was too small for e4m3 is 0 there.
+            high = values >= 0 if scales.dtype == torch.float8_e4m3fn else values > 0
+            wrong = ~(high & values.isfinite())
+        if bool(wrong.any()):
+            where = wrong.nonzero()[0].tolist()
+            value = scales[tuple(where)].float().item()
+            raise ValueError(
+                f"{self.name(*ends)} has {int(wrong.sum())} wrong of {wrong.numel()} scales, the "
+                f"first {value:.7g} at {where}: scales are positive and finite"
+            )
+        return scales
+
+    def take_whole(self, end: str, *, inverse: bool) -> Tensor:
+        """A factor on all scales, or one that divides them, as float32 []."""
+        name = self.name(end)
+        stored = self._tensor(name)
+        if stored.numel() != 1 or stored.dtype not in FLOATS:
+            raise ValueError(
+                f"{name} is in {_dtype_name(stored.dtype)} with shape {list(stored.shape)}: "
+                f"one number is needed, in {', '.join(map(_dtype_name, FLOATS))}"
+            )
+        self.used.append(name)
+        value = stored.reshape(()).float()
+        value = 1 / value if inverse else value
+        if not (bool(value.isfinite()) and bool(value > 0)):
+            raise ValueError(f"{name} has {float(stored):.7g}: it must be positive and finite")
+        return value
+
+    def skip(self, ends: Sequence[str]) -> None:
+        """Count those that are there as used."""
+        self.used += self.stored(ends)
+
+    def _take(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], why: str
+    ) -> Tensor:
+        tensor = self._tensor(name)
+        if tensor.dtype not in dtypes:
+            known = ", ".join(map(_dtype_name, dtypes))
+            raise ValueError(f"{name} is in {_dtype_name(tensor.dtype)}: {why} must be in {known}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: {why} must have shape {list(shape)}"
+            )
+        self.used.append(name)
+        return tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._read:
+            self._read[name] = self._tensors[name]
+        return self._read[name]
+
+    def _below(self, end: str) -> str:
+        return self.linear + (end if end.startswith("_") else f".{end}")
+
+
+def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Of values for each group of a weight [M, K]: [M / R, K / C], and shorter ones of as many."""
+    rows, columns = kind.groups(*shape)
+    shapes: list[tuple[int, ...]] = [(rows, columns)]
+    if columns == 1:
+        shapes.append((rows,))
+        if rows == 1:
+            shapes.append(())
+    return shapes
+
+
+def group_text(kind: WeightFormat, shape: tuple[int, int]) -> str:
+    """What `group_shapes` are for, in messages."""
+    rows, columns = (str(size) if size else "all" for size in (kind.rows, kind.columns))
+    return f"one for {rows} rows and {columns} columns of a weight {list(shape)}"
+
+
+def check_multiple(name: str, what: str, count: int, of: int) -> None:
+    """ValueError unless `count` is a multiple of `of`, which the packing takes."""
+    if count % of:
+        raise ValueError(f"{name} has {count} {what}: its packing takes a multiple of {of}")
+
+
+def check_range(name: str, what: str, values: Tensor, least: int, most: int) -> None:
+    """ValueError, with the first value and its place, if any is out of [least, most]."""
+    wrong = (values < least) | (values > most)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} has {int(wrong.sum())} {what} out of range, the first "
+            f"{shown(values[tuple(where)].item())} at {where}: they are in [{least}, {most}]"
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

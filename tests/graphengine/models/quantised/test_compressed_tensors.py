@@ -1,0 +1,175 @@
+"""Weights that the public compressed-tensors package packs, against what it unpacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from torch import Tensor
+
+from graphengine.kernels.linear.quantised import WeightFormat, dequantise
+from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.readers import read_weight
+
+LINEAR = "model.layers.3.mlp.up_proj"
+Stored = dict[str, Tensor]
+
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], WeightFormat]] = {
+    "fp8 tensor": (
+        "float-quantized", {"type": "float", "strategy": "tensor"}, (9, 33),
+        WeightFormat("e4m3", 0, 0),
+    ),
+    "fp8 channel": (
+        "float-quantized", {"type": "float", "strategy": "channel"}, (9, 33),
+        WeightFormat("e4m3", 1, 0),
+    ),
+    "fp8 group": (
+        "naive-quantized", {"type": "float", "strategy": "group", "group_size": 32}, (9, 96),
+        WeightFormat("e4m3", 1, 32),
+    ),
+    "fp8 block": (
+        "float-quantized",
+        {"type": "float", "strategy": "block", "block_structure": [128, 128]}, (256, 384),
+        WeightFormat("e4m3", 128, 128),
+    ),
+    "int8 channel": (
+        "int-quantized", {"strategy": "channel"}, (9, 33), WeightFormat("int8", 1, 0),
+    ),
+    "int8 tensor": ("int-quantized", {"strategy": "tensor"}, (9, 33), WeightFormat("int8", 0, 0)),
+    "int8 zeros": (
+        "naive-quantized", {"strategy": "channel", "symmetric": False}, (9, 33),
+        WeightFormat("int8", 1, 0, True),
+    ),
+    "int8 group zeros": (
+        "int-quantized", {"strategy": "group", "group_size": 32, "symmetric": False}, (9, 96),
+        WeightFormat("int8", 1, 32, True),
+    ),
+    "int4 as int8": (
+        "int-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}, (9, 96),
+        WeightFormat("int4", 1, 32),
+    ),
+    "int4 as int8 zeros": (
+        "int-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}, (9, 96),
+        WeightFormat("int4", 1, 32, True),
+    ),
+    "packed int4 of 32": (
+        "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}, (9, 96),
+        WeightFormat("int4", 1, 32),
+    ),
+    "packed int4 of 128": (
+        "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 128}, (5, 384),
+        WeightFormat("int4", 1, 128),
+    ),
+    "packed int4 zeros": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False}, (9, 192),
+        WeightFormat("int4", 1, 64, True),
+    ),
+    "packed int4 channel": (
+        "pack-quantized", {"num_bits": 4, "strategy": "channel"}, (9, 38),
+        WeightFormat("int4", 1, 0),
+    ),
+    "packed int4 channel zeros": (
+        "pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": False}, (9, 38),
+        WeightFormat("int4", 1, 0, True),
+    ),
+    "packed int8": (
+        "pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}, (9, 96),
+        WeightFormat("int8", 1, 32),
+    ),
+    "packed int8 zeros": (
+        "pack-quantized",
+        {"num_bits": 8, "strategy": "channel", "symmetric": False}, (9, 37),
+        WeightFormat("int8", 1, 0, True),
+    ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, (9, 48),
+        WeightFormat("e2m1", 1, 16),
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}, (9, 96),
+        WeightFormat("e2m1", 1, 32),
+    ),
+}  # fmt: skip
+
+
+def config_of(name: str, args: QuantizationArgs, **group: Any) -> dict[str, Any]:
+    """`quantization_config` as the package itself writes it."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, **group)
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=name,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+    )
+    return json.loads(config.model_dump_json())
+
+
+def random_parameters(args: QuantizationArgs, M: int, K: int) -> Stored:
+    """Scales, and zero points where there are some, for a weight in (-1, 1)."""
+    kind = WeightFormat("int8", *{
+        "tensor": (0, 0), "channel": (1, 0), "block": tuple(args.block_structure or ()),
+    }.get(args.strategy or "", (1, args.group_size)))  # fmt: skip
+    shape = (1,) if args.strategy == "tensor" else kind.groups(M, K)
+    steps = {("int", 8): 127, ("int", 4): 7, ("float", 8): 448, ("float", 4): 6}
+    scales = (0.5 + torch.rand(shape)) / steps[args.type, args.num_bits]
+    if args.type == "float" and args.num_bits == 4:
+        scales = torch.exp2(scales.log2().round())
+    found = {"weight_scale": scales}
+    if not args.symmetric:
+        least, most = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1)
+        found["weight_zero_point"] = torch.randint(least, most, shape, dtype=torch.int8)
+    if args.strategy == "tensor_group":
+        whole = torch.tensor([37.5])
+        found["weight_scale"] = (scales * whole).to(torch.float8_e4m3fn).float()
+        found["weight_global_scale"] = whole
+    return found
+
+
+def packed(case: str) -> tuple[dict[str, Any], Stored, Tensor]:
+    """(config, the linear's tensors, what the package says they mean) of a case."""
+    name, given, (M, K), _ = CASES[case]
+    torch.manual_seed(len(case))
+    args = QuantizationArgs(**{"num_bits": 8, "type": "int", **given})
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(name)
+    weight = torch.rand(M, K) * 2 - 1
+    tensors = compressor.compress({"weight": weight, **random_parameters(args, M, K)}, scheme)
+    if name == "nvfp4-pack-quantized":
+        # Its compressor computes in bfloat16.
+        codes = unpack_fp4_from_uint8(tensors["weight_packed"], M, K, dtype=torch.float32)
+        scales, whole = tensors["weight_scale"].float(), tensors["weight_global_scale"]
+        meant = dequantize(codes, scales, args=args, global_scale=whole)
+    else:
+        meant = compressor.decompress(dict(tensors), scheme)["weight"].float()
+    return (
+        config_of(name, args),
+        {f"{LINEAR}.{key}": value for key, value in tensors.items()},
+        meant,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_weight_means_what_the_package_says(case: str) -> None:
+    config, tensors, meant = packed(case)
+    quantisation = read_quantisation({"quantization_config": config})
+    assert quantisation is not None
+    assert quantisation.scheme("lm_head") is None
+    scheme = quantisation.scheme(LINEAR)
+    assert scheme is not None
+    weight, names = read_weight(scheme, tensors, LINEAR, tuple(meant.shape))
+    assert weight.format == scheme.format == CASES[case][3]
+    assert weight.shape == meant.shape
+    # The package divides by NVFP4's factor, in place of a multiplication with its inverse.
+    slack = 2**-22 if "nvfp4" in case else 0
+    torch.testing.assert_close(dequantise(weight), meant, rtol=slack, atol=0)
+    assert set(names) == tensors.keys()

@@ -1,0 +1,213 @@
+"""What configs say of a model's linears, and what of a config is not understood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.schemes import Quantisation
+
+LAYER = "model.layers.1."
+UP, QUERY = f"{LAYER}mlp.up_proj", f"{LAYER}self_attn.q_proj"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "global_compression_ratio": 1.9,
+    "version": "0.13.0",
+}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+FILE = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+
+
+def read(config: dict[str, Any]) -> Quantisation:
+    quantisation = read_quantisation({"quantization_config": config})
+    assert quantisation is not None
+    return quantisation
+
+
+def formats(config: dict[str, Any], *linears: str) -> list[WeightFormat | None]:
+    quantisation = read(config)
+    schemes = [quantisation.scheme(linear) for linear in linears]
+    return [scheme and scheme.format for scheme in schemes]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, {}, {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+     {"quant_method": "modelopt", "quantization": {"quant_algo": None}},
+     {"quant_method": "compressed-tensors", "config_groups": {},
+      "kv_cache_scheme": {"type": "float", "num_bits": 8}}],
+)  # fmt: skip
+def test_weights_may_not_be_quantised(config: Any) -> None:
+    assert read_quantisation({"quantization_config": config}) is None
+    assert read_quantisation({}, {"quantization": {"quant_algo": None}}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "linear"),
+    [
+        (FP8 | {"modules_to_not_convert": [QUERY]}, QUERY),
+        (FP8 | {"modules_to_not_convert": ["self_attn.q_proj"]}, QUERY),
+        (FP8 | {"modules_to_not_convert": ["model.layers.1"]}, QUERY),
+        (FP8 | {"modules_to_not_convert": ["model.layers.*.self_attn"]}, QUERY),
+        (FP8 | {"ignored_layers": [QUERY]}, QUERY),
+        (FP8, "lm_head"),
+        (AWQ | {"modules_to_not_convert": ["self_attn"]}, QUERY),
+        (AWQ, "lm_head"),
+        (GPTQ, "lm_head"),
+        (GPTQ | {"lm_head": False}, "lm_head"),
+        (GPTQ | {"modules_in_block_to_quantize": [["mlp.up_proj"], ["mlp.down_proj"]]}, QUERY),
+        (GPTQ | {"dynamic": {r"-:.*\.self_attn\.": {}}}, QUERY),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, QUERY),
+        (MODELOPT, "lm_head"),
+        (MODELOPT | {"exclude_modules": ["*self_attn*"]}, QUERY),
+        (MODELOPT | {"ignore": ["model.layers.1.self_attn"]}, QUERY),
+        (COMPRESSED, "lm_head"),
+        (COMPRESSED | {"ignore": ["re:.*self_attn.*"]}, QUERY),
+        (COMPRESSED | {"ignore": [QUERY]}, QUERY),
+        (COMPRESSED | {"ignore": ["Linear"]}, QUERY),
+    ],
+)
+def test_linears_that_are_left_as_they_are(config: dict[str, Any], linear: str) -> None:
+    found = read(config)
+    assert found.scheme(linear) is None
+    if config.get("ignore") != ["Linear"]:
+        assert found.scheme(UP.replace("1", "11")) is not None
+
+
+def test_groups_of_linears_have_schemes_of_their_own() -> None:
+    groups = {
+        "a": {"targets": ["Linear"], "weights": INT4},
+        "b": {"targets": ["re:.*down_proj"], "weights": FLOAT8, "format": "float-quantized"},
+        "c": {"targets": [f"{LAYER}mlp.down_proj"], "weights": INT4 | {"group_size": 32}},
+        "d": {"targets": ["re:.*v_proj"], "input_activations": {"num_bits": 8}},
+    }
+    config = COMPRESSED | {"config_groups": groups}
+    names = ("model.layers.0.mlp.down_proj", f"{LAYER}mlp.down_proj", UP, f"{LAYER}v_proj")
+    assert formats(config, *names) == [
+        WeightFormat("e4m3", 1, 0),
+        WeightFormat("int4", 1, 32),
+        WeightFormat("int4", 1, 128),
+        None,
+    ]
+
+
+def test_dynamic_settings_of_gptq() -> None:
+    dynamic = {r"+:.*\.up_proj": {"bits": 8, "group_size": 32}, r".*q_proj": {"sym": False}}
+    config = GPTQ | {"dynamic": dynamic, "lm_head": True}
+    assert formats(config, UP, QUERY, f"{LAYER}mlp.down_proj", "lm_head") == [
+        WeightFormat("int8", 1, 32),
+        WeightFormat("int4", 1, 128, True),
+        WeightFormat("int4", 1, 128),
+        WeightFormat("int4", 1, 128),
+    ]
+
+
+def test_layers_of_modelopt_with_formats_of_their_own() -> None:
+    layers = {QUERY: {"quant_algo": "FP8"}, UP: {"quant_algo": "NVFP4", "group_size": 16}}
+    config = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+    }
+    assert formats(config, QUERY, UP, f"{LAYER}mlp.down_proj") == [
+        WeightFormat("e4m3", 0, 0),
+        WeightFormat("e2m1", 1, 16),
+        None,
+    ]
+
+
+def test_the_file_of_modelopt_says_it_alone_or_beside_the_config() -> None:
+    alone = read_quantisation({}, FILE)
+    both = read_quantisation({"quantization_config": MODELOPT | FILE["quantization"]}, FILE)
+    kv = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    for found in (alone, both, read_quantisation({"quantization_config": kv}, FILE)):
+        assert found is not None
+        scheme = found.scheme(UP)
+        assert scheme is not None
+        assert scheme.format == WeightFormat("e2m1", 1, 16)
+    with pytest.raises(ValueError, match=r"quant_method='gptq': supported: 'modelopt', as in hf_q"):
+        read_quantisation({"quantization_config": GPTQ}, FILE)
+
+
+def test_quantised_activations_are_noted() -> None:
+    groups = {"a": {"targets": ["Linear"], "weights": FLOAT8, "input_activations": FLOAT8}}
+    config = COMPRESSED | {"config_groups": groups, "format": "float-quantized"}
+    (note,) = read(config).notes
+    assert "config_groups.a" in note and note.startswith("input_activations are not quantised")
+    (note,) = read(FP8 | {"activation_scheme": "dynamic"}).notes
+    assert "activation_scheme='dynamic'" in note
+    (note,) = read(MODELOPT).notes
+    assert "quant_algo='FP8'" in note
+    assert read(GPTQ).notes == read(COMPRESSED).notes == ()
+
+
+def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": INT4 | weights}}
+    return COMPRESSED | {"config_groups": groups} | top
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("gptq", "quantization_config='gptq': supported: a JSON object, null"),
+        ({"quant_method": "hqq"}, "quant_method='hqq': supported: 'fp8', 'compressed-tensors', "
+         "'awq', 'gptq', 'mxfp4', 'modelopt', 'modelopt_fp4'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': supported: 'e4m3'"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\]: supported: \[rows, col"),
+        (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\]"),
+        (FP8 | {"rotation": "hadamard"}, "rotation='hadamard': supported: null, or the keys"),
+        (FP8 | {"modules_to_not_convert": ["("]}, r"modules_to_not_convert='.*supported: regular"),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "='lm_head': supported: a list of strings"),
+        (AWQ | {"version": "gemv"}, "version='gemv': supported: 'gemm'"),
+        (AWQ | {"bits": 8}, "bits=8: supported: 4"),
+        (AWQ | {"group_size": 100}, "group_size=100: supported: 16, 32, 64, 128"),
+        (GPTQ | {"bits": 3}, "bits=3: supported: 4, 8"),
+        (GPTQ | {"bits": True}, "bits=True: supported: 4, 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': supported: 'gptq', "
+         "'gptq_v2', null"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True: supported: null"),
+        (GPTQ | {"sym": "yes"}, "sym='yes': supported: True, False"),
+        (GPTQ | {"dynamic": [1]}, r"dynamic=\[1\]: supported: a JSON object"),
+        (GPTQ | {"dynamic": {"x": {"bits": 2}}}, r"dynamic\.x\.bits=2: supported: 4, 8"),
+        (GPTQ | {"dynamic": {"x": {"rank": 2}}}, r"dynamic\.x\.rank=2"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic='\(': supported: regular expressions"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': supported: 'FP8', 'NVFP4'"),
+        (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size=32: supported: 16"),
+        (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24': supported: 'float-quantized', "
+         "'int-quantized', 'naive-quantized', 'pack-quantized', 'nvfp4-pack-quantized', 'mxfp4-"),
+        (COMPRESSED | {"format": "mixed-precision"}, r"group_0\.format=None: supported: 'float-q"),
+        (COMPRESSED | {"quantization_status": "frozen"}, "status='frozen': supported: 'compress"),
+        (COMPRESSED | {"config_groups": {}, "sparsity_config": {"format": "sparse-24-bitmask"}},
+         "sparsity_config={.*supported: null"),
+        (COMPRESSED | {"transform_config": {"a": 1}}, "transform_config={'a': 1}: supported"),
+        (COMPRESSED | {"config_groups": [1]}, r"config_groups=\[1\]: supported: a JSON object"),
+        (changed({"num_bits": 3}), r"weights\.num_bits=3: supported: 4, 8"),
+        (changed({"type": "float"}), r"weights\.type='float': supported: 'int'"),
+        (changed({"group_size": 48}), r"weights\.group_size=48: supported: 16, 32"),
+        (changed({"strategy": "block"}), r"weights\.strategy='block': supported: 'tensor', 'cha"),
+        (changed({"strategy": "channel"}), r"weights\.group_size=128: supported: -1"),
+        (changed({"dynamic": True}), r"weights\.dynamic=True: supported: False, null"),
+        (changed({"codebook": 8}), r"weights\.codebook=8: supported: null, or the keys actorder"),
+        (changed({"actorder": "x"}), r"weights\.actorder='x': supported: 'group', 'dynamic', True"),
+        (changed({"type": "float", "num_bits": 8, "symmetric": False}, format="float-quantized"),
+         r"weights\.symmetric=False: supported: True"),
+        (changed({"type": "float", "group_size": 16}, format="nvfp4-pack-quantized"),
+         r"weights\.strategy='group': supported: 'tensor_group'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_named(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^(config\.json|hf_quant).*" + message):
+        read_quantisation({"quantization_config": config})
