@@ -18,9 +18,9 @@ from torch import Tensor
 from graphengine.kernels import FP8_MAX
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
 
-WeightKind = Literal["fp8", "int8", "int4"]
-WEIGHT_KINDS = get_args(WeightKind)
-KIND_FORMATS: Mapping[WeightKind, WeightFormat] = {
+RoundedKind = Literal["fp8", "int8", "int4"]
+ROUNDED_KINDS = get_args(RoundedKind)
+KIND_FORMATS: Mapping[RoundedKind, WeightFormat] = {
     "fp8": WeightFormat("e4m3", 1, 0),
     "int8": WeightFormat("int8", 1, 0),
     "int4": WeightFormat("int4", 1, 128),

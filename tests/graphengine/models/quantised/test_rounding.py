@@ -15,7 +15,7 @@ from graphengine.kernels.linear.quantised import (
     unpacked_codes,
 )
 from graphengine.models.quantised import rounding
-from graphengine.models.quantised.rounding import KIND_FORMATS, WEIGHT_KINDS, quantise
+from graphengine.models.quantised.rounding import KIND_FORMATS, ROUNDED_KINDS, quantise
 
 INT4 = KIND_FORMATS["int4"]
 
@@ -33,14 +33,14 @@ def steps(weight: QuantisedWeight, K: int) -> torch.Tensor:
 
 
 @given(
-    kind=st.sampled_from(WEIGHT_KINDS),
+    kind=st.sampled_from(ROUNDED_KINDS),
     M=st.integers(1, 5),
     K=st.integers(1, 200).map(lambda half: 2 * half),
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 def test_no_number_is_further_from_its_code_than_half_a_step(
-    kind: rounding.WeightKind, M: int, K: int, seed: int, dtype: torch.dtype
+    kind: rounding.RoundedKind, M: int, K: int, seed: int, dtype: torch.dtype
 ) -> None:
     weight = random_weight(M, K, seed).to(dtype)
     found = quantise(weight, KIND_FORMATS[kind])
@@ -53,12 +53,13 @@ def test_no_number_is_further_from_its_code_than_half_a_step(
         bound = torch.maximum(weight.float().abs() / 16, steps(found, K) * 2**-10)
     else:
         bound = steps(found, K) / 2
-    # Scales of bfloat16 are up to 2^-8 off those that were chosen: 8.5 steps are as much longer.
-    assert bool((error <= bound * (1 + 2**-4 * (kind == "int4") + 2**-15)).all())
+    # A scale of bfloat16 is up to 2^-8 off the one that was chosen, and 8.5 steps are so much off.
+    slack = 17 * 2**-8 if kind == "int4" else 2**-15
+    assert bool((error <= bound * (1 + slack)).all())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_all_codes_of_integers_are_used(kind: rounding.WeightKind) -> None:
+def test_all_codes_of_integers_are_used(kind: rounding.RoundedKind) -> None:
     form = KIND_FORMATS[kind]
     most = 2 ** (form.bits - 1)
     weight = torch.zeros(2, 128)
@@ -81,9 +82,9 @@ def test_the_error_is_less_than_with_the_largest_magnitude() -> None:
         assert error < gain * (usual.view_as(weight) - weight).square().sum()
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 def test_rows_at_a_time_change_nothing(
-    kind: rounding.WeightKind, monkeypatch: pytest.MonkeyPatch
+    kind: rounding.RoundedKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = random_weight(37, 256).bfloat16()
     whole = quantise(weight, KIND_FORMATS[kind])
@@ -93,8 +94,8 @@ def test_rows_at_a_time_change_nothing(
     assert torch.equal(whole.scales, sliced.scales)
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
-def test_rows_of_zeros_and_of_tiny_numbers(kind: rounding.WeightKind) -> None:
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
+def test_rows_of_zeros_and_of_tiny_numbers(kind: rounding.RoundedKind) -> None:
     weight = torch.zeros(3, 128)
     weight[1] = 1e-38
     weight[2] = 3e38
@@ -107,9 +108,9 @@ def test_rows_of_zeros_and_of_tiny_numbers(kind: rounding.WeightKind) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 def test_what_is_not_finite_is_an_error(
-    kind: rounding.WeightKind, value: float, monkeypatch: pytest.MonkeyPatch
+    kind: rounding.RoundedKind, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "_SLICE_BYTES", 2 * 4 * 128)
     weight = torch.ones(9, 128)
