@@ -49,7 +49,7 @@ MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
         *("contract", "families", "stored", "mtp", "chains"),
-        *("checkpoint", "kv_scales", "tensor_files", "tuning"),
+        *("checkpoint", "kv_scales", "quantised", "tensor_files", "tuning"),
     )
 }
 

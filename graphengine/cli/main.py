@@ -28,6 +28,8 @@ from graphengine.cli.graph_command import (
     write_dump,
 )
 from graphengine.cli.option_flags import add_flags, given_options
+from graphengine.cli.quantize_command import add_arguments as add_quantize_arguments
+from graphengine.cli.quantize_command import quantize
 from graphengine.cli.speculative_text import (
     GRAMMAR,
     VOCABULARY_GRAMMAR,
@@ -391,6 +393,9 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             # The chat template decides how a prompt begins.
             _add_sampling_options(sub, but=("add_bos",))
     _add_graph_commands(commands)
+    writer = commands.add_parser("quantize", help=quantize.__doc__, description=quantize.__doc__)
+    writer.set_defaults(command=quantize, verbose=False)
+    add_quantize_arguments(writer)
     for name, description in COMMANDS_ABOVE.items():
         sub = commands.add_parser(name, help=description, description=description)
         if name == asked:

@@ -180,6 +180,13 @@ class Checkpoint:
                 equal.append(all(same))
         return all(equal)
 
+    def mapped(self) -> Mapping[str, Tensor]:
+        """All tensors by name, as they are stored: each is mapped from its file when looked up.
+
+        A look-up raises ValueError if the file has changed since `open`, or cannot be read.
+        """
+        return _MappedTensors(self)
+
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors mapped from `file`, each valid until the next one is yielded."""
         try:
@@ -236,6 +243,46 @@ class Checkpoint:
         for name in names:
             if header.get(self.stored_names.get(name, name)) != self.tensors[name]:
                 raise ValueError(f"{file} has changed since it was opened: tensor {name}")
+
+
+class _MappedTensors(Mapping[str, Tensor]):
+    """A checkpoint's tensors; the files of the last two looked up stay open.
+
+    Codes and scales of a weight may lie in two files that follow each other.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[Path, Any] = {}
+        self._checked: set[Path] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._checkpoint.tensors[name].file
+        try:
+            tensor: Tensor = self._open(file).get_tensor(
+                self._checkpoint.stored_names.get(name, name)
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.tensors)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.tensors)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            if file not in self._checked:
+                tensors = self._checkpoint.tensors
+                names = [name for name, info in tensors.items() if info.file == file]
+                self._checkpoint._check_unchanged(file, names)
+                self._checked.add(file)
+            self._files[file] = safe_open(file, framework="pt", device="cpu")
+            for older in list(self._files)[:-2]:
+                del self._files[older]
+        return self._files[file]
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Weights of 8 and 4 bits: what checkpoints say of them, and how they are read and made.
 
-schemes, config, compressed_config, gptq_config    what a config says of each linear
-stored_tensors, readers                            a checkpoint's tensors as one kind of weight
-concatenate                                        several linears as one
-rounding                                           from weights of 16 bits
+schemes, config, compressed_config, gptq_config  what a config says of each linear
+stored_tensors, readers                          a checkpoint's tensors as one kind of weight
+concatenate                                      several linears as one
+rounding, writer                                 from weights of 16 bits, and into checkpoints
 """

@@ -608,3 +608,43 @@ def test_weights_are_compared_by_value(tmp_path: Path, monkeypatch: pytest.Monke
     checkpoint = Checkpoint.open(tmp_path)
     equal = [name for name in checkpoint.tensors if checkpoint.have_equal_values("one", name)]
     assert sorted(equal) == ["one", "same"]
+
+
+def test_tensors_are_mapped_as_they_are_stored(tmp_path: Path) -> None:
+    """From files in turn, in dtypes that `load` does not read."""
+    (tmp_path / "config.json").write_text("{}")
+    files = [
+        {
+            "a.weight": torch.arange(6).view(2, 3).to(torch.float8_e4m3fn),
+            "a.g_idx": torch.arange(3),
+        },
+        {"a.scale": torch.ones(2), "b.weight": torch.zeros(4, dtype=torch.uint8)},
+        {"b.scale": torch.ones(4).bfloat16()},
+    ]
+    for number, tensors in enumerate(files):
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+    places = {name: f"{number}.safetensors" for number, each in enumerate(files) for name in each}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    mapped = Checkpoint.open(tmp_path).mapped()
+    assert mapped.keys() == places.keys()
+    for names in (sorted(places), sorted(places, reverse=True)):
+        held = {name: mapped[name] for name in names}
+        for tensors in files:
+            for name, tensor in tensors.items():
+                assert held[name].dtype == tensor.dtype
+                assert torch.equal(held[name].float(), tensor.float())
+    with pytest.raises(KeyError):
+        mapped["c.weight"]
+
+
+def test_a_mapped_file_that_was_replaced_is_found(single: Path) -> None:
+    mapped = Checkpoint.open(single).mapped()
+    save_file({"a.weight": torch.zeros(6, 4)}, single / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has changed since it was opened: tensor a.weight"):
+        mapped["b.weight"]
+
+
+def test_a_base_models_tensors_are_mapped_by_their_whole_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"layers.0.a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert torch.equal(Checkpoint.open(tmp_path).mapped()["model.layers.0.a.weight"], torch.ones(3))

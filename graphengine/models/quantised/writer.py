@@ -1,0 +1,224 @@
+"""Checkpoints of compressed-tensors, written from ones of 16 bits.
+
+Their weights mean what `rounding` makes of the same ones; activations are not quantised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
+from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.config_schema import unsupported
+from graphengine.models.contract import ModelConfig
+from graphengine.models.quantised.rounding import KIND_FORMATS, RoundedKind, quantise
+from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.stored import read_model
+
+INT4_GROUPS = (32, 64, 128)
+_INDEX = "model.safetensors.index.json"
+_KEY = "quantization_config"
+# Weights, in this format or others.
+_WEIGHT_FILES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
+    ".index.json",
+)
+
+
+class Written(NamedTuple):
+    """What a checkpoint became.
+
+    quantised     names of the linears
+    bytes_before  of all tensors
+    bytes_after   of all tensors
+    """
+
+    quantised: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def write_quantised(
+    source: Checkpoint,
+    out: Path,
+    kind: RoundedKind,
+    *,
+    group_size: int = 128,
+    head: bool = False,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Write a checkpoint whose linears are quantised, in files as those of `source` are.
+
+    group_size  columns that share a scale of int4
+    head        whether lm_head is quantised, too
+    device      where weights are rounded, one at a time
+    progress    called with (bytes read, bytes to read)
+
+    The folder `out` appears whole or not at all. Files that hold no weights are copied, folders are
+    not. ValueError if `out` is there, or the source is not one that can be quantised so.
+    """
+    if out.exists():
+        raise ValueError(f"{out} is there already: a checkpoint is written to a new folder")
+    config = read_model(source)
+    form = KIND_FORMATS[kind]
+    if kind == "int4":
+        form = form._replace(columns=group_size)
+    linears = _linears(source, config, form, head)
+    written_config = _config(source, kind, form, linears)
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    unfinished.mkdir()
+    try:
+        for file in sorted(source.path.iterdir()):
+            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+                shutil.copy(file, unfinished)
+        text = json.dumps(written_config, indent=2) + "\n"
+        (unfinished / "config.json").write_text(text, encoding="utf-8")
+        size = _write_tensors(source, unfinished, form, linears, device, progress)
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    before = sum(info.nbytes for info in source.tensors.values())
+    return Written(tuple(linears), before, size)
+
+
+def _linears(
+    source: Checkpoint, config: ModelConfig, form: WeightFormat, head: bool
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights to quantise, by the names of their linears."""
+    weights = config.allocate(device="meta", dtype=torch.float32)
+    ends = ".weight"
+    tied = f"{HEAD}{ends}" not in weights.named() or f"{HEAD}{ends}" not in source.tensors
+    if head and tied:
+        raise ValueError(f"{source.path} has no {HEAD} of its own: it is its embedding")
+    linears = {
+        name.removesuffix(ends): source.tensors[name].shape
+        for name in weights.named()
+        if name.endswith(ends) and name in source.tensors
+        if len(source.tensors[name].shape) == 2 and "embed_tokens" not in name
+        if head or name != f"{HEAD}{ends}"
+    }
+    wrong = [f"{name} {list(shape)}" for name, shape in linears.items() if _is_odd(shape, form)]
+    if wrong:
+        raise ValueError(
+            f"{source.path} has {len(wrong)} linears whose columns are no multiple of "
+            f"{form.columns}, which share a scale: {some(wrong)}"
+        )
+    return linears
+
+
+def _is_odd(shape: tuple[int, ...], form: WeightFormat) -> bool:
+    return form.columns > 0 and shape[1] % form.columns != 0
+
+
+def _config(
+    source: Checkpoint, kind: RoundedKind, form: WeightFormat, linears: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`config.json` as compressed-tensors has it."""
+    weights: dict[str, Any] = {
+        "num_bits": form.bits,
+        "type": "float" if kind == "fp8" else "int",
+        "strategy": "group" if form.columns else "channel",
+        "group_size": form.columns or None,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    # All others that could be linears: vLLM and transformers find them by their class.
+    matrices = [
+        name.removesuffix(".weight")
+        for name, info in source.tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2
+    ]
+    others = {HEAD, *matrices} - linears.keys()
+    layout = "float-quantized" if kind == "fp8" else "pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "format": layout}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(name for name in others if not name.endswith("embed_tokens")),
+        "kv_cache_scheme": _kv_scheme(source),
+    }
+    return {**source.config, _KEY: quantization}
+
+
+def _kv_scheme(source: Checkpoint) -> Any:
+    """What the source says of its KV, which stays; its weights are not quantised."""
+    given = source.config.get(_KEY) or {}
+    if given and given.get("quant_method") != "compressed-tensors":
+        raise unsupported(_KEY, given, "null, or KV of compressed-tensors")
+    if source.quant_config is not None:
+        raise ValueError(f"{source.path} has an hf_quant_config.json: supported: none")
+    return given.get("kv_cache_scheme")
+
+
+def _write_tensors(
+    source: Checkpoint,
+    folder: Path,
+    form: WeightFormat,
+    linears: Mapping[str, Any],
+    device: str,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Files as the source's, and the index where there are several; the bytes of all tensors."""
+    tensors = source.mapped()
+    files: dict[Path, list[str]] = {}
+    for name, info in source.tensors.items():
+        files.setdefault(info.file, []).append(name)
+    places: dict[str, str] = {}
+    size, done = 0, 0
+    total = sum(info.nbytes for info in source.tensors.values())
+    for file, names in files.items():
+        made: dict[str, Tensor] = {}
+        for name in names:
+            linear = name.removesuffix(".weight")
+            if linear in linears and name != linear:
+                made |= _quantised_tensors(tensors[name], linear, form, device)
+            else:
+                made[name] = tensors[name]
+            done += source.tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        try:
+            save_file(made, folder / file.name, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / file.name} cannot be written: {error}") from error
+        places |= dict.fromkeys(made, file.name)
+        size += sum(tensor.nbytes for tensor in made.values())
+    if (source.path / _INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return size
+
+
+def _quantised_tensors(
+    stored: Tensor, linear: str, form: WeightFormat, device: str
+) -> dict[str, Tensor]:
+    try:
+        weight = quantise(stored.to(device), form)
+    except ValueError as error:
+        raise ValueError(f"{linear}.weight: {error}") from error
+    return {f"{linear}.{name}": tensor.cpu() for name, tensor in compressed_tensors(weight).items()}
+
+
+def compressed_tensors(weight: QuantisedWeight) -> dict[str, Tensor]:
+    """The tensors of a weight of `quantise` in compressed-tensors' layout, by their last names."""
+    scales = {"weight_scale": weight.scales}
+    if weight.format.code == "e4m3":
+        return {"weight": weight.codes.view(torch.float8_e4m3fn), **scales}
+    codes = weight.codes ^ 128 if weight.format.code == "int8" else weight.codes
+    words = F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32)
+    return {"weight_packed": words, "weight_shape": torch.tensor(weight.shape), **scales}
