@@ -60,6 +60,14 @@ def check_quant_file(config: Mapping[str, Any]) -> None:
 def _quantises_kv(config: Mapping[str, Any], name: str, file: str) -> bool:
     if config.get("quant_algo") is not None:
         raise unsupported(f"{name}.quant_algo", config["quant_algo"], _PLAIN, file=file)
+    return check_kv(config, name, file)
+
+
+def check_kv(config: Mapping[str, Any], name: str, file: str) -> bool:
+    """Whether KV is e4m3 as above; False if nothing is said of it, whatever is said of weights.
+
+    ValueError, with key and value, for KV of another kind; `name` is what `config` is in `file`.
+    """
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if algorithm not in (None, "FP8"):
         raise unsupported(f"{name}.kv_cache_quant_algo", algorithm, "'FP8', null", file=file)

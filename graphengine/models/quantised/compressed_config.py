@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from graphengine.kernels.linear.quantised import CodeKind, WeightFormat
 from graphengine.models.config_schema import unsupported
+from graphengine.models.kv_scheme import check_kv
 from graphengine.models.quantised.schemes import (
     GROUPS,
     Quantisation,
@@ -73,7 +74,9 @@ def read_compressed(config: Mapping[str, Any]) -> Quantisation:
         # Sparse weights may be stored as they are.
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise unsupported(f"{_INSIDE}.{key}", value, "null, {}")
-    read_choice(config, "quantization_status", ["compressed", None], _INSIDE)
+    check_kv(config, _INSIDE, "config.json")
+    # Older versions called what they had compressed frozen; dtypes tell if it is not.
+    read_choice(config, "quantization_status", ["compressed", "frozen", None], _INSIDE)
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise unsupported(f"{_INSIDE}.config_groups", groups, "a JSON object of groups")

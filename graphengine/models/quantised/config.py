@@ -8,7 +8,7 @@ from typing import Any
 
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.config_schema import HfConfig, unsupported
-from graphengine.models.kv_scheme import quantises_kv_alone
+from graphengine.models.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.quantised.compressed_config import read_compressed
 from graphengine.models.quantised.gptq_config import read_awq, read_gptq
 from graphengine.models.quantised.schemes import (
@@ -70,6 +70,7 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
     read_choice(config, "fmt", ["e4m3", "float8_e4m3fn", None], _KEY)
     scheme = read_choice(config, "activation_scheme", ["dynamic", "static", None], _KEY)
     read_choice(config, "scale_fmt", ["float", "ue8m0", None], _KEY)
+    read_choice(config, "kv_cache_scheme", ["static", None], _KEY)
     read_choice(config, "is_checkpoint_fp8_serialized", [True, None], _KEY)
     block = config.get("weight_block_size")
     if block is not None and not (_is_sizes(block) and len(block) == 2):
@@ -133,6 +134,7 @@ def _modelopt(config: Mapping[str, Any], inside: str, file: str) -> Quantisation
         ignore config_groups producer quantized_layers has_zero_point pre_quant_scale
     """
     check_keys(config, known, inside)
+    check_kv(config, inside, file)
     skipped = [
         name for key in ("exclude_modules", "ignore") for name in read_names(config, key, inside)
     ]

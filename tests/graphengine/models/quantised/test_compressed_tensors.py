@@ -173,3 +173,52 @@ def test_a_packed_weight_means_what_the_package_says(case: str) -> None:
     slack = 2**-22 if "nvfp4" in case else 0
     torch.testing.assert_close(dequantise(weight), meant, rtol=slack, atol=0)
     assert set(names) == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("packed int4 of 32", {"weight_shape": torch.tensor([9, 128])},
+         r"weight_shape says \[9, 128\]: its weight is \[9, 96\]"),
+        ("packed int4 of 32", {"weight_packed": torch.zeros(9, 6, dtype=torch.int32)},
+         r"weight_packed has shape \[9, 6\]: .* must have shape \[9, 12\]"),
+        ("packed int4 of 32", {"weight_scale": torch.ones(9, 2)},
+         r"weight_scale has shape \[9, 2\]: scales, one for 1 rows and 32 columns of a weight "
+         r"\[9, 96\], must have shape \[9, 3\]"),
+        ("packed int4 of 32", {"weight_zero_point": torch.ones(9, 3, dtype=torch.int8)},
+         r"has 27 zero points of a symmetric format out of range, the first 1\.0 at \[0, 0\]"),
+        ("packed int4 zeros", {"weight_zero_point": torch.zeros(1, 3, dtype=torch.int32)},
+         r"weight_zero_point has shape \[1, 3\]: zero points of 9 rows and 3 groups .*\[2, 3\]"),
+        ("int4 as int8", {"weight": torch.full((9, 96), 9, dtype=torch.int8)},
+         r"weight has 864 codes of 4 bits out of range, the first 9 at \[0, 0\]: .* \[-8, 7\]"),
+        ("int4 as int8 zeros", {"weight_zero_point": torch.full((9, 3), -9, dtype=torch.int8)},
+         r"weight_zero_point has 27 zero points out of range, the first -9 at \[0, 0\]"),
+        ("int8 zeros", {"weight_zero_point": torch.zeros(9, 1, dtype=torch.int32)},
+         "weight_zero_point is in int32: .* must be in int8"),
+        ("fp8 tensor", {"weight_scale": torch.ones(9, 1)},
+         r"one for all rows and all columns .* must have shape \[1, 1\]"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(case: str, changes: Stored, message: str) -> None:
+    config, tensors, meant = packed(case)
+    quantisation = read_quantisation({"quantization_config": config})
+    assert quantisation is not None
+    scheme = quantisation.scheme(LINEAR)
+    assert scheme is not None
+    tensors |= {f"{LINEAR}.{name}": tensor for name, tensor in changes.items()}
+    with pytest.raises(ValueError, match=message) as error:
+        read_weight(scheme, tensors, LINEAR, tuple(meant.shape))
+    assert str(error.value).startswith(LINEAR)
+
+
+def test_zero_points_of_a_symmetric_format_may_be_stored() -> None:
+    config, tensors, meant = packed("int8 channel")
+    tensors[f"{LINEAR}.weight_zero_point"] = torch.zeros(9, 1, dtype=torch.int8)
+    quantisation = read_quantisation({"quantization_config": config})
+    assert quantisation is not None
+    scheme = quantisation.scheme(LINEAR)
+    assert scheme is not None
+    weight, names = read_weight(scheme, tensors, LINEAR, (9, 33))
+    assert weight.zeros is None
+    assert torch.equal(dequantise(weight), meant)
+    assert set(names) == tensors.keys()

@@ -25,6 +25,7 @@ COMPRESSED: dict[str, Any] = {
     "version": "0.13.0",
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+KV = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
@@ -85,6 +86,11 @@ def test_linears_that_are_left_as_they_are(config: dict[str, Any], linear: str) 
     assert found.scheme(linear) is None
     if config.get("ignore") != ["Linear"]:
         assert found.scheme(UP.replace("1", "11")) is not None
+
+
+def test_an_older_status_of_compressed_weights() -> None:
+    config = COMPRESSED | {"quantization_status": "frozen"}
+    assert formats(config, UP) == [WeightFormat("int4", 1, 128)]
 
 
 def test_groups_of_linears_have_schemes_of_their_own() -> None:
@@ -154,6 +160,18 @@ def test_quantised_activations_are_noted() -> None:
     assert read(GPTQ).notes == read(COMPRESSED).notes == ()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        COMPRESSED | {"kv_cache_scheme": KV},
+        MODELOPT | {"kv_cache_quant_algo": "FP8", "kv_cache_scheme": KV},
+        FP8 | {"kv_cache_scheme": "static"},
+    ],
+)
+def test_kv_may_be_quantised_beside_weights(config: dict[str, Any]) -> None:
+    assert read(config).scheme(UP) is not None
+
+
 def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": INT4 | weights}}
     return COMPRESSED | {"config_groups": groups} | top
@@ -189,11 +207,14 @@ def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
         (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24': supported: 'float-quantized', "
          "'int-quantized', 'naive-quantized', 'pack-quantized', 'nvfp4-pack-quantized', 'mxfp4-"),
         (COMPRESSED | {"format": "mixed-precision"}, r"group_0\.format=None: supported: 'float-q"),
-        (COMPRESSED | {"quantization_status": "frozen"}, "status='frozen': supported: 'compress"),
+        (COMPRESSED | {"quantization_status": "calibration"}, "status='calibration': suppor"),
         (COMPRESSED | {"config_groups": {}, "sparsity_config": {"format": "sparse-24-bitmask"}},
          "sparsity_config={.*supported: null"),
         (COMPRESSED | {"transform_config": {"a": 1}}, "transform_config={'a': 1}: supported"),
         (COMPRESSED | {"config_groups": [1]}, r"config_groups=\[1\]: supported: a JSON object"),
+        (COMPRESSED | {"kv_cache_scheme": KV | {"num_bits": 4}}, r"kv_cache_scheme\.num_bits=4"),
+        (MODELOPT | {"kv_cache_quant_algo": "INT8"}, "quant_algo='INT8': supported: 'FP8'"),
+        (FP8 | {"kv_cache_scheme": "dynamic"}, "kv_cache_scheme='dynamic': supported: 'static'"),
         (changed({"num_bits": 3}), r"weights\.num_bits=3: supported: 4, 8"),
         (changed({"type": "float"}), r"weights\.type='float': supported: 'int'"),
         (changed({"group_size": 48}), r"weights\.group_size=48: supported: 16, 32"),
