@@ -25,8 +25,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.linear.linear_gluon_epilogue import (
+    epilogue,
+    exchange_layout,
+    lanes_of,
+    load_lanes,
+    load_rows,
+    ptrs_of_part,
+    row_layout,
+    sum_splits,
+)
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.norm_rope.activation import silu
 
 ALIGNMENT = 8
 """Elements of 16 bits in what one copy of a thread takes: 16 bytes, at a multiple of 16 bytes."""
@@ -36,7 +45,6 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _LEAST_OUTPUTS = 8
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
-_silu = gluon.jit(silu.fn)
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
@@ -92,33 +100,6 @@ def _shared_layout(columns):
     return gl.SwizzledSharedLayout(8, rows_of_128_bytes, max(1, 8 // rows_of_128_bytes), [1, 0])
 
 
-@gluon.constexpr_function
-def _row_layout(outputs, warps):
-    """Of the epilogue [L, B]: 4 outputs a thread and a row in one warp, which alone sums it."""
-    across = min(outputs // 4, 32)
-    return gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _exchange_layout(outputs):
-    """Of float32 [L, B] on the way from the product's layout to that of rows."""
-    rows_of_128_bytes = max(1, 32 // outputs)
-    phases = min(8 // min(rows_of_128_bytes, 8), outputs // 4)
-    return gl.SwizzledSharedLayout(4, rows_of_128_bytes, phases, [1, 0])
-
-
-@gluon.constexpr_function
-def _squares_layout(warps):
-    """Of [groups, L]: a thread adds up its groups, and takes 16 lanes at a time."""
-    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _chunk(groups):
-    """Groups whose partial sums one tile holds."""
-    return max(2, min(triton.next_power_of_2(groups), 128))
-
-
 @gluon.jit(do_not_specialize=["lanes", "x_pitch", "weight_pitch", "eps"])
 def dot_kernel(
     x_ptr,
@@ -162,7 +143,7 @@ def dot_kernel(
     copied: gl.constexpr = _copy_layout(BLOCK_K, WARPS)
     shared: gl.constexpr = _shared_layout(BLOCK_K)
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    rows: gl.constexpr = _row_layout(B, WARPS)
+    rows: gl.constexpr = row_layout(B, WARPS)
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, B, BLOCK_K], shared)
     inputs = gl.allocate_shared_memory(dtype, [STAGES, L, BLOCK_K], shared)
@@ -181,11 +162,11 @@ def dot_kernel(
         if stage < STAGES - 1 or STAGES == 1:
             async_copy.commit_group()
     output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
-    norm, bias, up_bias = _load_rows(residual, bias_ptr, output, OUTPUTS, SWIGLU)
+    norm, bias, up_bias = load_rows(residual, bias_ptr, output, OUTPUTS, SWIGLU)
     _wait_for_inputs(PDL, OVERLAP)
 
     # Padded lanes hold anything: a row of a product touches no other row.
-    x_lane = _lanes_of(L, copied)
+    x_lane = lanes_of(L, copied)
     lane_ptrs = x_ptr + x_lane.to(gl.int64) * (x_pitch.to(gl.int64) * 8)
     x_ptrs = lane_ptrs[:, None] + k[None, :]
     x_inside = (x_lane < lanes)[:, None]
@@ -194,11 +175,11 @@ def dot_kernel(
         inside = _inside(x_inside, k + stage * BLOCK_K, K, EVEN_K)
         x = gl.load(x_ptrs + stage * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
         first += (x,)  # type: ignore[assignment]
-    lane = _lanes_of(L, rows)
+    lane = lanes_of(L, rows)
     # With splits only the last program needs them, along with the parts of the others.
     early = None
     if SPLITS == 1:
-        early = _load_lanes(
+        early = load_lanes(
             lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
         )
     for stage in gl.static_range(STAGES):
@@ -227,11 +208,11 @@ def dot_kernel(
 
     if SPLITS == 1:
         # In one go; `convert_layout` takes four, with barriers between them.
-        exchanged = gl.allocate_shared_memory(gl.float32, [L, B], _exchange_layout(B), y)
+        exchanged = gl.allocate_shared_memory(gl.float32, [L, B], exchange_layout(B), y)
         whole_up = exchanged
         if SWIGLU:
-            whole_up = gl.allocate_shared_memory(gl.float32, [L, B], _exchange_layout(B), up)
-        _epilogue(
+            whole_up = gl.allocate_shared_memory(gl.float32, [L, B], exchange_layout(B), up)
+        epilogue(
             exchanged.load(rows),
             whole_up.load(rows),
             norm,
@@ -254,8 +235,8 @@ def dot_kernel(
         )
     else:
         part = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
-        ptrs = _part_ptrs(partial_ptr, tile, L, B, BLOCK_M, product) + split * part
-        stored = (_lanes_of(L, product) < lanes)[:, None]
+        ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, product) + split * part
+        stored = (lanes_of(L, product) < lanes)[:, None]
         gl.store(ptrs, y, mask=stored)
         if SWIGLU:
             gl.store(ptrs + B, up, mask=stored)
@@ -263,15 +244,15 @@ def dot_kernel(
         gl.thread_barrier()
         if gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrival_ptr, 0)
-            late = _load_lanes(
+            late = load_lanes(
                 lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
             )
-            part_ptrs = _part_ptrs(partial_ptr, tile, L, B, BLOCK_M, rows)
-            whole = _sum_splits(part_ptrs, lane, lanes, part, SPLITS, L, B, rows)
+            part_ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, rows)
+            whole = sum_splits(part_ptrs, lane, lanes, part, SPLITS, L, B, rows)
             whole_up = whole
             if SWIGLU:
-                whole_up = _sum_splits(part_ptrs + B, lane, lanes, part, SPLITS, L, B, rows)
-            _epilogue(
+                whole_up = sum_splits(part_ptrs + B, lane, lanes, part, SPLITS, L, B, rows)
+            epilogue(
                 whole,
                 whole_up,
                 norm,
@@ -292,63 +273,6 @@ def dot_kernel(
                 OUTPUTS,
                 SWIGLU,
             )
-
-
-@gluon.jit
-def _epilogue(
-    y,
-    up,
-    norm,
-    bias,
-    up_bias,
-    of_lanes,
-    lane,
-    output,
-    tile,
-    lanes,
-    eps,
-    bias_ptr,
-    out_ptr,
-    out_stride,
-    residual,
-    K: gl.constexpr,
-    GROUPS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    SWIGLU: gl.constexpr,
-):
-    """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
-    slot, squares, base = of_lanes
-    if GROUPS > 0:
-        total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
-        scale = 1.0 / gl.sqrt_rn(total / K + eps)
-        y = y * scale[:, None]
-        up = up * scale[:, None]
-    if bias_ptr is not None:
-        y += bias[None, :]
-        up += up_bias[None, :]
-    if SWIGLU:
-        y = _silu(y) * up
-    live = slot >= 0
-    in_row = (output < OUTPUTS)[None, :]
-    stored = live[:, None] & in_row
-    wide_lane = lane.to(gl.int64)[:, None]
-    if residual is not None:
-        at = wide_lane * OUTPUTS + output[None, :]
-        x = base + y
-        gl.store(residual.x + at, x, mask=stored)
-        scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
-        gl.store(residual.scaled + at, scaled, mask=stored)
-        sums = gl.sum(gl.where(in_row, x * x, 0.0), axis=1)
-        gl.store(residual.squares + tile * lanes + lane, sums, mask=live)
-    else:
-        out_ptrs = out_ptr + wide_lane * out_stride + output[None, :]
-        gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-@gluon.jit
-def _lanes_of(L: gl.constexpr, layout: gl.constexpr):
-    """This program's lanes [L], as the rows of a tile with this layout."""
-    return gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(1, layout))
 
 
 @gluon.jit
@@ -390,94 +314,3 @@ def _multiply(x, weights, y):
     """y [L, B] + x [L, BLOCK_K] @ weights [B, BLOCK_K]^T"""
     layout: gl.constexpr = gl.DotOperandLayout(1, y.type.layout, 2)
     return mma_v2(x, weights.permute((1, 0)).load(layout), y)
-
-
-@gluon.jit
-def _load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
-    """What depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
-    inside = output < OUTPUTS
-    norm = gl.zeros_like(output, dtype=gl.float32)
-    bias = norm
-    up_bias = norm
-    if residual is not None:
-        norm = gl.load(residual.next_norm + output, mask=inside, other=0.0).to(gl.float32)
-    if bias_ptr is not None:
-        bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
-        if SWIGLU:
-            up_bias = gl.load(bias_ptr + OUTPUTS + output, mask=inside, other=0.0).to(gl.float32)
-    return norm, bias, up_bias
-
-
-@gluon.jit
-def _load_lanes(
-    lane,
-    output,
-    lanes,
-    slot_ptr,
-    squares_ptr,
-    residual,
-    GROUPS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    L: gl.constexpr,
-    B: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """What the epilogue needs of its lanes: slot [L], partial sums of squares [chunk, L] (later
-    chunks added to the first), and the residual stream [L, B].
-    """
-    inside = lane < lanes
-    slot = gl.load(slot_ptr + lane, mask=inside, other=-1)
-    CHUNK: gl.constexpr = _chunk(GROUPS)
-    layout: gl.constexpr = _squares_layout(WARPS)
-    squares = gl.zeros([CHUNK, L], gl.float32, layout)
-    column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, layout))
-    for chunk in gl.static_range((GROUPS + CHUNK - 1) // CHUNK):
-        group = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        squares += gl.load(
-            squares_ptr + group[:, None] * lanes + column[None, :],
-            mask=(group < GROUPS)[:, None] & (column < lanes)[None, :],
-            other=0.0,
-        )
-    base = gl.zeros([L, B], gl.float32, _row_layout(B, WARPS))
-    if residual is not None:
-        base = gl.load(
-            residual.x + lane.to(gl.int64)[:, None] * OUTPUTS + output[None, :],
-            mask=inside[:, None] & (output < OUTPUTS)[None, :],
-            other=0.0,
-        )
-    return slot, squares, base
-
-
-@gluon.jit
-def _part_ptrs(
-    partial_ptr,
-    tile,
-    L: gl.constexpr,
-    B: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Where a split's part [L, B] of a product lies: of a SwiGLU the gates, with the ups after."""
-    lane = _lanes_of(L, layout)
-    column = tile * BLOCK_M + gl.arange(0, B, gl.SliceLayout(0, layout))
-    row_ptrs = partial_ptr + lane.to(gl.int64) * (gl.num_programs(1) * BLOCK_M)
-    return row_ptrs[:, None] + column[None, :]
-
-
-@gluon.jit
-def _sum_splits(
-    part_ptrs,
-    lane,
-    lanes,
-    part,
-    SPLITS: gl.constexpr,
-    L: gl.constexpr,
-    B: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """The parts [L, B] of a product, as all programs left them, added up in order."""
-    inside = (lane < lanes)[:, None]
-    y = gl.zeros([L, B], gl.float32, layout)
-    for split in gl.static_range(SPLITS):
-        y += gl.load(part_ptrs + split * part, mask=inside, other=0.0, cache_modifier=".cg")
-    return y

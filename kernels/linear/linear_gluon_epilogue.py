@@ -1,0 +1,191 @@
+"""What the Gluon kernels of linears do apart from the product: all loads but weights and inputs, the
+epilogue, and parts of sums.
+
+Letters: N lanes, L lanes of a program, K input features, M weight rows, B outputs of a program.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from graphengine.kernels.norm_rope.activation import silu
+
+# Gluon and Triton compile the same text, but a function belongs to one of them.
+_silu = gluon.jit(silu.fn)
+
+
+@gluon.constexpr_function
+def row_layout(outputs, warps):
+    """Of the epilogue [L, B]: 4 outputs a thread and a row in one warp, which alone sums it."""
+    across = min(outputs // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def exchange_layout(outputs):
+    """Of float32 [L, B] on the way from the product's layout to that of rows."""
+    rows_of_128_bytes = max(1, 32 // outputs)
+    phases = min(8 // min(rows_of_128_bytes, 8), outputs // 4)
+    return gl.SwizzledSharedLayout(4, rows_of_128_bytes, phases, [1, 0])
+
+
+@gluon.constexpr_function
+def _squares_layout(warps):
+    """Of [groups, L]: a thread adds up its groups, and takes 16 lanes at a time."""
+    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _chunk(groups):
+    """Groups whose partial sums one tile holds."""
+    return max(2, min(triton.next_power_of_2(groups), 128))
+
+
+@gluon.jit
+def epilogue(
+    y,
+    up,
+    norm,
+    bias,
+    up_bias,
+    of_lanes,
+    lane,
+    output,
+    tile,
+    lanes,
+    eps,
+    bias_ptr,
+    out_ptr,
+    out_stride,
+    residual,
+    K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    SWIGLU: gl.constexpr,
+):
+    """From float32 sums [L, B] to what is stored, as `linear_triton.epilogue` does it."""
+    slot, squares, base = of_lanes
+    if GROUPS > 0:
+        total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
+        scale = 1.0 / gl.sqrt_rn(total / K + eps)
+        y = y * scale[:, None]
+        up = up * scale[:, None]
+    if bias_ptr is not None:
+        y += bias[None, :]
+        up += up_bias[None, :]
+    if SWIGLU:
+        y = _silu(y) * up
+    live = slot >= 0
+    in_row = (output < OUTPUTS)[None, :]
+    stored = live[:, None] & in_row
+    wide_lane = lane.to(gl.int64)[:, None]
+    if residual is not None:
+        at = wide_lane * OUTPUTS + output[None, :]
+        x = base + y
+        gl.store(residual.x + at, x, mask=stored)
+        scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
+        gl.store(residual.scaled + at, scaled, mask=stored)
+        sums = gl.sum(gl.where(in_row, x * x, 0.0), axis=1)
+        gl.store(residual.squares + tile * lanes + lane, sums, mask=live)
+    else:
+        out_ptrs = out_ptr + wide_lane * out_stride + output[None, :]
+        gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@gluon.jit
+def lanes_of(L: gl.constexpr, layout: gl.constexpr):
+    """This program's lanes [L], as the rows of a tile with this layout."""
+    return gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
+    """What depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
+    inside = output < OUTPUTS
+    norm = gl.zeros_like(output, dtype=gl.float32)
+    bias = norm
+    up_bias = norm
+    if residual is not None:
+        norm = gl.load(residual.next_norm + output, mask=inside, other=0.0).to(gl.float32)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
+        if SWIGLU:
+            up_bias = gl.load(bias_ptr + OUTPUTS + output, mask=inside, other=0.0).to(gl.float32)
+    return norm, bias, up_bias
+
+
+@gluon.jit
+def load_lanes(
+    lane,
+    output,
+    lanes,
+    slot_ptr,
+    squares_ptr,
+    residual,
+    GROUPS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    L: gl.constexpr,
+    B: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """What the epilogue needs of its lanes: slot [L], partial sums of squares [chunk, L] (later
+    chunks added to the first), and the residual stream [L, B].
+    """
+    inside = lane < lanes
+    slot = gl.load(slot_ptr + lane, mask=inside, other=-1)
+    CHUNK: gl.constexpr = _chunk(GROUPS)
+    layout: gl.constexpr = _squares_layout(WARPS)
+    squares = gl.zeros([CHUNK, L], gl.float32, layout)
+    column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, layout))
+    for chunk in gl.static_range((GROUPS + CHUNK - 1) // CHUNK):
+        group = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        squares += gl.load(
+            squares_ptr + group[:, None] * lanes + column[None, :],
+            mask=(group < GROUPS)[:, None] & (column < lanes)[None, :],
+            other=0.0,
+        )
+    base = gl.zeros([L, B], gl.float32, row_layout(B, WARPS))
+    if residual is not None:
+        base = gl.load(
+            residual.x + lane.to(gl.int64)[:, None] * OUTPUTS + output[None, :],
+            mask=inside[:, None] & (output < OUTPUTS)[None, :],
+            other=0.0,
+        )
+    return slot, squares, base
+
+
+@gluon.jit
+def ptrs_of_part(
+    partial_ptr,
+    tile,
+    L: gl.constexpr,
+    B: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Where a split's part [L, B] of a product lies: of a SwiGLU the gates, with the ups after."""
+    lane = lanes_of(L, layout)
+    column = tile * BLOCK_M + gl.arange(0, B, gl.SliceLayout(0, layout))
+    row_ptrs = partial_ptr + lane.to(gl.int64) * (gl.num_programs(1) * BLOCK_M)
+    return row_ptrs[:, None] + column[None, :]
+
+
+@gluon.jit
+def sum_splits(
+    part_ptrs,
+    lane,
+    lanes,
+    part,
+    SPLITS: gl.constexpr,
+    L: gl.constexpr,
+    B: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The parts [L, B] of a product, as all programs left them, added up in order."""
+    inside = (lane < lanes)[:, None]
+    y = gl.zeros([L, B], gl.float32, layout)
+    for split in gl.static_range(SPLITS):
+        y += gl.load(part_ptrs + split * part, mask=inside, other=0.0, cache_modifier=".cg")
+    return y

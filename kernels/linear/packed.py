@@ -1,0 +1,203 @@
+"""Weights of 8 and 4 bits as the decode kernels read them: made once, when a model is loaded.
+
+Codes lie in blocks of 512 bytes, 16 weight rows by 32 (8 bits) or 64 (4 bits) columns. A block is
+the left operand of `mma.sync.m16n8k16` for one warp: 16 bytes for each thread in turn, which have
+the columns of two rows that the thread multiplies. So a warp copies and loads whole blocks, and
+codes become halves without leaving their thread: the idea of Marlin (E. Frantar et al., 2024).
+
+Of 16 columns, which are what an `mma.sync` multiplies, a thread has 4 neighbours. A 32-bit word has
+codes of one row, those of even columns in the lower half and of odd ones in the upper half. What is
+at one place in both halves is a pair of neighbours, which is what an operand's register wants: a
+shift, a mask and a magic number make halves of them.
+
+Rows of a SwiGLU alternate, 8 gates and their 8 ups, so that a thread holds both of an output.
+
+Letters: M weight rows, K input features, B blocks of rows, C blocks of columns, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphengine.kernels.linear.quantised import (
+    QuantisedWeight,
+    WeightFormat,
+    dequantise,
+    unpacked_codes,
+)
+
+BLOCK_ROWS = 16
+BLOCK_HALFWORDS = 256
+# Rows of a weight that are laid out at a time: as one code a byte they take twice the memory.
+_ROWS_AT_ONCE = 4096
+
+
+class PackedWeight(NamedTuple):
+    """A weight [M, K] for the decode kernels; of a SwiGLU F gate rows, then F up rows.
+
+    codes       int16 [B, C, 256], as the module says; rows and columns are padded with zeros or
+                with copies of others
+    scales      [B, G, 16] in the weight's own dtype, or None where a scale covers all columns
+    zeros       uint8 [B, G, 16] or None, as in `QuantisedWeight`
+    row_scales  float32 [16 * B], factors on whole rows; None: 1
+    order       as in `QuantisedWeight`
+    """
+
+    format: WeightFormat
+    shape: tuple[int, int]
+    swiglu: bool
+    codes: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    row_scales: Tensor | None
+    order: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.codes, self.scales, self.zeros, self.row_scales, self.order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def block_columns(kind: WeightFormat) -> int:
+    """Columns of a block."""
+    return 256 // kind.bits
+
+
+def pack(weight: QuantisedWeight, *, swiglu: bool = False) -> PackedWeight:
+    """Lay out a weight, on its device.
+
+    ValueError for groups that the kernels do not have, and for a SwiGLU of an odd number of rows.
+    """
+    M, kind = weight.shape[0], weight.format
+    _check(kind, M, swiglu)
+    rows = packed_rows(M, swiglu, weight.codes.device)
+    codes = [
+        _blocks(unpacked_codes(weight._replace(codes=weight.codes[part])), kind)
+        for part in rows.split(_ROWS_AT_ONCE)
+    ]
+    grouped = kind.columns > 0 or kind.has_zeros
+    row_scales = None
+    if not grouped:
+        row_scales = _scales_of_rows(weight)[rows]
+    elif weight.whole is not None:
+        row_scales = weight.whole.float().expand(len(rows)).contiguous()
+    return PackedWeight(
+        format=kind,
+        shape=weight.shape,
+        swiglu=swiglu,
+        codes=torch.cat(codes),
+        scales=_of_blocks(weight.scales, kind, rows) if grouped else None,
+        zeros=None if weight.zeros is None else _of_blocks(weight.zeros, kind, rows),
+        row_scales=row_scales,
+        order=weight.order,
+    )
+
+
+def unpack(packed: PackedWeight) -> QuantisedWeight:
+    """The weight that was laid out, with a scale for every row: for tests."""
+    (M, K), kind = packed.shape, packed.format
+    rows = packed_rows(M, packed.swiglu, packed.codes.device)
+    # Copies of a row are equal, whichever comes last.
+    places = torch.empty(M, dtype=torch.long, device=rows.device)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    codes = _codes(packed.codes, kind)[places, :K]
+    if kind.bits == 4:
+        codes = functional.pad(codes, (0, K % 2))
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    scales, whole = packed.scales, None
+    if scales is None:
+        assert packed.row_scales is not None, f"{kind=}"
+        scales = packed.row_scales[places, None]
+    else:
+        scales = _of_rows(scales, places)
+        whole = None if packed.row_scales is None else packed.row_scales[0]
+    zeros = None if packed.zeros is None else _of_rows(packed.zeros, places)
+    kind = kind._replace(rows=1)
+    return QuantisedWeight(kind, codes, scales, whole, zeros, packed.order)
+
+
+def packed_rows(M: int, swiglu: bool, device: torch.device | str = "cpu") -> Tensor:
+    """int64 [16 * B]: the weight row in each row of the blocks; rows past the end repeat the last.
+    """
+    if not swiglu:
+        blocks = -(-M // BLOCK_ROWS)
+        return torch.arange(BLOCK_ROWS * blocks, device=device).clamp_(max=M - 1)
+    outputs, half = M // 2, BLOCK_ROWS // 2
+    gates = torch.arange(-(-outputs // half) * half, device=device).clamp_(max=outputs - 1)
+    return torch.stack((gates, gates + outputs)).view(2, -1, half).transpose(0, 1).flatten()
+
+
+def _check(kind: WeightFormat, M: int, swiglu: bool) -> None:
+    least = 16 if kind.bits == 4 else 32
+    columns = kind.columns
+    if columns and (columns < least or columns & (columns - 1)):
+        raise ValueError(
+            f"groups of {columns} columns of {kind.code}: the kernels have powers of two from "
+            f"{least} on"
+        )
+    if swiglu and M % 2:
+        raise ValueError(f"swiglu needs as many gate rows as up rows, not {M} rows in all")
+
+
+def _scales_of_rows(weight: QuantisedWeight) -> Tensor:
+    """Float32 [M]: what a code of 1 would stand for."""
+    ones = torch.ones((weight.shape[0], 1), dtype=torch.uint8, device=weight.codes.device)
+    kind = WeightFormat("int8", weight.format.rows, 0)
+    return dequantise(QuantisedWeight(kind, ones, weight.scales, weight.whole))[:, 0]
+
+
+def _blocks(codes: Tensor, kind: WeightFormat) -> Tensor:
+    """int16 [B, C, 256] of codes [16 * B, K]."""
+    sizes, order = _layout(kind)
+    # Inputs past K are zeros, so any code would do.
+    codes = functional.pad(codes, (0, -codes.shape[1] % block_columns(kind)))
+    pieces = codes.view(-1, 2, 8, codes.shape[1] // block_columns(kind), *sizes).permute(order)
+    if kind.bits == 4:
+        pieces = pieces[..., 0] | pieces[..., 1] << 4
+    return pieces.contiguous().view(torch.int16).flatten(2)
+
+
+def _codes(blocks: Tensor, kind: WeightFormat) -> Tensor:
+    """uint8 [16 * B, K]: the inverse of `_blocks`."""
+    sizes, order = _layout(kind)
+    pieces = blocks.view(torch.uint8)
+    if kind.bits == 4:
+        pieces = torch.stack((pieces & 15, pieces >> 4), dim=-1)
+    whole = (len(blocks), 2, 8, blocks.shape[1], *sizes)
+    pieces = pieces.reshape([whole[axis] for axis in order])
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return pieces.permute(inverse).reshape(BLOCK_ROWS * len(blocks), -1)
+
+
+def _layout(kind: WeightFormat) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How the columns of a block are split into axes, and the order of all axes in memory.
+
+    The first axes are blocks of rows, upper and lower rows, row of 8, blocks of columns.
+    """
+    if kind.bits == 8:
+        # Word of a row, thread, byte of a half, half.
+        return (2, 4, 2, 2), (0, 3, 2, 5, 1, 4, 7, 6)
+    # Word of a row, byte of a half, thread, nibble of a byte, half.
+    return (2, 2, 4, 2, 2), (0, 3, 2, 6, 4, 1, 8, 5, 7)
+
+
+def _of_blocks(of_groups: Tensor, kind: WeightFormat, rows: Tensor) -> Tensor:
+    """[B, G, 16] of what groups have, [M / R, G]."""
+    chosen = torch.zeros_like(rows) if kind.rows == 0 else rows // kind.rows
+    bits = _as_bits(of_groups)[chosen].view(-1, BLOCK_ROWS, of_groups.shape[1])
+    return bits.transpose(1, 2).contiguous().view(of_groups.dtype)
+
+
+def _of_rows(of_blocks: Tensor, places: Tensor) -> Tensor:
+    """[M, G]: the inverse of `_of_blocks`, for every row."""
+    bits = _as_bits(of_blocks).transpose(1, 2).flatten(0, 1)[places]
+    return bits.contiguous().view(of_blocks.dtype)
+
+
+def _as_bits(values: Tensor) -> Tensor:
+    """Integers: torch does not gather floats of 8 bits everywhere."""
+    return values.view(torch.uint8) if values.itemsize == 1 else values
