@@ -1,38 +1,249 @@
-"""`linear` and `linear_residual` of weights of 8 and 4 bits, laid out by `packed.pack`.
+"""`linear` and `linear_residual` with weights of 8 and 4 bits, laid out by `packed.pack`.
 
-The contract is that of `linear.py`, with these differences. A plan's columns of a tile are shared
-by its streams (`streams`), which are part of the numerics too: they follow from `block_m` and
-`warps`. Both row families run the kernel of `packed_gluon.py`, with plans of their own; neither
-splits K for one and not for the other.
+The contract is that of `linear.py`: the order in which a lane's sums are formed follows from the
+weight, its format and its plan. Both row families run the kernel of `packed_gluon.py`, each with
+plans of its own. On a CPU the references dequantise the weight at every call.
+
+Of a plan a tile's columns are shared by its `streams`, which follow from `block_m` and `warps`, and
+so those are part of the numerics here.
 
 Letters: N lanes, K input features, M weight rows, F ffn width, T groups of columns.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
-from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, residual_groups
-from graphengine.kernels.linear.linear_gluon import ALIGNMENT, is_aligned, stages
 from graphengine.kernels.linear.linear_triton import ResidualArgs
-from graphengine.kernels.linear.packed import (
-    BLOCK_ROWS,
-    PackedWeight,
-    block_columns,
-    unpack,
-)
+from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_gluon import PackedArgs, packed_kernel
-from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan
-from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
 from graphengine.kernels.linear.residual import Residual
+
+LEAST_STREAM = 64
+"""Fewest columns of a tile that a stream takes."""
+
+_DTYPES = (torch.float16, torch.bfloat16)
+# Codes of a program on their way, so that two programs and their successors fit an SM.
+_RING_BYTES = 32 * 1024
+_LEAST_PROGRAMS = 90
+
+
+def packed_linear(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    slot_N: torch.Tensor,
+    *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    plan: LinearPlan | None = None,
+    launch: Launch = ALONE,
+) -> torch.Tensor:
+    """`linear` with a packed weight, which says whether it is a SwiGLU.
+
+    x is float16 or bfloat16 on a GPU, whose codes the kernels multiply in that dtype, exactly; K
+    must be a multiple of 8 there.
+
+    Raises:
+        ValueError: as of `linear`; a plan that the weight does not fit; columns in another order.
+    """
+    plan = _check(x_NK, weight, slot_N, squares_TN, bias, plan)
+    M = weight.shape[0]
+    shape = (x_NK.shape[0], M // 2 if weight.swiglu else M)
+    out = output_rows(out, shape, dtype=out_dtype or x_NK.dtype, like=x_NK)
+    if not _runs_kernel(x_NK):
+        options = {"squares_TN": squares_TN, "eps": eps, "bias": bias, "out": out}
+        return packed_linear_reference(x_NK, weight, slot_N, **options)  # type: ignore[arg-type]
+    _launch(
+        x_NK,
+        weight,
+        slot_N,
+        plan,
+        squares_TN=squares_TN,
+        eps=eps,
+        bias=bias,
+        out=out,
+        launch=launch,
+    )
+    return out
+
+
+def packed_linear_residual(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    slot_N: torch.Tensor,
+    residual: Residual,
+    next_norm_M: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    plan: LinearPlan | None = None,
+    launch: Launch = ALONE,
+) -> Residual:
+    """`linear_residual` with a packed weight.
+
+    Raises:
+        ValueError: as of `packed_linear`, and for a SwiGLU.
+    """
+    if weight.swiglu:
+        raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
+    plan = _check(x_NK, weight, slot_N, None, bias, plan)
+    lanes, M = x_NK.shape[0], weight.shape[0]
+    for name, tensor, dtype in (
+        ("x", residual.x, torch.float32),
+        ("scaled", residual.scaled, x_NK.dtype),
+    ):
+        if tensor.shape != (lanes, M) or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"residual.{name} must be a dense {dtype} [{lanes}, {M}], not {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+    check_vector("next_norm", next_norm_M, M, x_NK.dtype)
+    squares = residual.x.new_empty(residual_groups(plan, M), lanes)
+    residual = residual._replace(squares=squares)
+    if not _runs_kernel(x_NK):
+        floats = dequantise(unpack(weight))
+        return linear_residual_reference(x_NK, floats, slot_N, residual, next_norm_M, bias=bias)
+    _launch(
+        x_NK,
+        weight,
+        slot_N,
+        plan,
+        bias=bias,
+        residual=ResidualArgs(residual.x, next_norm_M, residual.scaled, squares),
+        launch=launch,
+    )
+    return residual
+
+
+def packed_linear_reference(
+    x_NK: torch.Tensor,
+    weight: PackedWeight | QuantisedWeight,
+    slot_N: torch.Tensor,
+    *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    bias: torch.Tensor | None = None,
+    swiglu: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`packed_linear` in plain PyTorch: `linear_reference` of what the weight means in float32."""
+    if isinstance(weight, PackedWeight):
+        swiglu, weight = weight.swiglu, unpack(weight)
+    return linear_reference(
+        x_NK,
+        dequantise(weight),
+        slot_N,
+        squares_TN=squares_TN,
+        eps=eps,
+        bias=bias,
+        swiglu=swiglu,
+        out=out,
+    )
+
+
+def streams(plan: LinearPlan) -> int:
+    """Parts of a tile's columns: warps that have no rows of their own share the columns."""
+    return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
+
+
+def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
+    """ValueError for a plan that the kernel cannot run with a weight of this format."""
+    rows, parts = plan.block_m, streams(plan)
+    if rows < BLOCK_ROWS or rows & (rows - 1) or plan.warps & (plan.warps - 1):
+        raise ValueError(
+            f"{plan}: packed weights take a power of two of at least {BLOCK_ROWS} rows a program "
+            "and of warps"
+        )
+    least = max(LEAST_STREAM, block_columns(kind))
+    if plan.block_k & (plan.block_k - 1) or plan.block_k < parts * least:
+        raise ValueError(
+            f"{plan}: {parts} streams of packed {kind.code} want a power of two of at least "
+            f"{parts * least} columns a tile"
+        )
+
+
+def packed_plan(kind: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
+    """A plan for a weight that no tuning table knows; fair on a GPU with about 132 SMs."""
+    warps = 4
+    if family == "fma":
+        block_m = BLOCK_ROWS
+    else:
+        block_m = 64 if -(-M // 64) >= _LEAST_PROGRAMS else 32
+    parts = warps * BLOCK_ROWS // block_m
+    row_bytes = kind.bits / 8
+    block_k = max(LEAST_STREAM * parts, int(8192 / (block_m * row_bytes)))
+    while block_k > LEAST_STREAM * parts and block_k >= 2 * K:
+        block_k //= 2
+    stages = max(2, int(_RING_BYTES / (block_m * block_k * row_bytes)))
+    return LinearPlan(family, block_m, block_k, stages=stages, warps=warps)
+
+
+def _check(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    slot_N: torch.Tensor,
+    squares_TN: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: LinearPlan | None,
+) -> LinearPlan:
+    """Raise ValueError for operands that do not fit each other; return the plan to take."""
+    check_rows(x_NK=x_NK)
+    (lanes, columns), (M, K) = x_NK.shape, weight.shape
+    if lanes > MAX_LANES:
+        raise ValueError(f"packed_linear takes 1 to {MAX_LANES} lanes, not {lanes}")
+    if columns != K:
+        raise ValueError(f"x has K={columns} input features, the weight {K}")
+    check_lanes(lanes, slot_N=slot_N)
+    if squares_TN is not None and (
+        squares_TN.dtype != torch.float32
+        or squares_TN.shape[1:] != (lanes,)
+        or not squares_TN.is_contiguous()
+    ):
+        raise ValueError(
+            f"squares must be a dense float32 [T, {lanes}], not {squares_TN.dtype} "
+            f"{list(squares_TN.shape)}"
+        )
+    if bias is not None:
+        check_vector("bias", bias, M, x_NK.dtype)
+    if plan is None:
+        plan = packed_plan(weight.format, M, K, "dot")
+    check_packed_plan(plan, weight.format)
+    if plan.family == "fma" and lanes > FMA_LANES:
+        raise ValueError(f"the fma family takes 1 to {FMA_LANES} lanes, not {lanes}")
+    if _runs_kernel(x_NK):
+        _check_kernel(x_NK, weight)
+    return plan
+
+
+def _runs_kernel(x_NK: torch.Tensor) -> bool:
+    """Gluon has no interpreter: there the reference runs, as on a CPU."""
+    return use_triton(x_NK) and not INTERPRETED
+
+
+def _check_kernel(x_NK: torch.Tensor, weight: PackedWeight) -> None:
+    if x_NK.dtype not in _DTYPES:
+        raise ValueError(f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}")
+    if weight.shape[1] % linear_gluon.ALIGNMENT:
+        raise ValueError(
+            f"packed weights take a multiple of {linear_gluon.ALIGNMENT} input features on a GPU, "
+            f"not K={weight.shape[1]}"
+        )
+    if weight.order is not None:
+        raise ValueError(
+            f"the decode kernels take columns in order; order {list(weight.order.shape)} has another"
+        )
 
 
 def _launch(
@@ -48,9 +259,9 @@ def _launch(
     residual: ResidualArgs | None = None,
     launch: Launch = ALONE,
 ) -> None:
-    """Launch the kernel on operands that were checked; one of `out` and `residual` is given."""
-    (lanes, K), (M, _) = x_NK.shape, weight.shape
-    if not is_aligned(x_NK):
+    """Launch the kernel on operands that `_check` let pass; `out` or `residual` is given."""
+    (lanes, K), M, kind = x_NK.shape, weight.shape[0], weight.format
+    if not linear_gluon.is_aligned(x_NK):
         # Where the inputs lie is not to decide about their bits.
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)
     tiles = triton.cdiv(M, plan.block_m)
@@ -62,8 +273,10 @@ def _launch(
             raise ValueError(f"{plan} wants {needed} int32 arrivals")
         partial = x_NK.new_empty((splits, lanes, tiles * plan.block_m), dtype=torch.float32)
     L = 8 if lanes <= 8 else 16 if lanes <= 16 else 32
-    kind = weight.format
-    grouped = weight.scales is not None
+    group = 0
+    if weight.scales is not None:
+        group = kind.columns or triton.next_power_of_2(K)
+    # Lanes count fastest, so that programs on the same weights run together and share L2.
     launcher(packed_kernel, (triton.cdiv(lanes, L), tiles, splits))(
         x_NK,
         squares_TN,
@@ -75,7 +288,7 @@ def _launch(
         partial,
         counters,
         lanes,
-        x_NK.stride(0) // ALIGNMENT,
+        x_NK.stride(0) // linear_gluon.ALIGNMENT,
         0 if out is None else out.stride(0),
         eps,
         M=M,
@@ -87,20 +300,15 @@ def _launch(
         X_LANES=1 if lanes == 1 else L,
         CODE=kind.code,
         COLUMNS=block_columns(kind),
-        GROUP=(kind.columns or triton.next_power_of_2(K)) if grouped else 0,
+        GROUP=group,
         ZEROS=weight.zeros is not None,
         STREAMS=streams(plan),
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
-        STAGES=stages(plan, splits, K),
+        STAGES=linear_gluon.stages(plan, splits, K),
         EVEN_K=K % (plan.block_k * splits) == 0,
         WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
         **launch_options(launch.pdl),
     )
-
-
-def streams(plan: LinearPlan) -> int:
-    """Parts of a tile's columns, each for the warps that have no rows of their own."""
-    return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
