@@ -18,7 +18,6 @@ Letters: N lanes, L lanes of a program, K input features, M weight rows, B outpu
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2

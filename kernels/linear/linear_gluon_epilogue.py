@@ -1,5 +1,5 @@
-"""What the Gluon kernels of linears do apart from the product: all loads but weights and inputs, the
-epilogue, and parts of sums.
+"""What the Gluon kernels of linears do apart from the product: other loads, the epilogue, and parts
+of sums.
 
 Letters: N lanes, L lanes of a program, K input features, M weight rows, B outputs of a program.
 """

@@ -12,7 +12,8 @@ shift, a mask and a magic number make halves of them.
 
 Rows of a SwiGLU alternate, 8 gates and their 8 ups, so that a thread holds both of an output.
 
-Letters: M weight rows, K input features, B blocks of rows, C blocks of columns, G groups of columns.
+Letters: M weight rows, K input features, B blocks of rows, C blocks of columns, G groups of
+columns.
 """
 
 from __future__ import annotations
@@ -121,8 +122,7 @@ def unpack(packed: PackedWeight) -> QuantisedWeight:
 
 
 def packed_rows(M: int, swiglu: bool, device: torch.device | str = "cpu") -> Tensor:
-    """int64 [16 * B]: the weight row in each row of the blocks; rows past the end repeat the last.
-    """
+    """int64 [16 * B]: the weight row in each row of blocks; past the end the last repeats."""
     if not swiglu:
         blocks = -(-M // BLOCK_ROWS)
         return torch.arange(BLOCK_ROWS * blocks, device=device).clamp_(max=M - 1)

@@ -242,7 +242,7 @@ def _check_kernel(x_NK: torch.Tensor, weight: PackedWeight) -> None:
         )
     if weight.order is not None:
         raise ValueError(
-            f"the decode kernels take columns in order; order {list(weight.order.shape)} has another"
+            f"the decode kernels take columns in order, and {weight.order.numel()} have another"
         )
 
 

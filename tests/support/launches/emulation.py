@@ -534,7 +534,9 @@ class _Program:
             tiles = self.shared[rows[:, :, None] + np.arange(16)].view(np.uint16)
             if "trans" in rest:
                 tiles = tiles.transpose(0, 2, 1)
-            first, second = (tiles[:, lane // 4, 2 * (lane % 4) + i].astype(np.uint32) for i in (0, 1))
+            first, second = (
+                tiles[:, lane // 4, 2 * (lane % 4) + i].astype(np.uint32) for i in (0, 1)
+            )
             self.write(target, (first | second << 16).ravel(), active)
 
     def do_mma(self, rest: list[str], ops: list[str], active: Array) -> None:
@@ -546,7 +548,9 @@ class _Program:
         left, right = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
         for index, name in enumerate(a):
             for half, value in enumerate(_halves(self.read(name), kind)):
-                left[:, row + 8 * (index % 2), pair + half + 8 * (index // 2)] = value.reshape(-1, 32)
+                left[:, row + 8 * (index % 2), pair + half + 8 * (index // 2)] = value.reshape(
+                    -1, 32
+                )
         for index, name in enumerate(b):
             for half, value in enumerate(_halves(self.read(name), kind)):
                 right[:, pair + half + 8 * index, row] = value.reshape(-1, 32)

@@ -1,0 +1,151 @@
+"""From packed codes to halves in registers, and what scales stand for, in Gluon.
+
+What `packed.py` lays out becomes the left operand of `mma.sync` without leaving its thread: every
+step here is a permutation of axes that the compiler finds to be one of registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
+
+_BLOCK = gl.constexpr(BLOCK_HALFWORDS)
+
+
+@gluon.constexpr_function
+def _unpacking(code, bf16, zeros):
+    """PTX that makes pairs of halves $0, $1, ... of a word of codes, exactly.
+
+    Integers become the last bits of a power of two, which is subtracted again (with zeros of 4 bits
+    it is left there, see `without_zeros`). Floats keep their fields, moved to where a half has
+    them; their exponents are put right by a product with a power of two, before which a number may
+    be subnormal.
+    """
+    kind = "bf16x2" if bf16 else "f16x2"
+    if code == "int4":
+        base = 0x43004300 if bf16 else 0x64006400
+        lines = []
+        for index in range(4):
+            lines += [
+                f"shr.u32 word, $4, {4 * index};",
+                f"lop3.b32 word, word, 0x000f000f, {base:#x}, 0xea;",
+                f"mov.b32 ${index}, word;" if zeros else f"sub.rn.{kind} ${index}, word, other;",
+            ]
+        lines.insert(0, f"mov.b32 other, {base + 0x00080008:#x};")
+    elif code == "int8":
+        lines = []
+        for index in range(2):
+            lines.append(f"shr.u32 word, $2, {8 * index};")
+            if bf16:
+                # 7 bits after 128, less 128 or, of a negative code, 256.
+                lines += [
+                    "lop3.b32 other, word, 0x00800080, 0x43004300, 0xea;",
+                    "lop3.b32 word, word, 0x007f007f, 0x43004300, 0xea;",
+                ]
+            else:
+                lines += [
+                    "mov.b32 other, 0x64806480;",
+                    "lop3.b32 word, word, 0x00ff00ff, other, 0x6a;",
+                ]
+            lines.append(f"sub.rn.{kind} ${index}, word, other;")
+    elif code == "e4m3" and not bf16:
+        lines = [
+            ".reg .b16 low, high;",
+            "prmt.b32 word, $2, 0, 0x3120;",
+            "mov.b32 {low, high}, word;",
+            "cvt.rn.f16x2.e4m3x2 $0, low;",
+            "cvt.rn.f16x2.e4m3x2 $1, high;",
+        ]
+    else:
+        codes = 2 if code == "e4m3" else 4
+        # First bit of the magnitude in a half, its mask, and 2 ** (difference of the biases).
+        if code == "e4m3":
+            first, mask, factor = 4, 0x07F007F0, 0x7B807B80
+        elif bf16:
+            first, mask, factor = 6, 0x01C001C0, 0x7E807E80
+        else:
+            first, mask, factor = 9, 0x0E000E00, 0x74007400
+        lines = [f"mov.b32 factor, {factor:#x};"]
+        for index in range(codes):
+            at = index * 16 // codes
+            up = first - at
+            move = f"shl.b32 word, ${codes}, {up};" if up > 0 else f"shr.u32 word, ${codes}, {-up};"
+            lines += [
+                f"shl.b32 other, ${codes}, {16 - 16 // codes - at};",
+                "and.b32 other, other, 0x80008000;",
+                move,
+                f"lop3.b32 word, word, {mask:#x}, other, 0xea;",
+                f"mul.rn.{kind} ${index}, word, factor;",
+            ]
+    return "{\n.reg .b32 word, other, factor;\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.jit
+def halves_of(words, x_ptr, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+    """What codes stand for: [streams, rows, columns] in pieces that share a scale.
+
+    `words` [streams, blocks of rows, halfwords] of one or more blocks of columns; of small groups
+    one block, which has several pieces.
+    """
+    S: gl.constexpr = words.shape[0]
+    R: gl.constexpr = words.shape[1]
+    C: gl.constexpr = words.shape[2] // _BLOCK
+    asm: gl.constexpr = _unpacking(CODE, x_ptr.dtype.element_ty == gl.bfloat16, ZEROS)
+    half = x_ptr.dtype.element_ty
+    if CODE == "int4" or CODE == "e2m1":
+        h0, h1, h2, h3 = gl.inline_asm_elementwise(
+            asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half), is_pure=True, pack=2
+        )
+        all = gl.join(gl.join(h0, h2), gl.join(h1, h3))
+        # Row of 8, thread, word of a row, upper or lower row, half, byte, nibble.
+        all = all.reshape([S, R, C, 8, 4, 2, 2, 2, 2, 2])
+        if GROUP == 16:
+            all = all.permute((0, 1, 6, 3, 2, 4, 9, 7, 5, 8)).reshape([S, R * 16, 16, 2, 2])
+            even, odd = gl.split(all)
+            p0, p2 = gl.split(even)
+            p1, p3 = gl.split(odd)
+            pieces = (p0, p1, p2, p3)
+        elif GROUP == 32:
+            all = all.permute((0, 1, 6, 3, 2, 9, 4, 8, 7, 5)).reshape([S, R * 16, 32, 2])
+            pieces = gl.split(all)
+        else:
+            all = all.permute((0, 1, 6, 3, 2, 5, 9, 4, 8, 7)).reshape([S, R * 16, 64 * C])
+            pieces = (all,)  # type: ignore[assignment]
+    else:
+        h0, h1 = gl.inline_asm_elementwise(
+            asm, "=r,=r,r", [words], dtype=(half, half), is_pure=True, pack=2
+        )
+        # Row of 8, thread, upper or lower row, word of it, half, byte.
+        all = gl.join(h0, h1).reshape([S, R, C, 8, 4, 2, 2, 2, 2])
+        all = all.permute((0, 1, 5, 3, 2, 8, 4, 6, 7)).reshape([S, R * 16, 32 * C])
+        pieces = (all,)  # type: ignore[assignment]
+    return pieces
+
+
+@gluon.jit
+def without_zeros(halves, zeros, CODE: gl.constexpr):
+    """Codes less the zeros of their groups, uint8 [streams, rows]."""
+    bf16: gl.constexpr = halves.dtype == gl.bfloat16
+    if CODE == "int4":
+        base: gl.constexpr = 0x4300 if bf16 else 0x6400
+        other = (zeros.to(gl.int16) | base).to(halves.dtype, bitcast=True)
+    else:
+        other = zeros.to(gl.int8, bitcast=True).to(gl.float32).to(halves.dtype)
+    _, other = gl.broadcast(halves, other[:, :, None])
+    asm: gl.constexpr = "sub.rn.bf16x2 $0, $1, $2;" if bf16 else "sub.rn.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(
+        asm, "=r,r,r", [halves, other], dtype=halves.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def scale_floats(scales):
+    """Float32 of scales; bytes are exponents of two plus 127."""
+    if scales.dtype == gl.uint8:
+        bits = scales.to(gl.int32)
+        floats = gl.where(bits == 0, 0x00400000, bits << 23).to(gl.float32, bitcast=True)
+    else:
+        floats = scales.to(gl.float32)
+    return floats
