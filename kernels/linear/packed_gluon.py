@@ -97,30 +97,38 @@ def _stream_exchange_layout(outputs):
 @gluon.jit
 def _ask_groups(
     of_groups,
-    ring,
-    first_block,
-    blocks,
-    first_column,
+    at,
+    shape: gl.constexpr,
+    K: gl.constexpr,
     GROUP: gl.constexpr,
     PIECE: gl.constexpr,
     STREAM: gl.constexpr,
-    STREAMS: gl.constexpr,
-    GROUPS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Ask for scales or zeros of all pieces of a program's columns, in the order of their use."""
-    size: gl.constexpr = of_groups.dtype.element_ty.primitive_bitwidth // 8
-    layout: gl.constexpr = _group_layout(size, WARPS)
+    """Ask for the scales or zeros of all pieces of a program's columns, in the order of their use:
+    [pieces, streams, rows].
+    """
+    first_block, blocks, first_column = at
+    USES: gl.constexpr = shape[0]
+    STREAMS: gl.constexpr = shape[1]
+    R: gl.constexpr = shape[2]
+    dtype: gl.constexpr = of_groups.dtype.element_ty
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     PIECES: gl.constexpr = STREAM // PIECE
-    use = gl.arange(0, ring.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    layout: gl.constexpr = _group_layout(dtype.primitive_bitwidth // 8, WARPS)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    ring = gl.allocate_shared_memory(dtype, [USES * STREAMS, R, 16], plain)
+    use = gl.arange(0, USES * STREAMS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     step = use // STREAMS
     column = step // PIECES * (STREAM * STREAMS) + use % STREAMS * STREAM + step % PIECES * PIECE
     group = (first_column + column) // GROUP
-    block = first_block + gl.arange(0, ring.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    block = first_block + gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     block = gl.minimum(block, blocks - 1).to(gl.int64) * (GROUPS * 16)
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     ptrs = of_groups + block[None, :, None] + group[:, None, None] * 16 + row[None, None, :]
     async_copy.async_copy_global_to_shared(ring, ptrs, (group < GROUPS)[:, None, None])
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return ring._reinterpret(dtype, [USES, STREAMS, R * 16], rows)
 
 
 @gluon.jit(do_not_specialize=["lanes", "x_pitch", "eps"])
@@ -385,42 +393,12 @@ def _ask_scales(
 ):
     """Ask for the scales and zeros of all of a program's groups: [pieces, streams, rows] each."""
     PIECES: gl.constexpr = triton.next_power_of_2(TILES * (STREAM // PIECE))
-    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    scale_type: gl.constexpr = weight.scales.dtype.element_ty
-    ring = gl.allocate_shared_memory(scale_type, [PIECES * STREAMS, R, 16], plain)
-    _ask_groups(
-        weight.scales,
-        ring,
-        first_block,
-        blocks,
-        first_column,
-        GROUP,
-        PIECE,
-        STREAM,
-        STREAMS,
-        GROUPS,
-        WARPS,
-    )
-    scales = ring._reinterpret(scale_type, [PIECES, STREAMS, R * 16], rows)
+    shape: gl.constexpr = [PIECES, STREAMS, R]
+    at = (first_block, blocks, first_column)
+    scales = _ask_groups(weight.scales, at, shape, K, GROUP, PIECE, STREAM, WARPS)
     zeros = scales
     if ZEROS:
-        ring = gl.allocate_shared_memory(gl.uint8, [PIECES * STREAMS, R, 16], plain)
-        _ask_groups(
-            weight.zeros,
-            ring,
-            first_block,
-            blocks,
-            first_column,
-            GROUP,
-            PIECE,
-            STREAM,
-            STREAMS,
-            GROUPS,
-            WARPS,
-        )
-        zeros = ring._reinterpret(gl.uint8, [PIECES, STREAMS, R * 16], rows)
+        zeros = _ask_groups(weight.zeros, at, shape, K, GROUP, PIECE, STREAM, WARPS)
     return scales, zeros
 
 

@@ -63,7 +63,7 @@ def packed_linear(
     M = weight.shape[0]
     shape = (x_NK.shape[0], M // 2 if weight.swiglu else M)
     out = output_rows(out, shape, dtype=out_dtype or x_NK.dtype, like=x_NK)
-    if not _runs_kernel(x_NK):
+    if not _is_launched(x_NK):
         options = {"squares_TN": squares_TN, "eps": eps, "bias": bias, "out": out}
         return packed_linear_reference(x_NK, weight, slot_N, **options)  # type: ignore[arg-type]
     _launch(
@@ -112,7 +112,7 @@ def packed_linear_residual(
     check_vector("next_norm", next_norm_M, M, x_NK.dtype)
     squares = residual.x.new_empty(residual_groups(plan, M), lanes)
     residual = residual._replace(squares=squares)
-    if not _runs_kernel(x_NK):
+    if not _is_launched(x_NK):
         floats = dequantise(unpack(weight))
         return linear_residual_reference(x_NK, floats, slot_N, residual, next_norm_M, bias=bias)
     _launch(
@@ -222,17 +222,17 @@ def _check(
     check_packed_plan(plan, weight.format)
     if plan.family == "fma" and lanes > FMA_LANES:
         raise ValueError(f"the fma family takes 1 to {FMA_LANES} lanes, not {lanes}")
-    if _runs_kernel(x_NK):
-        _check_kernel(x_NK, weight)
+    if _is_launched(x_NK):
+        _check_launched(x_NK, weight)
     return plan
 
 
-def _runs_kernel(x_NK: torch.Tensor) -> bool:
+def _is_launched(x_NK: torch.Tensor) -> bool:
     """Gluon has no interpreter: there the reference runs, as on a CPU."""
     return use_triton(x_NK) and not INTERPRETED
 
 
-def _check_kernel(x_NK: torch.Tensor, weight: PackedWeight) -> None:
+def _check_launched(x_NK: torch.Tensor, weight: PackedWeight) -> None:
     if x_NK.dtype not in _DTYPES:
         raise ValueError(f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}")
     if weight.shape[1] % linear_gluon.ALIGNMENT:

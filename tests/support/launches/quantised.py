@@ -1,0 +1,45 @@
+"""Quantised weights of random codes, of every kind that the kernels serve."""
+
+from __future__ import annotations
+
+import torch
+
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
+
+FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
+    "e4m3": (WeightFormat("e4m3", 1, 0), torch.float32),
+    "e4m3 of one scale": (WeightFormat("e4m3", 0, 0), torch.bfloat16),
+    "e4m3 in blocks": (WeightFormat("e4m3", 128, 128), torch.float32),
+    "int8": (WeightFormat("int8", 1, 0), torch.float16),
+    "int8 with a zero a row": (WeightFormat("int8", 1, 0, True), torch.float32),
+    "int8 in groups": (WeightFormat("int8", 1, 32, True), torch.bfloat16),
+    "int4": (WeightFormat("int4", 1, 128), torch.bfloat16),
+    "int4 with zeros": (WeightFormat("int4", 1, 64, True), torch.float16),
+    "int4 in small groups": (WeightFormat("int4", 1, 32), torch.float32),
+    "mxfp4": (WeightFormat("e2m1", 1, 32), torch.uint8),
+    "nvfp4": (WeightFormat("e2m1", 1, 16), torch.float8_e4m3fn),
+}
+"""By name: a format, and the dtype of its scales."""
+
+
+def random_quantised(name: str, M: int, K: int, *, seed: int = 0) -> QuantisedWeight:
+    """Of one of `FORMATS`; every code but NaN occurs, and the whole of NVFP4 is not 1."""
+    kind, dtype = FORMATS[name]
+    random = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random, dtype=torch.uint8)
+
+    codes = integers(0, 1 << kind.bits, M, K)
+    if kind.code == "e4m3":
+        codes[codes & 127 == 127] = 3
+    if kind.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    groups = kind.groups(M, K)
+    if dtype == torch.uint8:
+        scales = integers(118, 125, *groups)
+    else:
+        scales = (torch.rand(groups, generator=random) / 16 + 2**-7).to(dtype)
+    zeros = integers(0, 1 << kind.bits, *groups) if kind.has_zeros else None
+    whole = torch.tensor(0.7) if name == "nvfp4" else None
+    return QuantisedWeight(kind, codes, scales, whole, zeros)
