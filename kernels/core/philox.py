@@ -115,8 +115,8 @@ def philox_uint32_tile(seed, position, token_id):
     k1 = (bits >> 32).to(tl.uint32)
     c0 = token_id.to(tl.uint32, bitcast=True)
     c1 = position.to(tl.uint32, bitcast=True)
-    c2 = tl.full((), 0, tl.uint32)
-    c3 = tl.full((), 0, tl.uint32)
+    c2 = tl.cast(0, tl.uint32)
+    c3 = tl.cast(0, tl.uint32)
     for _ in tl.static_range(_ROUNDS):
         product_0 = c0.to(tl.uint64) * _MULTIPLIER_0
         product_1 = c2.to(tl.uint64) * _MULTIPLIER_1

@@ -11,9 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.sample.sampling import best_of_tile
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _silu = gluon.jit(silu.fn)
+_best_of_tile = gluon.jit(best_of_tile.fn)
 
 
 @gluon.constexpr_function
@@ -64,8 +66,12 @@ def epilogue(
     GROUPS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     SWIGLU: gl.constexpr,
+    sampler=None,
+    token_ids_ptr=None,
+    stop_ids=0,
+    ahead=1,
 ):
-    """From float32 sums [L, B] to what is stored, as `linear_triton.epilogue` does it."""
+    """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
     slot, squares, base = of_lanes
     if GROUPS > 0:
         total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
@@ -81,7 +87,29 @@ def epilogue(
     in_row = (output < OUTPUTS)[None, :]
     stored = live[:, None] & in_row
     wide_lane = lane.to(gl.int64)[:, None]
-    if residual is not None:
+    if sampler is not None:
+        position = gl.load(sampler.position + lane, mask=live, other=0) + ahead
+        ids = output
+        if token_ids_ptr is not None:
+            ids = gl.load(token_ids_ptr + output, mask=output < OUTPUTS, other=0)
+        best, health = _best_of_tile(
+            y,
+            ids[None, :],
+            in_row,
+            slot[:, None],
+            position[:, None],
+            live[:, None],
+            sampler.temperature,
+            sampler.seed,
+            sampler.stop_ids,
+            sampler.min_len,
+            stop_ids,
+        )
+        B: gl.constexpr = output.shape[0]
+        at = lane * ((OUTPUTS + B - 1) // B) + tile
+        gl.store(sampler.best + at, best, mask=live)
+        gl.store(sampler.health + at, health, mask=live)
+    elif residual is not None:
         at = wide_lane * OUTPUTS + output[None, :]
         x = base + y
         gl.store(residual.x + at, x, mask=stored)

@@ -131,7 +131,7 @@ def _ask_groups(
     return ring._reinterpret(dtype, [USES, STREAMS, R * 16], rows)
 
 
-@gluon.jit(do_not_specialize=["lanes", "x_pitch", "eps"])
+@gluon.jit(do_not_specialize=["lanes", "x_pitch", "eps", "stop_ids", "ahead"])
 def packed_kernel(
     x_ptr,
     squares_ptr,
@@ -140,12 +140,16 @@ def packed_kernel(
     slot_ptr,
     out_ptr,
     residual,
+    sampler,
+    token_ids_ptr,
     partial_ptr,
     arrivals_ptr,
     lanes,
     x_pitch,
     out_stride,
     eps,
+    stop_ids,
+    ahead,
     M: gl.constexpr,
     K: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -314,6 +318,10 @@ def packed_kernel(
             GROUPS,
             OUTPUTS,
             SWIGLU,
+            sampler,
+            token_ids_ptr,
+            stop_ids,
+            ahead,
         )
     else:
         part = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
@@ -352,6 +360,10 @@ def packed_kernel(
                 GROUPS,
                 OUTPUTS,
                 SWIGLU,
+                sampler,
+                token_ids_ptr,
+                stop_ids,
+                ahead,
             )
 
 

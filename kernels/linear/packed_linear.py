@@ -1,4 +1,4 @@
-"""`linear` and `linear_residual` with weights of 8 and 4 bits, laid out by `packed.pack`.
+"""The linears of decode with weights of 8 and 4 bits, laid out by `packed.pack`.
 
 The contract is that of `linear.py`: the order in which a lane's sums are formed follows from the
 weight, its format and its plan. Both row families run the kernel of `packed_gluon.py`, each with
@@ -21,13 +21,15 @@ from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, residual_groups
-from graphengine.kernels.linear.linear_triton import ResidualArgs
+from graphengine.kernels.linear.linear_triton import ResidualArgs, SamplerArgs
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_gluon import PackedArgs, packed_kernel
 from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
 from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
+from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 LEAST_STREAM = 64
 """Fewest columns of a tile that a stream takes."""
@@ -125,6 +127,78 @@ def packed_linear_residual(
         launch=launch,
     )
     return residual
+
+
+def packed_linear_sample(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    params: SamplingTensors,
+    *,
+    ahead: int = 1,
+    token_ids: torch.Tensor | None = None,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    plan: LinearPlan | None = None,
+    launch: Launch = ALONE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_sample` with a packed weight: the token is that of `packed_linear`'s float32 logits.
+
+    Raises:
+        ValueError: as of `packed_linear` and `linear_sample`, and for a SwiGLU.
+    """
+    if weight.swiglu:
+        raise ValueError(f"a SwiGLU of {weight.shape[0]} rows makes no logits")
+    plan = _check(x_NK, weight, slot_N, squares_TN, None, plan)
+    lanes, V = x_NK.shape[0], weight.shape[0]
+    check_lanes(lanes, position=position_N)
+    if token_ids is not None:
+        check_vector("token_ids", token_ids, V, torch.int32)
+    stop_ids = check_parameters(params)
+    if not _is_launched(x_NK):
+        logits = x_NK.new_empty((lanes, V), dtype=torch.float32)
+        packed_linear_reference(x_NK, weight, slot_N, squares_TN=squares_TN, eps=eps, out=logits)
+        unfiltered = params._replace(
+            top_k=torch.zeros_like(params.top_k),
+            top_p=torch.ones_like(params.top_p),
+            min_p=torch.zeros_like(params.min_p),
+        )
+        return sample_tiles_reference(
+            logits,
+            slot_N,
+            position_N,
+            unfiltered,
+            tile=plan.block_m,
+            ahead=ahead,
+            token_ids=token_ids,
+        )
+    tiles = triton.cdiv(V, plan.block_m)
+    best = torch.empty((lanes, tiles), dtype=torch.int64, device=x_NK.device)
+    health = slot_N.new_empty(lanes, tiles)
+    sampler = SamplerArgs(
+        position_N,
+        params.temperature,
+        params.seed,
+        params.stop_ids,
+        params.min_len,
+        best,
+        health,
+    )
+    _launch(
+        x_NK,
+        weight,
+        slot_N,
+        plan,
+        squares_TN=squares_TN,
+        eps=eps,
+        sampler=sampler,
+        token_ids=token_ids,
+        stop_ids=stop_ids,
+        ahead=ahead,
+        launch=launch,
+    )
+    return best, health
 
 
 def packed_linear_reference(
@@ -257,9 +331,16 @@ def _launch(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     residual: ResidualArgs | None = None,
+    sampler: SamplerArgs | None = None,
+    token_ids: torch.Tensor | None = None,
+    stop_ids: int = 0,
+    ahead: int = 1,
     launch: Launch = ALONE,
 ) -> None:
-    """Launch the kernel on operands that `_check` let pass; `out` or `residual` is given."""
+    """Launch the kernel on operands that `_check` let pass.
+
+    One of `out`, `residual` and `sampler` is given: where the product goes.
+    """
     (lanes, K), M, kind = x_NK.shape, weight.shape[0], weight.format
     if not linear_gluon.is_aligned(x_NK):
         # Where the inputs lie is not to decide about their bits.
@@ -285,12 +366,16 @@ def _launch(
         slot_N,
         out,
         residual,
+        sampler,
+        token_ids,
         partial,
         counters,
         lanes,
         x_NK.stride(0) // linear_gluon.ALIGNMENT,
         0 if out is None else out.stride(0),
         eps,
+        stop_ids,
+        ahead,
         M=M,
         K=K,
         GROUPS=0 if squares_TN is None else squares_TN.shape[0],

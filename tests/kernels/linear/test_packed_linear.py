@@ -24,6 +24,7 @@ from graphengine.kernels.linear.packed_linear import (
     check_packed_plan,
     packed_linear,
     packed_linear_residual,
+    packed_linear_sample,
     packed_plan,
     streams,
 )
@@ -31,6 +32,8 @@ from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import sample_tiles_reference, token_of_tiles_reference
 from launches.compilation import (
     RecordedLaunch,
     assert_waits_before_it_shows,
@@ -63,7 +66,13 @@ def launch_with(call: Any, case: Any, counters: torch.Tensor | None, pdl: bool) 
 
 
 def outputs_of(
-    case: Any, weight: PackedWeight, plan: LinearPlan, *, residual: bool = False, pdl: bool = True
+    case: Any,
+    weight: PackedWeight,
+    plan: LinearPlan,
+    *,
+    residual: bool = False,
+    pdl: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """What a linear leaves, with lanes first; what it leaves alone holds the sentinel."""
     lanes, M = len(case.x), weight.shape[0]
@@ -87,12 +96,12 @@ def outputs_of(
         # Rows that lie apart as a kernel's rows do.
         width = M // 2 if weight.swiglu else M
         room = torch.full((lanes, -(-width // 16) * 16), SENTINEL, device=case.x.device)
-        out = room.to(case.x.dtype)[:, :width]
+        out = room.to(out_dtype or case.x.dtype)[:, :width]
 
         def call(launch: Launch) -> None:
             packed_linear(
                 case.x, weight, case.slot, squares_TN=case.squares, eps=EPS, bias=case.bias,
-                out=out, plan=plan, launch=launch,
+                out_dtype=out_dtype, out=out, plan=plan, launch=launch,
             )  # fmt: skip
 
         launch_with(call, case, counters, pdl)
@@ -181,6 +190,53 @@ def test_bits_are_the_same_at_every_number_of_lanes(make_linear_case, name, plan
         part = outputs_of(case.take(torch.tensor(lane_of)), weight, plan, residual=residual)
         for actual, all_lanes in zip(part, whole, strict=True):
             assert torch.equal(actual, all_lanes[lane_of])
+
+
+def sampling(lanes: int) -> SamplingTensors:
+    """Greedy and hot slots, of which every other must not stop at an id yet."""
+    return SamplingTensors.neutral(lanes)._replace(
+        temperature=torch.tensor([0.0, 1.0, 9.0]).repeat(lanes)[:lanes],
+        seed=torch.arange(lanes) * 7919 - 3,
+        stop_ids=torch.arange(9).repeat(lanes, 1).int() * 3,
+        min_len=torch.tensor([99, 0]).repeat(lanes)[:lanes].int(),
+    )
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name, lanes, plan, part", [("int4", 1, FMA, False), ("e4m3", 5, SPLIT, True)]
+)
+def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes, plan, part):
+    """Of the whole vocabulary, or of a part with ids of its own."""
+    case = make_linear_case(lanes, 100, 256, BF16, groups=2, padded=(2,) if lanes > 2 else ())
+    weight, params = pack(random_quantised(name, 100, 256)), sampling(lanes)
+    ids = (torch.arange(100) * 3).int() if part else None
+    counters = torch.zeros(arrivals_needed(plan, 100), dtype=torch.int32)
+    options = {"squares_TN": case.squares, "eps": EPS, "plan": plan, "token_ids": ids, "ahead": 2}
+    found: list[Any] = []
+
+    def call(launch: Launch) -> None:
+        arguments = (case.x, weight, case.slot, case.slot, params)
+        found.extend(packed_linear_sample(*arguments, **options, launch=launch))
+
+    launch_with(call, case, counters, True)
+    (logits,) = outputs_of(case, weight, plan, out_dtype=torch.float32)
+    expected = sample_tiles_reference(
+        logits, case.slot, case.slot, params, tile=plan.block_m, ahead=2, token_ids=ids
+    )
+    live = case.slot >= 0
+    tokens = token_of_tiles_reference(*found)[live]
+    assert torch.equal(tokens, token_of_tiles_reference(*expected)[live])
+    assert len(set(tokens.tolist())) > lanes // 3
+    on_a_cpu = packed_linear_sample(case.x, weight, case.slot, case.slot, params, **options)
+    assert torch.equal(tokens, token_of_tiles_reference(*on_a_cpu)[live])
+
+
+def test_a_swiglu_makes_no_logits():
+    weight = pack(random_quantised("int4", 16, 64), swiglu=True)
+    slot = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="a SwiGLU of 16 rows makes no logits"):
+        packed_linear_sample(torch.zeros(1, 64), weight, slot, slot, sampling(1))
 
 
 # What a CPU engine runs, and what is refused.

@@ -390,7 +390,7 @@ class _Program:
     def do_setp(self, rest: list[str], ops: list[str], active: Array) -> None:
         compare = {
             "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-            "eq": np.equal, "ne": np.not_equal,
+            "eq": np.equal, "ne": np.not_equal, "neu": np.not_equal, "nan": lambda a, b: a != a,
         }[rest[0]]  # fmt: skip
         if rest[-1] == "f32":
             left, right = _f32(self.read(ops[1])), _f32(self.read(ops[2]))
@@ -402,11 +402,21 @@ class _Program:
         one, two = self.read(ops[1]), self.read(ops[2])
         self.write(ops[0], np.where(self.read(ops[3]), one, two), active)
 
+    def _float_of(self, function: Any, ops: list[str], active: Array) -> None:
+        result = function(_f32(self.read(ops[1]))).astype(np.float32)
+        self.write(ops[0], result.view(np.uint32), active)
+
     def do_ex2(self, rest: list[str], ops: list[str], active: Array) -> None:
-        self.write(ops[0], np.exp2(_f32(self.read(ops[1]))).view(np.uint32), active)
+        self._float_of(np.exp2, ops, active)
+
+    def do_lg2(self, rest: list[str], ops: list[str], active: Array) -> None:
+        self._float_of(np.log2, ops, active)
 
     def do_sqrt(self, rest: list[str], ops: list[str], active: Array) -> None:
-        self.write(ops[0], np.sqrt(_f32(self.read(ops[1]))).view(np.uint32), active)
+        self._float_of(np.sqrt, ops, active)
+
+    def do_abs(self, rest: list[str], ops: list[str], active: Array) -> None:
+        self._float_of(np.abs, ops, active)
 
     def do_cvt(self, rest: list[str], ops: list[str], active: Array) -> None:
         rest = [part for part in rest if part not in ("rn", "rzi")]
@@ -421,6 +431,8 @@ class _Program:
         elif to == "f32" and source in ("f16", "bf16"):
             values = _half(self.read(ops[1]).astype(np.uint16), source)
             result = values.astype(np.float32).view(np.uint32)
+        elif to == "f32":
+            result = self.integers(source, ops[1]).astype(np.float32).view(np.uint32)
         elif to in ("f16", "bf16"):
             values = _f32(self.read(ops[1])) if source == "f32" else self.integers(source, ops[1])
             result = _to_half(values.astype(np.float32), to)
