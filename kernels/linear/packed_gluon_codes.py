@@ -58,28 +58,58 @@ def _unpacking(code, bf16, zeros):
             "cvt.rn.f16x2.e4m3x2 $0, low;",
             "cvt.rn.f16x2.e4m3x2 $1, high;",
         ]
-    else:
-        codes = 2 if code == "e4m3" else 4
-        # First bit of the magnitude in a half, its mask, and 2 ** (difference of the biases).
-        if code == "e4m3":
-            first, mask, factor = 4, 0x07F007F0, 0x7B807B80
-        elif bf16:
-            first, mask, factor = 6, 0x01C001C0, 0x7E807E80
-        else:
-            first, mask, factor = 9, 0x0E000E00, 0x74007400
-        lines = [f"mov.b32 factor, {factor:#x};"]
-        for index in range(codes):
-            at = index * 16 // codes
-            up = first - at
-            move = f"shl.b32 word, ${codes}, {up};" if up > 0 else f"shr.u32 word, ${codes}, {-up};"
+    elif code == "e4m3":
+        lines = ["mov.b32 factor, 0x7B807B80;"]
+        for index, move in enumerate(("shl.b32 word, $2, 4;", "shr.u32 word, $2, 4;")):
             lines += [
-                f"shl.b32 other, ${codes}, {16 - 16 // codes - at};",
+                f"shl.b32 other, $2, {8 - 8 * index};",
                 "and.b32 other, other, 0x80008000;",
                 move,
-                f"lop3.b32 word, word, {mask:#x}, other, 0xea;",
-                f"mul.rn.{kind} ${index}, word, factor;",
+                "lop3.b32 word, word, 0x07F007F0, other, 0xea;",
+                f"mul.rn.bf16x2 ${index}, word, factor;",
             ]
+    else:
+        lines = _unpacking_of_small_floats(bf16)
     return "{\n.reg .b32 word, other, factor;\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def _unpacking_of_small_floats(bf16):
+    """Of `e2m1`, whose bits lie as `packed.py` moves them: for bfloat16 in their places, but for a
+    shift, of all floats but the fourth.
+    """
+    if bf16:
+        lines = ["mov.b32 factor, 0x7E807E80;"]
+        for index in range(3):
+            lines += [
+                f"shl.b32 word, $4, {3 * index};",
+                "and.b32 word, word, 0x81C081C0;",
+                f"mul.rn.bf16x2 ${index}, word, factor;",
+            ]
+        high, low = "shr.u32 word, $4, 3;", "shr.u32 word, $4, 7;"
+        masks, kind = ("0x01800180", "0x00400040"), "bf16x2"
+    else:
+        lines = ["mov.b32 factor, 0x74007400;"]
+        for index in range(3):
+            lines += [
+                f"shl.b32 other, $4, {3 * index};",
+                "and.b32 other, other, 0x80008000;",
+                f"shl.b32 word, $4, {3 * index + 3};",
+                "lop3.b32 word, word, 0x0E000E00, other, 0xea;",
+                f"mul.rn.f16x2 ${index}, word, factor;",
+            ]
+        high, low = "mov.b32 word, $4;", "shr.u32 word, $4, 4;"
+        masks, kind = ("0x0C000C00", "0x02000200"), "f16x2"
+    lines += [
+        "shl.b32 other, $4, 1;",
+        "and.b32 other, other, 0x80008000;",
+        high,
+        f"lop3.b32 other, word, {masks[0]}, other, 0xea;",
+        low,
+        f"lop3.b32 word, word, {masks[1]}, other, 0xea;",
+        f"mul.rn.{kind} $3, word, factor;",
+    ]
+    return lines
 
 
 @gluon.jit
@@ -142,10 +172,9 @@ def without_zeros(halves, zeros, CODE: gl.constexpr):
 
 @gluon.jit
 def scale_floats(scales):
-    """Float32 of scales; bytes are exponents of two plus 127."""
+    """Float32 of scales; of powers of two, which are bytes, twice as much (`POWER_FACTOR`)."""
     if scales.dtype == gl.uint8:
-        bits = scales.to(gl.int32)
-        floats = gl.where(bits == 0, 0x00400000, bits << 23).to(gl.float32, bitcast=True)
+        floats = (scales.to(gl.int32) * 0x00800000 + 0x00800000).to(gl.float32, bitcast=True)
     else:
         floats = scales.to(gl.float32)
     return floats

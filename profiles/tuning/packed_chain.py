@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from graphengine.kernels import Launch, LinearPlan, Residual, RowFamily, residual_groups
-from graphengine.kernels.linear.packed import PackedWeight, block_columns, unpack
+from graphengine.kernels.linear.packed import POWER_FACTOR, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_linear import (
     check_packed_plan,
     packed_linear,
@@ -79,7 +79,10 @@ def random_weight(
     zeros = None
     if of.has_zeros:
         zeros = torch.randint(6, 11, groups, generator=random, device=device, dtype=torch.uint8)
-    return PackedWeight(of, (M, K), swiglu, codes.view(torch.int16), scales, zeros, None, None)
+    factor = None
+    if kind.scales == torch.uint8:
+        factor = torch.full((16 * blocks,), POWER_FACTOR, device=device)
+    return PackedWeight(of, (M, K), swiglu, codes.view(torch.int16), scales, zeros, factor, None)
 
 
 class PackedChain:

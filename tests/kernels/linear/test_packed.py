@@ -104,6 +104,13 @@ def test_other_groups_are_refused(code, columns, message):
         pack(weight)
 
 
+def test_a_scale_that_float32_hardly_has_is_refused():
+    weight = random_quantised("mxfp4", 4, 64)
+    weight.scales[0, 1] = 254
+    with pytest.raises(ValueError, match=r"a scale of 2 \*\* 127 exceeds 2 \*\* 126"):
+        pack(weight)
+
+
 def test_a_swiglu_of_odd_rows_is_refused():
     with pytest.raises(ValueError, match="as many gate rows as up rows, not 7 rows"):
         pack(random_quantised("int8", 7, 64), swiglu=True)
