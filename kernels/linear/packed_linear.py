@@ -12,6 +12,8 @@ Letters: N lanes, K input features, M weight rows, F ffn width, T groups of colu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 
@@ -35,8 +37,8 @@ LEAST_STREAM = 64
 """Fewest columns of a tile that a stream takes."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Codes of a program on their way, so that two programs and their successors fit an SM.
-_RING_BYTES = 32 * 1024
+# Of codes and inputs of a program: so that two programs fit an SM, and of `fma` their successors too.
+_RING_BYTES: Mapping[RowFamily, int] = {"fma": 48 * 1024, "dot": 96 * 1024}
 _LEAST_PROGRAMS = 90
 
 
@@ -250,17 +252,18 @@ def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
 
 def packed_plan(kind: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
     """A plan for a weight that no tuning table knows; fair on a GPU with about 132 SMs."""
-    warps = 4
+    warps, lanes = 4, 1 if family == "fma" else 32
     if family == "fma":
         block_m = BLOCK_ROWS
     else:
         block_m = 64 if -(-M // 64) >= _LEAST_PROGRAMS else 32
     parts = warps * BLOCK_ROWS // block_m
-    row_bytes = kind.bits / 8
-    block_k = max(LEAST_STREAM * parts, int(8192 / (block_m * row_bytes)))
+    column_bytes = block_m * kind.bits // 8
+    # Of one lane a stream has columns enough to hide what a tile costs besides.
+    block_k = parts * (max(LEAST_STREAM, 2048 // column_bytes) if lanes == 1 else 128)
     while block_k > LEAST_STREAM * parts and block_k >= 2 * K:
         block_k //= 2
-    stages = max(2, int(_RING_BYTES / (block_m * block_k * row_bytes)))
+    stages = max(2, min(8, _RING_BYTES[family] // (block_k * (column_bytes + 2 * lanes))))
     return LinearPlan(family, block_m, block_k, stages=stages, warps=warps)
 
 
