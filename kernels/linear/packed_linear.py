@@ -37,7 +37,7 @@ LEAST_STREAM = 64
 """Fewest columns of a tile that a stream takes."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of codes and inputs of a program: so that two programs fit an SM, and of `fma` their successors too.
+# Of a program: two of them fit an SM, and of `fma` their successors too.
 _RING_BYTES: Mapping[RowFamily, int] = {"fma": 48 * 1024, "dot": 96 * 1024}
 _LEAST_PROGRAMS = 90
 
