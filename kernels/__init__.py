@@ -86,6 +86,10 @@ from graphengine.kernels.linear.linear_swiglu import (
     linear_swiglu,
     linear_swiglu_reference,
 )
+from graphengine.kernels.linear.packed_chunk import (
+    packed_chunk_product,
+    packed_chunk_reference,
+)
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
     LinearKind,
@@ -304,6 +308,8 @@ __all__ = [
     "note_tokens",
     "note_tokens_reference",
     "pack_state",
+    "packed_chunk_product",
+    "packed_chunk_reference",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "prefill_attention_workspace_bytes",

@@ -15,7 +15,7 @@ _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
 
 
 @gluon.constexpr_function
-def _unpacking(code, bf16, zeros):
+def unpacking(code, bf16, zeros):
     """PTX that makes pairs of halves $0, $1, ... of a word of codes, exactly.
 
     Integers become the last bits of a power of two, which is subtracted again (with zeros of 4 bits
@@ -122,7 +122,7 @@ def halves_of(words, x_ptr, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.c
     S: gl.constexpr = words.shape[0]
     R: gl.constexpr = words.shape[1]
     C: gl.constexpr = words.shape[2] // _BLOCK
-    asm: gl.constexpr = _unpacking(CODE, x_ptr.dtype.element_ty == gl.bfloat16, ZEROS)
+    asm: gl.constexpr = unpacking(CODE, x_ptr.dtype.element_ty == gl.bfloat16, ZEROS)
     half = x_ptr.dtype.element_ty
     if CODE == "int4" or CODE == "e2m1":
         h0, h1, h2, h3 = gl.inline_asm_elementwise(

@@ -1,0 +1,257 @@
+"""The linears of prefill with weights of 8 and 4 bits, laid out by `packed.pack`.
+
+A chunk's lanes are multiplied by codes that become halves on their way to the tensor cores: no copy
+of a weight in 16 bits is ever in memory. A weight means what it means in decode: codes are exact,
+and scales multiply sums in float32, or where that is exact the codes.
+
+Columns are added up in one order, which the weight's format gives: a lane's bits depend neither on
+other lanes nor on how many there are. Tiles of rows and lanes may be of any size.
+
+Letters: N lanes, K input features, M weight rows, F ffn width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
+from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
+from graphengine.kernels.linear.packed_chunk_codes import UNIT
+from graphengine.kernels.linear.packed_chunk_gluon import Factors, packed_chunk_kernel
+from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.norm_rope.activation import silu_reference
+
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Of shared memory, what a program may use.
+_SHARED = 227 * 1024 - 1024
+_LEAST_STAGES, _MOST_STAGES = 3, 8
+# Blocks of rows of a weight that a reference has in float32 at a time.
+_REFERENCE_BLOCKS = 128
+
+
+class ChunkTile(NamedTuple):
+    """What a program multiplies at a time; no part of the numerics.
+
+    lanes        a power of two from 16 to 256; of sums that are scaled by groups to 128
+    warp_groups  1 or 2, of 64 rows each
+    """
+
+    lanes: int
+    warp_groups: int = 2
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warp_groups
+
+
+def packed_chunk_product(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    swiglu: bool = False,
+    pdl: bool = False,
+    tile: ChunkTile | None = None,
+) -> torch.Tensor:
+    """`x @ weight^T` (+ bias) into `out`.
+
+    Args:
+        x_NK: dense rows, any number of them. Padded lanes hold anything, and so do their results.
+        weight: in any format. Its columns are in the order of x's.
+        bias: [M] in x's dtype.
+        out: [N, M] in x's dtype, dense rows. Of a SwiGLU gates, then ups; or with `swiglu`, [N, F]:
+            silu(gate) * up in float32, rounded once.
+        pdl: the launch before may still run, and does not write the weight.
+
+    The kernel runs on Hopper GPUs, where x is float16 or bfloat16 and K a multiple of 8; elsewhere
+    the reference does. ValueError for what does not fit.
+    """
+    check_rows(x_NK=x_NK)
+    (lanes, columns), (M, K) = x_NK.shape, weight.shape
+    if columns != K:
+        raise ValueError(f"x has K={columns} input features, the weight {K}")
+    if swiglu and not weight.swiglu:
+        raise ValueError(f"a weight of {M} rows is not laid out as a SwiGLU")
+    if bias is not None:
+        check_vector("bias", bias, M, x_NK.dtype)
+    if weight.order is not None:
+        raise ValueError(
+            f"the kernels take columns in order, and {weight.order.numel()} have another"
+        )
+    out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
+    if not _is_launched(x_NK):
+        return packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu)
+    _launch(x_NK, weight, bias, out, swiglu, pdl, tile)
+    return out
+
+
+def _is_launched(x_NK: torch.Tensor) -> bool:
+    if INTERPRETED or not use_triton(x_NK):
+        return False
+    return not x_NK.is_cuda or torch.cuda.get_device_capability(x_NK.device) == (9, 0)
+
+
+def packed_chunk_reference(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    swiglu: bool = False,
+) -> torch.Tensor:
+    """`packed_chunk_product` in plain PyTorch: products in float32, rounded once.
+
+    No more than some rows of the weight are in float32 at a time.
+    """
+    x, M = x_NK.float(), weight.shape[0]
+    for first in range(0, len(weight.codes), _REFERENCE_BLOCKS):
+        part = _blocks_of(weight, first, _REFERENCE_BLOCKS)
+        y = x @ dequantise(unpack(part)).t()
+        if not weight.swiglu:
+            start = first * BLOCK_ROWS
+            rows = [slice(start, start + part.shape[0])]
+        else:
+            start, half = first * (BLOCK_ROWS // 2), part.shape[0] // 2
+            rows = [slice(s, s + half) for s in (start, M // 2 + start)]
+        if bias is not None:
+            y += torch.cat([bias[each] for each in rows]).float()
+        if swiglu:
+            gate, up = y.chunk(2, dim=1)
+            y, rows = silu_reference(gate) * up, rows[:1]
+        for each, values in zip(rows, y.chunk(len(rows), dim=1), strict=True):
+            out[:, each] = values.to(out.dtype)
+    return out
+
+
+def _blocks_of(weight: PackedWeight, first: int, count: int) -> PackedWeight:
+    """Some blocks of rows of a weight, as a weight."""
+    (M, K), part = weight.shape, slice(first, first + count)
+    rows = slice(first * BLOCK_ROWS, (first + count) * BLOCK_ROWS)
+    whole = M // 2 if weight.swiglu else M
+    block = BLOCK_ROWS // 2 if weight.swiglu else BLOCK_ROWS
+    outputs = min(whole - first * block, count * block)
+    return weight._replace(
+        shape=(2 * outputs if weight.swiglu else outputs, K),
+        codes=weight.codes[part],
+        scales=None if weight.scales is None else weight.scales[part],
+        zeros=None if weight.zeros is None else weight.zeros[part],
+        row_scales=None if weight.row_scales is None else weight.row_scales[rows],
+    )
+
+
+class ChunkForm(NamedTuple):
+    """How the columns of a weight are added up: part of the numerics.
+
+    group   columns that share a scale; 0: all of them, whose scales are those of rows
+    folded  scales go into the halves
+    depth   units of 64 columns of a step, whose sum is scaled
+    width   columns of a unit whose sum is scaled
+    """
+
+    group: int
+    folded: bool
+    depth: int
+    width: int
+
+
+def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
+    scales, kind = weight.scales, weight.format
+    if scales is None:
+        return ChunkForm(0, False, 1, UNIT)
+    group = kind.columns or max(UNIT, triton.next_power_of_2(weight.shape[1]))
+    # A half holds a power of two times a code in bfloat16, and the product of two small floats.
+    exact = scales.dtype == torch.float8_e4m3fn or (
+        scales.dtype == torch.uint8 and dtype == torch.bfloat16
+    )
+    if exact and kind.code == "e2m1" and weight.zeros is None:
+        return ChunkForm(group, True, 1, UNIT)
+    return ChunkForm(group, False, 2 if group >= 2 * UNIT else 1, min(group, UNIT))
+
+
+def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTile:
+    """A tile for so many lanes and rows on a GPU of so many multiprocessors."""
+    if lanes <= 64:
+        return ChunkTile(max(16, triton.next_power_of_2(lanes)), 1)
+    if lanes > 128 and (form.group == 0 or form.folded):
+        large = ChunkTile(256)
+        if triton.cdiv(lanes, large.lanes) * triton.cdiv(M, large.rows) >= processors:
+            return large
+    fills = triton.cdiv(lanes, 128) * triton.cdiv(M, 128) >= processors
+    return ChunkTile(128, 2 if fills else 1)
+
+
+def _launch(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    swiglu: bool,
+    pdl: bool,
+    tile: ChunkTile | None,
+) -> None:
+    """Launch the kernel on operands that fit each other."""
+    if x_NK.dtype not in _DTYPES:
+        raise ValueError(f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}")
+    (lanes, K), M, kind = x_NK.shape, weight.shape[0], weight.format
+    if K % linear_gluon.ALIGNMENT:
+        raise ValueError(
+            f"packed weights take a multiple of {linear_gluon.ALIGNMENT} input features on a GPU, "
+            f"not K={K}"
+        )
+    if not linear_gluon.is_aligned(x_NK):
+        # Where the inputs lie is not to decide about their bits.
+        x_NK = x_NK.clone(memory_format=torch.contiguous_format)
+    processors = _processors(x_NK)
+    form = _chunk_form(weight, x_NK.dtype)
+    tile = tile or chunk_tile(form, M, lanes, processors)
+    lines, blocks = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
+    tiles = triton.cdiv(len(weight.codes), blocks) * triton.cdiv(lanes, tile.lanes)
+    launcher(packed_chunk_kernel, (min(tiles, processors),))(
+        _described(x_NK, [tile.lanes, form.width], _DTYPES[x_NK.dtype]),
+        _described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
+        Factors(weight.scales, weight.zeros, weight.row_scales, bias),
+        out,
+        lanes,
+        out.stride(0),
+        M=M,
+        K=K,
+        CODE=kind.code,
+        GROUP=form.group,
+        FOLD=form.folded,
+        SWIGLU=swiglu,
+        SPLIT_ROWS=weight.swiglu and not swiglu,
+        WARP_GROUPS=tile.warp_groups,
+        DEPTH=form.depth,
+        STAGES=_stages(form, kind.bits, tile),
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
+    """Steps in shared memory: what is left besides outputs on their way."""
+    step = form.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
+    stages = min(_MOST_STAGES, (_SHARED - tile.lanes * tile.rows * 2) // step)
+    if stages < _LEAST_STAGES:
+        raise ValueError(f"{tile}: {stages} of {_LEAST_STAGES} steps of {step} bytes fit")
+    return stages
+
+
+def _processors(tensor: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def _described(tensor: torch.Tensor, box: list[int], dtype: gl.dtype) -> TensorDescriptor:
+    """For the TMA, which reads zeros past the edges."""
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    return TensorDescriptor.from_tensor(tensor, box, layout)

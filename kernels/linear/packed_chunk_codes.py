@@ -1,0 +1,217 @@
+"""From packed codes to the left operand of `wgmma` in registers, in Gluon.
+
+A block of codes is laid out for `mma.sync`, where inputs come from registers too and the columns of
+16 may come in any order: a thread has 4 neighbours. `wgmma` takes inputs as they lie in shared
+memory, and of 16 columns a thread has 2 neighbours in the lower 8 and 2 in the upper 8. So a thread
+loads the codes of two threads here, and of each takes the pairs that it is to have.
+
+Letters: R blocks of rows, C blocks of columns, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from graphengine.kernels.linear.packed_gluon_codes import unpacking
+
+UNIT = 64
+"""Columns that are converted and multiplied at a time."""
+
+_UNIT = gl.constexpr(UNIT)
+
+
+@gluon.constexpr_function
+def code_layout(columns):
+    """Of codes [4, 4 * C, 64] as halfwords, 128 bytes a line: of each row of 8 a thread's and its
+    partner's 16 bytes, for two threads.
+    """
+    blocks = _UNIT.value // columns
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 16]] + ([[0, 4, 0]] if blocks == 2 else []),
+        [[0, 0, 0], [0, 0, 8], [0, 0, 32], [0, 1, 0], [0, 2, 0]],
+        [[1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 4 * blocks, 64],
+    )
+
+
+@gluon.constexpr_function
+def _pair_layout(columns):
+    """Of halfwords [R, C, row of 8, source, pair, halfword]: what a thread has of one source."""
+    blocks = _UNIT.value // columns
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 0, i] for i in (1, 2, 4)] + ([[0, 1, 0, 0, 0, 0]] if blocks == 2 else []),
+        [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0]] + [[0, 0, i, 0, 0, 0] for i in (1, 2, 4)],
+        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
+        [],
+        [4, blocks, 8, 2, 2, 8],
+    )
+
+
+@gluon.constexpr_function
+def half_layout(group):
+    """Of halves [64, G, group] of 64 columns: the left operand of `wgmma`."""
+
+    def column(k):
+        return [0, k // group, k % group]
+
+    return gl.DistributedLinearLayout(
+        [column(1), [8, 0, 0], column(8), column(16), column(32)],
+        [column(2), column(4), [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [64, _UNIT.value // group, group],
+    )
+
+
+@gluon.constexpr_function
+def _choice(bits):
+    """PTX for a word of both sources' pairs, in the order of pairs of one thread: $0 of the words
+    $1 and $2. $3 says which pair.
+    """
+    if bits == 8:
+        return "prmt.b32 $0, $1, $2, $3;"
+    return """{
+        .reg .b32 one, two, up;
+        shf.r.wrap.b32 one, $1, $1, $3;
+        xor.b32 up, $3, 4;
+        shf.l.wrap.b32 two, $2, $2, up;
+        lop3.b32 $0, one, two, 0x0f0f0f0f, 0xe4;
+        }"""
+
+
+@gluon.constexpr_function
+def _float_choice(bf16):
+    """PTX for the halves of 4-bit floats, whose bits lie as `packed.py` moves them.
+
+    Of the pairs of $4 and $5 the ones that $6 to $9 say, how far their bits are to be rotated.
+    """
+    kind, factor = ("bf16x2", 0x7E807E80) if bf16 else ("f16x2", 0x74007400)
+    lines = [f"mov.b32 factor, {factor:#x};"]
+    high, low = (0x01800180, 0x00400040) if bf16 else (0x0C000C00, 0x02000200)
+    for index, source in enumerate(("$4", "$5")):
+        lines.append(f"shf.l.wrap.b32 word, {source}, {source}, $6;")
+        if bf16:
+            lines.append("and.b32 word, word, 0x81C081C0;")
+        else:
+            lines += [
+                "and.b32 other, word, 0x80008000;",
+                "shl.b32 word, word, 3;",
+                "lop3.b32 word, word, 0x0E000E00, other, 0xea;",
+            ]
+        lines += [
+            f"mul.rn.{kind} ${index}, word, factor;",
+            f"shf.l.wrap.b32 word, {source}, {source}, $7;",
+            "and.b32 other, word, 0x80008000;",
+            f"shf.l.wrap.b32 word, {source}, {source}, $8;",
+            f"lop3.b32 other, word, {high:#x}, other, 0xea;",
+            f"shf.l.wrap.b32 word, {source}, {source}, $9;",
+            f"lop3.b32 word, word, {low:#x}, other, 0xea;",
+            f"mul.rn.{kind} ${2 + index}, word, factor;",
+        ]
+    return "{\n.reg .b32 word, other, factor;\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.jit
+def ordered_halves(codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+    """What 64 columns of codes [4, 4 * C, 64] stand for: [64, G, GROUP], in `half_layout`.
+
+    They have the dtype of `inputs`. With ZEROS codes of 4 bits keep a power of two, as
+    `without_zeros` wants them.
+    """
+    BITS: gl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 8
+    C: gl.constexpr = BITS // 4
+    half = inputs.dtype
+    BF16: gl.constexpr = half == gl.bfloat16
+    pairs: gl.constexpr = _pair_layout(256 // BITS)
+    loaded = codes.load(code_layout(256 // BITS))
+    loaded = loaded.reshape([4, C, 8, 2, 2, 8]).permute((0, 1, 2, 4, 5, 3))
+    # Of lower and of upper columns.
+    lower, upper = gl.split(loaded)
+    lower = gl.convert_layout(lower, gl.SliceLayout(4, pairs), assert_trivial=True)
+    upper = gl.convert_layout(upper, gl.SliceLayout(4, pairs), assert_trivial=True)
+    pair = gl.arange(0, 2, _axis(pairs, 4)).to(gl.int16)[None, None, None, None, :, None]
+    shape: gl.constexpr = [4, C, 8, 2, 2, 8]
+    zero = gl.zeros(shape, gl.int16, pairs)
+    lower = gl.expand_dims(lower, 4) | zero
+    upper = gl.expand_dims(upper, 4) | zero
+    if CODE == "e2m1":
+        turns = _turns(pair, BF16)
+        h0, h1, h2, h3 = gl.inline_asm_elementwise(
+            _float_choice(BF16),
+            "=r,=r,=r,=r,r,r,r,r,r,r",
+            [lower, upper, turns[0] | zero, turns[1] | zero, turns[2] | zero, turns[3] | zero],
+            dtype=(half, half, half, half),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        which = (pair * 0x1111 + 0x6240) if BITS == 8 else pair * 4
+        words = gl.inline_asm_elementwise(
+            _choice(BITS),
+            "=r,r,r,r",
+            [lower, upper, which | zero],
+            dtype=gl.int16,
+            is_pure=True,
+            pack=2,
+        )
+        asm: gl.constexpr = unpacking(CODE, BF16, ZEROS)
+        if BITS == 4:
+            h0, h1, h2, h3 = gl.inline_asm_elementwise(
+                asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            h0, h1 = gl.inline_asm_elementwise(
+                asm, "=r,=r,r", [words], dtype=(half, half), is_pure=True, pack=2
+            )
+    if BITS == 4:
+        # Row of 8, source, pair, 32 columns, upper row, half, upper columns, 16 columns.
+        all = gl.join(gl.join(h0, h1), gl.join(h2, h3)).reshape([4, 8, 2, 2, 2, 2, 2, 2, 2])
+        all = all.permute((0, 5, 1, 4, 8, 7, 2, 3, 6))
+    else:
+        # 32 columns, row of 8, source, pair, upper row, 16 columns, half, upper columns.
+        all = gl.join(h0, h1).reshape([4, 2, 8, 2, 2, 2, 2, 2, 2])
+        all = all.permute((0, 5, 2, 1, 6, 8, 3, 4, 7))
+    all = all.reshape([64, 64 // GROUP, GROUP])
+    return gl.convert_layout(all, half_layout(GROUP), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _axis(layout, axis):
+    """The layout of one axis of six."""
+    for other in range(5, -1, -1):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _turns(pair, BF16: gl.constexpr):
+    """How far `_float_choice` rotates, of pair 0 and of pair 1."""
+    if BF16:
+        turns = (pair * 3, 6 - pair * 5, 6 + pair * 23, 6 + pair * 19)
+    else:
+        turns = (pair * 3, 6 - pair * 5, 9 - pair * 9, 9 + pair * 19)
+    return turns
+
+
+@gluon.jit
+def scaled_halves(halves, scales):
+    """Halves [64, G, group] times what scales [64, G] stand for, where that is exact.
+
+    Of powers of two, as in `scale_floats`, twice as much.
+    """
+    dtype = halves.dtype
+    if scales.dtype == gl.uint8:
+        factor = ((scales.to(gl.int16) + 1) << 7).to(dtype, bitcast=True)
+    else:
+        factor = scales.to(gl.float32).to(dtype)
+    _, factor = gl.broadcast(halves, factor[:, :, None])
+    asm: gl.constexpr = (
+        "mul.rn.bf16x2 $0, $1, $2;" if dtype == gl.bfloat16 else "mul.rn.f16x2 $0, $1, $2;"
+    )
+    return gl.inline_asm_elementwise(
+        asm, "=r,r,r", [halves, factor], dtype=dtype, is_pure=True, pack=2
+    )

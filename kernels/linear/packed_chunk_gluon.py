@@ -1,0 +1,420 @@
+"""The kernel of `packed_chunk.py`: products of many lanes with weights of 8 and 4 bits, on Hopper.
+
+The weight is the left operand of `wgmma` and comes from registers, where codes become halves; lanes
+are the right one and come from shared memory. A warp of its own has the tensor memory accelerator
+(TMA) bring codes and inputs some steps ahead, across tiles as well; one or two warp groups have 64
+rows each. While `wgmma` multiplies 64 columns, a warp group converts the next 64. Source:
+Marlin (E. Frantar et al., 2024) and CUTLASS's products of mixed inputs.
+
+Letters: N lanes, L lanes of a tile, K input features, M weight rows, S steps in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.linear.packed_chunk_codes import (
+    UNIT,
+    half_layout,
+    ordered_halves,
+    scaled_halves,
+)
+from graphengine.kernels.linear.packed_gluon_codes import scale_floats, without_zeros
+from graphengine.kernels.norm_rope.activation import silu
+
+# Gluon and Triton compile the same text, but a function belongs to one of them.
+_silu = gluon.jit(silu.fn)
+_wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+
+_UNIT = gl.constexpr(UNIT)
+# Of a thread, in the warp groups and in the warp that brings tiles.
+_REGISTERS = gl.constexpr((240, 24))
+
+
+class Factors(NamedTuple):
+    """Of a weight and a product what is applied to sums or codes; tensors as in `PackedWeight`."""
+
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    row_scales: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@gluon.constexpr_function
+def _product_layout(lanes):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, lanes, 16])
+
+
+@gluon.jit(do_not_specialize=["lanes"])
+def packed_chunk_kernel(
+    inputs,
+    codes,
+    factors,
+    out_ptr,
+    lanes,
+    out_stride,
+    M: gl.constexpr,
+    K: gl.constexpr,
+    CODE: gl.constexpr,
+    GROUP: gl.constexpr,
+    FOLD: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    SPLIT_ROWS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Programs take tiles alternately, lanes first, so that running programs share weights.
+
+    GROUP columns share a scale (0: all, in `row_scales`). It goes into the halves with FOLD and to
+    the sums without. SWIGLU makes one output of gate and up; with SPLIT_ROWS these lie apart. Each
+    warp group has ROW_TILES times 64 rows, and a step has DEPTH times 64 columns.
+    """
+    L: gl.constexpr = inputs.block_shape[0]
+    WIDTH: gl.constexpr = inputs.block_shape[1]
+    PIECES: gl.constexpr = _UNIT // WIDTH
+    R: gl.constexpr = codes.block_shape[0]
+    LINES: gl.constexpr = codes.block_shape[1]
+    ROWS: gl.constexpr = 32 if SWIGLU or SPLIT_ROWS else 64
+    gl.static_assert(R == 4 * WARP_GROUPS and STAGES > 2)
+    y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, ROWS], inputs.dtype)
+    x = gl.allocate_shared_memory(inputs.dtype, [STAGES * DEPTH * PIECES, L, WIDTH], inputs.layout)
+    words = gl.allocate_shared_memory(gl.int16, [STAGES * DEPTH, R, LINES, 64], codes.layout)
+    y = gl.allocate_shared_memory(inputs.dtype, [WARP_GROUPS, L, ROWS], y_layout)
+    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(there.index(index), count=1)
+        mbarrier.init(free.index(index), count=WARP_GROUPS)
+    fence_async_shared()
+    _wait_for_inputs(PDL, True)
+
+    BLOCKS: gl.constexpr = (M // 2 + 7) // 8 if ROWS == 32 else (M + 15) // 16
+    lane_tiles = (lanes + L - 1) // L
+    tiles = ((BLOCKS + R - 1) // R * lane_tiles, lane_tiles)
+    rings = (x, words, there, free)
+    rows = (rings, y, tiles, factors, out_ptr, lanes, out_stride)
+    brought = (rings, tiles, inputs, codes)
+    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH)
+    # This is one warp group. The others begin after a barrier, which follows the wait.
+    if WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_rows, (rows, gl.constexpr(0), form)),
+                (_multiply_rows, (rows, gl.constexpr(1), form)),
+                (_bring_tiles, (brought, K, DEPTH)),
+            ],
+            [4, 1],
+            _REGISTERS,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_rows, (rows, gl.constexpr(0), form)),
+                (_bring_tiles, (brought, K, DEPTH)),
+            ],
+            [1],
+            [_REGISTERS[1]],
+        )
+
+
+@gluon.jit
+def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
+    """One warp: the codes and inputs of each step, as soon as there is room for them."""
+    rings, tiles, inputs, codes = brought
+    x, words, there, free = rings
+    all_tiles, lane_tiles = tiles
+    L: gl.constexpr = inputs.block_shape[0]
+    WIDTH: gl.constexpr = inputs.block_shape[1]
+    PIECES: gl.constexpr = _UNIT // WIDTH
+    R: gl.constexpr = codes.block_shape[0]
+    LINES: gl.constexpr = codes.block_shape[1]
+    STAGES: gl.constexpr = there.shape[0]
+    STEPS: gl.constexpr = (K + DEPTH * _UNIT - 1) // (DEPTH * _UNIT)
+    BYTES: gl.constexpr = DEPTH * (L * _UNIT * 2 + R * LINES * 128)
+    count = 0
+    for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
+        lane = tile % lane_tiles * L
+        block = tile // lane_tiles * R
+        for step in range(STEPS):
+            stage = count % STAGES
+            # The first use of a stage does not wait: the phase before a barrier's first is over.
+            mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+            barrier = there.index(stage)
+            mbarrier.expect(barrier, BYTES)
+            for depth in gl.static_range(DEPTH):
+                unit = step * DEPTH + depth
+                place = stage * DEPTH + depth
+                line = unit * LINES
+                tma.async_copy_global_to_shared(
+                    codes, [block, line, 0], barrier, words.index(place)
+                )
+                for piece in gl.static_range(PIECES):
+                    at = [lane, unit * _UNIT + piece * WIDTH]
+                    part = x.index(place * PIECES + piece)
+                    tma.async_copy_global_to_shared(inputs, at, barrier, part)
+            count += 1
+
+
+@gluon.jit
+def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
+    """A warp group: its 64 rows of each of the program's tiles."""
+    rings, y, tiles, factors, out_ptr, lanes, out_stride = rows
+    x, words, there, free = rings
+    all_tiles, lane_tiles = tiles
+    K: gl.constexpr = form[1]
+    CODE: gl.constexpr = form[2]
+    GROUP: gl.constexpr = form[3]
+    FOLD: gl.constexpr = form[4]
+    BLOCKS: gl.constexpr = form[7]
+    DEPTH: gl.constexpr = form[8]
+    L: gl.constexpr = x.shape[1]
+    R: gl.constexpr = words.shape[1]
+    STAGES: gl.constexpr = there.shape[0]
+    PIECES: gl.constexpr = _UNIT // x.shape[2]
+    COLUMNS: gl.constexpr = DEPTH * _UNIT
+    STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    # Whether sums of a step, or of a piece of one, are scaled.
+    PARTS: gl.constexpr = GROUP > 0 and not FOLD
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
+
+    count = 0
+    for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
+        first_block = tile // lane_tiles * R + WHICH * 4
+        total = gl.zeros([64, L], gl.float32, product)
+        part = total
+        groups = _load_groups(factors, first_block, 0, BLOCKS, K, GROUP)
+        stage = count % STAGES
+        mbarrier.wait(there.index(stage), count // STAGES & 1)
+        halves = _convert(
+            words, stage, WHICH, groups, x, product, factors, CODE, GROUP, FOLD, DEPTH
+        )
+        mbarrier.wait(there.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=STEPS > 1)
+        for step in range(STEPS):
+            stage = count % STAGES
+            column = (step + 1) * COLUMNS
+            next_groups = _load_groups(factors, first_block, column, BLOCKS, K, GROUP)
+            if PARTS:
+                begun = _begin(halves, x, stage * (DEPTH * PIECES), part, False, DEPTH)
+            else:
+                begun = _begin(halves, x, stage * (DEPTH * PIECES), total, True, DEPTH)
+            # After the last step of a tile what is converted here is not used.
+            after = (count + 1) % STAGES
+            ahead = _convert(
+                words, after, WHICH, next_groups, x, product, factors, CODE, GROUP, FOLD, DEPTH
+            )
+            # The next iteration's wait. Here it keeps the compiler from converting after `wgmma`.
+            later = count + 2
+            mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
+            part, halves, ahead = _wait(begun, halves, ahead)
+            if PARTS:
+                scales = _scales_of_pieces(groups[0], product)
+                total = _add_scaled(total, part, scales[0])
+                for piece in gl.static_range(1, PIECES):
+                    begun = _begin(halves[piece:], x, stage * PIECES + piece, part, False, 1)
+                    part, halves, ahead = _wait(begun, halves, ahead)
+                    total = _add_scaled(total, part, scales[piece])
+            else:
+                total = part
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            halves = ahead
+            groups = next_groups
+            count += 1
+        place = (lanes, tile % lane_tiles * L, first_block)
+        _store(total, y.index(WHICH), factors, out_ptr, out_stride, place, form)
+
+
+@gluon.jit
+def _begin(halves, x, first, total, ADD: gl.constexpr, DEPTH: gl.constexpr):
+    """Products of some units of halves with inputs from a place in the ring on, once waited for."""
+    begun = warpgroup_mma(
+        halves[0], x.index(first).permute((1, 0)), total, use_acc=ADD, is_async=True
+    )
+    for depth in gl.static_range(1, DEPTH):
+        begun = warpgroup_mma(
+            halves[depth], x.index(first + depth).permute((1, 0)), begun, is_async=True
+        )
+    return begun
+
+
+@gluon.jit
+def _load_groups(
+    factors, first_block, column, BLOCKS: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr
+):
+    """Scales and zeros [64, G] of 64 columns from `column` on: all groups that a step has."""
+    found = ()
+    if GROUP > 0:
+        SPAN: gl.constexpr = min(GROUP, _UNIT)
+        GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+        layout: gl.constexpr = gl.SliceLayout(2, half_layout(SPAN))
+        row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        span = gl.arange(0, _UNIT // SPAN, gl.SliceLayout(0, layout))
+        # Past the end the last ones repeat: they have no columns, or rows.
+        group = gl.minimum((column + span * SPAN) // GROUP, GROUPS - 1)
+        block = gl.minimum(first_block + row // 16, BLOCKS - 1)
+        at = (block * (GROUPS * 16) + row % 16)[:, None] + (group * 16)[None, :]
+        found += (gl.load(factors.scales + at),)  # type: ignore[assignment]
+        if factors.zeros is not None:
+            found += (gl.load(factors.zeros + at),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _convert(
+    words,
+    stage,
+    WHICH: gl.constexpr,
+    groups,
+    x,
+    product: gl.constexpr,
+    factors,
+    CODE: gl.constexpr,
+    GROUP: gl.constexpr,
+    FOLD: gl.constexpr,
+    DEPTH: gl.constexpr,
+):
+    """Halves [64, columns] of a step: of each unit, or in pieces whose sums have a scale each."""
+    SPAN: gl.constexpr = min(GROUP, _UNIT) if GROUP else _UNIT
+    ZEROS: gl.constexpr = factors.zeros is not None
+    left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
+    found = ()
+    for depth in gl.static_range(DEPTH):
+        own = words.index(stage * DEPTH + depth).slice(WHICH * 4, 4)
+        halves = ordered_halves(own, x, CODE, SPAN, ZEROS)
+        if ZEROS:
+            halves = without_zeros(halves, groups[1], CODE)
+        if FOLD:
+            halves = scaled_halves(halves, groups[0])
+        if FOLD or SPAN == _UNIT:
+            halves = halves.reshape([64, _UNIT])
+            found += (gl.convert_layout(halves, left, assert_trivial=True),)  # type: ignore[assignment]
+        else:
+            apart = _pieces(halves.permute((0, 2, 1)))
+            for index in gl.static_range(_UNIT // SPAN):
+                found += (gl.convert_layout(apart[index], left, assert_trivial=True),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.constexpr_function
+def _in_twos(shape):
+    """A shape whose last axis, of 4, is two."""
+    return [*shape[:-1], 2, 2]
+
+
+@gluon.jit
+def _pieces(values):
+    """The values at each place of the last axis, of 1, 2 or 4."""
+    PLACES: gl.constexpr = values.shape[len(values.shape) - 1]
+    if PLACES == 1:
+        pieces = (values.reshape(values.shape[:-1]),)
+    elif PLACES == 2:
+        pieces = gl.split(values)
+    else:
+        even, odd = gl.split(values.reshape(_in_twos(values.shape)))
+        even, odd = gl.split(even), gl.split(odd)
+        pieces = (even[0], odd[0], even[1], odd[1])  # type: ignore[assignment]
+    return pieces
+
+
+@gluon.jit
+def _scales_of_pieces(scales, product: gl.constexpr):
+    """Float32 [64] of each group of scales [64, G]."""
+    apart = _pieces(scales)
+    floats = ()
+    for index in gl.static_range(scales.shape[1]):
+        scale = gl.convert_layout(
+            scale_floats(apart[index]), gl.SliceLayout(1, product), assert_trivial=True
+        )
+        floats += (scale,)  # type: ignore[assignment]
+    return floats
+
+
+@gluon.jit
+def _add_scaled(total, part, scale):
+    return gl.fma(part, gl.broadcast(scale[:, None], part)[0], total)
+
+
+@gluon.jit
+def _wait(begun, halves, ahead):
+    """The sums, once they are there; until then nothing overwrites `halves`, and what is converted
+    ahead is converted meanwhile.
+    """
+    PIECES: gl.constexpr = len(halves)
+    kept_whole = halves + ahead
+    sums = (begun,)
+    done = warpgroup_mma_wait(num_outstanding=0, deps=sums + kept_whole)
+    kept = ()
+    converted = ()
+    for index in gl.static_range(PIECES):
+        kept += (done[1 + index],)  # type: ignore[assignment]
+        converted += (done[1 + PIECES + index],)  # type: ignore[assignment]
+    return done[0], kept, converted
+
+
+@gluon.jit
+def _store(total, y, factors, out_ptr, out_stride, place, form: gl.constexpr):
+    """Write the outputs of 64 rows, given their sums."""
+    lanes, first_lane, first_block = place
+    M: gl.constexpr = form[0]
+    SWIGLU: gl.constexpr = form[5]
+    ROWS: gl.constexpr = form[6]
+    BLOCKS: gl.constexpr = form[7]
+    of_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    row = gl.arange(0, 64, of_rows)
+    output = first_block * 16 + row
+    inside = output < M
+    if ROWS == 32:
+        output = first_block * 8 + row // 16 * 8 + row % 8
+        inside = output < M // 2
+        output += row // 8 % 2 * (M // 2)
+    if factors.row_scales is not None:
+        held = first_block * 16 + row
+        scale = gl.load(factors.row_scales + held, mask=held < BLOCKS * 16, other=0.0)
+        total = total * scale[:, None]
+    if factors.bias is not None:
+        bias = gl.load(factors.bias + output, mask=inside, other=0.0)
+        total = total + bias.to(gl.float32)[:, None]
+    if ROWS == 32:
+        L: gl.constexpr = total.shape[1]
+        gate, up = gl.split(total.reshape([4, 2, 8, L]).permute((0, 2, 3, 1)))
+        gate = gate.reshape([32, L])
+        up = up.reshape([32, L])
+        if SWIGLU:
+            gate = _silu(gate) * up
+        _store_rows(gate, y, out_ptr, out_stride, lanes, first_lane, first_block * 8, M // 2)
+        if not SWIGLU:
+            ups = out_ptr + M // 2
+            _store_rows(up, y, ups, out_stride, lanes, first_lane, first_block * 8, M // 2)
+    else:
+        _store_rows(total, y, out_ptr, out_stride, lanes, first_lane, first_block * 16, M)
+
+
+@gluon.jit
+def _store_rows(
+    values, y, out_ptr, out_stride, lanes, first_lane, first_output, OUTPUTS: gl.constexpr
+):
+    """Write [rows, L] as [L, rows], by way of shared memory."""
+    ROWS: gl.constexpr = y.shape[1]
+    dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [4, 1], [1, 0])
+    gl.thread_barrier()
+    y.store(values.to(y.dtype).permute((1, 0)))
+    gl.thread_barrier()
+    lane = first_lane + gl.arange(0, y.shape[0], gl.SliceLayout(1, dense))
+    output = first_output + gl.arange(0, ROWS, gl.SliceLayout(0, dense))
+    at = lane.to(gl.int64)[:, None] * out_stride + output[None, :]
+    inside = (lane < lanes)[:, None] & (output < OUTPUTS)[None, :]
+    gl.store(out_ptr + at, y.load(dense), mask=inside)

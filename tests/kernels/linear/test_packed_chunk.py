@@ -1,0 +1,302 @@
+"""Prefill products with packed weights: against references, at other lane counts, and their code.
+
+Their kernel is Gluon's. Without a GPU its code for sm_90 is run in an emulation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.packed import PackedWeight, pack
+from graphengine.kernels.linear.packed_chunk import (
+    ChunkTile,
+    packed_chunk_product,
+    packed_chunk_reference,
+)
+from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.norm_rope.activation import silu_reference
+from launches.compilation import RecordedLaunch, compile_kernel, record_launch
+from launches.hopper_emulation import run_launch
+from launches.quantised import FORMATS, random_quantised
+
+MODULE = importlib.import_module("graphengine.kernels.linear.packed_chunk")
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SENTINEL, NAN = 7.0, float("nan")
+SMALL = ChunkTile(16, 1)
+
+
+@pytest.fixture(autouse=True)
+def few_processors(monkeypatch):
+    """So that a program has several tiles, where there is no GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(MODULE, "_processors", lambda tensor: 3)
+
+
+def to_device(weight: PackedWeight, device: str) -> PackedWeight:
+    return PackedWeight(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in weight))
+
+
+def inputs_of(weight: torch.Tensor, lanes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whose products with the weight are of order 1."""
+    K = weight.shape[1]
+    x = torch.randn(lanes, K, generator=torch.Generator().manual_seed(lanes))
+    return (x / (weight.square().mean().sqrt() * K**0.5)).to(dtype)
+
+
+def product_of(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    swiglu: bool = False,
+    tile: ChunkTile | None = None,
+    late: bool = True,
+) -> torch.Tensor:
+    """The kernel's outputs, which lie apart; asserts that it wrote nothing else."""
+    lanes, M = len(x), weight.shape[0]
+    width = M // 2 if swiglu else M
+    room = torch.full((lanes + 1, -(-width // 16) * 16 + 16), SENTINEL).to(x)
+    out = room[:lanes, :width]
+
+    def call() -> None:
+        found = packed_chunk_product(x, weight, bias, out=out, swiglu=swiglu, pdl=True, tile=tile)
+        assert found is out
+
+    if x.is_cuda:
+        call()
+    else:
+        run_launch(record_launch(MODULE, call), late=late)
+    result = out.clone()
+    out.fill_(SENTINEL)
+    assert bool((room == SENTINEL).all()), "something past the outputs was written"
+    return result
+
+
+def expected_of(
+    x: torch.Tensor, floats: torch.Tensor, bias: torch.Tensor | None, swiglu: bool
+) -> torch.Tensor:
+    y = x.float() @ floats.t()
+    y = y if bias is None else y + bias.float()
+    if swiglu:
+        gate, up = y.chunk(2, dim=1)
+        y = silu_reference(gate) * up
+    return y.to(x.dtype)
+
+
+def check(
+    close: Any,
+    name: str,
+    lanes: int,
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    *,
+    swiglu: bool | None = None,
+    tile: ChunkTile | None = None,
+    late: bool = True,
+    device: str = "cpu",
+) -> None:
+    """One launch against the reference; the last lane is padded and holds NaN.
+
+    `swiglu` None: no SwiGLU; False: gates and ups.
+    """
+    quantised = random_quantised(name, M, K)
+    floats = dequantise(quantised)
+    x = inputs_of(floats, lanes, dtype).to(device)
+    live = lanes - 1 if lanes > 1 else 1
+    x[live:] = NAN
+    bias = torch.randn(M, generator=torch.Generator().manual_seed(1)).to(x)
+    weight = to_device(pack(quantised, swiglu=swiglu is not None), device)
+    found = product_of(x, weight, bias, swiglu=bool(swiglu), tile=tile, late=late)
+    expected = expected_of(x[:live], floats.to(device), bias, bool(swiglu))
+    close(found[:live], expected, dtype)
+
+
+# The kernel, emulated.
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name, dtype, lanes, M, K, swiglu, tile, late",
+    [
+        # Rows that end in a block and columns in a unit; rings that are used again.
+        ("e4m3", BF16, 17, 70, 1096, None, SMALL, True),
+        ("e4m3 in blocks", FP16, 5, 40, 520, False, SMALL, False),
+        ("int8 with a zero a row", BF16, 3, 40, 136, None, SMALL, True),
+        ("int8 in groups", FP16, 3, 24, 136, None, SMALL, False),
+        ("int4", BF16, 3, 150, 648, None, ChunkTile(32), False),
+        ("int4 with zeros", BF16, 2, 130, 136, None, SMALL, True),
+        ("int4 in small groups", FP16, 3, 24, 136, None, SMALL, True),
+        ("mxfp4", BF16, 17, 72, 264, True, SMALL, False),
+        ("mxfp4", FP16, 3, 24, 72, None, SMALL, True),
+        ("nvfp4", BF16, 3, 24, 136, None, SMALL, True),
+    ],
+)
+def test_matches_reference(assert_products_close, name, dtype, lanes, M, K, swiglu, tile, late):
+    options = {"swiglu": swiglu, "tile": tile, "late": late}
+    check(assert_products_close, name, lanes, M, K, dtype, **options)
+
+
+@compiles
+def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile():
+    quantised = random_quantised("int4", 40, 328)
+    weight, x = pack(quantised), inputs_of(dequantise(quantised), 20, BF16)
+    whole = product_of(x, weight, tile=SMALL)
+    for lane_of, tile in (([4], SMALL), ([19, 0, 4, 4, 7], ChunkTile(64))):
+        assert torch.equal(product_of(x[lane_of], weight, tile=tile), whole[lane_of])
+
+
+# What a CPU engine runs, and what is refused.
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_cpu_multiplies_by_what_the_weight_means(monkeypatch, name):
+    """Also in parts, which end where the weight ends."""
+    monkeypatch.setattr(MODULE, "_REFERENCE_BLOCKS", 2)
+    quantised = random_quantised(name, 72, 66)
+    floats = dequantise(quantised)
+    x, bias = inputs_of(floats, 3, torch.float32), torch.randn(72)
+    for swiglu, fused in ((False, False), (True, False), (True, True)):
+        out = torch.empty(3, 36 if fused else 72)
+        weight = pack(quantised, swiglu=swiglu)
+        found = packed_chunk_product(x, weight, bias, out=out, swiglu=fused)
+        assert found is out
+        torch.testing.assert_close(out, expected_of(x, floats, bias, fused))
+
+
+def test_a_cpu_rounds_once():
+    quantised = random_quantised("int4", 16, 64)
+    x = inputs_of(dequantise(quantised), 5, BF16)
+    bias = torch.full((16,), 1000.0, dtype=BF16)
+    out = torch.empty(5, 16, dtype=BF16)
+    packed_chunk_product(x, pack(quantised), bias, out=out)
+    assert torch.equal(out, expected_of(x, dequantise(quantised), bias, False))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"K": 62}, "x has K=62 input features, the weight 64"),
+        ({"swiglu": True}, "a weight of 16 rows is not laid out as a SwiGLU"),
+        ({"bias": 15}, "bias must be a dense .*16"),
+        ({"order": True}, "take columns in order, and 64 have another"),
+        ({"width": 8}, r"out must be .* \[2, 16\]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_errors(changes, message):
+    weight = pack(random_quantised("int4", 16, 64))
+    if changes.get("order"):
+        weight = weight._replace(order=torch.arange(64).int())
+    x, bias = torch.zeros(2, changes.get("K", 64)), torch.zeros(changes.get("bias", 16))
+    out = torch.zeros(2, changes.get("width", 16))
+    with pytest.raises(ValueError, match=message):
+        packed_chunk_product(x, weight, bias, out=out, swiglu=changes.get("swiglu", False))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dtype": torch.float32}, "take float16 and bfloat16 inputs, not torch.float32"),
+        ({"K": 68}, "a multiple of 8 input features on a GPU, not K=68"),
+        ({"tile": ChunkTile(256)}, "ChunkTile.lanes=256.*2 of 3 steps of 81920 bytes fit"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, changes, message):
+    monkeypatch.setattr(MODULE, "_is_launched", lambda x: True)
+    K = changes.get("K", 64)
+    weight = pack(random_quantised("e4m3 in blocks", 16, K))
+    x = torch.zeros(2, K, dtype=changes.get("dtype", BF16))
+    with pytest.raises(ValueError, match=message):
+        packed_chunk_product(x, weight, None, out=x[:, :16], tile=changes.get("tile"))
+
+
+# The code.
+
+
+def compiled(name: str, lanes: int, *, swiglu: bool = False) -> Any:
+    weight = pack(random_quantised(name, 256, 1024), swiglu=swiglu)
+    x = torch.empty(lanes, 1024, dtype=BF16)
+    out = torch.empty(lanes, 128 if swiglu else 256, dtype=BF16)
+
+    def call() -> None:
+        packed_chunk_product(x, weight, None, out=out, swiglu=swiglu, pdl=True)
+
+    recorded: RecordedLaunch = record_launch(MODULE, call)
+    return compile_kernel(recorded)[0]
+
+
+@compiles
+@pytest.mark.parametrize("name, lanes, swiglu", [("e4m3", 1024, False), ("int4", 1024, True)])
+def test_codes_are_converted_while_the_tensor_cores_multiply(name, lanes, swiglu):
+    """The weight comes from registers, and no `wgmma` waits for the next step's conversion."""
+    ptx = compiled(name, lanes, swiglu=swiglu).asm["ptx"]
+    products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (.)", ptx)
+    assert products and set(products) == {"{"}
+    begun = [match.end() for match in re.finditer(r"wgmma\.commit_group", ptx)]
+    waits = [match.start() for match in re.finditer(r"wgmma\.wait_group", ptx)]
+    halves = "mul.rn.bf16x2" if name == "e4m3" else "sub.rn.bf16x2"
+    for start, end in zip(begun[1::2] if name == "int4" else begun, waits, strict=True):
+        assert ptx.count(halves, start, end) >= 16
+
+
+# What a GPU does.
+
+
+@gpu
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "lanes, M, K, swiglu",
+    [
+        (1, 16, 64, None),
+        (15, 40, 72, False),
+        (16, 300, 1096, None),
+        (17, 72, 328, True),
+        (128, 1024, 1024, True),
+        (300, 520, 2056, None),
+        (1024, 4096, 1024, None),
+        (1024, 4112, 1032, False),
+    ],
+)
+def test_a_gpu_matches_the_reference(assert_products_close, name, dtype, lanes, M, K, swiglu):
+    check(assert_products_close, name, lanes, M, K, dtype, swiglu=swiglu, device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_gpu_gives_the_same_bits_at_every_number_of_lanes(name):
+    quantised = random_quantised(name, 4096, 1096)
+    weight = to_device(pack(quantised), "cuda")
+    x = inputs_of(dequantise(quantised), 1024, BF16).cuda()
+    whole = product_of(x, weight)
+    random = torch.Generator().manual_seed(0)
+    for lanes in (1, 15, 16, 17, 64, 128, 300, 1024):
+        lane_of = torch.randperm(1024, generator=random)[:lanes].cuda()
+        assert torch.equal(product_of(x[lane_of], weight), whole[lane_of]), f"{lanes=}"
+
+
+@gpu
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_a_gpu_reads_nothing_past_the_ends(swiglu):
+    """Lanes, columns and rows that are none are NaN in the memory around them."""
+    quantised = random_quantised("int4", 136, 200)
+    weight = to_device(pack(quantised, swiglu=swiglu), "cuda")
+    wide = torch.full((40, 256), NAN, dtype=BF16, device="cuda")
+    x = wide[3:30, 8:208]
+    x.copy_(inputs_of(dequantise(quantised), 27, BF16))
+    alone = packed_chunk_reference(
+        x.cpu(),
+        to_device(weight, "cpu"),
+        None,
+        out=torch.empty(27, 136, dtype=BF16),
+    )
+    torch.testing.assert_close(product_of(x, weight).cpu(), alone, rtol=1.6e-2, atol=1.6e-2)
