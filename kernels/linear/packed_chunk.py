@@ -43,10 +43,12 @@ class ChunkTile(NamedTuple):
 
     lanes        a power of two from 16 to 256; of sums that are scaled by groups to 128
     warp_groups  1 or 2, of 64 rows each
+    depth        1, 2 or 4: times as many columns a step as a format needs
     """
 
     lanes: int
     warp_groups: int = 2
+    depth: int = 1
 
     @property
     def rows(self) -> int:
@@ -154,13 +156,13 @@ class ChunkForm(NamedTuple):
 
     group   columns that share a scale; 0: all of them, whose scales are those of rows
     folded  scales go into the halves
-    depth   units of 64 columns of a step, whose sum is scaled
+    units   units of 64 columns whose sum is scaled
     width   columns of a unit whose sum is scaled
     """
 
     group: int
     folded: bool
-    depth: int
+    units: int
     width: int
 
 
@@ -181,7 +183,9 @@ def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
 def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTile:
     """A tile for so many lanes and rows on a GPU of so many multiprocessors."""
     if lanes <= 64:
-        return ChunkTile(max(16, triton.next_power_of_2(lanes)), 1)
+        # Few products for what a step costs besides: long steps.
+        depth = 4 // form.units if form.width == UNIT else 1
+        return ChunkTile(max(16, triton.next_power_of_2(lanes)), 1, depth)
     if lanes > 128 and (form.group == 0 or form.folded):
         large = ChunkTile(256)
         if triton.cdiv(lanes, large.lanes) * triton.cdiv(M, large.rows) >= processors:
@@ -231,7 +235,8 @@ def _launch(
         SWIGLU=swiglu,
         SPLIT_ROWS=weight.swiglu and not swiglu,
         WARP_GROUPS=tile.warp_groups,
-        DEPTH=form.depth,
+        PART=form.units,
+        DEPTH=form.units * tile.depth,
         STAGES=_stages(form, kind.bits, tile),
         num_warps=4,
         **launch_options(pdl),
@@ -240,7 +245,7 @@ def _launch(
 
 def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
     """Steps in shared memory: what is left besides outputs on their way."""
-    step = form.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
+    step = form.units * tile.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
     stages = min(_MOST_STAGES, (_SHARED - tile.lanes * tile.rows * 2) // step)
     if stages < _LEAST_STAGES:
         raise ValueError(f"{tile}: {stages} of {_LEAST_STAGES} steps of {step} bytes fit")

@@ -73,6 +73,7 @@ def packed_chunk_kernel(
     SWIGLU: gl.constexpr,
     SPLIT_ROWS: gl.constexpr,
     WARP_GROUPS: gl.constexpr,
+    PART: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
@@ -108,7 +109,7 @@ def packed_chunk_kernel(
     rings = (x, words, there, free)
     rows = (rings, y, tiles, factors, out_ptr, lanes, out_stride)
     brought = (rings, tiles, inputs, codes)
-    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH)
+    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART)
     # This is one warp group. The others begin after a barrier, which follows the wait.
     if WARP_GROUPS == 2:
         gl.warp_specialize(
@@ -176,59 +177,61 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
     x, words, there, free = rings
     all_tiles, lane_tiles = tiles
     K: gl.constexpr = form[1]
-    CODE: gl.constexpr = form[2]
     GROUP: gl.constexpr = form[3]
     FOLD: gl.constexpr = form[4]
-    BLOCKS: gl.constexpr = form[7]
     DEPTH: gl.constexpr = form[8]
+    PART: gl.constexpr = form[9]
     L: gl.constexpr = x.shape[1]
     R: gl.constexpr = words.shape[1]
     STAGES: gl.constexpr = there.shape[0]
     PIECES: gl.constexpr = _UNIT // x.shape[2]
     COLUMNS: gl.constexpr = DEPTH * _UNIT
     STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    # Whether sums of a step, or of a piece of one, are scaled.
-    PARTS: gl.constexpr = GROUP > 0 and not FOLD
+    # Sums that are scaled before they are added: of PART units, or of a piece of one.
+    SCALED: gl.constexpr = GROUP > 0 and not FOLD
+    PARTS: gl.constexpr = DEPTH // PART * PIECES if SCALED else 1
+    # Those that are begun together, as far as there are registers for their sums.
+    BATCH: gl.constexpr = PARTS if L <= 64 else 1
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
 
     count = 0
     for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
         first_block = tile // lane_tiles * R + WHICH * 4
         total = gl.zeros([64, L], gl.float32, product)
-        part = total
-        groups = _load_groups(factors, first_block, 0, BLOCKS, K, GROUP)
+        parts = ()
+        for _ in gl.static_range(BATCH):
+            parts += (total,)  # type: ignore[assignment]
+        groups = _load_groups(factors, first_block, 0, form)
         stage = count % STAGES
         mbarrier.wait(there.index(stage), count // STAGES & 1)
-        halves = _convert(
-            words, stage, WHICH, groups, x, product, factors, CODE, GROUP, FOLD, DEPTH
-        )
+        halves = _convert(words, stage, WHICH, groups, x, product, factors, form)
         mbarrier.wait(there.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=STEPS > 1)
         for step in range(STEPS):
             stage = count % STAGES
-            column = (step + 1) * COLUMNS
-            next_groups = _load_groups(factors, first_block, column, BLOCKS, K, GROUP)
-            if PARTS:
-                begun = _begin(halves, x, stage * (DEPTH * PIECES), part, False, DEPTH)
+            first = stage * (DEPTH * PIECES)
+            next_groups = _load_groups(factors, first_block, (step + 1) * COLUMNS, form)
+            begun = ()
+            if SCALED:
+                for part in gl.static_range(BATCH):
+                    begun += (_begin(halves, x, first, part * PART, PART, parts[part], False),)  # type: ignore[assignment]
             else:
-                begun = _begin(halves, x, stage * (DEPTH * PIECES), total, True, DEPTH)
+                begun = (_begin(halves, x, first, 0, DEPTH, total, True),)  # type: ignore[assignment]
             # After the last step of a tile what is converted here is not used.
             after = (count + 1) % STAGES
-            ahead = _convert(
-                words, after, WHICH, next_groups, x, product, factors, CODE, GROUP, FOLD, DEPTH
-            )
+            ahead = _convert(words, after, WHICH, next_groups, x, product, factors, form)
             # The next iteration's wait. Here it keeps the compiler from converting after `wgmma`.
             later = count + 2
             mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
-            part, halves, ahead = _wait(begun, halves, ahead)
-            if PARTS:
-                scales = _scales_of_pieces(groups[0], product)
-                total = _add_scaled(total, part, scales[0])
-                for piece in gl.static_range(1, PIECES):
-                    begun = _begin(halves[piece:], x, stage * PIECES + piece, part, False, 1)
-                    part, halves, ahead = _wait(begun, halves, ahead)
-                    total = _add_scaled(total, part, scales[piece])
+            parts, halves, ahead = _wait(begun, halves, ahead)
+            if SCALED:
+                for part in gl.static_range(PARTS):
+                    if part >= BATCH:
+                        begun = (_begin(halves, x, first, part * PART, PART, parts[0], False),)  # type: ignore[assignment]
+                        parts, halves, ahead = _wait(begun, halves, ahead)
+                    scales = _scales_of_pieces(groups[part // PIECES][0], product)
+                    total = _add_scaled(total, parts[part % BATCH], scales[part % PIECES])
             else:
-                total = part
+                total = parts[0]
             gl.thread_barrier()
             mbarrier.arrive(free.index(stage), count=1)
             halves = ahead
@@ -239,37 +242,43 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def _begin(halves, x, first, total, ADD: gl.constexpr, DEPTH: gl.constexpr):
-    """Products of some units of halves with inputs from a place in the ring on, once waited for."""
-    begun = warpgroup_mma(
-        halves[0], x.index(first).permute((1, 0)), total, use_acc=ADD, is_async=True
-    )
-    for depth in gl.static_range(1, DEPTH):
+def _begin(halves, x, place, FIRST: gl.constexpr, COUNT: gl.constexpr, total, ADD: gl.constexpr):
+    """Products of some pieces of a step's halves with its inputs, to be waited for."""
+    begun = total
+    for index in gl.static_range(FIRST, FIRST + COUNT):
+        inputs = x.index(place + index).permute((1, 0))
         begun = warpgroup_mma(
-            halves[depth], x.index(first + depth).permute((1, 0)), begun, is_async=True
+            halves[index], inputs, begun, use_acc=ADD or index > FIRST, is_async=True
         )
     return begun
 
 
 @gluon.jit
-def _load_groups(
-    factors, first_block, column, BLOCKS: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr
-):
-    """Scales and zeros [64, G] of 64 columns from `column` on: all groups that a step has."""
+def _load_groups(factors, first_block, column, form: gl.constexpr):
+    """Scales and zeros of a step from `column` on: of every PART units those of the first, [64, G],
+    which are those of all.
+    """
+    K: gl.constexpr = form[1]
+    GROUP: gl.constexpr = form[3]
+    BLOCKS: gl.constexpr = form[7]
+    DEPTH: gl.constexpr = form[8]
+    PART: gl.constexpr = form[9]
     found = ()
     if GROUP > 0:
         SPAN: gl.constexpr = min(GROUP, _UNIT)
         GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
         layout: gl.constexpr = gl.SliceLayout(2, half_layout(SPAN))
         row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-        span = gl.arange(0, _UNIT // SPAN, gl.SliceLayout(0, layout))
-        # Past the end the last ones repeat: they have no columns, or rows.
-        group = gl.minimum((column + span * SPAN) // GROUP, GROUPS - 1)
+        span = gl.arange(0, _UNIT // SPAN, gl.SliceLayout(0, layout)) * SPAN + column
         block = gl.minimum(first_block + row // 16, BLOCKS - 1)
-        at = (block * (GROUPS * 16) + row % 16)[:, None] + (group * 16)[None, :]
-        found += (gl.load(factors.scales + at),)  # type: ignore[assignment]
-        if factors.zeros is not None:
-            found += (gl.load(factors.zeros + at),)  # type: ignore[assignment]
+        at = (block * (GROUPS * 16) + row % 16)[:, None]
+        for unit in gl.static_range(0, DEPTH, PART):
+            # Past the end the last ones repeat: they have no columns, or rows.
+            group = gl.minimum((span + unit * _UNIT) // GROUP, GROUPS - 1)
+            of_unit = (gl.load(factors.scales + at + (group * 16)[None, :]),)
+            if factors.zeros is not None:
+                of_unit += (gl.load(factors.zeros + at + (group * 16)[None, :]),)  # type: ignore[assignment]
+            found += (of_unit,)  # type: ignore[assignment]
     return found
 
 
@@ -282,23 +291,25 @@ def _convert(
     x,
     product: gl.constexpr,
     factors,
-    CODE: gl.constexpr,
-    GROUP: gl.constexpr,
-    FOLD: gl.constexpr,
-    DEPTH: gl.constexpr,
+    form: gl.constexpr,
 ):
     """Halves [64, columns] of a step: of each unit, or in pieces whose sums have a scale each."""
+    CODE: gl.constexpr = form[2]
+    GROUP: gl.constexpr = form[3]
+    FOLD: gl.constexpr = form[4]
+    DEPTH: gl.constexpr = form[8]
+    PART: gl.constexpr = form[9]
     SPAN: gl.constexpr = min(GROUP, _UNIT) if GROUP else _UNIT
     ZEROS: gl.constexpr = factors.zeros is not None
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     found = ()
-    for depth in gl.static_range(DEPTH):
-        own = words.index(stage * DEPTH + depth).slice(WHICH * 4, 4)
+    for unit in gl.static_range(DEPTH):
+        own = words.index(stage * DEPTH + unit).slice(WHICH * 4, 4)
         halves = ordered_halves(own, x, CODE, SPAN, ZEROS)
         if ZEROS:
-            halves = without_zeros(halves, groups[1], CODE)
+            halves = without_zeros(halves, groups[unit // PART][1], CODE)
         if FOLD:
-            halves = scaled_halves(halves, groups[0])
+            halves = scaled_halves(halves, groups[unit // PART][0])
         if FOLD or SPAN == _UNIT:
             halves = halves.reshape([64, _UNIT])
             found += (gl.convert_layout(halves, left, assert_trivial=True),)  # type: ignore[assignment]
@@ -354,15 +365,17 @@ def _wait(begun, halves, ahead):
     ahead is converted meanwhile.
     """
     PIECES: gl.constexpr = len(halves)
-    kept_whole = halves + ahead
-    sums = (begun,)
-    done = warpgroup_mma_wait(num_outstanding=0, deps=sums + kept_whole)
+    SUMS: gl.constexpr = len(begun)
+    done = warpgroup_mma_wait(num_outstanding=0, deps=begun + halves + ahead)
+    sums = ()
     kept = ()
     converted = ()
+    for index in gl.static_range(SUMS):
+        sums += (done[index],)  # type: ignore[assignment]
     for index in gl.static_range(PIECES):
-        kept += (done[1 + index],)  # type: ignore[assignment]
-        converted += (done[1 + PIECES + index],)  # type: ignore[assignment]
-    return done[0], kept, converted
+        kept += (done[SUMS + index],)  # type: ignore[assignment]
+        converted += (done[SUMS + PIECES + index],)  # type: ignore[assignment]
+    return sums, kept, converted
 
 
 @gluon.jit

@@ -132,11 +132,11 @@ def check(
         ("e4m3", BF16, 17, 70, 1096, None, SMALL, True),
         ("e4m3 in blocks", FP16, 5, 40, 520, False, SMALL, False),
         ("int8 with a zero a row", BF16, 3, 40, 136, None, SMALL, True),
-        ("int8 in groups", FP16, 3, 24, 136, None, SMALL, False),
+        ("int8 in groups", FP16, 3, 24, 136, None, ChunkTile(16, 1, 2), False),
         ("int4", BF16, 3, 150, 648, None, ChunkTile(32), False),
         ("int4 with zeros", BF16, 2, 130, 136, None, SMALL, True),
-        ("int4 in small groups", FP16, 3, 24, 136, None, SMALL, True),
-        ("mxfp4", BF16, 17, 72, 264, True, SMALL, False),
+        ("int4 in small groups", FP16, 3, 24, 136, None, ChunkTile(128, 1), True),
+        ("mxfp4", BF16, 17, 72, 328, True, ChunkTile(16, 1, 4), False),
         ("mxfp4", FP16, 3, 24, 72, None, SMALL, True),
         ("nvfp4", BF16, 3, 24, 136, None, SMALL, True),
     ],
@@ -151,7 +151,7 @@ def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile():
     quantised = random_quantised("int4", 40, 328)
     weight, x = pack(quantised), inputs_of(dequantise(quantised), 20, BF16)
     whole = product_of(x, weight, tile=SMALL)
-    for lane_of, tile in (([4], SMALL), ([19, 0, 4, 4, 7], ChunkTile(64))):
+    for lane_of, tile in (([4], ChunkTile(16, 1, 2)), ([19, 0, 4, 4, 7], ChunkTile(64))):
         assert torch.equal(product_of(x[lane_of], weight, tile=tile), whole[lane_of])
 
 
