@@ -31,8 +31,10 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.activation import silu_reference
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Of shared memory, what a program may use.
-_SHARED = 227 * 1024 - 1024
+# Of shared memory, by the programs of a multiprocessor: what one of them may use.
+_SHARED = {1: 226 * 1024, 2: 113 * 1024 - 512}
+# Of a thread when a program of one warp group begins, which then takes those of other threads.
+_REGISTERS = 128
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 # Blocks of rows of a weight that a reference has in float32 at a time.
 _REFERENCE_BLOCKS = 128
@@ -53,6 +55,11 @@ class ChunkTile(NamedTuple):
     @property
     def rows(self) -> int:
         return 64 * self.warp_groups
+
+    @property
+    def programs(self) -> int:
+        """Those of a multiprocessor."""
+        return 2 if self.warp_groups == 1 and self.lanes <= 64 else 1
 
 
 def packed_chunk_product(
@@ -184,8 +191,9 @@ def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTil
     """A tile for so many lanes and rows on a GPU of so many multiprocessors."""
     if lanes <= 64:
         # Few products for what a step costs besides: long steps.
-        depth = 4 // form.units if form.width == UNIT else 1
-        return ChunkTile(max(16, triton.next_power_of_2(lanes)), 1, depth)
+        width = max(16, triton.next_power_of_2(lanes))
+        units = (4 if width < 64 else 2) if form.width == UNIT else 1
+        return ChunkTile(width, 1, max(1, units // form.units))
     if lanes > 128 and (form.group == 0 or form.folded):
         large = ChunkTile(256)
         if triton.cdiv(lanes, large.lanes) * triton.cdiv(M, large.rows) >= processors:
@@ -220,7 +228,8 @@ def _launch(
     tile = tile or chunk_tile(form, M, lanes, processors)
     lines, blocks = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
     tiles = triton.cdiv(len(weight.codes), blocks) * triton.cdiv(lanes, tile.lanes)
-    launcher(packed_chunk_kernel, (min(tiles, processors),))(
+    programs = min(tiles, processors * tile.programs)
+    launcher(packed_chunk_kernel, (programs,))(
         _described(x_NK, [tile.lanes, form.width], _DTYPES[x_NK.dtype]),
         _described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
         Factors(weight.scales, weight.zeros, weight.row_scales, bias),
@@ -239,6 +248,7 @@ def _launch(
         DEPTH=form.units * tile.depth,
         STAGES=_stages(form, kind.bits, tile),
         num_warps=4,
+        maxnreg=_REGISTERS if tile.warp_groups == 1 else None,
         **launch_options(pdl),
     )
 
@@ -246,7 +256,7 @@ def _launch(
 def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
     """Steps in shared memory: what is left besides outputs on their way."""
     step = form.units * tile.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
-    stages = min(_MOST_STAGES, (_SHARED - tile.lanes * tile.rows * 2) // step)
+    stages = min(_MOST_STAGES, (_SHARED[tile.programs] - tile.lanes * tile.rows * 2) // step)
     if stages < _LEAST_STAGES:
         raise ValueError(f"{tile}: {stages} of {_LEAST_STAGES} steps of {step} bytes fit")
     return stages

@@ -219,6 +219,17 @@ def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, change
         packed_chunk_product(x, weight, None, out=x[:, :16], tile=changes.get("tile"))
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("M, lanes", [(16, 1), (28672, 32), (4096, 64), (4096, 128), (4096, 4096)])
+def test_tiles_fit_shared_memory(name, M, lanes):
+    weight = pack(random_quantised(name, 16, 64))
+    for dtype in (FP16, BF16):
+        form = MODULE._chunk_form(weight, dtype)
+        tile = MODULE.chunk_tile(form, M, lanes, 132)
+        assert MODULE._stages(form, weight.format.bits, tile) >= 3
+        assert tile.lanes >= min(lanes, 128)
+
+
 # The code.
 
 

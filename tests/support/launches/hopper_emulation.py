@@ -227,6 +227,13 @@ class _Block(emulation._Program):
         one, two = (self.integers(rest[-1], op) for op in ops[1:3])
         self.write(ops[0], one // np.where(two == 0, 1, two), active)
 
+    def do_mul(self, rest: list[str], ops: list[str], active: Array) -> None:
+        if rest[0] != "hi":
+            super().do_mul(rest, ops, active)
+            return
+        product = self._wide(rest[-1], ops[1]) * self._wide(rest[-1], ops[2])
+        self.write(ops[0], product >> 32, active)
+
     def do_rem(self, rest: list[str], ops: list[str], active: Array) -> None:
         one, two = (self.integers(rest[-1], op) for op in ops[1:3])
         self.write(ops[0], one % np.where(two == 0, 1, two), active)
