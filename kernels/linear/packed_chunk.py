@@ -76,14 +76,14 @@ def packed_chunk_product(
 
     Args:
         x_NK: dense rows, any number of them. Padded lanes hold anything, and so do their results.
-        weight: in any format. Its columns are in the order of x's.
+        weight: in any format.
         bias: [M] in x's dtype.
         out: [N, M] in x's dtype, dense rows. Of a SwiGLU gates, then ups; or with `swiglu`, [N, F]:
             silu(gate) * up in float32, rounded once.
         pdl: the launch before may still run, and does not write the weight.
 
-    The kernel runs on Hopper GPUs, where x is float16 or bfloat16 and K a multiple of 8; elsewhere
-    the reference does. ValueError for what does not fit.
+    The kernel runs on Hopper GPUs, where x is float16 or bfloat16, K a multiple of 8, and columns
+    are in order; elsewhere the reference does. ValueError for what does not fit.
     """
     check_rows(x_NK=x_NK)
     (lanes, columns), (M, K) = x_NK.shape, weight.shape
@@ -93,10 +93,6 @@ def packed_chunk_product(
         raise ValueError(f"a weight of {M} rows is not laid out as a SwiGLU")
     if bias is not None:
         check_vector("bias", bias, M, x_NK.dtype)
-    if weight.order is not None:
-        raise ValueError(
-            f"the kernels take columns in order, and {weight.order.numel()} have another"
-        )
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
     if not _is_launched(x_NK):
         return packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu)
@@ -219,6 +215,10 @@ def _launch(
         raise ValueError(
             f"packed weights take a multiple of {linear_gluon.ALIGNMENT} input features on a GPU, "
             f"not K={K}"
+        )
+    if weight.order is not None:
+        raise ValueError(
+            f"the prefill kernel takes columns in order, and {weight.order.numel()} have another"
         )
     if not linear_gluon.is_aligned(x_NK):
         # Where the inputs lie is not to decide about their bits.
