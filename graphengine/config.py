@@ -44,6 +44,8 @@ from graphengine.speculative import (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 KvDtype = Literal["auto", "fp8"]
+RoundedKind = Literal["fp8", "int8", "int4"]
+"""What weights can be rounded to while they are loaded."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -85,6 +87,15 @@ class EngineConfig:
         "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU""",
         flag=Flag(),
     )
+    quantize: RoundedKind | None = option(
+        None,
+        doc="""what the linears' weights of 16 or 32 bits are rounded to on the device while they
+        are loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for
+        128 columns of a row; embeddings and norms stay as they are; None: weights are as the
+        checkpoint has them, quantised ones too""",
+        flag=Flag(),
+    )
+    quantize_lm_head: bool = option(False, doc="whether `quantize` rounds lm_head, too")
     max_batch: int = option(
         8,
         within(1, MAX_LANES),
@@ -284,6 +295,8 @@ class EngineConfig:
         if not self.prefill_buckets:
             raise ValueError("prefill_buckets must name at least one size")
         self._check_calibration()
+        if self.quantize_lm_head and self.quantize is None:
+            raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")
         if self.prefill_cut is not None:
             self._keep_cut(self.prefill_cut)
         self._check_speculation()

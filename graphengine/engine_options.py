@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.config import KvDtype, LogprobsMode
+from graphengine.config import KvDtype, LogprobsMode, RoundedKind
 from graphengine.kernels import RowFamily
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
@@ -27,6 +27,16 @@ class EngineOptions(TypedDict, total=False):
     """dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or "float16"; "auto"
     or None: the checkpoint's on a GPU, float32 on a CPU
     """
+
+    quantize: RoundedKind | None
+    """what the linears' weights of 16 or 32 bits are rounded to on the device while they are
+    loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for 128
+    columns of a row; embeddings and norms stay as they are; None: weights are as the checkpoint
+    has them, quantised ones too
+    """
+
+    quantize_lm_head: bool
+    """whether `quantize` rounds lm_head, too"""
 
     max_batch: int
     """slots, and the largest bucket; at most 64"""

@@ -76,9 +76,6 @@ from graphengine.kernels.draft.vanilla import (
 from graphengine.kernels.linear.linear import (
     MAX_LANES,
     arrivals_needed,
-    linear,
-    linear_residual,
-    linear_sample,
     residual_groups,
 )
 from graphengine.kernels.linear.linear_swiglu import (
@@ -86,10 +83,17 @@ from graphengine.kernels.linear.linear_swiglu import (
     linear_swiglu,
     linear_swiglu_reference,
 )
-from graphengine.kernels.linear.packed_chunk import (
-    packed_chunk_product,
-    packed_chunk_reference,
+from graphengine.kernels.linear.packed import (
+    PackedForm,
+    PackedWeight,
+    empty_packed,
+    first_rows,
+    pack,
+    packed_form,
+    select_rows,
 )
+from graphengine.kernels.linear.packed_chunk import packed_chunk_product
+from graphengine.kernels.linear.packed_linear import packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
     LinearKind,
@@ -99,6 +103,14 @@ from graphengine.kernels.linear.plans import (
     heuristic_plan,
     row_family,
 )
+from graphengine.kernels.linear.products import (
+    AnyWeight,
+    in_order,
+    linear,
+    linear_residual,
+    linear_sample,
+)
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
 from graphengine.kernels.logits.logits import (
@@ -217,6 +229,7 @@ __all__ = [
     "USES_COUNTS",
     "USES_MASK",
     "USES_REPETITION",
+    "AnyWeight",
     "DecodeLanes",
     "DraftChain",
     "DraftTiles",
@@ -235,7 +248,10 @@ __all__ = [
     "ModuleInput",
     "ModuleRun",
     "NextDraft",
+    "PackedForm",
+    "PackedWeight",
     "PrefillLanes",
+    "QuantisedWeight",
     "RankedLogits",
     "Recycled",
     "Residual",
@@ -248,6 +264,7 @@ __all__ = [
     "StopSequences",
     "StopTensors",
     "TokenLogprobs",
+    "WeightFormat",
     "add_rms_norm",
     "add_rms_norm_reference",
     "add_to_residual_reference",
@@ -278,6 +295,8 @@ __all__ = [
     "decode_attention_workspace_bytes",
     "embed",
     "embed_reference",
+    "empty_packed",
+    "first_rows",
     "fuses_swiglu",
     "gather_and_embed",
     "gather_and_embed_reference",
@@ -285,6 +304,7 @@ __all__ = [
     "hand_over",
     "hand_over_reference",
     "heuristic_plan",
+    "in_order",
     "linear",
     "linear_reference",
     "linear_residual",
@@ -307,9 +327,11 @@ __all__ = [
     "note_prompt_reference",
     "note_tokens",
     "note_tokens_reference",
+    "pack",
     "pack_state",
     "packed_chunk_product",
-    "packed_chunk_reference",
+    "packed_form",
+    "packed_plan",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "prefill_attention_workspace_bytes",
@@ -339,6 +361,7 @@ __all__ = [
     "sample_reference",
     "sample_tiles",
     "sample_tiles_reference",
+    "select_rows",
     "swiglu",
     "swiglu_reference",
     "token_log_probabilities",

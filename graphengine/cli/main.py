@@ -146,8 +146,8 @@ def chat(options: argparse.Namespace) -> None:
 def info(options: argparse.Namespace) -> None:
     """Show what would be allocated and captured; allocate and capture nothing."""
     checkpoint = Checkpoint.open(_checkpoint(options))
-    model = read_model(checkpoint)
     config = EngineConfig(**_engine_options(options))
+    model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     drafter = make_drafter(config, checkpoint, model)
     has_text = isinstance(config.kv_calibration, str) and checkpoint.has_tokenizer
     tokenizer = Tokenizer.from_directory(checkpoint.path) if has_text else None

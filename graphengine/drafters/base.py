@@ -34,7 +34,13 @@ from graphengine.kernels import (
 if TYPE_CHECKING:
     from graphengine.host.plan import PrefillChunk
     from graphengine.models.checkpoint import Checkpoint
-    from graphengine.models.contract import DecodeLaunch, Destinations, Model, StoredWeights
+    from graphengine.models.contract import (
+        DecodeLaunch,
+        Destinations,
+        Model,
+        StoredLinear,
+        StoredWeights,
+    )
 
 
 class Verified(NamedTuple):
@@ -167,6 +173,10 @@ class Drafter(ABC):
         Returns the destinations of the tensors that it takes from the target's checkpoint.
         """
         return {}
+
+    def linears(self) -> list[StoredLinear]:
+        """Its weights of linears that are read from the target's checkpoint, once allocated."""
+        return []
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:  # noqa: B027
         """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D] of blocks

@@ -34,10 +34,11 @@ from graphengine.models.contract import (
     ModelWeights,
     StateTensors,
     arrival_counters,
+    linear_name,
     most_arrival_counters,
     stream_groups,
 )
-from graphengine.models.stored import destinations
+from graphengine.models.stored import destinations, load_weights
 from graphengine.models.tuning import choose_plans
 
 
@@ -67,7 +68,8 @@ class DraftModelDrafter(Drafter):
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = self.config.allocate(device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self.config.linears, dtype, family, device)
-        self.own_checkpoint.load(destinations(self.own_checkpoint, self.weights))
+        own = self.own_checkpoint
+        load_weights(own, destinations(own, self.weights), self.weights.linears())
         return {}
 
     @staticmethod
@@ -94,7 +96,7 @@ class DraftModelDrafter(Drafter):
             self.weights.lm_head,
             None,
             setting.sampling,
-            plan=self.plans["lm_head"],
+            plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
         self._launch = replace(

@@ -11,17 +11,32 @@ Letters: N lanes, H hidden, V vocabulary, D draft vocabulary, C tiles of it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    AnyWeight,
     DecodeLanes,
     DraftTiles,
     LinearPlan,
     Residual,
     SamplingTensors,
+    empty_packed,
     linear_sample,
+    select_rows,
 )
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.contract import DecodeLaunch, WeightForms
+
+
+def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
+    """Bytes of so many rows of lm_head and of their ids, int32."""
+    form = forms.get("lm_head")
+    if form is None or not rows:
+        return rows * (hidden * dtype.itemsize + 4)
+    # `select_rows` leaves each row scales of its own.
+    kind = form.format._replace(rows=1)
+    head = empty_packed(form._replace(format=kind), (rows, hidden), swiglu=False, device="meta")
+    return head.nbytes + 4 * rows
 
 
 class DraftHead:
@@ -37,7 +52,7 @@ class DraftHead:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: AnyWeight,
         ids: Tensor | None,
         sampling: SamplingTensors,
         *,
@@ -46,8 +61,12 @@ class DraftHead:
     ) -> None:
         self.weight, self.token_ids = weight, None
         if ids is not None:
-            ids = ids.to(weight.device)
-            self.weight, self.token_ids = weight.index_select(0, ids), ids.int()
+            ids = ids.to(sampling.temperature.device)
+            if isinstance(weight, Tensor):
+                self.weight = weight.index_select(0, ids)
+            else:
+                self.weight = select_rows(weight, ids)
+            self.token_ids = ids.int()
         self._sampling, self._plan, self._eps = sampling, plan, eps
 
     def tiles(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
@@ -22,8 +23,10 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, recurrent_states
-from graphengine.models.mtp import read_mtp_config
+from graphengine.models.contract import ModelConfig, WeightForms, recurrent_states
+from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, read_mtp_config
+from graphengine.models.quantised.forms import rounded_forms
+from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
 from graphengine.speculative import (
@@ -103,7 +106,7 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = read_mtp_config(target.checkpoint)
+    mtp = _stored_as_target(read_mtp_config(target.checkpoint), target)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
     wanted, vocabulary = options.draft_vocab, None
@@ -113,6 +116,17 @@ def _mtp(options: MTP, target: Target) -> Drafter:
         return VanillaDrafter(mtp, options.k, vocabulary, options.feed)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
     return eagle(mtp, options.k, vocabulary)
+
+
+def _stored_as_target(mtp: MtpConfig, target: Target) -> MtpConfig:
+    """The modules with weights that are rounded where the target's are, and beside its lm_head."""
+    forms = dict(mtp.forms)
+    if target.config.quantize is not None:
+        linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
+        forms |= rounded_forms(linears, target.config.quantize, head=False)
+    if HEAD in target.model.forms:
+        forms[HEAD] = target.model.forms[HEAD]
+    return mtp.stored_as(WeightForms(forms))
 
 
 def _check_vanilla(k: int, modules: int, rows: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphengine.drafters.base import Drafter, DraftSetting
-from graphengine.drafters.head import DraftHead
+from graphengine.drafters.head import DraftHead, head_bytes
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
@@ -23,7 +23,9 @@ from graphengine.models.contract import (
     DecodeLaunch,
     Destinations,
     Linears,
+    StoredLinear,
     arrival_counters,
+    linear_name,
     most_arrival_counters,
 )
 from graphengine.models.mtp import (
@@ -60,6 +62,9 @@ class ModuleDrafter(Drafter):
         self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
         return self.weights.named()
 
+    def linears(self) -> list[StoredLinear]:
+        return self.weights.linears()
+
     @property
     def _linears(self) -> Linears:
         return self.config.linears(None if self.vocabulary is None else self.vocabulary.numel())
@@ -68,7 +73,7 @@ class ModuleDrafter(Drafter):
         own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
         rows = 0 if self.vocabulary is None else self.vocabulary.numel()
         # The rows of lm_head that it keeps, and their ids.
-        return own + rows * (self.config.hidden_size * dtype.itemsize + 4)
+        return own + head_bytes(self.config.forms, rows, self.config.hidden_size, dtype)
 
     def arrivals(self, rows: int, lanes: int) -> int:
         widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
@@ -95,7 +100,7 @@ class ModuleDrafter(Drafter):
             target.weights.lm_head,
             self.vocabulary,
             setting.sampling,
-            plan=self.plans["lm_head"],
+            plan=self.plans[linear_name("lm_head", target.weights.lm_head)],
             eps=self.config.output_eps,
         )
         self._tables = rope_of(target)
@@ -143,11 +148,11 @@ class ModuleDrafter(Drafter):
 
     def _new_stream(self, lanes: int) -> Residual:
         """A residual stream whose sums of squares the projection makes anew."""
-        projection = self._modules[0].projection
+        norm = self._modules[0].final_norm
         return new_residual(
             lanes,
             self.config.hidden_size,
             1,
-            dtype=projection.dtype,
-            device=projection.device,
+            dtype=norm.dtype,
+            device=norm.device,
         )

@@ -218,7 +218,7 @@ class VanillaDrafter(ModuleDrafter):
             count,
             self.length,
             self.config.hidden_size,
-            dtype=self._modules[0].projection.dtype,
+            dtype=self._modules[0].final_norm.dtype,
             device=emitted.token_N.device,
         )
         for index in range(1, self.length):

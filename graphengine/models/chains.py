@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from graphengine.models.contract import Model, ModelConfig
+from graphengine.models.contract import PLAIN, Model, ModelConfig
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 
 
@@ -34,6 +34,6 @@ def new_chain(
         raise ValueError(
             f"the layers of a {config.architecture} are not all alike: there is no chain of them"
         )
-    config = replace(config, num_layers=layers, tie_embeddings=True)
+    config = replace(config, num_layers=layers, tie_embeddings=True, forms=PLAIN)
     weights = config.allocate(device=str(device), dtype=dtype)
     return DecoderModel(weights, max_seq_len=1)

@@ -25,23 +25,25 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    AnyWeight,
     DecodeLanes,
     Launch,
     LinearKind,
     LinearPlan,
+    PackedForm,
+    PackedWeight,
     PrefillLanes,
     Residual,
     RowFamily,
+    WeightFormat,
     arrivals_needed,
     heuristic_plan,
+    packed_plan,
     residual_groups,
 )
 
 Destinations = dict[str, Tensor]
 """Names of a checkpoint's tensors -> the views that are to hold them."""
-
-WeightKind = Literal["plain"]
-"""How a weight is stored: `plain` is in the model's dtype."""
 
 ShardAxis = Literal["rows", "columns"]
 """How ranks split a weight: by `rows` each has outputs of its own, by `columns` each has a
@@ -52,7 +54,7 @@ class Linear(NamedTuple):
     """A weight `[rows, columns]` of the decode step.
 
     kind    names the epilogue of its kernel
-    weight  how it is stored
+    weight  how it is stored in 8 or 4 bits; None: in the model's dtype
     shard   along what ranks split it; None: each has all of it. `reduce` sums the products of a
             weight that is split by columns
     """
@@ -60,12 +62,23 @@ class Linear(NamedTuple):
     kind: LinearKind
     rows: int
     columns: int
-    weight: WeightKind = "plain"
+    weight: WeightFormat | None = None
     shard: ShardAxis | None = None
 
 
 Linears = Mapping[str, Linear]
 """By name, in the order in which a step runs them."""
+
+
+def linear_name(name: str, weight: AnyWeight | WeightFormat | None) -> str:
+    """The name that a linear has in `Linears` and in plans where its weight is stored so.
+
+    Layers may store theirs in different ways: each way has a plan.
+    """
+    if weight is None or isinstance(weight, Tensor):
+        return name
+    return f"{name}.{(weight.format if isinstance(weight, PackedWeight) else weight).label}"
+
 
 Value = TypeVar("Value")
 
@@ -119,11 +132,43 @@ class LinearPlans(ByLinear[LinearPlan]):
 def heuristic_plans(linears: Linears, dtype: torch.dtype, family: RowFamily) -> LinearPlans:
     """Plans for linears that no tuning table knows."""
     return LinearPlans(
-        {
-            name: heuristic_plan(linear.kind, linear.rows, linear.columns, dtype, family)
-            for name, linear in linears.items()
-        }
+        {name: heuristic_linear_plan(linear, dtype, family) for name, linear in linears.items()}
     )
+
+
+def heuristic_linear_plan(linear: Linear, dtype: torch.dtype, family: RowFamily) -> LinearPlan:
+    """The plan of a linear that no tuning table knows."""
+    if linear.weight is None:
+        return heuristic_plan(linear.kind, linear.rows, linear.columns, dtype, family)
+    return packed_plan(linear.weight, linear.rows, linear.columns, family)
+
+
+class WeightForms(ByLinear[PackedForm]):
+    """How weights are stored that are not in the model's dtype.
+
+    By the name in the checkpoint of the weight's first linear, without ".weight": queries stand for
+    keys and values too, and gates for ups.
+    """
+
+    __slots__ = ()
+
+    def format_of(self, linear: str) -> WeightFormat | None:
+        """None: it is in the model's dtype."""
+        form = self.get(linear)
+        return None if form is None else form.format
+
+
+PLAIN = WeightForms({})
+"""All weights are in the model's dtype."""
+
+
+def in_formats(linears: Linears, formats: Mapping[str, Sequence[WeightFormat | None]]) -> Linears:
+    """Linears with an entry for each way in which some layer stores the weight of that name."""
+    return {
+        linear_name(name, weight): linear._replace(weight=weight)
+        for name, linear in linears.items()
+        for weight in dict.fromkeys(formats[name])
+    }
 
 
 def linear_arrivals(linears: Linears, plans: LinearPlans) -> int:
@@ -232,9 +277,38 @@ class Weight(NamedTuple):
     axis: int | None = None
 
 
+class StoredLinear(NamedTuple):
+    """A weight of linears, and what it is in a checkpoint.
+
+    parts   names without ".weight", and rows, of the linears whose rows it has one after the other
+    swiglu  whether these are gates and ups
+    axis    the dimension along which ranks split each part; None: each has all of it
+    """
+
+    weight: AnyWeight
+    parts: tuple[tuple[str, int], ...]
+    swiglu: bool = False
+    axis: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)"""
+        rows, columns = self.weight.shape
+        return rows, columns
+
+    def views(self) -> dict[str, Weight]:
+        """Of a weight in the model's dtype, each part's own; of a packed one nothing."""
+        if not isinstance(self.weight, Tensor):
+            return {}
+        rows = torch.split(self.weight, [count for _, count in self.parts])
+        named = zip(self.parts, rows, strict=True)
+        return {f"{name}.weight": Weight(part, self.axis) for (name, _), part in named}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights(ABC):
-    """Weights on one device, in the model's dtype, and where in a checkpoint they are from.
+    """Weights on one device, in the model's dtype or packed, and where in a checkpoint they are
+    from.
 
     config  what their shapes follow from; equal ones have equal `repr`
     """
@@ -243,7 +317,11 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def stored(self) -> dict[str, Weight]:
-        """Every tensor of the checkpoint that is read, by its name there."""
+        """Every tensor of the checkpoint that is read as it is, by its name there."""
+
+    @abstractmethod
+    def linears(self) -> list[StoredLinear]:
+        """Every weight of linears, in the order of the layers."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
@@ -298,6 +376,10 @@ class DecodeLaunch(Launch):
     split_tokens: int
     tokens_per_row: int = 1
     reduce: Reduce | None = None
+
+    def plan(self, name: str, weight: AnyWeight) -> LinearPlan:
+        """Of the linear of this name, where its weight is stored so."""
+        return self.plans[linear_name(name, weight)]
 
     @property
     def prefill(self) -> PrefillLaunch:
@@ -370,6 +452,15 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def forms(self) -> WeightForms:
+        """How weights are stored that are not in the model's dtype."""
+        ...
+
+    def stored_as(self, forms: WeightForms) -> Self:
+        """The same model with weights that are stored so."""
+        ...
+
+    @property
     def linears(self) -> Linears:
         """Of a decode step: those of the layers, and `lm_head`."""
         ...
@@ -415,7 +506,7 @@ class ModelWeights(StoredWeights):
 
     config: ModelConfig
     embedding: Tensor
-    lm_head: Tensor
+    lm_head: AnyWeight
 
     @abstractmethod
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:
@@ -442,7 +533,7 @@ class Model(Protocol):
     def max_seq_len(self) -> int: ...
 
     @property
-    def lm_head(self) -> Tensor:
+    def lm_head(self) -> AnyWeight:
         """`[V, H]`, or the first rows of it."""
         ...
 

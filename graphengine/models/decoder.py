@@ -19,20 +19,23 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    AnyWeight,
     DecodeLanes,
     PrefillLanes,
     Residual,
     RopeConfig,
     RowFamily,
     embed,
+    first_rows,
     linear,
     rms_norm,
 )
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
-from graphengine.models.blocks.streams import PrefillScratch
+from graphengine.models.blocks.streams import PrefillScratch, new_weight, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import (
     ONE_RANK,
+    PLAIN,
     ChunkAttention,
     DecodeLaunch,
     LayerStates,
@@ -42,7 +45,10 @@ from graphengine.models.contract import (
     PrefillEnd,
     PrefillLaunch,
     StateTensors,
+    StoredLinear,
     Weight,
+    WeightForms,
+    in_formats,
 )
 
 
@@ -68,6 +74,7 @@ class DecoderConfig:
     """Of q, k and v alone."""
     mlp_bias: bool = False
     qk_norm: bool = False
+    forms: WeightForms = PLAIN
 
     @property
     def attention(self) -> GroupedQueryAttention:
@@ -97,11 +104,25 @@ class DecoderConfig:
         """The same with a separate lm_head."""
         return replace(self, tie_embeddings=False)
 
+    def stored_as(self, forms: WeightForms) -> DecoderConfig:
+        """The same model with weights that are stored so."""
+        return replace(self, forms=forms)
+
     @property
     def linears(self) -> Linears:
         """Of a decode step: those of each layer, and lm_head, of which every rank has all."""
+        return self.linears_of([layer_prefix(index) for index in range(self.num_layers)])
+
+    def linears_of(self, prefixes: Sequence[str]) -> Linears:
+        """Those of layers with these prefixes in the checkpoint, and lm_head."""
         head = Linear("sample", self.vocab_size, self.hidden_size)
-        return {**self.attention.linears, **self.mlp.linears, "lm_head": head}
+        linears = {**self.attention.linears, **self.mlp.linears, "lm_head": head}
+        formats = {"lm_head": [self.forms.format_of(HEAD)]}
+        for block, inside in ((self.attention, ATTENTION), (self.mlp, MLP)):
+            for name, first in block.first_linears.items():
+                stored = [f"{prefix}{inside}{first}" for prefix in prefixes]
+                formats[name] = [self.forms.format_of(each) for each in stored]
+        return in_formats(linears, formats)
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
@@ -137,34 +158,57 @@ class DecoderConfig:
 
         hidden = self.hidden_size
         layers = tuple(
-            allocate_layer(self, device=device, dtype=dtype) for _ in range(self.num_layers)
+            allocate_layer(self, layer_prefix(index), device=device, dtype=dtype)
+            for index in range(self.num_layers)
         )
         embedding = new(self.vocab_size, hidden)
+        lm_head: AnyWeight = embedding
+        if not self.tie_embeddings or HEAD in self.forms:
+            shape = (self.vocab_size, hidden)
+            lm_head = new_weight(self.forms, HEAD, shape, device=device, dtype=dtype)
         return DecoderWeights(
             config=self,
             embedding=embedding,
             layers=layers,
             final_norm=new(hidden),
-            lm_head=embedding if self.tie_embeddings else new(self.vocab_size, hidden),
+            lm_head=lm_head,
         )
+
+
+HEAD = "lm_head"
+ATTENTION, MLP = "self_attn.", "mlp."
+"""Prefixes of a layer's blocks in the checkpoint, below the layer's own."""
+
+
+def layer_prefix(index: int) -> str:
+    """Of a layer's tensors in the checkpoint."""
+    return f"model.layers.{index}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One layer's blocks, and the weights of the norms before them."""
+    """One layer's blocks, and the weights of the norms before them.
 
+    prefix  of the names in the checkpoint
+    """
+
+    prefix: str
     input_norm: Tensor
     attention: AttentionWeights
     ffn_norm: Tensor
     mlp: SwigluWeights
 
-    def stored(self, prefix: str) -> dict[str, Weight]:
-        """Every tensor of the checkpoint under `prefix`, by name."""
+    def linears(self) -> list[StoredLinear]:
+        """The layer's products."""
+        return self.attention.linears() + self.mlp.linears()
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
         return {
-            f"{prefix}input_layernorm.weight": Weight(self.input_norm),
-            f"{prefix}post_attention_layernorm.weight": Weight(self.ffn_norm),
-            **self.attention.stored(f"{prefix}self_attn."),
-            **self.mlp.stored(f"{prefix}mlp."),
+            f"{self.prefix}input_layernorm.weight": Weight(self.input_norm),
+            f"{self.prefix}post_attention_layernorm.weight": Weight(self.ffn_norm),
+            **self.attention.stored(),
+            **self.mlp.stored(),
         }
 
     def tensors(self) -> list[Tensor]:
@@ -181,22 +225,29 @@ class DecoderWeights(ModelWeights):
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
 
+    def linears(self) -> list[StoredLinear]:
+        """Those of the layers, and lm_head, which is no embedding's copy. Ranks have all of it."""
+        of_layers = [each for layer in self.layers for each in layer.linears()]
+        if self.lm_head is self.embedding:
+            return of_layers
+        return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+
     def stored(self) -> dict[str, Weight]:
-        """Every tensor of the checkpoint, by name. Ranks have the whole vocabulary each."""
+        """What is not packed, by its name. Ranks have the whole vocabulary each."""
         names = {
             "model.embed_tokens.weight": Weight(self.embedding),
             "model.norm.weight": Weight(self.final_norm),
         }
-        if not self.config.tie_embeddings:
+        if not self.config.tie_embeddings and isinstance(self.lm_head, Tensor):
             names["lm_head.weight"] = Weight(self.lm_head)
-        for index, layer in enumerate(self.layers):
-            names |= layer.stored(f"model.layers.{index}.")
+        for layer in self.layers:
+            names |= layer.stored()
         return names
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor, tied ones twice."""
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
-        return [self.embedding, self.final_norm, self.lm_head, *per_layer]
+        return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
 
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every layer's keys and values, by the prefix of its attention."""
@@ -210,16 +261,20 @@ class DecoderWeights(ModelWeights):
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
 
 
-def allocate_layer(config: DecoderConfig, *, device: str, dtype: torch.dtype) -> LayerWeights:
-    """Uninitialised weights of one layer; `device="meta"` allocates nothing."""
+def allocate_layer(
+    config: DecoderConfig, prefix: str, *, device: str, dtype: torch.dtype
+) -> LayerWeights:
+    """Uninitialised weights of the layer of this prefix; `device="meta"` allocates nothing."""
+    forms = config.forms
     input_norm, ffn_norm = (
         torch.empty(config.hidden_size, device=device, dtype=dtype) for _ in range(2)
     )
     return LayerWeights(
+        prefix=prefix,
         input_norm=input_norm,
-        attention=config.attention.allocate(device=device, dtype=dtype),
+        attention=config.attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
         ffn_norm=ffn_norm,
-        mlp=config.mlp.allocate(device=device, dtype=dtype),
+        mlp=config.mlp.allocate(prefix + MLP, forms, device=device, dtype=dtype),
     )
 
 
@@ -262,20 +317,19 @@ def finish_prefill_layer(
 
 def prefill_scratch(
     config: DecoderConfig,
-    layer: LayerWeights,
+    layers: Sequence[LayerWeights],
     lanes: int,
     *,
     launch: PrefillLaunch,
     outlived: bool = False,
 ) -> PrefillScratch:
-    """What the layers of a chunk compute in; `layer` is any of them."""
-    fused = layer.mlp.is_fused(lanes)
+    """What these layers compute a chunk in."""
+    fused = all(layer.mlp.is_fused(lanes) for layer in layers)
     return PrefillScratch(
         lanes,
         config.hidden_size,
         max(config.attention.prefill_width, config.mlp.prefill_width(fused=fused)),
-        like=layer.mlp.gate_up,
-        fused=fused,
+        like=layers[0].input_norm,
         launch=launch,
         outlived=outlived,
     )
@@ -292,7 +346,13 @@ class DecoderModel:
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
         self.config = config = weights.config
         self.weights = weights
-        self.lm_head = weights.lm_head[: vocabulary or None]
+        head = weights.lm_head
+        self.lm_head: AnyWeight = head
+        if vocabulary:
+            if isinstance(head, Tensor):
+                self.lm_head = head[:vocabulary]
+            else:
+                self.lm_head = first_rows(head, vocabulary)
         self.tables = RopeTables.of(
             config.rope,
             head_dim=config.head_dim,
@@ -320,29 +380,34 @@ class DecoderModel:
         return layers[following].input_norm if following < len(layers) else self.weights.final_norm
 
     def fuses(self, lanes: int) -> bool:
-        """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel."""
-        return self.weights.layers[0].mlp.is_fused(lanes)
+        """Whether in a chunk of this many lanes one kernel multiplies gates and ups that are not
+        packed; those that are have one at all sizes.
+        """
+        layers = [each.mlp for each in self.weights.layers if isinstance(each.mlp.gate_up, Tensor)]
+        return bool(layers) and layers[0].is_fused(lanes)
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
         """The chunks whose gate and up one kernel multiplies, which sums in another order."""
         return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
 
     def linear(self, layer: int, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual."""
+        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual.
+
+        KeyError for a linear that is not there, and for one whose weight is packed.
+        """
         of_layer = self.weights.layers[layer]
         attention, mlp = of_layer.attention, of_layer.mlp
-        match name:
-            case "qkv":
-                return attention.qkv, attention.qkv_bias, None
-            case "output":
-                return attention.output, attention.output_bias, of_layer.ffn_norm
-            case "gate_up":
-                return mlp.gate_up, mlp.gate_up_bias, None
-            case "down":
-                return mlp.down, mlp.down_bias, self.norm_after(layer)
-            case "lm_head":
-                return self.weights.lm_head, None, None
-        raise KeyError(f"no linear {name}; there are {', '.join(self.config.linears)}")
+        there: dict[str, tuple[AnyWeight, Tensor | None, Tensor | None]] = {
+            "qkv": (attention.qkv, attention.qkv_bias, None),
+            "output": (attention.output, attention.output_bias, of_layer.ffn_norm),
+            "gate_up": (mlp.gate_up, mlp.gate_up_bias, None),
+            "down": (mlp.down, mlp.down_bias, self.norm_after(layer)),
+            "lm_head": (self.weights.lm_head, None, None),
+        }
+        weight, bias, norm = there.get(name, (None, None, None))
+        if not isinstance(weight, Tensor):
+            raise KeyError(f"no linear {name} that is not packed: {', '.join(self.config.linears)}")
+        return weight, bias, norm
 
     def decode(
         self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
@@ -390,9 +455,7 @@ class DecoderModel:
         config, weights, slot = self.config, self.weights, lanes.slot
         last = len(weights.layers) - 1
         x = embed(lanes.token, weights.embedding, slot)
-        scratch = prefill_scratch(
-            config, weights.layers[0], len(x), launch=launch, outlived=all_lanes
-        )
+        scratch = prefill_scratch(config, weights.layers, len(x), launch=launch, outlived=all_lanes)
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         caches = states.cache.unbind(0)
         for index, (layer, kv) in enumerate(zip(weights.layers, caches, strict=True)):
@@ -417,6 +480,6 @@ class DecoderModel:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
         last = self.weights.layers[-1]
         x_1H, attended_1A = end.last
-        scratch = prefill_scratch(self.config, last, 1, launch=launch)
+        scratch = prefill_scratch(self.config, [last], 1, launch=launch)
         finish_prefill_layer(last, self.weights.final_norm, x_1H, attended_1A, slot_1, scratch)
         return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)

@@ -15,7 +15,6 @@ from graphengine.models.config_schema import (
     read_keys,
     unsupported,
 )
-from graphengine.models.kv_scheme import quantises_kv_alone
 
 _ROPE_KINDS: Sequence[RopeKind] = get_args(RopeKind)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -49,8 +48,8 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     ValueError, with key, value and what is supported, for a key that is wrong, or that says that
     the model computes what no family here does.
     """
-    if quantises_kv_alone(config.get("quantization_config")):
-        config = {**config, "quantization_config": None}
+    # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
+    config = {**config, "quantization_config": None}
     check_neutral(config)
     settings = read_keys(config)
     if settings["max_position_embeddings"] is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from graphengine.models import hf_config
 from graphengine.models.config_schema import HfConfig
@@ -33,5 +33,5 @@ def decoder_config(settings: dict[str, Any], architecture: str, **switches: bool
         max_positions=settings["max_position_embeddings"],
         rope=hf_config.rope(settings),
         tie_embeddings=settings["tie_word_embeddings"],
-        **switches,
+        **cast("dict[str, Any]", switches),
     )

@@ -24,9 +24,9 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphengine.kernels import (
+    AnyWeight,
     DecodeLanes,
     PrefillLanes,
     Residual,
@@ -34,6 +34,7 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.gqa import RopeTables
+from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
 from graphengine.models.contract import (
@@ -46,8 +47,11 @@ from graphengine.models.contract import (
     Model,
     ModelConfig,
     PrefillLaunch,
+    StoredLinear,
     StoredWeights,
     Weight,
+    WeightForms,
+    in_formats,
 )
 from graphengine.models.decoder import (
     DecoderConfig,
@@ -60,6 +64,9 @@ from graphengine.models.decoder import (
 )
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.filling import names_of_packed
+from graphengine.models.quantised.forms import stored_forms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +214,23 @@ class MtpConfig:
         hidden, layer = self.hidden_size, self.layer
         if draft_vocab_size is not None:
             layer = replace(layer, vocab_size=draft_vocab_size)
-        return {"projection": Linear("residual", hidden, 2 * hidden), **layer.linears}
+        projection = {"projection": Linear("residual", hidden, 2 * hidden)}
+        formats = [self.forms.format_of(self.projection(prefix)) for prefix in self.prefixes]
+        of_layers = layer.linears_of([prefix + self.layout.layer for prefix in self.prefixes])
+        return {**in_formats(projection, {"projection": formats}), **of_layers}
+
+    @property
+    def forms(self) -> WeightForms:
+        """How weights are stored that are not in the model's dtype, lm_head among them."""
+        return self.layer.forms
+
+    def stored_as(self, forms: WeightForms) -> Self:
+        """The same modules with weights that are stored so, beside a target that is, too."""
+        return replace(self, layer=self.layer.stored_as(forms))
+
+    def projection(self, prefix: str) -> str:
+        """The name in the checkpoint of the projection of the module of this prefix."""
+        return prefix + self.layout.projection.removesuffix(".weight")
 
     def first(self, modules: int) -> MtpConfig:
         """The same with only the first `modules` modules."""
@@ -231,6 +254,10 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     _check_layers(checkpoint, layout, prefixes)
     target = read_model_config(config)
     mtp = MtpConfig.of_target(target, layout, prefixes)
+    quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config)
+    if quantisation is not None:
+        linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
+        mtp = mtp.stored_as(stored_forms(checkpoint, quantisation, linears, may_be_plain=True))
     _check_names(checkpoint, mtp)
     return mtp
 
@@ -301,12 +328,14 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
             f"{checkpoint.path} has an incomplete draft module of the layout {layout.name}: it "
             f"lacks {some(missing)}"
         )
+    packed = names_of_packed(checkpoint, weights.linears())
     ignored = {prefix + name for prefix in config.prefixes for name in layout.ignored}
     unknown = [
         name
         for name in names
         if name.startswith(config.prefixes)
         and name not in wanted
+        and name not in packed
         and name not in ignored
         and not is_kv_scale(name)
     ]
@@ -323,23 +352,30 @@ class MtpModuleWeights:
 
     embedding_norm: Tensor
     hidden_norm: Tensor
-    projection: Tensor
+    projection: AnyWeight
     layer: LayerWeights
     final_norm: Tensor
 
+    def linears(self, layout: MtpLayout, prefix: str) -> list[StoredLinear]:
+        """The module's products. Ranks have the whole projection each."""
+        name = prefix + layout.projection.removesuffix(".weight")
+        own = StoredLinear(self.projection, ((name, self.projection.shape[0]),))
+        return [own, *self.layer.linears()]
+
     def stored(self, layout: MtpLayout, prefix: str) -> dict[str, Weight]:
-        """Every tensor of the checkpoint under `prefix`, by name."""
+        """What is not packed of the tensors under `prefix`, by name."""
+        projection, *_ = self.linears(layout, prefix)
         return {
             prefix + layout.embedding_norm: Weight(self.embedding_norm),
             prefix + layout.hidden_norm: Weight(self.hidden_norm),
-            prefix + layout.projection: Weight(self.projection),
+            **projection.views(),
             prefix + layout.final_norm: Weight(self.final_norm),
-            **self.layer.stored(prefix + layout.layer),
+            **self.layer.stored(),
         }
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        own = [self.embedding_norm, self.hidden_norm, self.projection, self.final_norm]
+        own = [self.embedding_norm, self.hidden_norm, *tensors_of(self.projection), self.final_norm]
         return own + self.layer.tensors()
 
 
@@ -350,8 +386,13 @@ class MtpWeights(StoredWeights):
     config: MtpConfig
     modules: tuple[MtpModuleWeights, ...]
 
+    def linears(self) -> list[StoredLinear]:
+        """Every module's products."""
+        layout, named = self.config.layout, zip(self.modules, self.config.prefixes, strict=True)
+        return [each for module, prefix in named for each in module.linears(layout, prefix)]
+
     def stored(self) -> dict[str, Weight]:
-        """Every tensor of the checkpoint, by name. Ranks have the whole projection each."""
+        """What is not packed, by its name."""
         names: dict[str, Weight] = {}
         for module, prefix in zip(self.modules, self.config.prefixes, strict=True):
             names |= module.stored(self.config.layout, prefix)
@@ -381,11 +422,19 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
         MtpModuleWeights(
             embedding_norm=new(hidden),
             hidden_norm=new(hidden),
-            projection=new(hidden, 2 * hidden),
-            layer=allocate_layer(config.layer, device=device, dtype=dtype),
+            projection=new_weight(
+                config.forms,
+                config.projection(prefix),
+                (hidden, 2 * hidden),
+                device=device,
+                dtype=dtype,
+            ),
+            layer=allocate_layer(
+                config.layer, prefix + config.layout.layer, device=device, dtype=dtype
+            ),
             final_norm=new(hidden),
         )
-        for _ in config.prefixes
+        for prefix in config.prefixes
     )
     return MtpWeights(config=config, modules=modules)
 
@@ -428,7 +477,7 @@ def mtp_decode(
         row.slot,
         residual,
         module.layer.input_norm,
-        plan=launch.plans["projection"],
+        plan=launch.plan("projection", module.projection),
         launch=launch,
     )
     return decode_layer(
@@ -453,8 +502,10 @@ def mtp_prefill(
     Arguments as of `mtp_decode`; `attention` as of `Model.prefill`. Padded lanes hold anything.
     """
     layer = module.layer
-    x = functional.linear(combined_T2H, module.projection).float()
-    scratch = prefill_scratch(config.layer, layer, len(x), launch=launch)
+    lanes, hidden = len(combined_T2H), config.hidden_size
+    x = combined_T2H.new_empty(lanes, hidden)
+    x = chunk_product(combined_T2H, module.projection, None, out=x).float()
+    scratch = prefill_scratch(config.layer, [layer], lanes, launch=launch)
     rms_norm(
         x,
         layer.input_norm,

@@ -12,12 +12,23 @@ from collections.abc import Sequence
 
 import torch
 
-from graphengine.models.checkpoint import Checkpoint, eos_token_ids, some
+from graphengine.config import RoundedKind
+from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids, some
 from graphengine.models.config_schema import unknown_keys
-from graphengine.models.contract import Destinations, ModelConfig, ModelWeights
+from graphengine.models.contract import Destinations, ModelConfig, ModelWeights, StoredLinear
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.kv_scheme import check_quant_file
+from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.filling import (
+    check_all_read,
+    fill_packed,
+    names_of_packed,
+    rounding_reader,
+    stored_reader,
+)
+from graphengine.models.quantised.forms import rounded_forms, stored_forms
+from graphengine.models.quantised.schemes import Quantisation
 
 log = logging.getLogger(__name__)
 
@@ -34,28 +45,98 @@ _MODULES = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.|model\.(embed_tokens
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.")
 
 
-def read_model(checkpoint: Checkpoint) -> ModelConfig:
+def read_model(
+    checkpoint: Checkpoint, quantize: RoundedKind | None = None, *, head: bool = False
+) -> ModelConfig:
     """The model's configuration, checked against the names, shapes and dtypes of its tensors.
+
+    quantize  what weights will be rounded to, and with `head` lm_head, too
 
     Unknown keys of `config.json` are logged. ValueError says what is missing, what is
     not supported and what contradicts.
     """
     config = read_model_config(checkpoint.config)
-    if checkpoint.quant_config is not None:
-        check_quant_file(checkpoint.quant_config)
+    quantisation = quantisation_of(checkpoint)
+    packed: list[StoredLinear] = []
+    if quantisation is not None:
+        for note in quantisation.notes:
+            log.info("%s: %s", checkpoint.path, note)
+        linears = _meta(config).linears()
+        config = config.stored_as(stored_forms(checkpoint, quantisation, linears))
+        packed = _meta(config).linears()
+    if quantisation is not None and quantize is not None:
+        raise ValueError(
+            f"quantize={quantize!r} is for weights of 16 or 32 bits, and those of "
+            f"{checkpoint.path} are quantised ({quantisation.method})"
+        )
     unknown = unknown_keys(checkpoint.config)
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
     stored = checkpoint.tensors
-    used = destinations(checkpoint, config.allocate(device="meta", dtype=torch.float32))
-    unused = sorted(stored.keys() - used.keys())
+    used = destinations(checkpoint, _meta(config))
+    unused = sorted(stored.keys() - used.keys() - names_of_packed(checkpoint, packed))
     # A scale says more than the weights that are missing in its place.
     _refuse_quantised(checkpoint, config, unused)
     checkpoint.check(used)
     _refuse_unknown(checkpoint, config, unused)
     if config.tie_embeddings and _EMBEDDING in stored and _HEAD in stored:
         config = _tied_or_not(checkpoint, config)
+    if quantize is not None:
+        config = config.stored_as(rounded_forms(_meta(config).linears(), quantize, head=head))
     return config
+
+
+def _meta(config: ModelConfig) -> ModelWeights:
+    """The model's weights, of which only names, shapes and kinds are asked."""
+    return config.allocate(device="meta", dtype=torch.float32)
+
+
+def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
+    """What its configs say of quantised weights. ValueError for what is not understood."""
+    found = read_quantisation(checkpoint.config, checkpoint.quant_config)
+    if found is None and checkpoint.quant_config is not None:
+        check_quant_file(checkpoint.quant_config)
+    return found
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    wanted: Destinations,
+    linears: Sequence[StoredLinear],
+    progress: Progress | None = None,
+) -> list[str]:
+    """Fill `wanted`, and those of the linears that are packed, from the checkpoint.
+
+    progress  called with (bytes read, bytes to read), first with 0 read
+
+    Packed weights are as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
+    Returns the sorted names of the checkpoint's tensors that were not read. ValueError as of
+    `Checkpoint.load` and of `read_weight`, and for tensors of quantised linears that nothing reads.
+    """
+    sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
+    quantisation = quantisation_of(checkpoint)
+    names = names_of_packed(checkpoint, linears)
+    plain, done = sum(sizes[name] for name in wanted if name in sizes), 0
+    total = plain + sum(sizes[name] for name in names)
+
+    def note(read: Sequence[str]) -> None:
+        nonlocal done
+        done += sum(sizes[name] for name in read)
+        if progress is not None:
+            progress(min(plain + done, total), total)
+
+    unused = checkpoint.load(
+        wanted, None if progress is None else lambda read, _: progress(read, total)
+    )
+    reader = (
+        rounding_reader(checkpoint)
+        if quantisation is None
+        else stored_reader(checkpoint, quantisation)
+    )
+    used = fill_packed(linears, reader, note)
+    if quantisation is not None:
+        check_all_read(checkpoint, linears, used)
+    return sorted(set(unused) - used)
 
 
 def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:

@@ -30,7 +30,13 @@ import triton
 
 from graphengine.config import DTYPES
 from graphengine.kernels import LinearKind, LinearPlan, RowFamily, heuristic_plan
-from graphengine.models.contract import ByLinear, Linear, LinearPlans, Linears
+from graphengine.models.contract import (
+    ByLinear,
+    Linear,
+    LinearPlans,
+    Linears,
+    heuristic_linear_plan,
+)
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +154,12 @@ def choose_plans(
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
-        key = TuningKey.of(linear, family, dtype)
-        plans[name], sources[name] = choose_plan(key, tables)
+        if linear.weight is None:
+            key = TuningKey.of(linear, family, dtype)
+            plans[name], sources[name] = choose_plan(key, tables)
+        else:
+            plans[name] = heuristic_linear_plan(linear, dtype, family)
+            sources[name] = "heuristic"
     chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type != "cpu":
         missing = (
@@ -194,7 +204,11 @@ def numerics_id(
         "version": NUMERICS_VERSION,
         "dtype": dtype_name(dtype),
         "linears": {
-            name: _numerics(plan, leaves_squares=linears[name].kind == "residual")
+            name: _numerics(
+                plan,
+                leaves_squares=linears[name].kind == "residual",
+                packed=linears[name].weight is not None,
+            )
             for name, plan in plans.items()
         },
         "extra": dict(extra),
@@ -203,9 +217,12 @@ def numerics_id(
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _numerics(plan: LinearPlan, *, leaves_squares: bool) -> dict[str, str | int]:
+def _numerics(
+    plan: LinearPlan, *, leaves_squares: bool, packed: bool = False
+) -> dict[str, str | int]:
     """The parts of a plan that place the elements of a sum.
 
+    packed          whether the weight is, so that the streams of a tile follow from `block_m`
     leaves_squares  whether the programs leave sums of squares of their output, as those with a
                     residual epilogue do (`kernels/linear/residual.py`)
 
@@ -214,7 +231,7 @@ def _numerics(plan: LinearPlan, *, leaves_squares: bool) -> dict[str, str | int]
     a sum of squares covers.
     """
     names = ["family", "block_k", "splits", "warps"]
-    if plan.family == "fma" or leaves_squares:
+    if plan.family == "fma" or leaves_squares or packed:
         names.append("block_m")
     return {name: getattr(plan, name) for name in names}
 

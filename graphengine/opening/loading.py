@@ -13,7 +13,7 @@ from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import Model
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.stored import destinations, read_eos_ids, read_model
+from graphengine.models.stored import destinations, load_weights, read_eos_ids, read_model
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
@@ -37,7 +37,7 @@ def open_checkpoint(
 ) -> Opened:
     """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
     checkpoint = Checkpoint.open(path)
-    model_config = read_model(checkpoint)
+    model_config = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
     drafter = make_drafter(config, checkpoint, model_config)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
@@ -54,7 +54,8 @@ def open_checkpoint(
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
-        unused = checkpoint.load(wanted, progress)
+        linears = weights.linears() + drafter.linears()
+        unused = load_weights(checkpoint, wanted, linears, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)
             unused = [name for name in unused if not is_kv_scale(name)]

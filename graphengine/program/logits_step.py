@@ -17,6 +17,7 @@ from torch import Tensor
 from graphengine.buckets import StaticBuffers
 from graphengine.kernels import (
     MAX_LANES,
+    AnyWeight,
     DecodeLanes,
     LogitsTensors,
     LogprobTensors,
@@ -132,7 +133,12 @@ class LogitsStep:
         note_tokens(token, count, lanes, self._tensors.counts, self.history, pdl=pdl)
 
     def report_prompt(
-        self, chunk: PrefillLanes, hidden: Tensor, lm_head: Tensor, following: Tensor, final: Tensor
+        self,
+        chunk: PrefillLanes,
+        hidden: Tensor,
+        lm_head: AnyWeight,
+        following: Tensor,
+        final: Tensor,
     ) -> None:
         """Publish the log-probabilities of `following`, int32 [T]: the token after each lane.
 

@@ -167,7 +167,7 @@ class StepProgram:
                 self.sampling,
                 squares_TN=residual.squares,
                 eps=model.config.norm_eps,
-                plan=launch.plans["lm_head"],
+                plan=launch.plan("lm_head", model.lm_head),
                 launch=launch,
             )
             return None, best, health
@@ -178,7 +178,7 @@ class StepProgram:
             squares_TN=residual.squares,
             eps=model.config.norm_eps,
             out_dtype=torch.float32,
-            plan=launch.plans["lm_head"],
+            plan=launch.plan("lm_head", model.lm_head),
             launch=launch,
         )
         processed = self.logits_step.process(logits, lanes, drafts, pdl=launch.pdl)

@@ -70,9 +70,86 @@ class PackedWeight(NamedTuple):
     order: Tensor | None
 
     @property
-    def nbytes(self) -> int:
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
         tensors = (self.codes, self.scales, self.zeros, self.row_scales, self.order)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class PackedForm(NamedTuple):
+    """What the shapes and dtypes of a `PackedWeight` follow from, besides the weight's own shape.
+
+    scales      dtype of the scales of groups; None: the scales are those of rows
+    row_scales  whether rows have factors
+    ordered     whether columns may be in another order
+    """
+
+    format: WeightFormat
+    scales: torch.dtype | None
+    row_scales: bool
+    ordered: bool = False
+
+
+def packed_form(
+    kind: WeightFormat, scales: torch.dtype, *, whole: bool = False, ordered: bool = False
+) -> PackedForm:
+    """That of `pack`, of a weight with scales of this dtype, and with a factor on all of them."""
+    if kind.columns == 0 and not kind.has_zeros:
+        return PackedForm(kind, None, True, ordered)
+    return PackedForm(kind, scales, whole or scales == torch.uint8, ordered)
+
+
+def empty_packed(
+    form: PackedForm, shape: tuple[int, int], *, swiglu: bool, device: torch.device | str
+) -> PackedWeight:
+    """An uninitialised weight [M, K]; on the device "meta" it takes no memory.
+
+    ValueError as of `pack`.
+    """
+    kind, (M, K) = form.format, shape
+    _check(kind, M, swiglu)
+    blocks = -(-(M // 2) // (BLOCK_ROWS // 2)) if swiglu else -(-M // BLOCK_ROWS)
+    of_groups = (blocks, -(-K // (kind.columns or K)), BLOCK_ROWS)
+
+    def new(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return PackedWeight(
+        format=kind,
+        shape=shape,
+        swiglu=swiglu,
+        codes=new(blocks, -(-K // block_columns(kind)), BLOCK_HALFWORDS, dtype=torch.int16),
+        scales=None if form.scales is None else new(*of_groups, dtype=form.scales),
+        zeros=new(*of_groups, dtype=torch.uint8) if kind.has_zeros else None,
+        row_scales=new(BLOCK_ROWS * blocks, dtype=torch.float32) if form.row_scales else None,
+        order=new(K, dtype=torch.int32) if form.ordered else None,
+    )
+
+
+def first_rows(packed: PackedWeight, rows: int) -> PackedWeight:
+    """The first rows of a weight, which share its memory. ValueError of a SwiGLU."""
+    if packed.swiglu:
+        raise ValueError(f"{packed.shape[0]} rows of a SwiGLU alternate: none are the first")
+    blocks = -(-rows // BLOCK_ROWS)
+    return packed._replace(
+        shape=(rows, packed.shape[1]),
+        codes=packed.codes[:blocks],
+        scales=None if packed.scales is None else packed.scales[:blocks],
+        zeros=None if packed.zeros is None else packed.zeros[:blocks],
+        row_scales=None if packed.row_scales is None else packed.row_scales[: blocks * BLOCK_ROWS],
+    )
+
+
+def select_rows(packed: PackedWeight, rows: Tensor) -> PackedWeight:
+    """Rows of these indices, int64 [R], as a weight of its own, with a scale for every row."""
+    weight = unpack(packed)
+    scales = _as_bits(weight.scales)[rows].view(weight.scales.dtype)
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    return pack(weight._replace(codes=weight.codes[rows], scales=scales, zeros=zeros))
 
 
 def block_columns(kind: WeightFormat) -> int:
@@ -101,8 +178,8 @@ def pack(weight: QuantisedWeight, *, swiglu: bool = False) -> PackedWeight:
         row_scales = _scales_of_rows(weight)[rows]
     elif weight.whole is not None or powers:
         whole = torch.tensor(1.0) if weight.whole is None else weight.whole.float()
-        whole = whole * POWER_FACTOR if powers else whole
-        row_scales = whole.to(rows.device).expand(len(rows)).contiguous()
+        whole = (whole * POWER_FACTOR if powers else whole).to(rows.device)
+        row_scales = whole[rows, 0] if whole.dim() else whole.expand(len(rows)).contiguous()
     return PackedWeight(
         format=kind,
         shape=weight.shape,
@@ -132,9 +209,9 @@ def unpack(packed: PackedWeight) -> QuantisedWeight:
         scales = packed.row_scales[places, None]
     else:
         scales = _of_rows(scales, places)
-        whole = None if packed.row_scales is None else packed.row_scales[0]
-        if whole is not None and scales.dtype == torch.uint8:
-            whole = whole / POWER_FACTOR
+        if packed.row_scales is not None:
+            whole = packed.row_scales[places, None]
+            whole = whole / POWER_FACTOR if scales.dtype == torch.uint8 else whole
     zeros = None if packed.zeros is None else _of_rows(packed.zeros, places)
     kind = kind._replace(rows=1)
     return QuantisedWeight(kind, codes, scales, whole, zeros, packed.order)

@@ -38,6 +38,11 @@ class WeightFormat(NamedTuple):
     has_zeros: bool = False
 
     @property
+    def label(self) -> str:
+        """Short and unambiguous: "int4-1x128" has a scale for 128 columns of a row, 0 is all."""
+        return f"{self.code}-{self.rows}x{self.columns}" + ("-zeros" if self.has_zeros else "")
+
+    @property
     def bits(self) -> int:
         """Of a code."""
         return 8 if self.code in ("e4m3", "int8") else 4
@@ -54,7 +59,8 @@ class QuantisedWeight(NamedTuple):
     scales   [M / R, K / C]: float32, bfloat16, float16, `torch.float8_e4m3fn`, or uint8 for powers
              of two (e8m0: 2**(byte - 127)); positive and finite, but that of `float8_e4m3fn` may
              be 0, where a scale was too small for it
-    whole    float32 [], a factor on all scales; None: 1
+    whole    float32, a factor on all scales [], or on those of each row [M, 1] where no rows share
+             any; None: 1
     zeros    uint8 [M / R, K / C], codes that stand for 0; None: the one of `code`
     order    int32 [K]: column k of the codes is column `order[k]` of the weight; None: as it is
     """

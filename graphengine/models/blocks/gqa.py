@@ -5,6 +5,7 @@ Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, P positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from graphengine.kernels import (
     FP8_KV,
     PREFILL_ARRIVALS,
+    AnyWeight,
     DecodeLanes,
     PrefillLanes,
     Residual,
@@ -33,6 +35,8 @@ from graphengine.models.blocks.streams import (
     add_chunk_product,
     add_product,
     chunk_product,
+    new_weight,
+    tensors_of,
 )
 from graphengine.models.contract import (
     ChunkAttention,
@@ -40,7 +44,9 @@ from graphengine.models.contract import (
     Linear,
     Linears,
     Paged,
+    StoredLinear,
     Weight,
+    WeightForms,
 )
 
 
@@ -110,6 +116,11 @@ class GroupedQueryAttention:
         }
 
     @property
+    def first_linears(self) -> Mapping[str, str]:
+        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        return {"qkv": "q_proj", "output": "o_proj"}
+
+    @property
     def state(self) -> Paged:
         """A key and a value a token."""
         return Paged(2, (self.num_kv_heads, self.head_dim))
@@ -137,21 +148,31 @@ class GroupedQueryAttention:
         )
         return max(decode, prefill_attention_workspace_bytes(self.head_dim))
 
-    def allocate(self, *, device: str, dtype: torch.dtype) -> AttentionWeights:
-        """Uninitialised weights; `device="meta"` allocates nothing."""
+    def allocate(
+        self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
+    ) -> AttentionWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing.
+
+        prefix  of the block's tensors in the checkpoint
+        """
 
         def new(condition: bool, *shape: int) -> Tensor | None:
             return torch.empty(shape, device=device, dtype=dtype) if condition else None
 
+        def weight(name: str, rows: int, columns: int) -> AnyWeight:
+            first = prefix + self.first_linears[name]
+            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
+
         hidden = self.hidden_size
         return AttentionWeights(
             block=self,
-            qkv=torch.empty((self.qkv_size, hidden), device=device, dtype=dtype),
+            prefix=prefix,
+            qkv=weight("qkv", self.qkv_size, hidden),
             qkv_bias=new(self.qkv_bias, self.qkv_size),
             q_norm=new(self.qk_norm, self.head_dim),
             k_norm=new(self.qk_norm, self.head_dim),
             kv_scales=torch.ones((2, self.num_kv_heads), device=device),
-            output=torch.empty((hidden, self.q_size), device=device, dtype=dtype),
+            output=weight("output", hidden, self.q_size),
             output_bias=new(self.output_bias, hidden),
         )
 
@@ -160,27 +181,38 @@ class GroupedQueryAttention:
 class AttentionWeights:
     """The block's weights; q, k and v are one matrix.
 
+    prefix     of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until somebody sets them
     """
 
     block: GroupedQueryAttention
-    qkv: Tensor
+    prefix: str
+    qkv: AnyWeight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     kv_scales: Tensor
-    output: Tensor
+    output: AnyWeight
     output_bias: Tensor | None
 
-    def stored(self, prefix: str) -> dict[str, Weight]:
-        """By the names that Hugging Face's decoders of Llama's lineage have under `prefix`."""
-        block = self.block
-        sizes = [block.q_size, block.kv_size, block.kv_size]
-        names = {f"{prefix}o_proj.weight": Weight(self.output, 1)}
-        for kind, fused in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if fused is not None:
-                for name, part in zip("qkv", torch.split(fused, sizes), strict=True):
-                    names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
+    def linears(self) -> list[StoredLinear]:
+        """The block's products."""
+        parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in self._qkv_rows())
+        output = (f"{self.prefix}o_proj", self.block.hidden_size)
+        return [StoredLinear(self.qkv, parts, axis=0), StoredLinear(self.output, (output,), axis=1)]
+
+    def _qkv_rows(self) -> list[tuple[str, int]]:
+        return [("q", self.block.q_size), ("k", self.block.kv_size), ("v", self.block.kv_size)]
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
+        prefix = self.prefix
+        names = {name: view for each in self.linears() for name, view in each.views().items()}
+        if self.qkv_bias is not None:
+            named = self._qkv_rows()
+            biases = torch.split(self.qkv_bias, [rows for _, rows in named])
+            for (name, _), part in zip(named, biases, strict=True):
+                names[f"{prefix}{name}_proj.bias"] = Weight(part, 0)
         for name, whole in (
             ("o_proj.bias", self.output_bias),
             ("q_norm.weight", self.q_norm),
@@ -192,8 +224,8 @@ class AttentionWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        optional = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias)
-        return [self.qkv, self.output, *(tensor for tensor in optional if tensor is not None)]
+        biases = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias)
+        return tensors_of(self.qkv, self.output, *biases)
 
     def _scales_of(self, kv: Tensor) -> Tensor | None:
         return self.kv_scales if kv.dtype == FP8_KV else None
@@ -214,7 +246,7 @@ class AttentionWeights:
         place but for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`, receives
         each live lane's key and value at its position, through `block_table` `[S, B]`.
         """
-        block, plans = self.block, launch.plans
+        block = self.block
         qkv = linear(
             residual.scaled,
             self.qkv,
@@ -222,7 +254,7 @@ class AttentionWeights:
             squares_TN=residual.squares,
             eps=block.norm_eps,
             bias=self.qkv_bias,
-            plan=plans["qkv"],
+            plan=launch.plan("qkv", self.qkv),
             launch=launch,
         )
         attended = decode_attention(
@@ -252,7 +284,7 @@ class AttentionWeights:
             residual,
             next_norm,
             bias=self.output_bias,
-            plan=plans["output"],
+            plan=launch.plan("output", self.output),
             launch=launch,
         )
 
@@ -274,7 +306,7 @@ class AttentionWeights:
         qkv = scratch.take(block.qkv_size)
         q = scratch.take(block.q_size, after=block.qkv_size)
         rope_append(
-            chunk_product(scratch.h, self.qkv, self.qkv_bias, out=qkv),
+            chunk_product(scratch.h, self.qkv, self.qkv_bias, out=qkv, pdl=scratch.launch.pdl),
             tables.cos,
             tables.sin,
             kv,

@@ -12,20 +12,50 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    AnyWeight,
     LinearPlan,
     Residual,
     add_rms_norm,
     add_to_residual_reference,
+    empty_packed,
+    in_order,
     linear,
     linear_residual,
+    packed_chunk_product,
     residual_groups,
 )
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, WeightForms
+
+
+def new_weight(
+    forms: WeightForms,
+    linear: str,
+    shape: tuple[int, int],
+    *,
+    swiglu: bool = False,
+    device: str,
+    dtype: torch.dtype,
+) -> AnyWeight:
+    """An uninitialised weight whose first linear has this name; "meta" allocates nothing."""
+    form = forms.get(linear)
+    if form is None:
+        return torch.empty(shape, device=device, dtype=dtype)
+    return empty_packed(form, shape, swiglu=swiglu, device=device)
+
+
+def tensors_of(*weights: AnyWeight | None) -> list[Tensor]:
+    """The tensors of weights and biases, of those that there are."""
+    there = [each for each in weights if each is not None]
+    return [
+        tensor
+        for each in there
+        for tensor in ([each] if isinstance(each, Tensor) else each.tensors)
+    ]
 
 
 def add_product(
     x_NK: Tensor,
-    weight_HK: Tensor,
+    weight_HK: AnyWeight,
     slot_N: Tensor,
     residual: Residual,
     next_norm_H: Tensor,
@@ -77,7 +107,6 @@ class PrefillScratch:
 
     h         `[T, H]` in the dtype of `like`: what each layer reads
     width     values besides `h` for each lane
-    fused     whether gate, up and SwiGLU are one kernel
     launch    how the kernels are launched
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
     """
@@ -89,12 +118,10 @@ class PrefillScratch:
         width: int,
         *,
         like: Tensor,
-        fused: bool = False,
         launch: PrefillLaunch = ONE_RANK,
         outlived: bool = False,
     ) -> None:
         self._lanes = lanes
-        self.fused = fused
         self.launch = launch
         sizes = [lanes * hidden, lanes * width]
         if outlived:
@@ -110,8 +137,13 @@ class PrefillScratch:
         return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
 
 
-def chunk_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
-    """`x @ weight^T` (+ bias) by the BLAS, into `out`."""
+def chunk_product(
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, *, out: Tensor, pdl: bool = False
+) -> Tensor:
+    """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed."""
+    if not isinstance(weight, Tensor):
+        x, weight = in_order(x, weight)
+        return packed_chunk_product(x, weight, bias, out=out, pdl=pdl)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -119,7 +151,7 @@ def chunk_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor
 
 def add_chunk_product(
     x_NK: Tensor,
-    weight_HK: Tensor,
+    weight_HK: AnyWeight,
     bias: Tensor | None,
     stream_NH: Tensor,
     next_norm_H: Tensor,
@@ -136,7 +168,7 @@ def add_chunk_product(
     """
     launch = scratch.launch
     if launch.reduce is None:
-        whole = chunk_product(x_NK, weight_HK, bias, out=out)
+        whole = chunk_product(x_NK, weight_HK, bias, out=out, pdl=launch.pdl)
     else:
         whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias

@@ -5,17 +5,21 @@ Letters: N lanes, H hidden, F ffn width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    AnyWeight,
     DecodeLanes,
     Residual,
     fuses_swiglu,
+    in_order,
     linear,
     linear_swiglu,
+    packed_chunk_product,
     swiglu,
 )
 from graphengine.models.blocks.streams import (
@@ -23,8 +27,17 @@ from graphengine.models.blocks.streams import (
     add_chunk_product,
     add_product,
     chunk_product,
+    new_weight,
+    tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, Linear, Linears, Weight
+from graphengine.models.contract import (
+    DecodeLaunch,
+    Linear,
+    Linears,
+    StoredLinear,
+    Weight,
+    WeightForms,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,55 +57,85 @@ class Swiglu:
             "down": Linear("residual", self.hidden_size, self.ffn_size, shard="columns"),
         }
 
+    @property
+    def first_linears(self) -> Mapping[str, str]:
+        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        return {"gate_up": "gate_proj", "down": "down_proj"}
+
     def prefill_width(self, *, fused: bool = False) -> int:
         """Values of a lane in `PrefillScratch`."""
         return self.ffn_size if fused else 2 * self.ffn_size
 
-    def allocate(self, *, device: str, dtype: torch.dtype) -> SwigluWeights:
-        """Uninitialised weights; `device="meta"` allocates nothing."""
+    def allocate(
+        self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
+    ) -> SwigluWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing.
+
+        prefix  of the block's tensors in the checkpoint
+        """
 
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
+        def weight(name: str, rows: int, columns: int, swiglu: bool = False) -> AnyWeight:
+            first = prefix + self.first_linears[name]
+            shape = (rows, columns)
+            return new_weight(forms, first, shape, swiglu=swiglu, device=device, dtype=dtype)
+
         hidden, ffn = self.hidden_size, self.ffn_size
         return SwigluWeights(
             block=self,
-            gate_up=new(2 * ffn, hidden),
+            prefix=prefix,
+            gate_up=weight("gate_up", 2 * ffn, hidden, swiglu=True),
             gate_up_bias=new(2 * ffn) if self.bias else None,
-            down=new(hidden, ffn),
+            down=weight("down", hidden, ffn),
             down_bias=new(hidden) if self.bias else None,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwigluWeights:
-    """The block's weights; gate and up are one matrix `[gate F | up F]`."""
+    """The block's weights; gate and up are one matrix `[gate F | up F]`.
+
+    prefix  of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
+    """
 
     block: Swiglu
-    gate_up: Tensor
+    prefix: str
+    gate_up: AnyWeight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: AnyWeight
     down_bias: Tensor | None
 
-    def stored(self, prefix: str) -> dict[str, Weight]:
-        """By the names that Hugging Face's decoders of Llama's lineage have under `prefix`."""
-        names = {f"{prefix}down_proj.weight": Weight(self.down, 1)}
-        for kind, fused in (("weight", self.gate_up), ("bias", self.gate_up_bias)):
-            if fused is not None:
-                gate, up = fused.chunk(2)
-                names[f"{prefix}gate_proj.{kind}"] = Weight(gate, 0)
-                names[f"{prefix}up_proj.{kind}"] = Weight(up, 0)
+    def linears(self) -> list[StoredLinear]:
+        """The block's products."""
+        prefix, ffn = self.prefix, self.block.ffn_size
+        gate_up = ((f"{prefix}gate_proj", ffn), (f"{prefix}up_proj", ffn))
+        down = ((f"{prefix}down_proj", self.block.hidden_size),)
+        return [
+            StoredLinear(self.gate_up, gate_up, swiglu=True, axis=0),
+            StoredLinear(self.down, down, axis=1),
+        ]
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
+        names = {name: view for each in self.linears() for name, view in each.views().items()}
+        if self.gate_up_bias is not None:
+            gate, up = self.gate_up_bias.chunk(2)
+            names[f"{self.prefix}gate_proj.bias"] = Weight(gate, 0)
+            names[f"{self.prefix}up_proj.bias"] = Weight(up, 0)
         if self.down_bias is not None:
-            names[f"{prefix}down_proj.bias"] = Weight(self.down_bias)
+            names[f"{self.prefix}down_proj.bias"] = Weight(self.down_bias)
         return names
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        optional = (self.gate_up_bias, self.down_bias)
-        return [self.gate_up, self.down, *(tensor for tensor in optional if tensor is not None)]
+        return tensors_of(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
     def is_fused(self, lanes: int) -> bool:
         """Whether a chunk of this many lanes has gate, up and SwiGLU in one kernel."""
+        if not isinstance(self.gate_up, Tensor):
+            return True
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
     def decode(
@@ -111,7 +154,7 @@ class SwigluWeights:
             eps=self.block.norm_eps,
             bias=self.gate_up_bias,
             swiglu=True,
-            plan=launch.plans["gate_up"],
+            plan=launch.plan("gate_up", self.gate_up),
             launch=launch,
         )
         return add_product(
@@ -121,7 +164,7 @@ class SwigluWeights:
             residual,
             next_norm,
             bias=self.down_bias,
-            plan=launch.plans["down"],
+            plan=launch.plan("down", self.down),
             launch=launch,
         )
 
@@ -133,7 +176,11 @@ class SwigluWeights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
         ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
-        if scratch.fused:
+        if not isinstance(self.gate_up, Tensor):
+            gated = scratch.take(ffn)
+            x, packed = in_order(h, self.gate_up)
+            packed_chunk_product(x, packed, self.gate_up_bias, out=gated, swiglu=True, pdl=pdl)
+        elif self.is_fused(len(h)):
             gated = scratch.take(ffn)
             linear_swiglu(h, self.gate_up, out=gated, pdl=pdl)
         else:

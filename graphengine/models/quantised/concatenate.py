@@ -66,12 +66,23 @@ def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
 
 
 def _joined_scales(parts: Sequence[QuantisedWeight]) -> tuple[Tensor | None, list[Tensor]]:
-    """The factor on all scales, and scales: float32 where what is stored differs between parts."""
-    first = parts[0]
-    same_whole = all(_same(part.whole, first.whole) for part in parts)
-    if same_whole and len({part.scales.dtype for part in parts}) == 1:
-        return first.whole, [part.scales for part in parts]
+    """The factor on scales, and the scales: float32 where parts store them in different dtypes.
+
+    Where parts have different factors, and rows share no scale, the factor has a value a row.
+    """
+    first, scales = parts[0], [part.scales for part in parts]
+    if len({each.dtype for each in scales}) == 1:
+        if all(_same(part.whole, first.whole) for part in parts):
+            return first.whole, scales
+        if first.format.rows == 1:
+            return torch.cat([_whole_of_rows(part) for part in parts]), scales
     return None, [scale_values(part) for part in parts]
+
+
+def _whole_of_rows(part: QuantisedWeight) -> Tensor:
+    """Float32 [M, 1]"""
+    whole = torch.ones((), device=part.codes.device) if part.whole is None else part.whole
+    return whole.float().expand(part.shape[0], 1)
 
 
 def _cat(values: list[Tensor], parts: Sequence[QuantisedWeight], kind: WeightFormat) -> Tensor:

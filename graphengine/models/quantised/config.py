@@ -54,7 +54,9 @@ def read_quantisation(
 def _quantises_weights(given: Mapping[str, Any]) -> bool:
     """Whether a config of methods that may quantise KV alone has anything for weights."""
     if given["quant_method"] == "compressed-tensors":
-        return any(given.get(key) for key in ("config_groups", "sparsity_config"))
+        sparse = given.get("sparsity_config")
+        is_dense = isinstance(sparse, dict) and sparse.get("format") == "dense"
+        return bool(given.get("config_groups") or (sparse and not is_dense))
     nested = given.get("quantization")
     inside = nested if isinstance(nested, dict) else given
     return given["quant_method"] not in _MODELOPT or bool(inside.get("quant_algo"))

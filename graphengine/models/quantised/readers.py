@@ -88,6 +88,18 @@ def is_plain(scheme: WeightScheme, dtypes: Mapping[str, torch.dtype], linear: st
     )
 
 
+def has_order(
+    scheme: WeightScheme, tensors: Mapping[str, Tensor], linear: str, columns: int
+) -> bool:
+    """Whether the columns of the linear's weight are stored in another order than its inputs.
+
+    ValueError as of `read_weight`.
+    """
+    if scheme.order is None:
+        return False
+    return _read_order(scheme, LinearTensors(tensors, linear), columns) is not None
+
+
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 

@@ -9,16 +9,16 @@ with the usual `max(abs) / 7.5`, and 19% less than with `max(abs) / 7`, which le
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphengine.config import RoundedKind
 from graphengine.kernels import FP8_MAX
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
 
-RoundedKind = Literal["fp8", "int8", "int4"]
 ROUNDED_KINDS = get_args(RoundedKind)
 KIND_FORMATS: Mapping[RoundedKind, WeightFormat] = {
     "fp8": WeightFormat("e4m3", 1, 0),

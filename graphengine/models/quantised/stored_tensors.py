@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _NO_POWER = 255
 class LinearTensors:
     """Tensors below the name of a linear, and which of them were used."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], linear: str) -> None:
+    def __init__(self, tensors: Mapping[str, Any], linear: str) -> None:
         self.linear = linear
         self.used: list[str] = []
         self._tensors = tensors

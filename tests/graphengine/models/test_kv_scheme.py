@@ -99,8 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_scheme": "fp8"}, f"{KV}='fp8': supported: a JSON object, null"),
     (
         {"config_groups": {"group_0": {"weights": {}}}},
-        f"config.json has quantization_config.config_groups={{'group_0': {{'weights': {{}}}}}}: "
-        f"{PLAIN}",
+        "config.json has quantization_config.format=None: supported: 'float-quantized'",
     ),
     ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "quantization_config.sparsity_config="),
     ({"transform_config": {"config_groups": {"R3": {}}}}, "quantization_config.transform_config="),
@@ -113,9 +112,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"quantization": {"kv_cache_quant_algo": "INT8"}},
         "config.json has quantization_config.quantization.kv_cache_quant_algo='INT8'",
     ),
-    # Nothing of these is known, as before.
-    ({"kv_cache_scheme": None}, "quantization_config={"),
-    ({"quant_method": "awq"}, "quantization_config={"),
+    # These name no kind of weights either.
+    ({"kv_cache_scheme": None}, "quantization_config.config_groups={}: supported: a JSON object"),
+    (
+        {"quant_method": "awq"},
+        "quantization_config.ignore=['lm_head']: supported: null, or the keys",
+    ),
 ]
 
 
@@ -133,7 +135,7 @@ def test_other_kinds_of_kv_and_other_weights_are_named(demo: Path) -> None:
 
 def test_the_file_of_modelopt_is_named(demo: Path) -> None:
     for change, message in (
-        ({"quant_algo": "NVFP4"}, f"has quantization.quant_algo='NVFP4': {PLAIN}"),
+        ({"quant_algo": "W4A8"}, "has quantization.quant_algo='W4A8': supported: 'FP8', 'NVFP4'"),
         ({"kv_cache_quant_algo": "NVFP4"}, "has quantization.kv_cache_quant_algo='NVFP4': support"),
     ):
         write(demo, None, QUANT_FILE | {"quantization": QUANT_FILE["quantization"] | change})

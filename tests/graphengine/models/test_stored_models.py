@@ -231,7 +231,9 @@ def test_a_size_that_no_model_has_is_refused_at_once(
 def test_a_draft_models_config_is_read_like_a_targets(edited: Callable[..., Path]) -> None:
     demo = checkpoint_path()
     path = edited(demo, config={"quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(ValueError, match=r"config\.json has quantization_config=.*gptq"):
+    with pytest.raises(
+        ValueError, match=r"config\.json has quantization_config\.bits=None: supported: 4, 8"
+    ):
         open_engine(demo, device="cpu", speculative=DraftModel(path))
 
 

@@ -43,6 +43,7 @@ from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import (
     ONE_RANK,
+    PLAIN,
     ChunkAttention,
     DecodeLaunch,
     LayerStates,
@@ -53,7 +54,9 @@ from graphengine.models.contract import (
     PrefillLaunch,
     Recurrent,
     StateTensors,
+    StoredLinear,
     Weight,
+    WeightForms,
 )
 
 ARCHITECTURE = "ToyForCausalLM"
@@ -115,6 +118,13 @@ class ToyConfig:
         return replace(self, tie_embeddings=False)
 
     @property
+    def forms(self) -> WeightForms:
+        return PLAIN
+
+    def stored_as(self, forms: WeightForms) -> ToyConfig:
+        raise ValueError(f"a {self.architecture} has no packed weights, {len(forms)} are asked for")
+
+    @property
     def linears(self) -> Linears:
         return {
             **self.attention.linears,
@@ -155,11 +165,13 @@ class ToyConfig:
             embedding=new(self.vocab_size, hidden),
             lm_head=new(self.vocab_size, hidden),
             norms=tuple(new(hidden) for _ in range(self.num_layers + 1)),
-            attention=self.attention.allocate(device=device, dtype=dtype),
+            attention=self.attention.allocate(
+                "model.layers.0.self_attn.", PLAIN, device=device, dtype=dtype
+            ),
             mix_in=new(WIDTH, hidden),
             mix_out=new(hidden, WIDTH),
             decay=new(WIDTH),
-            mlp=self.mlp.allocate(device=device, dtype=dtype),
+            mlp=self.mlp.allocate("model.layers.2.mlp.", PLAIN, device=device, dtype=dtype),
         )
 
 
@@ -175,6 +187,9 @@ class ToyWeights(ModelWeights):
     decay: Tensor
     mlp: SwigluWeights
 
+    def linears(self) -> list[StoredLinear]:
+        return self.attention.linears() + self.mlp.linears()
+
     def stored(self) -> dict[str, Weight]:
         *before, after = self.norms
         return {
@@ -182,11 +197,11 @@ class ToyWeights(ModelWeights):
             "lm_head.weight": Weight(self.lm_head),
             "model.norm.weight": Weight(after),
             **{f"model.layers.{index}.norm.weight": Weight(n) for index, n in enumerate(before)},
-            **self.attention.stored("model.layers.0.self_attn."),
+            **self.attention.stored(),
             "model.layers.1.mix.in.weight": Weight(self.mix_in, 0),
             "model.layers.1.mix.out.weight": Weight(self.mix_out, 1),
             "model.layers.1.mix.decay": Weight(self.decay, 0),
-            **self.mlp.stored("model.layers.2.mlp."),
+            **self.mlp.stored(),
         }
 
     def tensors(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.packed import pack, unpack
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
 from graphengine.models.quantised.concatenate import concatenate, joined_format
 
@@ -70,12 +71,14 @@ def test_one_factor_of_all_scales_stays_one() -> None:
     assert torch.equal(dequantise(weight), torch.cat([dequantise(part) for part in parts]))
 
 
-def test_different_factors_go_into_the_scales() -> None:
+def test_of_different_factors_each_row_has_its_own() -> None:
     parts = [nvfp4(5, 0.3), nvfp4(3, 0.7)]
     weight = concatenate(parts)
     assert weight.format == parts[0].format
-    assert weight.scales.dtype == torch.float32
-    assert weight.whole is None
+    assert weight.scales.dtype == torch.float8_e4m3fn
+    assert weight.whole is not None and weight.whole.shape == (8, 1)
+    packed = unpack(pack(weight))
+    assert torch.equal(dequantise(packed), dequantise(weight))
     assert torch.equal(dequantise(weight), torch.cat([dequantise(part) for part in parts]))
 
 

@@ -1,0 +1,142 @@
+"""Packed weights of a model, filled from a checkpoint: one linear after the other.
+
+Beside what is already filled, the device holds a linear as it is stored and as it is laid out; the
+host maps files, and holds what a format's own layout takes to undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import PackedWeight, QuantisedWeight, pack
+from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.contract import StoredLinear
+from graphengine.models.quantised.concatenate import concatenate
+from graphengine.models.quantised.readers import read_weight
+from graphengine.models.quantised.rounding import quantise
+from graphengine.models.quantised.schemes import HEAD, Quantisation
+
+EMBEDDING = "model.embed_tokens"
+
+
+class Read(NamedTuple):
+    """A weight of linears, and the tensors of the checkpoint that it was made of."""
+
+    weight: QuantisedWeight
+    names: tuple[str, ...]
+
+
+Reader = Callable[[StoredLinear, torch.device], Read]
+"""Reads the weight for a linear; what is done to it is done on the device."""
+
+
+def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
+    """Weights as the checkpoint has them."""
+    tensors = checkpoint.mapped()
+
+    def read(linear: StoredLinear, device: torch.device) -> Read:
+        parts: list[QuantisedWeight] = []
+        names: list[str] = []
+        for name, rows in linear.parts:
+            scheme = quantisation.scheme(name)
+            assert scheme is not None, f"{name=} has a form and no scheme"
+            found = read_weight(scheme, tensors, name, (rows, linear.shape[1]))
+            parts.append(_moved(found.weight, device))
+            names += found.names
+        return Read(concatenate(parts), tuple(names))
+
+    return read
+
+
+def rounding_reader(checkpoint: Checkpoint) -> Reader:
+    """Weights of 16 or 32 bits, rounded to the nearest codes."""
+    tensors = checkpoint.mapped()
+
+    def read(linear: StoredLinear, device: torch.device) -> Read:
+        assert isinstance(linear.weight, PackedWeight)
+        names = [f"{name}.weight" for name, _ in linear.parts]
+        if names == [f"{HEAD}.weight"] and names[0] not in checkpoint.tensors:
+            names = [f"{EMBEDDING}.weight"]
+        whole = torch.cat([tensors[name].to(device) for name in names])
+        try:
+            return Read(quantise(whole, linear.weight.format), tuple(names))
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: {', '.join(names)}: {error}") from error
+
+    return read
+
+
+def fill_packed(
+    linears: Sequence[StoredLinear], read: Reader, progress: Callable[[tuple[str, ...]], None]
+) -> set[str]:
+    """Fill those of the weights that are packed; the names of the tensors that were read.
+
+    progress  called with the names of each
+
+    ValueError, with names and numbers, for what a weight's form did not say.
+    """
+    used: set[str] = set()
+    for linear in linears:
+        target = linear.weight
+        if isinstance(target, Tensor):
+            continue
+        found = read(linear, target.codes.device)
+        packed = pack(found.weight, swiglu=linear.swiglu)
+        for name, into, source in zip(target._fields, target, packed, strict=True):
+            if isinstance(into, Tensor):
+                _copy(into, source, f"{name} of {linear.parts[0][0]}")
+        used |= set(found.names)
+        progress(found.names)
+    return used
+
+
+def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
+    """The checkpoint's tensors below the names of those linears that are packed, but biases."""
+    names = {
+        name
+        for linear in linears
+        if isinstance(linear.weight, PackedWeight)
+        for name, _ in linear.parts
+    }
+    return {
+        name
+        for name in checkpoint.tensors
+        if name.rpartition(".")[0] in names and not name.endswith(".bias")
+    }
+
+
+def check_all_read(checkpoint: Checkpoint, linears: Sequence[StoredLinear], used: set[str]) -> None:
+    """ValueError for tensors below the names of packed linears that are neither read nor biases.
+
+    A scale that nothing uses means that the weight is another one.
+    """
+    left = names_of_packed(checkpoint, linears) - used
+    if left:
+        raise ValueError(
+            f"{checkpoint.path} has {len(left)} tensors of quantised weights that their format "
+            f"does not have: {some(sorted(left))}"
+        )
+
+
+def _moved(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
+    def to_device(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return weight._replace(
+        codes=weight.codes.to(device),
+        scales=weight.scales.to(device),
+        whole=to_device(weight.whole),
+        zeros=to_device(weight.zeros),
+        order=to_device(weight.order),
+    )
+
+
+def _copy(into: Tensor, source: object, what: str) -> None:
+    if not isinstance(source, Tensor) or (source.shape, source.dtype) != (into.shape, into.dtype):
+        shown = "none" if not isinstance(source, Tensor) else f"{source.dtype} {[*source.shape]}"
+        raise ValueError(f"{what}: {into.dtype} {[*into.shape]} was planned, and there is {shown}")
+    into.copy_(source)
