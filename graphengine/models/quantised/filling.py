@@ -15,6 +15,7 @@ from torch import Tensor
 from graphengine.kernels import PackedWeight, QuantisedWeight, pack
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.contract import StoredLinear
+from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate
 from graphengine.models.quantised.readers import read_weight
 from graphengine.models.quantised.rounding import quantise
@@ -95,7 +96,10 @@ def fill_packed(
 
 
 def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
-    """The checkpoint's tensors below the names of those linears that are packed, but biases."""
+    """The checkpoint's tensors below the names of those linears that are packed.
+
+    Biases are read by themselves, and so are the scales of KV that lie there.
+    """
     names = {
         name
         for linear in linears
@@ -105,12 +109,14 @@ def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> 
     return {
         name
         for name in checkpoint.tensors
-        if name.rpartition(".")[0] in names and not name.endswith(".bias")
+        if name.rpartition(".")[0] in names
+        and not name.endswith(".bias")
+        and not is_kv_scale(name)
     }
 
 
 def check_all_read(checkpoint: Checkpoint, linears: Sequence[StoredLinear], used: set[str]) -> None:
-    """ValueError for tensors below the names of packed linears that are neither read nor biases.
+    """ValueError for tensors of `names_of_packed` that were not read.
 
     A scale that nothing uses means that the weight is another one.
     """
