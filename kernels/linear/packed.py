@@ -196,9 +196,9 @@ def unpack(packed: PackedWeight) -> QuantisedWeight:
     """The weight that was laid out, with a scale for every row: for tests."""
     (M, K), kind = packed.shape, packed.format
     rows = packed_rows(M, packed.swiglu, packed.codes.device)
-    # Copies of a row are equal, whichever comes last.
-    places = torch.empty(M, dtype=torch.long, device=rows.device)
-    places[rows] = torch.arange(len(rows), device=rows.device)
+    # The first place of a row: what lies past the last one may be a row that `first_rows` left out.
+    at = torch.arange(len(rows), device=rows.device)
+    places = at.new_full((M,), len(rows)).scatter_reduce(0, rows, at, "amin")
     codes = _codes(packed.codes, kind)[places, :K]
     if kind.bits == 4:
         codes = functional.pad(codes, (0, K % 2))

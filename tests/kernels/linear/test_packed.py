@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.linear.packed import pack, packed_rows, unpack
+from graphengine.kernels.linear.packed import first_rows, pack, packed_rows, unpack
 from graphengine.kernels.linear.quantised import (
     QuantisedWeight,
     WeightFormat,
@@ -32,6 +32,23 @@ def test_what_is_unpacked_is_what_was_packed(name, outputs, pairs, swiglu):
     assert packed.shape == again.shape == (M, K)
     assert torch.equal(unpacked_codes(again), unpacked_codes(weight))
     assert torch.equal(dequantise(again), dequantise(weight))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_first_rows_are_those_of_the_whole(name):
+    """Also where a block has others after them, as where a tokenizer cuts a vocabulary."""
+    weight = random_quantised(name, 40, 128)
+    packed, expected = pack(weight), dequantise(weight)
+    for rows in (1, 15, 16, 17, 39, 40):
+        first = first_rows(packed, rows)
+        assert first.shape == (rows, 128) and first.codes.data_ptr() == packed.codes.data_ptr()
+        assert torch.equal(dequantise(unpack(first)), expected[:rows]), f"{rows=}"
+
+
+def test_a_swiglu_has_no_first_rows():
+    packed = pack(random_quantised("int8", 32, 64), swiglu=True)
+    with pytest.raises(ValueError, match="32 rows of a SwiGLU alternate: none are the first"):
+        first_rows(packed, 16)
 
 
 def test_the_order_of_columns_is_kept():
