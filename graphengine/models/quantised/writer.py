@@ -25,7 +25,7 @@ from graphengine.models.config_schema import unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.stored import read_model
+from graphengine.models.stored import quantisation_of, read_model
 
 INT4_GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
@@ -73,6 +73,12 @@ def write_quantised(
     if out.exists():
         raise ValueError(f"{out} is there already: a checkpoint is written to a new folder")
     config = read_model(source)
+    quantisation = quantisation_of(source)
+    if quantisation is not None:
+        raise ValueError(
+            f"{source.path} has quantised weights ({quantisation.method}): those of 16 or 32 bits "
+            f"can become {kind}"
+        )
     form = KIND_FORMATS[kind]
     if kind == "int4":
         form = form._replace(columns=group_size)

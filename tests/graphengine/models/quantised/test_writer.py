@@ -201,6 +201,17 @@ def test_what_cannot_be_written_is_said(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_quantised_weights_are_not_quantised_again(
+    source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(source, tmp_path / "once", "--kind", "int8") == 0
+    for options in ((), ("--lm-head",)):
+        assert run(tmp_path / "once", tmp_path / "twice", *options) == 2
+        error = capsys.readouterr().err
+        assert "once has quantised weights (compressed-tensors): those of 16 or 32 bits" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["once"]
+
+
 def test_a_folder_that_is_there_is_not_touched(source: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(source, tmp_path) == 2
     assert "is there already" in capsys.readouterr().err
