@@ -22,6 +22,7 @@ from torch import Tensor
 
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
+from graphengine.kernels import PackedWeight
 from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
@@ -269,7 +270,13 @@ def _fingerprint(weights: StoredWeights) -> str:
     """16 hexadecimal digits of the configuration and of up to 1,024 elements of each weight."""
     digest = hashlib.sha256(repr(weights.config).encode())
     samples: list[Any] = []
-    for name, tensor in sorted(weights.named().items()):
+    packed = {
+        f"{linear.parts[0][0]} {index}": tensor
+        for linear in weights.linears()
+        if isinstance(linear.weight, PackedWeight)
+        for index, tensor in enumerate(linear.weight.tensors)
+    }
+    for name, tensor in [*sorted(weights.named().items()), *sorted(packed.items())]:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.flatten()
         samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float())

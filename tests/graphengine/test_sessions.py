@@ -670,6 +670,31 @@ def test_what_a_drafter_keeps_is_of_its_weights_and_not_of_its_path(
             assert engine.restore_session(snapshot).cached_tokens == 40
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [("model.layers.1.mlp.up_proj", "model"), ("model.mtp_layers.0.mlp.up_proj", "drafter")],
+)
+def test_packed_weights_tell_models_apart(
+    small: Path, tmp_path: Path, changed: str, named: str
+) -> None:
+    """Two models that differ in them alone; the same weights again are the same model."""
+    tuned = tmp_path / "tuned"
+    shutil.copytree(small, tuned)
+    (file,) = tuned.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {f"{changed}.weight": -tensors[f"{changed}.weight"]}, file)
+    options = SIZES | {"quantize": "int8", "speculative": MTP(k=1)}
+    with open_engine(small, **options) as engine, engine.session() as session:
+        session.append(list(range(40)))
+        session.generate(greedy(3))
+        snapshot = session.snapshot()
+    with open_engine(small, **options) as engine:
+        assert engine.restore_session(snapshot).cached_tokens == 40
+    refused = rf"{named}='[0-9a-f]{{16}}', the engine of '[0-9a-f]{{16}}'"
+    with open_engine(tuned, **options) as other, pytest.raises(ValueError, match=refused):
+        other.restore_session(snapshot)
+
+
 def test_a_snapshot_of_too_many_blocks_or_strange_tokens_is_refused(
     kept: SessionSnapshot,
 ) -> None:
