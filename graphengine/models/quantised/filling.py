@@ -1,12 +1,12 @@
 """Packed weights of a model, filled from a checkpoint: one linear after the other.
 
-Beside what is already filled, the device holds a linear as it is stored and as it is laid out; the
-host maps files, and holds what a format's own layout takes to undo.
+Beside what is already filled, the device holds a linear as it is stored and as it is laid out, and
+what a format's own layout takes to undo. The host maps files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,25 @@ Reader = Callable[[StoredLinear, torch.device], Read]
 """Reads the weight for a linear; what is done to it is done on the device."""
 
 
+class _OnDevice(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each of which goes to the device when it is looked up."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
     """Weights as the checkpoint has them."""
     tensors = checkpoint.mapped()
@@ -45,8 +64,9 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
         for name, rows in linear.parts:
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
-            found = read_weight(scheme, tensors, name, (rows, linear.shape[1]))
-            parts.append(_moved(found.weight, device))
+            there = _OnDevice(tensors, device)
+            found = read_weight(scheme, there, name, (rows, linear.shape[1]))
+            parts.append(found.weight)
             names += found.names
         return Read(concatenate(parts), tuple(names))
 
@@ -82,17 +102,21 @@ def fill_packed(
     """
     used: set[str] = set()
     for linear in linears:
-        target = linear.weight
-        if isinstance(target, Tensor):
-            continue
-        found = read(linear, target.codes.device)
-        packed = pack(found.weight, swiglu=linear.swiglu)
-        for name, into, source in zip(target._fields, target, packed, strict=True):
-            if isinstance(into, Tensor):
-                _copy(into, source, f"{name} of {linear.parts[0][0]}")
-        used |= set(found.names)
-        progress(found.names)
+        if isinstance(linear.weight, PackedWeight):
+            names = _fill(linear, linear.weight, read)
+            used |= set(names)
+            progress(names)
     return used
+
+
+def _fill(linear: StoredLinear, target: PackedWeight, read: Reader) -> tuple[str, ...]:
+    """The names that were read. What it was read into is freed before the next linear is."""
+    found = read(linear, target.codes.device)
+    packed = pack(found.weight, swiglu=linear.swiglu)
+    for name, into, source in zip(target._fields, target, packed, strict=True):
+        if isinstance(into, Tensor):
+            _copy(into, source, f"{name} of {linear.parts[0][0]}")
+    return found.names
 
 
 def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
@@ -109,9 +133,7 @@ def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> 
     return {
         name
         for name in checkpoint.tensors
-        if name.rpartition(".")[0] in names
-        and not name.endswith(".bias")
-        and not is_kv_scale(name)
+        if name.rpartition(".")[0] in names and not name.endswith(".bias") and not is_kv_scale(name)
     }
 
 
@@ -126,19 +148,6 @@ def check_all_read(checkpoint: Checkpoint, linears: Sequence[StoredLinear], used
             f"{checkpoint.path} has {len(left)} tensors of quantised weights that their format "
             f"does not have: {some(sorted(left))}"
         )
-
-
-def _moved(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
-    def to_device(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    return weight._replace(
-        codes=weight.codes.to(device),
-        scales=weight.scales.to(device),
-        whole=to_device(weight.whole),
-        zeros=to_device(weight.zeros),
-        order=to_device(weight.order),
-    )
 
 
 def _copy(into: Tensor, source: object, what: str) -> None:
