@@ -47,6 +47,8 @@ _FLOAT_BITS = (
 )
 # Rows of a weight that are laid out at a time: as one code a byte they take twice the memory.
 _ROWS_AT_ONCE = 4096
+# Rows that are selected at a time, each with the 15 others of its block.
+_SELECTED_AT_ONCE = 512
 
 
 class PackedWeight(NamedTuple):
@@ -145,11 +147,51 @@ def first_rows(packed: PackedWeight, rows: int) -> PackedWeight:
 
 
 def select_rows(packed: PackedWeight, rows: Tensor) -> PackedWeight:
-    """Rows of these indices, int64 [R], as a weight of its own, with a scale for every row."""
-    weight = unpack(packed)
-    scales = _as_bits(weight.scales)[rows].view(weight.scales.dtype)
-    zeros = None if weight.zeros is None else weight.zeros[rows]
-    return pack(weight._replace(codes=weight.codes[rows], scales=scales, zeros=zeros))
+    """Rows of these indices, int64 [R], as a weight of its own, with a scale for every row.
+
+    Beside the result it takes memory for some of the rows alone. ValueError of a SwiGLU.
+    """
+    if packed.swiglu:
+        raise ValueError(f"{packed.shape[0]} rows of a SwiGLU alternate: none can be selected")
+    parts = [_some_rows(packed, part) for part in rows.split(_SELECTED_AT_ONCE)]
+    whole = [part.whole for part in parts if part.whole is not None]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    bits = torch.cat([_as_bits(part.scales) for part in parts])
+    return pack(
+        parts[0]._replace(
+            codes=torch.cat([part.codes for part in parts]),
+            scales=bits.view(parts[0].scales.dtype),
+            whole=torch.cat(whole) if whole else None,
+            zeros=torch.cat(zeros) if zeros else None,
+        )
+    )
+
+
+def _some_rows(packed: PackedWeight, rows: Tensor) -> QuantisedWeight:
+    """Those rows: their blocks are unpacked, which have 16 each."""
+    blocks, count = rows // BLOCK_ROWS, len(rows)
+    factors = packed.row_scales
+    of_blocks = packed._replace(
+        shape=(BLOCK_ROWS * count, packed.shape[1]),
+        codes=packed.codes[blocks],
+        scales=_at(packed.scales, blocks),
+        zeros=_at(packed.zeros, blocks),
+        row_scales=None if factors is None else factors.view(-1, BLOCK_ROWS)[blocks].flatten(),
+    )
+    weight = unpack(of_blocks)
+    at = torch.arange(count, device=rows.device) * BLOCK_ROWS + rows % BLOCK_ROWS
+    scales = _at(weight.scales, at)
+    assert scales is not None
+    return weight._replace(
+        codes=weight.codes[at],
+        scales=scales,
+        whole=_at(weight.whole, at),
+        zeros=_at(weight.zeros, at),
+    )
+
+
+def _at(values: Tensor | None, indices: Tensor) -> Tensor | None:
+    return None if values is None else _as_bits(values)[indices].view(values.dtype)
 
 
 def block_columns(kind: WeightFormat) -> int:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.kernels.linear.packed import first_rows, pack, packed_rows, unpack
+from graphengine.kernels.linear import packed as packed_module
+from graphengine.kernels.linear.packed import first_rows, pack, packed_rows, select_rows, unpack
 from graphengine.kernels.linear.quantised import (
     QuantisedWeight,
     WeightFormat,
@@ -45,10 +46,38 @@ def test_the_first_rows_are_those_of_the_whole(name):
         assert torch.equal(dequantise(unpack(first)), expected[:rows]), f"{rows=}"
 
 
-def test_a_swiglu_has_no_first_rows():
+def test_rows_of_a_swiglu_are_not_looked_for():
     packed = pack(random_quantised("int8", 32, 64), swiglu=True)
     with pytest.raises(ValueError, match="32 rows of a SwiGLU alternate: none are the first"):
         first_rows(packed, 16)
+    with pytest.raises(ValueError, match="32 rows of a SwiGLU alternate: none can be selected"):
+        select_rows(packed, torch.arange(2))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_selected_rows_mean_what_they_meant(name, monkeypatch):
+    """Selected a few at a time, with a factor for each row where there is one for all scales."""
+    monkeypatch.setattr(packed_module, "_SELECTED_AT_ONCE", 4)
+    weight = random_quantised(name, 40, 128)
+    if name == "nvfp4":
+        weight = weight._replace(whole=torch.rand(40, 1) + 0.5)
+    rows = torch.tensor([0, 3, 4, 15, 16, 17, 30, 38, 39])
+    selected = select_rows(pack(weight), rows)
+    assert selected.shape == (9, 128)
+    assert torch.equal(dequantise(unpack(selected)), dequantise(weight)[rows])
+
+
+def test_few_rows_are_unpacked_at_a_time(monkeypatch):
+    unpacked = []
+
+    def recorded(packed):
+        unpacked.append(packed.shape[0])
+        return unpack(packed)
+
+    monkeypatch.setattr(packed_module, "unpack", recorded)
+    monkeypatch.setattr(packed_module, "_SELECTED_AT_ONCE", 4)
+    select_rows(pack(random_quantised("int4", 400, 128)), torch.arange(0, 400, 40))
+    assert unpacked == [64, 64, 32]
 
 
 def test_the_order_of_columns_is_kept():
