@@ -80,6 +80,7 @@ def add_product(
             plan=plan,
             launch=launch,
         )
+    _check_split(weight_HK)
     part = linear(
         x_NK,
         weight_HK,
@@ -95,6 +96,14 @@ def add_product(
     squares = residual.x.new_empty(residual_groups(plan, hidden), lanes)
     residual = residual._replace(squares=squares)
     return add_to_residual_reference(whole, slot_N, residual, next_norm_H)
+
+
+def _check_split(weight: AnyWeight) -> None:
+    if not isinstance(weight, Tensor):
+        raise ValueError(
+            f"a weight {list(weight.shape)} in {weight.format.label} is packed, and ranks split "
+            f"weights of 16 or 32 bits alone"
+        )
 
 
 class PrefillScratch:
@@ -170,6 +179,7 @@ def add_chunk_product(
     if launch.reduce is None:
         whole = chunk_product(x_NK, weight_HK, bias, out=out, pdl=launch.pdl)
     else:
+        _check_split(weight_HK)
         whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias
     h = scratch.h
