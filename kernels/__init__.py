@@ -93,7 +93,7 @@ from graphengine.kernels.linear.packed import (
     select_rows,
 )
 from graphengine.kernels.linear.packed_chunk import packed_chunk_product
-from graphengine.kernels.linear.packed_linear import packed_plan
+from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
     LinearKind,
@@ -222,6 +222,7 @@ __all__ = [
     "MAX_DRAFTS",
     "MAX_LANES",
     "MAX_LOGPROBS",
+    "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",
     "STOP",
     "USES_BAD_WORDS",

@@ -20,7 +20,7 @@ from graphengine.buckets import (
 )
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.kernels import FP8_KV, MAX_LANES
+from graphengine.kernels import FP8_KV, MAX_LANES, PACKED_COLUMNS
 from graphengine.models.contract import (
     ModelConfig,
     cache_shape,
@@ -126,7 +126,8 @@ def plan_memory(
     """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
 
     ValueError for prefix caching of a model whose recurrent layers need every token, and for an
-    fp8 KV cache on a GPU that cannot convert it.
+    fp8 KV cache on a GPU that cannot convert it. Also for packed weights that the kernels of a GPU
+    do not take in this dtype, or not with so many columns.
 
     checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
     calibration_tokens  of `kv_calibration`: their KV is in `dtype`, and freed before the caches are
@@ -143,6 +144,7 @@ def plan_memory(
     kv_dtype = FP8_KV if config.kv_dtype == "fp8" else dtype
     if kv_dtype == FP8_KV:
         _check_fp8(device)
+    _check_packed(model, device, dtype)
     max_seq_len = config.sequence_limit(model.max_positions)
     ladder = BucketLadder(config.max_batch, config.buckets)
     longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
@@ -236,6 +238,24 @@ def _check_fp8(device: torch.device) -> None:
             f"kv_dtype='fp8' needs a GPU of compute capability "
             f"{'.'.join(map(str, _LEAST_FP8))} or more: {device} has {major}.{minor}"
         )
+
+
+def _check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError, before anything is loaded, for what the kernels of a GPU would refuse."""
+    packed = {name: linear for name, linear in model.linears.items() if linear.weight is not None}
+    if device.type != "cuda" or not packed:
+        return
+    if dtype == torch.float32:
+        raise ValueError(
+            f"dtype={dtype}: with packed weights ({', '.join(packed)}) a GPU computes in float16 "
+            f"or bfloat16"
+        )
+    for name, linear in packed.items():
+        if linear.columns % PACKED_COLUMNS:
+            raise ValueError(
+                f"{name} is packed, with {linear.columns} columns: a GPU takes a multiple of "
+                f"{PACKED_COLUMNS}"
+            )
 
 
 def _check_one_request(

@@ -33,6 +33,9 @@ from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
+PACKED_COLUMNS = linear_gluon.ALIGNMENT
+"""Of which the columns of a weight are a multiple, on a GPU."""
+
 LEAST_STREAM = 64
 """Fewest columns of a tile that a stream takes."""
 
@@ -312,9 +315,9 @@ def _is_launched(x_NK: torch.Tensor) -> bool:
 def _check_launched(x_NK: torch.Tensor, weight: PackedWeight) -> None:
     if x_NK.dtype not in _DTYPES:
         raise ValueError(f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}")
-    if weight.shape[1] % linear_gluon.ALIGNMENT:
+    if weight.shape[1] % PACKED_COLUMNS:
         raise ValueError(
-            f"packed weights take a multiple of {linear_gluon.ALIGNMENT} input features on a GPU, "
+            f"packed weights take a multiple of {PACKED_COLUMNS} input features on a GPU, "
             f"not K={weight.shape[1]}"
         )
     if weight.order is not None:

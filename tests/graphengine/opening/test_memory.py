@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter, make_drafter
-from graphengine.kernels import MAX_LANES
+from graphengine.kernels import MAX_LANES, WeightFormat, packed_form
 from graphengine.models import contract, tuning
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import WeightForms
 from graphengine.models.families import read_model_config
 from graphengine.opening import calibration, memory
 from graphengine.opening.allocation import Allocation, allocate
@@ -35,6 +37,7 @@ from graphengine.speculative import (
 
 DEMO = Checkpoint.open(checkpoint_path())
 MODEL = read_model_config(DEMO.config)
+INT8 = WeightFormat("int8", 1, 0)
 THINKING = RelaxedAcceptance(begin_token_ids=[5], end_token_ids=[6, 7])
 
 
@@ -232,6 +235,33 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
     message = "kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: cuda has 8.6"
     with pytest.raises(ValueError, match=message):
         memory._check_fp8(torch.device("cuda"))
+
+
+def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packed weights in float32, and those of odd columns; a CPU takes both."""
+    down = "model.layers.2.mlp.down_proj"
+    packed = MODEL.stored_as(WeightForms({down: packed_form(INT8, torch.float32)}))
+    odd = replace(packed, ffn_size=556)  # type: ignore[type-var]
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for model, dtype, message in (
+        (
+            packed,
+            torch.float32,
+            r"dtype=torch.float32: with packed weights \(down.int8-1x0\) a GPU",
+        ),
+        (odd, torch.bfloat16, "down.int8-1x0 is packed, with 556 columns: a GPU takes a multiple"),
+    ):
+        memory._check_packed(model, cpu, dtype)
+        with pytest.raises(ValueError, match=message):
+            memory._check_packed(model, gpu, dtype)
+    memory._check_packed(packed, gpu, torch.float16)
+    memory._check_packed(MODEL, gpu, torch.float32)
+    asked: list[object] = []
+    monkeypatch.setattr(memory, "_check_packed", lambda *given: asked.append(given))
+    planned(dtype="float16")
+    assert asked == [(MODEL, cpu, torch.float16)]
 
 
 @pytest.mark.parametrize("mode", [None, MTP(k=2)], ids=str)
