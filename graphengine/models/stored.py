@@ -61,6 +61,7 @@ def read_model(
     if quantisation is not None:
         for note in quantisation.notes:
             log.info("%s: %s", checkpoint.path, note)
+        config = _with_own_head(checkpoint, quantisation, config)
         linears = _meta(config).linears()
         config = config.stored_as(stored_forms(checkpoint, quantisation, linears))
         packed = _meta(config).linears()
@@ -179,6 +180,26 @@ def _tied_or_not(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     untied = config.untied()
     checkpoint.check(destinations(checkpoint, untied.allocate(device="meta", dtype=torch.float32)))
     return untied
+
+
+def _with_own_head(
+    checkpoint: Checkpoint, quantisation: Quantisation, config: ModelConfig
+) -> ModelConfig:
+    """The config, untied where a quantised lm_head is stored: it is no embedding."""
+    name = _HEAD.removesuffix(".weight")
+    scheme = quantisation.scheme(name)
+    scales = [] if scheme is None else [f"{name}.{end}" for end in scheme.scales]
+    found = [each for each in scales if each in checkpoint.tensors]
+    if not (config.tie_embeddings and found):
+        return config
+    log.warning(
+        "%s: config.json has tie_word_embeddings=true, but %s is stored: %s is not %s",
+        checkpoint.path,
+        found[0],
+        name,
+        _EMBEDDING,
+    )
+    return config.untied()
 
 
 def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:

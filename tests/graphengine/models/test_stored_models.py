@@ -17,6 +17,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
 from graphengine.models.mtp import read_mtp_config
+from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.speculative import DraftModel, SaveHiddenStates
 
@@ -153,6 +154,35 @@ def test_a_head_of_another_shape_is_named(source: Path, tmp_path: Path) -> None:
     path = changed(source, tmp_path, lambda _, tensors: tensors.update({HEAD: torch.ones(50, 64)}))
     with pytest.raises(ValueError, match=r"lm_head\.weight has shape \[50, 64\], not \[48, 64\]"):
         read_model(Checkpoint.open(path))
+
+
+def test_a_quantised_head_is_no_embedding(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is used, whatever the config says of embeddings that are tied."""
+    for folder in ("plain", "tied"):
+        (tmp_path / folder).mkdir()
+
+    def untie(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        other_head(config, tensors)
+        config["tie_word_embeddings"] = False
+
+    plain = Checkpoint.open(changed(source, tmp_path / "plain", untie))
+    write_quantised(plain, tmp_path / "untied", "int8", head=True)
+    tied = changed(
+        tmp_path / "untied",
+        tmp_path / "tied",
+        lambda config, _: config.update(tie_word_embeddings=True),
+    )
+    said = []
+    for path in (tmp_path / "untied", tied):
+        config = read_model(Checkpoint.open(path))
+        assert not config.tie_embeddings and "lm_head" in config.forms
+        with open_engine(path, device="cpu", max_batch=1, dtype="float32") as engine:
+            said.append(engine.generate([3, 1, 4], greedy(6, ignore_eos=True)).token_ids)
+    assert said[0] == said[1]
+    message = "tie_word_embeddings=true, but lm_head.weight_scale is stored: lm_head is not model."
+    assert caplog.text.count(message) == 2
 
 
 # Tensors that change the arithmetic.
