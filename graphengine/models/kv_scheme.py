@@ -13,7 +13,6 @@ from typing import Any
 
 from graphengine.models.config_schema import unsupported
 
-_QUANT_FILE = "hf_quant_config.json"
 _METHODS = ("compressed-tensors", "modelopt")
 _PLAIN = "null: weights in other formats are not supported"
 # What `kv_cache_scheme` may say; None is a key that is missing, or null.
@@ -47,14 +46,6 @@ def quantises_kv_alone(config: Any) -> bool:
     if isinstance(nested, dict):
         return _quantises_kv(nested, f"{name}.quantization", "config.json")
     return _quantises_kv(config, name, "config.json")
-
-
-def check_quant_file(config: Mapping[str, Any]) -> None:
-    """ValueError, with key and value, if ModelOpt's file says what `quantises_kv_alone` refuses."""
-    found = config.get("quantization")
-    if not isinstance(found, dict):
-        raise unsupported("quantization", found, "a JSON object", file=_QUANT_FILE)
-    _quantises_kv(found, "quantization", _QUANT_FILE)
 
 
 def _quantises_kv(config: Mapping[str, Any], name: str, file: str) -> bool:

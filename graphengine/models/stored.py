@@ -18,7 +18,6 @@ from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights, StoredLinear
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.kv_scheme import check_quant_file
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import (
     check_all_read,
@@ -94,10 +93,7 @@ def _meta(config: ModelConfig) -> ModelWeights:
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     """What its configs say of quantised weights. ValueError for what is not understood."""
-    found = read_quantisation(checkpoint.config, checkpoint.quant_config)
-    if found is None and checkpoint.quant_config is not None:
-        check_quant_file(checkpoint.quant_config)
-    return found
+    return read_quantisation(checkpoint.config, checkpoint.quant_config)
 
 
 def load_weights(

@@ -120,7 +120,10 @@ def _read_quant_file(quant_file: Mapping[str, Any]) -> Quantisation | None:
     found = quant_file.get("quantization")
     if not isinstance(found, dict):
         raise unsupported("quantization", found, "a JSON object", file=_FILE)
-    return _modelopt(found, "quantization", _FILE) if found.get("quant_algo") else None
+    if found.get("quant_algo"):
+        return _modelopt(found, "quantization", _FILE)
+    check_kv(found, "quantization", _FILE)
+    return None
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Quantisation:

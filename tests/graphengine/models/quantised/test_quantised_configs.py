@@ -148,6 +148,14 @@ def test_the_file_of_modelopt_says_it_alone_or_beside_the_config() -> None:
         read_quantisation({"quantization_config": GPTQ}, FILE)
 
 
+@pytest.mark.parametrize("config", [{}, {"quantization_config": FP8}], ids=["alone", "beside"])
+def test_kv_of_modelopts_file_is_checked_whatever_says_how_weights_are(config: Any) -> None:
+    file = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}}
+    message = r"hf_quant_config.json has quantization.kv_cache_quant_algo='NVFP4': supported: 'FP8'"
+    with pytest.raises(ValueError, match=message):
+        read_quantisation(config, file)
+
+
 def test_quantised_activations_are_noted() -> None:
     groups = {"a": {"targets": ["Linear"], "weights": FLOAT8, "input_activations": FLOAT8}}
     config = COMPRESSED | {"config_groups": groups, "format": "float-quantized"}
