@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -20,9 +20,9 @@ from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import (
-    check_all_read,
     fill_packed,
     names_of_packed,
+    packed_names,
     rounding_reader,
     stored_reader,
 )
@@ -78,7 +78,8 @@ def read_model(
     # A scale says more than the weights that are missing in its place.
     _refuse_quantised(checkpoint, config, unused)
     checkpoint.check(used)
-    _refuse_unknown(checkpoint, config, unused)
+    empty = _empty_biases(checkpoint, packed_names(packed), unused)
+    _refuse_unknown(checkpoint, config, [name for name in unused if name not in empty])
     if config.tie_embeddings and _EMBEDDING in stored and _HEAD in stored:
         config = _tied_or_not(checkpoint, config)
     if quantize is not None:
@@ -108,7 +109,7 @@ def load_weights(
 
     Packed weights are as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
     Returns the sorted names of the checkpoint's tensors that were not read. ValueError as of
-    `Checkpoint.load` and of `read_weight`, and for tensors of quantised linears that nothing reads.
+    `Checkpoint.load` and of `read_weight`.
     """
     sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     quantisation = quantisation_of(checkpoint)
@@ -131,8 +132,6 @@ def load_weights(
         else stored_reader(checkpoint, quantisation)
     )
     used = fill_packed(linears, reader, note)
-    if quantisation is not None:
-        check_all_read(checkpoint, linears, used)
     return sorted(set(unused) - used)
 
 
@@ -209,8 +208,8 @@ def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Seque
     ]
     if found:
         raise ValueError(
-            f"{checkpoint.path} has {len(found)} tensors of quantised weights, which are not "
-            f"supported: {some(found)}"
+            f"{checkpoint.path} has {len(found)} tensors of quantised weights, which are not those "
+            f"of the format that config.json tells: {some(found)}"
         )
 
 
@@ -240,6 +239,19 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
             config.num_layers,
             max(beyond),
         )
+
+
+def _empty_biases(
+    checkpoint: Checkpoint, linears: Collection[str], unused: Sequence[str]
+) -> set[str]:
+    """Biases of these linears that are 0: GPTQ's tools write them for linears that have none."""
+    tensors = checkpoint.mapped()
+    return {
+        name
+        for name in unused
+        if name.endswith(".bias") and name.removesuffix(".bias") in linears
+        if not bool(tensors[name].any())
+    }
 
 
 def _layer(name: str) -> int:

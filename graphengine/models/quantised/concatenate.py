@@ -45,7 +45,7 @@ def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
                 f"linears that are computed as one have {first.shape[1]} columns in part 0, and "
                 f"{part.shape[1]} in part {number}"
             )
-        if not _same(part.order, first.order):
+        if not are_same(part.order, first.order):
             raise ValueError(
                 f"linears that are computed as one have their columns in different orders in part "
                 f"0 and part {number}: g_idx must be the same for all"
@@ -72,7 +72,7 @@ def _joined_scales(parts: Sequence[QuantisedWeight]) -> tuple[Tensor | None, lis
     """
     first, scales = parts[0], [part.scales for part in parts]
     if len({each.dtype for each in scales}) == 1:
-        if all(_same(part.whole, first.whole) for part in parts):
+        if all(are_same(part.whole, first.whole) for part in parts):
             return first.whole, scales
         if first.format.rows == 1:
             return torch.cat([_whole_of_rows(part) for part in parts]), scales
@@ -100,7 +100,8 @@ def _each_row(value: Tensor, part: QuantisedWeight) -> Tensor:
     return value.repeat_interleave(part.format.rows or M, dim=0)[:M]
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two orders of columns, or two factors, are equal; None is its own."""
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)

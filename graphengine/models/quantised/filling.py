@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import PackedWeight, QuantisedWeight, pack
-from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate
@@ -65,7 +65,10 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
             there = _OnDevice(tensors, device)
-            found = read_weight(scheme, there, name, (rows, linear.shape[1]))
+            try:
+                found = read_weight(scheme, there, name, (rows, linear.shape[1]))
+            except ValueError as error:
+                raise ValueError(f"{checkpoint.path}: {error}") from error
             parts.append(found.weight)
             names += found.names
         return Read(concatenate(parts), tuple(names))
@@ -112,7 +115,10 @@ def fill_packed(
 def _fill(linear: StoredLinear, target: PackedWeight, read: Reader) -> tuple[str, ...]:
     """The names that were read. What it was read into is freed before the next linear is."""
     found = read(linear, target.codes.device)
-    packed = pack(found.weight, swiglu=linear.swiglu)
+    try:
+        packed = pack(found.weight, swiglu=linear.swiglu)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(name for name, _ in linear.parts)}: {error}") from error
     for name, into, source in zip(target._fields, target, packed, strict=True):
         if isinstance(into, Tensor):
             _copy(into, source, f"{name} of {linear.parts[0][0]}")
@@ -120,34 +126,24 @@ def _fill(linear: StoredLinear, target: PackedWeight, read: Reader) -> tuple[str
 
 
 def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
-    """The checkpoint's tensors below the names of those linears that are packed.
-
-    Biases are read by themselves, and so are the scales of KV that lie there.
-    """
-    names = {
-        name
-        for linear in linears
-        if isinstance(linear.weight, PackedWeight)
-        for name, _ in linear.parts
-    }
+    """The checkpoint's tensors of the weights of those linears that are packed."""
+    packed = packed_names(linears)
     return {
         name
         for name in checkpoint.tensors
-        if name.rpartition(".")[0] in names and not name.endswith(".bias") and not is_kv_scale(name)
+        if name.rpartition(".")[0] in packed and is_of_weight(name)
     }
 
 
-def check_all_read(checkpoint: Checkpoint, linears: Sequence[StoredLinear], used: set[str]) -> None:
-    """ValueError for tensors of `names_of_packed` that were not read.
+def packed_names(linears: Sequence[StoredLinear]) -> set[str]:
+    """Of the linears whose weights are packed."""
+    packed = [linear for linear in linears if isinstance(linear.weight, PackedWeight)]
+    return {name for linear in packed for name, _ in linear.parts}
 
-    A scale that nothing uses means that the weight is another one.
-    """
-    left = names_of_packed(checkpoint, linears) - used
-    if left:
-        raise ValueError(
-            f"{checkpoint.path} has {len(left)} tensors of quantised weights that their format "
-            f"does not have: {some(sorted(left))}"
-        )
+
+def is_of_weight(name: str) -> bool:
+    """Whether a tensor below a linear's name is of its weight: scales of KV may be there, too."""
+    return not name.endswith(".bias") and not is_kv_scale(name)
 
 
 def _copy(into: Tensor, source: object, what: str) -> None:

@@ -7,18 +7,26 @@ or from what the user wants them rounded to. Only the orders of columns, which a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from graphengine.config import RoundedKind
-from graphengine.kernels import PackedForm, WeightFormat, packed_form
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.kernels import (
+    PackedForm,
+    QuantisedWeight,
+    WeightFormat,
+    empty_packed,
+    packed_form,
+)
+from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.contract import StoredLinear, WeightForms
-from graphengine.models.quantised.concatenate import joined_format
-from graphengine.models.quantised.readers import has_order, is_plain
+from graphengine.models.quantised.concatenate import are_same, joined_format
+from graphengine.models.quantised.filling import is_of_weight
+from graphengine.models.quantised.readers import is_plain, read_order, read_weight
 from graphengine.models.quantised.rounding import KIND_FORMATS
 from graphengine.models.quantised.schemes import HEAD, Quantisation, WeightScheme
-from graphengine.models.quantised.stored_tensors import LinearTensors
 
 
 def stored_forms(
@@ -33,69 +41,126 @@ def stored_forms(
     may_be_plain  whether linears may be stored in 16 or 32 bits though the config says otherwise,
                   as draft modules' are that it is silent about
 
-    ValueError names the linears that are computed as one and stored in different ways, and those
-    whose codes or scales are missing.
+    All that follows from names, shapes and dtypes is checked. ValueError names the linears that are
+    computed as one and stored in different ways, and tensors that are missing, have other shapes or
+    dtypes than their format, or that their format does not have.
     """
+    stored = _Stored.of(checkpoint)
     forms = {}
     for linear in linears:
-        names = [name for name, _ in linear.parts]
-        schemes = {name: quantisation.scheme(name) for name in names}
-        plain = _plain(checkpoint, schemes)
+        schemes = {name: quantisation.scheme(name) for name, _ in linear.parts}
+        plain = [
+            name
+            for name, scheme in schemes.items()
+            if scheme and is_plain(scheme, stored.dtypes, name)
+        ]
         if plain and not may_be_plain:
             raise ValueError(
-                f"{checkpoint.path} has {plain[0]}.weight in "
-                f"{checkpoint.tensors[f'{plain[0]}.weight'].dtype}, and nothing beside it, but "
-                f"config.json says that it is quantised ({quantisation.method}); "
-                f"modules_to_not_convert or ignore would except it"
+                f"{checkpoint.path} has {plain[0]}.weight in {stored.dtypes[f'{plain[0]}.weight']},"
+                f" and nothing beside it, but config.json says that it is quantised "
+                f"({quantisation.method}); modules_to_not_convert or ignore would except it"
             )
         schemes |= dict.fromkeys(plain)
-        form = _form(checkpoint, schemes, linear)
+        try:
+            form = _form(stored, schemes, linear)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: {error}") from error
         if form is not None:
-            forms[names[0]] = form
+            forms[linear.parts[0][0]] = form
     return WeightForms(forms)
 
 
-def _plain(checkpoint: Checkpoint, schemes: Mapping[str, WeightScheme | None]) -> list[str]:
-    """The linears that have a scheme and are stored without."""
-    dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
-    return [name for name, scheme in schemes.items() if scheme and is_plain(scheme, dtypes, name)]
+class _Stored(NamedTuple):
+    """A checkpoint's tensors by name.
+
+    headers  without their values
+    mapped   read when they are looked up
+    below    the names that begin with a linear's
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    headers: Mapping[str, Tensor]
+    mapped: Mapping[str, Tensor]
+    below: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        headers = {
+            name: torch.empty(info.shape, dtype=info.dtype, device="meta")
+            for name, info in checkpoint.tensors.items()
+        }
+        dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
+        below: dict[str, list[str]] = {}
+        for name in sorted(headers):
+            below.setdefault(name.rpartition(".")[0], []).append(name)
+        return cls(dtypes, headers, checkpoint.mapped(), below)
 
 
 def _form(
-    checkpoint: Checkpoint, schemes: Mapping[str, WeightScheme | None], linear: StoredLinear
+    stored: _Stored, schemes: Mapping[str, WeightScheme | None], linear: StoredLinear
 ) -> PackedForm | None:
-    found = [scheme for scheme in schemes.values() if scheme is not None]
+    found = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not found:
         return None
     formats = {name: _format(scheme) for name, scheme in schemes.items()}
     if len(set(formats.values())) > 1:
         shown = ", ".join(f"{name} as {kind}" for name, kind in formats.items())
-        raise ValueError(
-            f"{checkpoint.path} stores linears that are computed as one in different ways: {shown}"
-        )
-    dtypes = {_scales_dtype(checkpoint, name, scheme) for name, scheme in schemes.items() if scheme}
-    same, first = len(dtypes) == 1, found[0]
-    mapped, columns = checkpoint.mapped(), linear.shape[1]
-    return packed_form(
+        raise ValueError(f"linears that are computed as one are stored in different ways: {shown}")
+    columns, first = linear.shape[1], next(iter(found.values()))
+    parts = [
+        _checked(stored, scheme, name, (rows, columns))
+        for (name, rows), scheme in zip(linear.parts, found.values(), strict=True)
+    ]
+    dtypes = {part.scales.dtype for part in parts}
+    same = len(dtypes) == 1
+    form = packed_form(
         joined_format(first.format, [rows for _, rows in linear.parts]),
         dtypes.pop() if same else torch.float32,
         whole=first.whole is not None and same,
-        ordered=any(
-            has_order(scheme, mapped, name, columns) for name, scheme in schemes.items() if scheme
-        ),
+        ordered=_is_ordered(stored, found, columns),
     )
+    try:
+        empty_packed(form, linear.shape, swiglu=linear.swiglu, device="meta")
+    except ValueError as error:
+        raise ValueError(f"{', '.join(found)}: {error}") from error
+    return form
+
+
+def _checked(
+    stored: _Stored, scheme: WeightScheme, name: str, shape: tuple[int, int]
+) -> QuantisedWeight:
+    """A weight without values. ValueError for tensors below its name that its format has not.
+
+    A scale that nothing uses means that the weight is another one.
+    """
+    found = read_weight(scheme, stored.headers, name, shape)
+    below = [other for other in stored.below.get(name, ()) if is_of_weight(other)]
+    left = [other for other in below if other not in found.names]
+    if left:
+        raise ValueError(
+            f"{len(left)} tensors of {name} are none of its format, {scheme.format.label}: "
+            f"{some(left)}"
+        )
+    return found.weight
+
+
+def _is_ordered(stored: _Stored, schemes: Mapping[str, WeightScheme], columns: int) -> bool:
+    """Whether columns are in another order. ValueError unless it is the same for all linears."""
+    orders = {
+        name: read_order(scheme, stored.mapped, name, columns) for name, scheme in schemes.items()
+    }
+    first, one = next(iter(orders.items()))
+    for name, other in orders.items():
+        if not are_same(one, other):
+            raise ValueError(
+                f"linears that are computed as one have their columns in different orders: "
+                f"g_idx of {first} is not that of {name}"
+            )
+    return one is not None
 
 
 def _format(scheme: WeightScheme | None) -> str:
     return "the model's dtype" if scheme is None else scheme.format.label
-
-
-def _scales_dtype(checkpoint: Checkpoint, name: str, scheme: WeightScheme) -> torch.dtype:
-    """As readers give them. ValueError where codes or scales are missing."""
-    there = LinearTensors(checkpoint.tensors, name)
-    there.name(*scheme.codes)
-    dtype = checkpoint.tensors[there.name(*scheme.scales)].dtype
-    return torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
 
 
 def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: bool) -> WeightForms:

@@ -49,7 +49,8 @@ def read_weight(
     """The weight [out_features, in_features] of the linear of this name.
 
     tensors  the checkpoint's, by name; each is looked up once, so that a mapping may read files.
-             The weight may share their memory
+             The weight may share their memory. Of those on the device "meta" all is checked but
+             their values, and columns have no order
     shape    what the model's config says of it
 
     ValueError, with names and numbers, for what is missing, has another dtype or shape than the
@@ -88,16 +89,14 @@ def is_plain(scheme: WeightScheme, dtypes: Mapping[str, torch.dtype], linear: st
     )
 
 
-def has_order(
+def read_order(
     scheme: WeightScheme, tensors: Mapping[str, Tensor], linear: str, columns: int
-) -> bool:
-    """Whether the columns of the linear's weight are stored in another order than its inputs.
+) -> Tensor | None:
+    """The order of `QuantisedWeight` alone, of a linear's weight with so many columns.
 
     ValueError as of `read_weight`.
     """
-    if scheme.order is None:
-        return False
-    return _read_order(scheme, LinearTensors(tensors, linear), columns) is not None
+    return _read_order(scheme, LinearTensors(tensors, linear), columns)
 
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -154,7 +153,8 @@ def _read_int32_rows(scheme: WeightScheme, stored: LinearTensors, shape: tuple[i
     name = stored.name(*scheme.codes)
     check_multiple(name, "columns", K, 8 // kind.bits)
     if stored.stored(["weight_shape"]):
-        said = stored.take_any("weight_shape").tolist()
+        sizes = stored.take_any("weight_shape")
+        said = [M, K] if sizes.is_meta else sizes.tolist()
         if said != [M, K]:
             raise ValueError(f"{stored.linear}.weight_shape says {said}: its weight is {[M, K]}")
     words = stored.take(
@@ -288,6 +288,8 @@ def _read_order(scheme: WeightScheme, stored: LinearTensors, K: int) -> Tensor |
     columns = scheme.format.columns or K
     count = -(-K // columns)
     name = stored.name(end)
+    if groups.is_meta:
+        return None
     check_range(name, "groups", groups, 0, count - 1)
     sizes = groups.long().bincount(minlength=count)
     wanted = torch.full_like(sizes, columns)

@@ -87,7 +87,7 @@ class LinearTensors:
             # A scale that was too small for e4m3 is 0 there.
             high = values >= 0 if scales.dtype == torch.float8_e4m3fn else values > 0
             wrong = ~(high & values.isfinite())
-        if bool(wrong.any()):
+        if _is_any(wrong):
             where = wrong.nonzero()[0].tolist()
             value = scales[tuple(where)].float().item()
             raise ValueError(
@@ -108,7 +108,7 @@ class LinearTensors:
         self.used.append(name)
         value = stored.reshape(()).float()
         value = 1 / value if inverse else value
-        if not (bool(value.isfinite()) and bool(value > 0)):
+        if _is_any(~value.isfinite() | (value <= 0)):
             raise ValueError(f"{name} has {float(stored):.7g}: it must be positive and finite")
         return value
 
@@ -165,12 +165,17 @@ def check_multiple(name: str, what: str, count: int, of: int) -> None:
 def check_range(name: str, what: str, values: Tensor, least: int, most: int) -> None:
     """ValueError, with the first value and its place, if any is out of [least, most]."""
     wrong = (values < least) | (values > most)
-    if bool(wrong.any()):
+    if _is_any(wrong):
         where = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"{name} has {int(wrong.sum())} {what} out of range, the first "
             f"{shown(values[tuple(where)].item())} at {where}: they are in [{least}, {most}]"
         )
+
+
+def _is_any(wrong: Tensor) -> bool:
+    """Whether any is true; values on the device "meta" are not known."""
+    return not wrong.is_meta and bool(wrong.any())
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

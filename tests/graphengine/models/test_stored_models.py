@@ -193,7 +193,11 @@ LAYER = "model.layers.1."
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        (f"{LAYER}mlp.up_proj.weight_scale_inv", torch.ones(1), "quantised weights, which are not"),
+        (
+            f"{LAYER}mlp.up_proj.weight_scale_inv",
+            torch.ones(1),
+            "quantised weights, which are not those of the format",
+        ),
         (f"{LAYER}mlp.up_proj.qweight", torch.ones(2, dtype=torch.int32), "quantised weights"),
         (f"{LAYER}mlp.up_proj.g_idx", torch.ones(2, dtype=torch.int32), "quantised weights"),
         ("lm_head.weight_scale", torch.ones(()), "quantised weights"),

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 
+from checkpoints.compressed import Stored, compressed, config_of, weight_args
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.readers import read_weight
 
 LINEAR = "model.layers.3.mlp.up_proj"
-Stored = dict[str, Tensor]
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], WeightFormat]] = {
     "fp8 tensor": (
@@ -102,60 +97,14 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], WeightFormat]] = {
 }  # fmt: skip
 
 
-def config_of(name: str, args: QuantizationArgs, **group: Any) -> dict[str, Any]:
-    """`quantization_config` as the package itself writes it."""
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, **group)
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format=name,
-        quantization_status="compressed",
-        ignore=["lm_head"],
-    )
-    return json.loads(config.model_dump_json())
-
-
-def random_parameters(args: QuantizationArgs, M: int, K: int) -> Stored:
-    """Scales, and zero points where there are some, for a weight in (-1, 1)."""
-    kind = WeightFormat("int8", *{
-        "tensor": (0, 0), "channel": (1, 0), "block": tuple(args.block_structure or ()),
-    }.get(args.strategy or "", (1, args.group_size)))  # fmt: skip
-    shape = (1,) if args.strategy == "tensor" else kind.groups(M, K)
-    steps = {("int", 8): 127, ("int", 4): 7, ("float", 8): 448, ("float", 4): 6}
-    scales = (0.5 + torch.rand(shape)) / steps[args.type, args.num_bits]
-    if args.type == "float" and args.num_bits == 4:
-        scales = torch.exp2(scales.log2().round())
-    found = {"weight_scale": scales}
-    if not args.symmetric:
-        least, most = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1)
-        found["weight_zero_point"] = torch.randint(least, most, shape, dtype=torch.int8)
-    if args.strategy == "tensor_group":
-        whole = torch.tensor([37.5])
-        found["weight_scale"] = (scales * whole).to(torch.float8_e4m3fn).float()
-        found["weight_global_scale"] = whole
-    return found
-
-
 def packed(case: str) -> tuple[dict[str, Any], Stored, Tensor]:
     """(config, the linear's tensors, what the package says they mean) of a case."""
     name, given, (M, K), _ = CASES[case]
     torch.manual_seed(len(case))
-    args = QuantizationArgs(**{"num_bits": 8, "type": "int", **given})
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    compressor = BaseCompressor.get_value_from_registry(name)
-    weight = torch.rand(M, K) * 2 - 1
-    tensors = compressor.compress({"weight": weight, **random_parameters(args, M, K)}, scheme)
-    if name == "nvfp4-pack-quantized":
-        # Its compressor computes in bfloat16.
-        codes = unpack_fp4_from_uint8(tensors["weight_packed"], M, K, dtype=torch.float32)
-        scales, whole = tensors["weight_scale"].float(), tensors["weight_global_scale"]
-        meant = dequantize(codes, scales, args=args, global_scale=whole)
-    else:
-        meant = compressor.decompress(dict(tensors), scheme)["weight"].float()
-    return (
-        config_of(name, args),
-        {f"{LINEAR}.{key}": value for key, value in tensors.items()},
-        meant,
-    )
+    args = weight_args(given)
+    tensors, meant = compressed(name, args, M, K)
+    stored = {f"{LINEAR}.{key}": value for key, value in tensors.items()}
+    return config_of(name, args), stored, meant
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,321 @@
+"""Small models whose linears are stored in 8 or 4 bits, as people have them, and what they mean.
+
+A `Store` writes one linear with random codes. What it means is what a public package says, or a
+plain formula over the same numbers.
+
+Letters: M weight rows, K input features, G groups of columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from checkpoints.compressed import compressed, config_of, weight_args
+from checkpoints.packed_weights import awq_tensors, gptq_tensors, meaning
+from graphengine.kernels.linear.quantised import E2M1
+
+Tensors = dict[str, Tensor]
+SIZE = 0.25
+"""About the largest number of a weight: with it logits spread."""
+HEAD = "lm_head"
+
+
+class Stored(NamedTuple):
+    """A linear's tensors, by their last names, and the weight [M, K] that they stand for."""
+
+    tensors: Tensors
+    meant: Tensor
+
+
+Store = Callable[[str, int, int], Stored]
+"""Writes the linear of a name with M rows and K columns."""
+
+
+class Kind(NamedTuple):
+    """config  `quantization_config`"""
+
+    config: dict[str, Any]
+    store: Store
+
+
+class Written(NamedTuple):
+    """A checkpoint and transformers' model of what it means, in float32."""
+
+    path: Path
+    model: PreTrainedModel
+
+
+def compressed_kind(name: str, **weights: Any) -> Kind:
+    """A format of compressed-tensors, by the package's own compressor."""
+    args = weight_args(weights)
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        return Stored(*compressed(name, args, M, K, SIZE))
+
+    return Kind(config_of(name, args), store)
+
+
+def fp8_kind(block: int | None, scales: torch.dtype = torch.float32) -> Kind:
+    """The method "fp8": a scale for each block, or one for all of a weight."""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes = (torch.rand(M, K) * 2 - 1).mul(448).to(torch.float8_e4m3fn)
+        rows, columns = (block, block) if block else (M, K)
+        shape = (-(-M // rows), -(-K // columns))
+        steps = (SIZE * (0.5 + torch.rand(shape)) / 448).to(scales)
+        spread = steps.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        meant = codes.float() * spread[:M, :K]
+        steps = steps if block else steps.reshape(())
+        return Stored({"weight": codes, "weight_scale_inv": steps}, meant)
+
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    return Kind(config | ({"weight_block_size": [block, block]} if block else {}), store)
+
+
+def integers(M: int, K: int, columns: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes [M, K], zero points and scales [M, G], the group of each column)."""
+    groups = torch.arange(K) // (columns or K)
+    G = int(groups[-1]) + 1
+    middle = 2 ** (bits - 1)
+    zeros = torch.randint(middle - 2, middle + 3, (M, G))
+    scales = (SIZE * (0.5 + torch.rand(M, G)) / middle).half()
+    return torch.randint(0, 2**bits, (M, K)), zeros, scales, groups
+
+
+def awq_kind(columns: int) -> Kind:
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes, zeros, scales, groups = integers(M, K, columns, 4)
+        return Stored(
+            below(awq_tensors, codes, zeros, scales), meaning(codes, zeros, scales, groups)
+        )
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": columns, "zero_point": True}
+    return Kind(config | {"version": "gemm"}, store)
+
+
+def below(write: Callable[..., Tensors], *arguments: Any, **options: Any) -> Tensors:
+    """The tensors that a packer makes, by their last names."""
+    tensors = write("x", *arguments, **options)
+    return {name.removeprefix("x."): tensor for name, tensor in tensors.items()}
+
+
+def gptq_kind(
+    columns: int,
+    *,
+    bits: int = 4,
+    version: int = 1,
+    symmetric: bool = False,
+    desc_act: bool = False,
+    static_groups: bool = False,
+) -> Kind:
+    """static_groups  whether groups are of neighbours, though columns were rounded by activation"""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes, zeros, scales, groups = integers(M, K, columns, bits)
+        if symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        if desc_act and not static_groups:
+            groups = groups[torch.randperm(K, generator=input_seed(linear))]
+        meant = meaning(codes, zeros, scales, groups)
+        less_one = version == 1
+        parts = (codes, zeros, scales, groups, bits)
+        return Stored(below(gptq_tensors, *parts, less_one=less_one), meant)
+
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": columns,
+        "sym": symmetric,
+        "desc_act": desc_act,
+        "static_groups": static_groups,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }
+    return Kind(config, store)
+
+
+def input_seed(linear: str) -> torch.Generator:
+    """The same for linears of one input, whose columns are rounded in one order."""
+    block, _, name = linear.rpartition(".")
+    first = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.get(name, name)
+    return torch.Generator().manual_seed(sum(map(ord, f"{block}{first}")))
+
+
+def mxfp4_kind() -> Kind:
+    """As gpt-oss names its tensors."""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        blocks = torch.randint(0, 256, (M, K // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 124, (M, K // 32), dtype=torch.uint8)
+        meant = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)
+        return Stored({"weight_blocks": blocks, "weight_scales": scales}, meant[0].T.contiguous())
+
+    return Kind({"quant_method": "mxfp4"}, store)
+
+
+def modelopt_nvfp4_kind() -> Kind:
+    def store(linear: str, M: int, K: int) -> Stored:
+        packed = torch.randint(0, 256, (M, K // 2), dtype=torch.uint8)
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+        values = numbers[torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()]
+        scales = (100 + 300 * torch.rand(M, K // 16)).to(torch.float8_e4m3fn)
+        # Each of the linears that are computed as one has its own.
+        whole = SIZE / 6 / 400 * (0.5 + torch.rand(()))
+        meant = values * (scales.float() * whole).repeat_interleave(16, dim=1)
+        tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": whole}
+        return Stored(tensors | {"input_scale": torch.tensor(0.5)}, meant)
+
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    return Kind(config | {"ignore": [HEAD]}, store)
+
+
+def modelopt_fp8_kind() -> Kind:
+    """With the scales of an fp8 KV cache, as ModelOpt names them."""
+    whole = fp8_kind(None).store
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        found = whole(linear, M, K)
+        scales = {"weight_scale": found.tensors["weight_scale_inv"], "input_scale": torch.ones(())}
+        if linear.endswith(("k_proj", "v_proj")):
+            scales[f"{linear[-6]}_scale"] = torch.tensor(0.5)
+        return Stored({"weight": found.tensors["weight"], **scales}, found.meant)
+
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    return Kind(config | {"exclude_modules": [HEAD]}, store)
+
+
+GROUP = {"strategy": "group"}
+KINDS: dict[str, Kind] = {
+    "fp8 tensor": fp8_kind(None),
+    "fp8 blocks": fp8_kind(128),
+    "fp8 blocks of powers of two": fp8_kind(128, torch.float8_e8m0fnu),
+    "float-quantized tensor": compressed_kind("float-quantized", type="float", strategy="tensor"),
+    "float-quantized channel": compressed_kind("float-quantized", type="float", strategy="channel"),
+    "float-quantized blocks": compressed_kind(
+        "float-quantized", type="float", strategy="block", block_structure=[128, 128]
+    ),
+    "int-quantized channel": compressed_kind("int-quantized", strategy="channel"),
+    "int-quantized zeros": compressed_kind("int-quantized", strategy="channel", symmetric=False),
+    "packed int4 of 32": compressed_kind("pack-quantized", num_bits=4, group_size=32, **GROUP),
+    "packed int4 of 64 zeros": compressed_kind(
+        "pack-quantized", num_bits=4, group_size=64, symmetric=False, **GROUP
+    ),
+    "packed int4 of 128": compressed_kind("pack-quantized", num_bits=4, group_size=128, **GROUP),
+    "packed int4 of 128 zeros": compressed_kind(
+        "pack-quantized", num_bits=4, group_size=128, symmetric=False, **GROUP
+    ),
+    "packed int4 channel": compressed_kind("pack-quantized", num_bits=4, strategy="channel"),
+    "packed int8 of 32": compressed_kind("pack-quantized", group_size=32, **GROUP),
+    "packed int8 of 128 zeros": compressed_kind(
+        "pack-quantized", group_size=128, symmetric=False, **GROUP
+    ),
+    "nvfp4-pack-quantized": compressed_kind(
+        "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+    ),
+    "mxfp4-pack-quantized": compressed_kind(
+        "mxfp4-pack-quantized", num_bits=4, type="float", group_size=32, **GROUP
+    ),
+    "awq of 32": awq_kind(32),
+    "awq of 128": awq_kind(128),
+    "gptq": gptq_kind(128),
+    "gptq symmetric": gptq_kind(64, symmetric=True),
+    "gptq v2": gptq_kind(32, version=2),
+    "gptq of 8 bits": gptq_kind(32, bits=8),
+    "gptq desc_act": gptq_kind(32, desc_act=True),
+    "gptq desc_act v2 symmetric": gptq_kind(64, desc_act=True, version=2, symmetric=True),
+    "gptq desc_act static groups": gptq_kind(64, desc_act=True, static_groups=True),
+    "mxfp4": mxfp4_kind(),
+    "modelopt NVFP4": modelopt_nvfp4_kind(),
+    "modelopt FP8": modelopt_fp8_kind(),
+}
+"""By name."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def write_model(
+    folder: Path,
+    kind: Kind,
+    *,
+    family: str = "llama",
+    plain: tuple[str, ...] = (HEAD,),
+    edit: Callable[[dict[str, Any], Tensors], object] = lambda config, tensors: None,
+    files: int = 1,
+    **sizes: Any,
+) -> Written:
+    """A checkpoint whose linears are stored so.
+
+    plain  parts of names of linears that stay in bfloat16
+    edit   changes config and tensors before they are written
+    files  over which the tensors are spread, in the order of their names
+    """
+    torch.manual_seed(len(str(kind.config)))
+    make_config, make_model = FAMILIES[family]
+    config = make_config(**SIZES | sizes)
+    model: PreTrainedModel = make_model(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            size = 0.3 if "norm" in name or "bias" in name else 0.6 * SIZE
+            parameter.add_(torch.randn_like(parameter) * size)
+            parameter.copy_(parameter.bfloat16())
+    tensors = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not any(part in name for part in plain):
+            del tensors[f"{name}.weight"]
+            stored = kind.store(name, *module.weight.shape)
+            module.weight.data = stored.meant
+            tensors |= {f"{name}.{end}": tensor for end, tensor in stored.tensors.items()}
+    written = json.loads(config.to_json_string(use_diff=False))
+    written["architectures"] = [make_model.__name__]
+    written["quantization_config"] = kind.config
+    edit(written, tensors)
+    save(folder, written, tensors, files)
+    return Written(folder, model)
+
+
+def save(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], files: int = 1
+) -> None:
+    """A checkpoint, with an index where there are several files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return
+    names, places = sorted(tensors), {}
+    for index in range(files):
+        chosen, file = names[index::files], f"model-{index + 1:05}-of-{files:05}.safetensors"
+        save_file({name: tensors[name] for name in chosen}, folder / file)
+        places |= dict.fromkeys(chosen, file)
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"weight_map": places}))
