@@ -18,7 +18,7 @@ Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -95,17 +95,22 @@ class MtpLayout:
         return self.prefix.format(index=index, layer=layers + index)
 
     def first_name(self, layers: int) -> str:
-        """The tensor that shows that a checkpoint has this layout."""
+        """The tensor that shows that a checkpoint has this layout; packed ones have other ends."""
         return self.module_prefix(layers, 0) + self.projection
 
-    def prefixes(self, names: Mapping[str, object], layers: int) -> tuple[str, ...]:
+    def prefixes(self, names: Iterable[str], layers: int) -> tuple[str, ...]:
         """Prefixes of the modules that exist."""
+        linears = {name.rpartition(".")[0] for name in names}
         found: list[str] = []
-        while (prefix := self.module_prefix(layers, len(found))) + self.projection in names:
+        while self.linear(prefix := self.module_prefix(layers, len(found))) in linears:
             found.append(prefix)
             if not self.several:
                 break
         return tuple(found)
+
+    def linear(self, prefix: str) -> str:
+        """The name of the projection of the module of this prefix."""
+        return prefix + self.projection.removesuffix(".weight")
 
 
 LAYOUTS = (
@@ -230,7 +235,7 @@ class MtpConfig:
 
     def projection(self, prefix: str) -> str:
         """The name in the checkpoint of the projection of the module of this prefix."""
-        return prefix + self.layout.projection.removesuffix(".weight")
+        return self.layout.linear(prefix)
 
     def first(self, modules: int) -> MtpConfig:
         """The same with only the first `modules` modules."""
@@ -329,14 +334,17 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
             f"lacks {some(missing)}"
         )
     packed = names_of_packed(checkpoint, weights.linears())
-    ignored = {prefix + name for prefix in config.prefixes for name in layout.ignored}
+    # Whatever their copies are stored in: they are not read.
+    ignored = {
+        (prefix + name).rpartition(".")[0] for prefix in config.prefixes for name in layout.ignored
+    }
     unknown = [
         name
         for name in names
         if name.startswith(config.prefixes)
         and name not in wanted
         and name not in packed
-        and name not in ignored
+        and name.rpartition(".")[0] not in ignored
         and not is_kv_scale(name)
     ]
     if unknown:
@@ -358,7 +366,7 @@ class MtpModuleWeights:
 
     def linears(self, layout: MtpLayout, prefix: str) -> list[StoredLinear]:
         """The module's products. Ranks have the whole projection each."""
-        name = prefix + layout.projection.removesuffix(".weight")
+        name = layout.linear(prefix)
         own = StoredLinear(self.projection, ((name, self.projection.shape[0]),))
         return [own, *self.layer.linears()]
 

@@ -231,8 +231,8 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
             f"config does not have: {some(unknown)}"
         )
     beyond = {_layer(name) for name in own if _layer(name) >= config.num_layers}
-    draft_module = f"model.layers.{config.num_layers}.eh_proj.weight"
-    if beyond and draft_module not in checkpoint.tensors:
+    draft_module = f"model.layers.{config.num_layers}.eh_proj."
+    if beyond and not any(name.startswith(draft_module) for name in checkpoint.tensors):
         log.warning(
             "%s: num_hidden_layers=%d, and there are weights up to layer %d: they are not used",
             checkpoint.path,

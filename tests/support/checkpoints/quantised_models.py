@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -297,7 +298,7 @@ def write_model(
             tensors |= {f"{name}.{end}": tensor for end, tensor in stored.tensors.items()}
     written = json.loads(config.to_json_string(use_diff=False))
     written["architectures"] = [make_model.__name__]
-    written["quantization_config"] = kind.config
+    written["quantization_config"] = deepcopy(kind.config)
     edit(written, tensors)
     save(folder, written, tensors, files)
     return Written(folder, model)
