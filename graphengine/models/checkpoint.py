@@ -317,10 +317,16 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
         named = config.get("dtype") or config.get("torch_dtype")
         if isinstance(named, str) and named in DTYPES:
             return DTYPES[named]
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype in _DTYPES.values():
-            return tensor.dtype
-    raise ValueError(f"{checkpoint.path} has no weight in one of {', '.join(_DTYPES)}")
+    floats = {
+        name: tensor.dtype
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.dtype in _DTYPES.values()
+    }
+    if not floats:
+        raise ValueError(f"{checkpoint.path} has no weight in one of {', '.join(_DTYPES)}")
+    # Scales of quantised weights may be in another dtype, and come first.
+    weights = [dtype for name, dtype in floats.items() if name.endswith(".weight")]
+    return (weights or [*floats.values()])[0]
 
 
 def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:

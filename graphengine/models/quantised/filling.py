@@ -95,7 +95,10 @@ def rounding_reader(checkpoint: Checkpoint) -> Reader:
 
 
 def fill_packed(
-    linears: Sequence[StoredLinear], read: Reader, progress: Callable[[tuple[str, ...]], None]
+    checkpoint: Checkpoint,
+    linears: Sequence[StoredLinear],
+    read: Reader,
+    progress: Callable[[tuple[str, ...]], None],
 ) -> set[str]:
     """Fill those of the weights that are packed; the names of the tensors that were read.
 
@@ -106,19 +109,22 @@ def fill_packed(
     used: set[str] = set()
     for linear in linears:
         if isinstance(linear.weight, PackedWeight):
-            names = _fill(linear, linear.weight, read)
+            names = _fill(checkpoint, linear, linear.weight, read)
             used |= set(names)
             progress(names)
     return used
 
 
-def _fill(linear: StoredLinear, target: PackedWeight, read: Reader) -> tuple[str, ...]:
+def _fill(
+    checkpoint: Checkpoint, linear: StoredLinear, target: PackedWeight, read: Reader
+) -> tuple[str, ...]:
     """The names that were read. What it was read into is freed before the next linear is."""
     found = read(linear, target.codes.device)
     try:
         packed = pack(found.weight, swiglu=linear.swiglu)
     except ValueError as error:
-        raise ValueError(f"{', '.join(name for name, _ in linear.parts)}: {error}") from error
+        names = ", ".join(name for name, _ in linear.parts)
+        raise ValueError(f"{checkpoint.path}: {names}: {error}") from error
     for name, into, source in zip(target._fields, target, packed, strict=True):
         if isinstance(into, Tensor):
             _copy(into, source, f"{name} of {linear.parts[0][0]}")

@@ -160,3 +160,23 @@ def test_a_scale_that_float32_hardly_has_is_refused():
 def test_a_swiglu_of_odd_rows_is_refused():
     with pytest.raises(ValueError, match="as many gate rows as up rows, not 7 rows"):
         pack(random_quantised("int8", 7, 64), swiglu=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_some_rows_of_a_weight(name):
+    """The first ones end inside a block, so that others follow the last."""
+    weight = random_quantised(name, 131, 192)
+    if weight.format.rows == 1:
+        # As where several weights are one: each has a factor of its own.
+        weight = weight._replace(whole=torch.linspace(0.5, 2, 131)[:, None])
+    if weight.scales.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        weight = weight._replace(whole=None)
+    values, packed = dequantise(weight), pack(weight)
+    for rows in (1, 83, 128, 131):
+        first = first_rows(packed, rows)
+        assert first.shape == (rows, 192)
+        assert torch.equal(dequantise(unpack(first)), values[:rows])
+    chosen = torch.tensor([0, 7, 15, 16, 90, 130])
+    selected = select_rows(packed, chosen)
+    assert selected.shape == (6, 192)
+    assert torch.equal(dequantise(unpack(selected)), values[chosen])

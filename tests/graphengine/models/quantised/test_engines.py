@@ -98,19 +98,6 @@ def packed(engine: Engine) -> dict[str, WeightFormat]:
     }
 
 
-# Formats.
-
-# One of each layout has 64 tokens.
-LONG = ("fp8 blocks", "packed int4 of 128 zeros", "gptq desc_act", "awq of 32", "modelopt NVFP4")
-FAMILY = dict(zip(KINDS, itertools.cycle(("llama", "qwen3")), strict=False))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_logits_and_greedy_tokens(tmp_path: Path, eager: Eager, name: str) -> None:
-    written = write_model(tmp_path, KINDS[name], family=FAMILY[name])
-    assert_parity(written, eager, 64 if name in LONG else 4)
-
-
 # Checkpoints as people have them.
 
 
@@ -182,6 +169,21 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     ),
     "biases of zeros": (GPTQ, {"edit": add_biases_of_zeros}),
 }  # fmt: skip
+
+
+# One of each layout has 64 tokens.
+LONG = ("fp8 blocks", "packed int4 of 128 zeros", "gptq desc_act", "awq of 32", "modelopt NVFP4")
+FAMILY = dict(zip(KINDS, itertools.cycle(("llama", "qwen3")), strict=False))
+
+
+# The others are those of `CHECKPOINTS`.
+ALONE = [name for name in KINDS if KINDS[name] not in [kind for kind, _ in CHECKPOINTS.values()]]
+
+
+@pytest.mark.parametrize("name", dict.fromkeys((*LONG, *ALONE)))
+def test_logits_and_greedy_tokens(tmp_path: Path, eager: Eager, name: str) -> None:
+    written = write_model(tmp_path, KINDS[name], family=FAMILY[name])
+    assert_parity(written, eager, 64 if name in LONG else 4)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
