@@ -131,7 +131,7 @@ def load_weights(
         if quantisation is None
         else stored_reader(checkpoint, quantisation)
     )
-    used = fill_packed(checkpoint, linears, reader, note)
+    used = fill_packed(checkpoint.path, linears, reader, note)
     return sorted(set(unused) - used)
 
 

@@ -7,6 +7,7 @@ what a format's own layout takes to undo. The host maps files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -95,13 +96,14 @@ def rounding_reader(checkpoint: Checkpoint) -> Reader:
 
 
 def fill_packed(
-    checkpoint: Checkpoint,
+    path: Path,
     linears: Sequence[StoredLinear],
     read: Reader,
     progress: Callable[[tuple[str, ...]], None],
 ) -> set[str]:
     """Fill those of the weights that are packed; the names of the tensors that were read.
 
+    path      of the checkpoint, for errors
     progress  called with the names of each
 
     ValueError, with names and numbers, for what a weight's form did not say.
@@ -109,22 +111,20 @@ def fill_packed(
     used: set[str] = set()
     for linear in linears:
         if isinstance(linear.weight, PackedWeight):
-            names = _fill(checkpoint, linear, linear.weight, read)
+            names = _fill(path, linear, linear.weight, read)
             used |= set(names)
             progress(names)
     return used
 
 
-def _fill(
-    checkpoint: Checkpoint, linear: StoredLinear, target: PackedWeight, read: Reader
-) -> tuple[str, ...]:
+def _fill(path: Path, linear: StoredLinear, target: PackedWeight, read: Reader) -> tuple[str, ...]:
     """The names that were read. What it was read into is freed before the next linear is."""
     found = read(linear, target.codes.device)
     try:
         packed = pack(found.weight, swiglu=linear.swiglu)
     except ValueError as error:
         names = ", ".join(name for name, _ in linear.parts)
-        raise ValueError(f"{checkpoint.path}: {names}: {error}") from error
+        raise ValueError(f"{path}: {names}: {error}") from error
     for name, into, source in zip(target._fields, target, packed, strict=True):
         if isinstance(into, Tensor):
             _copy(into, source, f"{name} of {linear.parts[0][0]}")

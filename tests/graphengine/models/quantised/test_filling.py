@@ -39,7 +39,8 @@ def test_what_a_linear_was_read_into_is_gone_before_the_next() -> None:
         return filling.Read(weight, (linear.parts[0][0],))
 
     told: list[tuple[str, ...]] = []
-    assert filling.fill_packed(linears("a", "b", "c"), read, told.append) == {"a", "b", "c"}
+    filled = filling.fill_packed(Path("here"), linears("a", "b", "c"), read, told.append)
+    assert filled == {"a", "b", "c"}
     assert told == [("a",), ("b",), ("c",)]
     assert all(codes() is None for codes in held)
 
