@@ -36,9 +36,11 @@ SMALL = ChunkTile(16, 1)
 
 @pytest.fixture(autouse=True)
 def few_processors(monkeypatch):
-    """So that a program has several tiles, where there is no GPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(MODULE, "_processors", lambda tensor: 3)
+    """So that a program has several tiles in an emulated launch."""
+    of_gpu = MODULE._processors
+    monkeypatch.setattr(
+        MODULE, "_processors", lambda tensor: of_gpu(tensor) if tensor.is_cuda else 3
+    )
 
 
 def to_device(weight: PackedWeight, device: str) -> PackedWeight:
