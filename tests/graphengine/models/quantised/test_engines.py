@@ -192,6 +192,16 @@ def test_a_checkpoint_as_people_have_them(tmp_path: Path, eager: Eager, name: st
     assert_parity(write_model(tmp_path, kind, **options), eager, 4)
 
 
+def test_a_config_of_modelopts_own_file(tmp_path: Path, eager: Eager) -> None:
+    def move(config: dict[str, Any], tensors: Tensors) -> None:
+        said = config.pop("quantization_config")
+        file = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": said["ignore"]}
+        quantization = json.dumps({"producer": {"name": "modelopt"}, "quantization": file})
+        (tmp_path / "hf_quant_config.json").write_text(quantization)
+
+    assert_parity(write_model(tmp_path, KINDS["modelopt NVFP4"], edit=move), eager, 4)
+
+
 def test_what_is_ignored_is_not_packed(tmp_path: Path) -> None:
     kind, options = CHECKPOINTS["an ignored layer"]
     with open_engine(write_model(tmp_path, kind, **options).path) as engine:
