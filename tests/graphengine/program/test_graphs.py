@@ -225,12 +225,22 @@ class CheckedGraph:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_batch", FAMILIES)
-@pytest.mark.parametrize("case", GPU_CASES)
+@pytest.mark.parametrize(
+    ("case", "quantize"),
+    [
+        pytest.param(FLOAT32_ON_GPU.values[0], None, id="float32"),
+        *(
+            pytest.param(BFLOAT16_ON_GPU.values[0], kind, id=f"bfloat16-{kind}")
+            for kind in (None, "fp8", "int8", "int4")
+        ),
+    ],
+)
 def test_a_replay_equals_the_eager_step(
-    case: Case, checkpoints: dict[str, Any], max_batch: int
+    case: Case, checkpoints: dict[str, Any], max_batch: int, quantize: str | None
 ) -> None:
     checked: Counter[str] = Counter()
-    with open_engine(case, checkpoints, **sized(max_batch), prefill_buckets=(8, 32)) as engine:
+    options = sized(max_batch) | {"prefill_buckets": (8, 32), "quantize": quantize}
+    with open_engine(case, checkpoints, **options) as engine:
         assert engine.row_family == FAMILIES[max_batch]
         for name in graph_names(engine):
             replace_graph(engine, name, CheckedGraph(engine, name, checked))
