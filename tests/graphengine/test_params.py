@@ -265,6 +265,8 @@ def test_engine_defaults() -> None:
     assert dataclasses.asdict(config) == {
         "device": "cpu",
         "dtype": None,
+        "quantize": None,
+        "quantize_lm_head": False,
         "max_batch": 8,
         "max_seq_len": None,
         "buckets": None,
@@ -339,6 +341,11 @@ def test_engine_defaults() -> None:
         ({"wait_limit_s": math.inf}, "wait_limit_s=inf must be positive and finite"),
         ({"wait_limit_s": math.nan}, "wait_limit_s=nan must be positive and finite"),
         ({"kv_blocks": -1}, "kv_blocks=-1 must be at least 1"),
+        ({"quantize": "int3"}, "quantize='int3' must be 'fp8', 'int8', 'int4' or None"),
+        (
+            {"quantize_lm_head": True},
+            "quantize_lm_head=True is for an engine with quantize, which is None",
+        ),
         ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be 'auto' or 'fp8'"),
         ({"kv_calibration": "x"}, "kv_calibration is for kv_dtype='fp8', not for kv_dtype='auto'"),
         (
