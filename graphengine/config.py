@@ -95,7 +95,9 @@ class EngineConfig:
         checkpoint has them, quantised ones too""",
         flag=Flag(),
     )
-    quantize_lm_head: bool = option(False, doc="whether `quantize` rounds lm_head, too")
+    quantize_lm_head: bool = option(
+        False, doc="whether `quantize` rounds lm_head, too", flag=Flag()
+    )
     max_batch: int = option(
         8,
         within(1, MAX_LANES),

@@ -77,6 +77,7 @@ TTFT_TOKENS = (128, 1024)
 ENGINE_FLAGS = (
     *("device", "row_family", "prefill_buckets"),
     *("max_prefill_tokens_per_step", "max_prefill_ms_per_step", "kv_dtype"),
+    *("quantize", "quantize_lm_head"),
 )
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
@@ -497,8 +498,8 @@ def _against_floor(
         engine.model.config,
         context=work.prompt_tokens + work.new_tokens / 2,
         rows=work.live,
-        itemsize=engine.memory.dtype.itemsize,
-        kv_itemsize=engine.memory.kv_dtype.itemsize,
+        dtype=engine.memory.dtype,
+        kv_dtype=engine.memory.kv_dtype,
     )
     return {"step_bytes": size} | floor_and_share(ceiling, size, ms_per_step)
 

@@ -36,13 +36,15 @@ from typing import get_args
 import torch
 import triton
 
-from graphengine.config import DTYPES
+from graphengine.cli.option_flags import add_flags
+from graphengine.config import DTYPES, EngineConfig
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily
 from graphengine.models import tuning
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import LinearPlans, ModelConfig
 from graphengine.models.tuning import TunedPlan
 from graphengine.profiles.arguments import integers
+from graphengine.profiles.benchmark.engines import engine_options, rounded_model
 from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
 from graphengine.profiles.tuning.candidates import ORDER, Target, targets_of
 from graphengine.profiles.tuning.chain_bench import (
@@ -53,6 +55,7 @@ from graphengine.profiles.tuning.chain_bench import (
 )
 from graphengine.profiles.tuning.search import Step, search
 
+_ROUNDING = ("quantize", "quantize_lm_head")
 DEFAULT_ROWS: Mapping[RowFamily, tuple[int, ...]] = {"fma": (1,), "dot": (8, 32)}
 
 
@@ -66,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", choices=ORDER, default=ORDER, help="default: all linears")
     add("--rows", help="to measure at, such as 8,32 (default: 1 for fma; 8,32 for dot)")
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, or bfloat16")
+    add_flags(parser, EngineConfig, only=_ROUNDING)
     add("--seconds", type=float, default=300.0, help="a family; then no more plans are tried")
     add("--device", default="cuda", help="the GPU to measure on")
     add("--out", type=Path, help="the table to add to (default: the user's)")
@@ -114,7 +118,7 @@ def entries(
     date = datetime.now(UTC).date().isoformat()
     table = {}
     for target in targets:
-        us = head_us if "lm_head" in target.names else layer_us
+        us = head_us if target.key.kind == "sample" else layer_us
         # A tiny model's time is still a positive number.
         us = max(round(us, 1), 0.1)
         table[target.key] = TunedPlan(
@@ -138,8 +142,12 @@ def _model(options: argparse.Namespace) -> tuple[ModelConfig, torch.dtype]:
         subject = Subject.of_shape(options.shape or DEMO)
     else:
         subject = Subject.of_checkpoint(options.checkpoint)
+    config = EngineConfig(
+        device="cpu", **engine_options({name: getattr(options, name) for name in _ROUNDING})
+    )
+    model = rounded_model(subject.model, config)
     if options.dtype is not None:
-        return subject.model, DTYPES[options.dtype]
+        return model, DTYPES[options.dtype]
     if subject.checkpoint is None:
-        return subject.model, torch.bfloat16
-    return subject.model, stored_dtype(Checkpoint.open(subject.checkpoint))
+        return model, torch.bfloat16
+    return model, stored_dtype(Checkpoint.open(subject.checkpoint))

@@ -172,6 +172,8 @@ def describe_step(scheduler: Scheduler) -> StepReport:
 def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> dict[str, Any]:
     """What latency and numerics depend on.
 
+    `weights` are bytes, by how they are stored; without a drafter's.
+
     `plan_sources` says where the plan of each linear of a decode step came from: "user", "shipped"
     or "heuristic". On a CPU no kernel uses it.
     """
@@ -179,6 +181,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "architecture": runtime.model.config.architecture,
         "device": str(memory.device),
         "dtype": str(memory.dtype).removeprefix("torch."),
+        "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
         "max_batch": config.max_batch,
         "max_seq_len": memory.max_seq_len,

@@ -106,7 +106,7 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = _stored_as_target(read_mtp_config(target.checkpoint), target)
+    mtp = beside_target(read_mtp_config(target.checkpoint), target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
     wanted, vocabulary = options.draft_vocab, None
@@ -118,14 +118,14 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     return eagle(mtp, options.k, vocabulary)
 
 
-def _stored_as_target(mtp: MtpConfig, target: Target) -> MtpConfig:
+def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
     """The modules with weights that are rounded where the target's are, and beside its lm_head."""
     forms = dict(mtp.forms)
-    if target.config.quantize is not None:
+    if config.quantize is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
-        forms |= rounded_forms(linears, target.config.quantize, head=False)
-    if HEAD in target.model.forms:
-        forms[HEAD] = target.model.forms[HEAD]
+        forms |= rounded_forms(linears, config.quantize, head=False)
+    if HEAD in model.forms:
+        forms[HEAD] = model.forms[HEAD]
     return mtp.stored_as(WeightForms(forms))
 
 

@@ -344,6 +344,16 @@ class StoredWeights(ABC):
         """Bytes of all weights; one that is used twice counts once."""
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
 
+    def bytes_by_kind(self, dtype: torch.dtype) -> dict[str, int]:
+        """The same, apart: what is in the model's `dtype`, then of each format, by labels."""
+        packed: dict[str, int] = {}
+        for linear in self.linears():
+            if isinstance(linear.weight, PackedWeight):
+                label = linear.weight.format.label
+                packed[label] = packed.get(label, 0) + linear.weight.nbytes
+        plain = self.nbytes - sum(packed.values())
+        return {str(dtype).removeprefix("torch."): plain, **packed}
+
 
 # What the engine lends a model for a launch.
 

@@ -49,6 +49,7 @@ from graphengine.models.contract import (
     Weight,
     WeightForms,
     in_formats,
+    linear_name,
 )
 
 
@@ -390,10 +391,10 @@ class DecoderModel:
         """The chunks whose gate and up one kernel multiplies, which sums in another order."""
         return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
 
-    def linear(self, layer: int, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def linear(self, layer: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
         """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual.
 
-        KeyError for a linear that is not there, and for one whose weight is packed.
+        KeyError for a linear that is not there.
         """
         of_layer = self.weights.layers[layer]
         attention, mlp = of_layer.attention, of_layer.mlp
@@ -404,10 +405,10 @@ class DecoderModel:
             "down": (mlp.down, mlp.down_bias, self.norm_after(layer)),
             "lm_head": (self.weights.lm_head, None, None),
         }
-        weight, bias, norm = there.get(name, (None, None, None))
-        if not isinstance(weight, Tensor):
-            raise KeyError(f"no linear {name} that is not packed: {', '.join(self.config.linears)}")
-        return weight, bias, norm
+        for base, found in there.items():
+            if linear_name(base, found[0]) == name:
+                return found
+        raise KeyError(f"no linear {name} in layer {layer}: {', '.join(self.config.linears)}")
 
     def decode(
         self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch

@@ -29,7 +29,8 @@ import torch
 import triton
 
 from graphengine.config import DTYPES
-from graphengine.kernels import LinearKind, LinearPlan, RowFamily, heuristic_plan
+from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, RowFamily, WeightFormat
+from graphengine.kernels.linear.packed_linear import check_packed_plan, streams
 from graphengine.models.contract import (
     ByLinear,
     Linear,
@@ -62,16 +63,20 @@ MAX_SHARED_BYTES = 227 * 1024
 MAX_SPLITS = 16
 """Parts of K. Each is a float32 [N, M] in the workspace, which is budgeted for this many."""
 
-_BLOCK_M = {"fma": (1, 16), "dot": (16, 256)}
+_BLOCK_M = {"fma": (1, 16), "dot": (16, 256), "packed": (16, 256)}
 _BLOCK_K = (16, 8192)
 _WARPS = (1, 16)
 _STAGES = (1, 8)
 # Lanes of a program, which share memory with the weights.
 _LANES = 32
+# Of a group's scale, at most.
+_SCALE_BYTES = 4
 
 # The family is part of the key.
 _PLAN_FIELDS = LinearPlan._fields[1:]
 _KEY_FIELDS = ("family", "kind", "M", "K", "dtype")
+# Of a key; absent where a weight is in the model's dtype.
+_WEIGHT_FIELD = "weight"
 _MEASURED_FIELDS = ("us", "torch", "triton", "date")
 _FILE_FIELDS = ("version", "device", "entries")
 # Kernels count rows and columns in int32.
@@ -79,21 +84,32 @@ _MAX_INTEGER = 2**31 - 1
 
 
 class TuningKey(NamedTuple):
-    """What a plan was measured for: a weight [M, K] of one dtype, its epilogue, and a family."""
+    """What a plan was measured for: a weight [M, K], its epilogue, and a family.
+
+    dtype   of the model
+    weight  how the weight is stored; None: in that dtype
+    """
 
     family: RowFamily
     kind: LinearKind
     M: int
     K: int
     dtype: torch.dtype
+    weight: WeightFormat | None = None
 
     @classmethod
     def of(cls, linear: Linear, family: RowFamily, dtype: torch.dtype) -> TuningKey:
         """That of a model's linear."""
-        return cls(family, linear.kind, linear.rows, linear.columns, dtype)
+        return cls(family, linear.kind, linear.rows, linear.columns, dtype, linear.weight)
+
+    @property
+    def linear(self) -> Linear:
+        """One that has this key."""
+        return Linear(self.kind, self.M, self.K, self.weight)
 
     def __str__(self) -> str:
-        return f"{self.family} {self.kind} {self.M} x {self.K} {dtype_name(self.dtype)}"
+        stored = "" if self.weight is None else f" in {self.weight.label}"
+        return f"{self.family} {self.kind} {self.M} x {self.K} {dtype_name(self.dtype)}{stored}"
 
 
 class TunedPlan(NamedTuple):
@@ -154,12 +170,7 @@ def choose_plans(
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
-        if linear.weight is None:
-            key = TuningKey.of(linear, family, dtype)
-            plans[name], sources[name] = choose_plan(key, tables)
-        else:
-            plans[name] = heuristic_linear_plan(linear, dtype, family)
-            sources[name] = "heuristic"
+        plans[name], sources[name] = choose_plan(TuningKey.of(linear, family, dtype), tables)
     chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type != "cpu":
         missing = (
@@ -184,7 +195,7 @@ def choose_plan(
     for source, table in tables.items():
         if key in table:
             return table[key].plan, source
-    return heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family), "heuristic"
+    return heuristic_linear_plan(key.linear, key.dtype, key.family), "heuristic"
 
 
 def numerics_id(
@@ -236,9 +247,18 @@ def _numerics(
     return {name: getattr(plan, name) for name in names}
 
 
-def check_plan(plan: LinearPlan, kind: LinearKind, K: int, dtype: torch.dtype) -> None:
-    """ValueError for a plan that the kernels cannot run, or only by spilling registers."""
-    least_m, most_m = _BLOCK_M[plan.family]
+def check_plan(
+    plan: LinearPlan,
+    kind: LinearKind,
+    K: int,
+    dtype: torch.dtype,
+    weight: WeightFormat | None = None,
+) -> None:
+    """ValueError for a plan that the kernels cannot run, or only by spilling registers.
+
+    weight  how the weight is stored; None: in `dtype`
+    """
+    least_m, most_m = _BLOCK_M[plan.family if weight is None else "packed"]
     # A thread of a SwiGLU holds a gate and its up row.
     least_m = max(least_m, 2) if kind == "swiglu" else least_m
     for name, (least, most) in {
@@ -261,10 +281,27 @@ def check_plan(plan: LinearPlan, kind: LinearKind, K: int, dtype: torch.dtype) -
             f"splits={plan.splits} must be 1 for sample: its M is a vocabulary, which fills a GPU "
             "by itself, and parts of that size are not in the memory budget"
         )
-    if plan.family == "fma":
+    if weight is not None:
+        _check_packed(plan, K, weight)
+    elif plan.family == "fma":
         _check_fma(plan, K, dtype)
     else:
         _check_dot(plan, K, dtype)
+
+
+def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat) -> None:
+    check_packed_plan(plan, weight)
+    if plan.family == "fma" and plan.splits > 1:
+        raise ValueError(f"splits={plan.splits} must be 1 in fma")
+    _check_splits(plan, K)
+    lanes = FMA_LANES if plan.family == "fma" else _LANES
+    shared = packed_shared_bytes(plan, K, weight, lanes)
+    if shared > MAX_SHARED_BYTES:
+        raise ValueError(
+            f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} in "
+            f"{weight.label} take {shared} bytes of shared memory with the inputs of {lanes} "
+            f"lanes, at most {MAX_SHARED_BYTES} exist"
+        )
 
 
 def _check_fma(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
@@ -281,13 +318,17 @@ def _check_fma(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
         )
 
 
-def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+def _check_splits(plan: LinearPlan, K: int) -> None:
     tiles = triton.cdiv(K, plan.block_k)
     if plan.splits > tiles:
         raise ValueError(
             f"splits={plan.splits} want more than the {tiles} tiles of block_k={plan.block_k} in "
             f"K={K}"
         )
+
+
+def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+    _check_splits(plan, K)
     shared = shared_bytes(plan, dtype)
     if shared > MAX_SHARED_BYTES:
         raise ValueError(
@@ -306,6 +347,21 @@ def weight_registers(plan: LinearPlan, K: int, dtype: torch.dtype) -> int:
 def shared_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
     """Shared memory that the tiles of the `dot` loop take, for two tiles of 16 lanes."""
     return plan.stages * (plan.block_m + _LANES) * plan.block_k * dtype.itemsize
+
+
+def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> int:
+    """Shared memory of a program of so many lanes with a packed weight: codes and inputs of the
+    tiles, and all scales and zero points.
+    """
+    tiles = triton.cdiv(K, plan.block_k * plan.splits)
+    held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else _LANES
+    ring = plan.block_k * (plan.block_m * weight.bits // 8 + 2 * held)
+    groups = 0
+    if weight.columns:
+        piece = min(weight.columns, plan.block_k // streams(plan))
+        pieces = triton.next_power_of_2(triton.cdiv(K, piece * plan.splits))
+        groups = pieces * plan.block_m * (_SCALE_BYTES + weight.has_zeros)
+    return int(min(max(2, plan.stages), tiles) * ring + groups)
 
 
 def device_name(device: torch.device | str) -> str:
@@ -407,7 +463,13 @@ def write_table(path: Path, device: str, plans: Mapping[TuningKey, TunedPlan]) -
 
 def _format_table(device: str, plans: Mapping[TuningKey, TunedPlan]) -> str:
     """Sorted, an entry a line: a new measurement is a diff of one line."""
-    ordered = sorted(plans.items(), key=lambda item: (*item[0][:4], dtype_name(item[0].dtype)))
+
+    def order(item: tuple[TuningKey, TunedPlan]) -> tuple[str | int, ...]:
+        key = item[0]
+        label = "" if key.weight is None else key.weight.label
+        return (key.family, key.kind, key.M, key.K, dtype_name(key.dtype), label)
+
+    ordered = sorted(plans.items(), key=order)
     entries = ",".join(f"\n    {json.dumps(_entry(*item))}" for item in ordered)
     return (
         f'{{\n  "version": {FORMAT_VERSION},\n  "device": {json.dumps(device)},\n'
@@ -418,7 +480,10 @@ def _format_table(device: str, plans: Mapping[TuningKey, TunedPlan]) -> str:
 def _entry(key: TuningKey, tuned: TunedPlan) -> dict[str, Any]:
     measured = {name: getattr(tuned, name) for name in _MEASURED_FIELDS}
     plan = {name: getattr(tuned.plan, name) for name in _PLAN_FIELDS}
-    return {**key._asdict(), "dtype": dtype_name(key.dtype), "plan": plan, **measured}
+    named = {name: getattr(key, name) for name in _KEY_FIELDS} | {"dtype": dtype_name(key.dtype)}
+    if key.weight is not None:
+        named[_WEIGHT_FIELD] = key.weight.label
+    return {**named, "plan": plan, **measured}
 
 
 def read_table(path: Path, device: str) -> Table:
@@ -479,11 +544,13 @@ def parse_table(content: bytes, device: str, *, origin: str) -> Table:
 def _parse_entry(entry: Any) -> tuple[TuningKey, TunedPlan]:
     if not isinstance(entry, _Object):
         raise ValueError(f"must be an object, not {_brief(entry)}")
-    _require_fields(entry, (*_KEY_FIELDS, "plan", *_MEASURED_FIELDS))
+    stored = (_WEIGHT_FIELD,) if _WEIGHT_FIELD in entry else ()
+    _require_fields(entry, (*_KEY_FIELDS, *stored, "plan", *_MEASURED_FIELDS))
     family = _one_of(entry, "family", get_args(RowFamily))
     kind = _one_of(entry, "kind", get_args(LinearKind))
     dtype = DTYPES[_one_of(entry, "dtype", tuple(DTYPES))]
-    key = TuningKey(family, kind, _integer(entry, "M"), _integer(entry, "K"), dtype)
+    weight = WeightFormat.of_label(_string(entry, _WEIGHT_FIELD)) if stored else None
+    key = TuningKey(family, kind, _integer(entry, "M"), _integer(entry, "K"), dtype, weight)
     if kind == "swiglu" and key.M % 2:
         raise ValueError(f"M={key.M} must be even: as many gate rows as up rows")
     numbers = entry["plan"]
@@ -492,7 +559,7 @@ def _parse_entry(entry: Any) -> tuple[TuningKey, TunedPlan]:
     _require_fields(numbers, _PLAN_FIELDS)
     sizes = {name: _integer(numbers, name, 0) for name in _PLAN_FIELDS if name != "overlap"}
     plan = LinearPlan(family, overlap=_boolean(numbers, "overlap"), **sizes)
-    check_plan(plan, kind, key.K, dtype)
+    check_plan(plan, kind, key.K, dtype, weight)
     return key, TunedPlan(
         plan,
         us=_positive(entry, "us"),

@@ -163,7 +163,9 @@ def plan_memory(
     where: Where = "device" if on_gpu else "host"
     pinned: Where = "pinned" if on_gpu else "host"
     budget = MemoryBudget()
-    budget.add("weights", model.allocate(device="meta", dtype=dtype).nbytes, where)
+    kinds = model.allocate(device="meta", dtype=dtype).bytes_by_kind(dtype)
+    for kind, size in kinds.items():
+        budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, where)
     sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
     _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu)
     if config.mode is not None:

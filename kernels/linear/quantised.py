@@ -9,7 +9,8 @@ Letters: M weight rows, K input features, R x C the rows and columns that share 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+import re
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ CodeKind = Literal["e4m3", "int8", "int4", "e2m1"]
 complement or of 4 bits plus 8 (so 0..15 for -8..7), or a float of 4 bits (OCP's MXFP4 element)."""
 
 CODE_KINDS = get_args(CodeKind)
+_LABEL = re.compile(
+    rf"(?P<code>{'|'.join(CODE_KINDS)})-(?P<rows>[0-9]{{1,9}})x(?P<columns>[0-9]{{1,9}})(?P<zeros>-zeros)?"
+)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of an `e2m1` code stand for; the fourth is the sign."""
 
@@ -41,6 +45,22 @@ class WeightFormat(NamedTuple):
     def label(self) -> str:
         """Short and unambiguous: "int4-1x128" has a scale for 128 columns of a row, 0 is all."""
         return f"{self.code}-{self.rows}x{self.columns}" + ("-zeros" if self.has_zeros else "")
+
+    @classmethod
+    def of_label(cls, label: str) -> WeightFormat:
+        """What `label` says. ValueError for another text."""
+        found = _LABEL.fullmatch(label)
+        if found is None:
+            raise ValueError(
+                f"{label!r} is no format of weights: of {', '.join(CODE_KINDS)}, then rows x "
+                f"columns that share a scale, as in int4-1x128 or int4-1x128-zeros"
+            )
+        return cls(
+            cast(CodeKind, found["code"]),
+            int(found["rows"]),
+            int(found["columns"]),
+            found["zeros"] is not None,
+        )
 
     @property
     def bits(self) -> int:

@@ -282,7 +282,7 @@ def _cell(
     tb_s                      of these bytes, in 10**12 bytes a second
     """
     model, itl, ms_per_step = engine.model.config, figures["itl_ms"], figures["ms_per_step"]
-    weights = weight_bytes(model, engine.memory.dtype.itemsize)
+    weights = weight_bytes(model, engine.memory.dtype)
     tokens = work.live * (work.prompt_tokens + work.new_tokens / 2)
     kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
     found: dict[str, Any] = rounded(

@@ -16,7 +16,10 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
+from graphengine.drafters.making import beside_target
 from graphengine.engine_options import EngineOptions
+from graphengine.models.contract import ModelConfig
+from graphengine.models.quantised.forms import rounded_forms
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
@@ -90,21 +93,25 @@ def _random_engine(
     random_vocab: int | None,
     progress: Callable[[int, int], None],
 ) -> Engine:
-    """`Engine.from_pretrained` for a shape: weights are drawn at random, not read."""
+    """`Engine.from_pretrained` for a shape: weights are drawn at random, not read.
+
+    Those that are to be rounded are drawn as codes: nothing of 16 bits is ever there.
+    """
+    model_config = rounded_model(subject.model, config)
     drafter = random_drafter(subject, config, random_vocab)
-    ids = calibration_ids(config, subject.model, None)
+    ids = calibration_ids(config, model_config, None)
     memory = plan_memory(
-        subject.model,
+        model_config,
         config,
         checkpoint_dtype=torch.bfloat16,
         drafter=drafter,
         calibration_tokens=len(ids),
     )
     with span("load"):
-        weights = subject.model.allocate(device=config.device, dtype=memory.dtype)
+        weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         destinations = weights.named()
         destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
-        fill_random(destinations)
+        fill_random(destinations, weights.linears() + drafter.linears())
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     progress(0, 0)
@@ -127,6 +134,14 @@ def freed(engine: Engine) -> Iterator[Engine]:
             torch.cuda.empty_cache()
 
 
+def rounded_model(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model with its weights as `config.quantize` wants them."""
+    if config.quantize is None:
+        return model
+    linears = model.allocate(device="meta", dtype=torch.float32).linears()
+    return model.stored_as(rounded_forms(linears, config.quantize, head=config.quantize_lm_head))
+
+
 def random_drafter(
     subject: Subject, config: EngineConfig, vocab_size: int | None = None
 ) -> Drafter:
@@ -142,7 +157,10 @@ def random_drafter(
                 None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)
             )
             eagle = OwnGraphEagle if own_graph else EagleDrafter
-            return eagle(random_module(subject.model), k, vocabulary)
+            module = beside_target(
+                random_module(subject.model), config, rounded_model(subject.model, config)
+            )
+            return eagle(module, k, vocabulary)
         case NGram(k=k, max_n=max_n):
             return NGramDrafter(k, max_n)
         case other:

@@ -21,12 +21,17 @@ from graphengine import Engine, Request, SamplingParams
 from graphengine.prefill_cut import PrefillCut
 from graphengine.profiles.benchmark.eager import drain, launches
 from graphengine.profiles.benchmark.measure import Work, random_prompt
-from graphengine.profiles.benchmark.shapes import attention_layers, kv_bytes, linear_bytes
+from graphengine.profiles.benchmark.shapes import (
+    LinearRead,
+    attention_layers,
+    kv_bytes,
+    linear_reads,
+)
 from graphengine.program.graph_key import GraphKey
 
 REPLAYS = 20
-LINEARS = ("dot_kernel", "fma_kernel")
-"""Names of the decode linears' kernels by row family: four a layer, and one for lm_head."""
+LINEARS = ("dot_kernel", "fma_kernel", "packed_kernel")
+"""Names of the decode linears' kernels: four a layer, and one for lm_head."""
 ATTENTION = ("decode_attention_kernel",)
 """Names of the kernels that read the KV of a layer in a decode step, one a layer."""
 KV = "KV"
@@ -83,15 +88,14 @@ def kernel_times(
     decoding = start_decoding(engine, work, submit)
     events = _trace(engine, decoding.graph)
     stop_decoding(engine, decoding)
-    model, itemsize = engine.model.config, engine.memory.dtype.itemsize
+    model = engine.model.config
     # One replay warms up; each replay makes each row one token longer.
     tokens = decoding.tokens + work.live * (1 + (REPLAYS - 1) / 2)
     kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
     return summarise(
         events,
         REPLAYS,
-        model.num_layers,
-        linear_bytes(model, itemsize),
+        linear_reads(model, engine.memory.dtype),
         layer_kv_bytes=round(kv / attention_layers(model)),
         attention_layers=attention_layers(model),
     )
@@ -105,7 +109,7 @@ def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None
     if engine.runtime.stream is None:
         return None
     events = _trace(engine, feed_prompt(engine, tokens))
-    return summarise(events, REPLAYS, engine.model.config.num_layers, {})
+    return summarise(events, REPLAYS, [])
 
 
 def feed_prompt(engine: Engine, tokens: int) -> GraphKey:
@@ -207,8 +211,7 @@ def _kernel_events(profiler: Any) -> list[dict[str, Any]]:
 def summarise(
     events: Sequence[Mapping[str, Any]],
     replays: int,
-    layers: int,
-    weight_bytes: Mapping[str, int],
+    linears: Sequence[LinearRead],
     *,
     layer_kv_bytes: int = 0,
     attention_layers: int = 0,
@@ -216,8 +219,8 @@ def summarise(
     """Group the launches of `replays` equal steps, in order of first appearance.
 
     `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is
-    identified by its place: `weight_bytes` names a layer's linears in order, lm_head last; it is
-    empty for prefill, where they are not told apart. Each of the `attention_layers` launches of
+    identified by its place: `linears` are those of a step in their order; there are none for
+    prefill, where they are not told apart. Each of the `attention_layers` launches of
     attention reads `layer_kv_bytes`; with another number of them it is not known who reads what.
     RuntimeError if the replays' events differ.
     """
@@ -229,12 +232,12 @@ def summarise(
     if any([event["name"] for event in step] != names for step in steps):
         raise RuntimeError(f"the {replays} replays did not run the same {length} kernels")
     groups: dict[tuple[str, str | None, tuple[int, ...]], list[float]] = defaultdict(list)
-    parts = _parts(names, layers, tuple(weight_bytes))
+    parts = _parts(names, linears)
     attends = [index for index, name in enumerate(names) if name in ATTENTION]
     if len(attends) == attention_layers:
         for index in attends:
             parts[index] = KV
-    sizes = {**weight_bytes, KV: layer_kv_bytes}
+    sizes = {**dict(linears), KV: layer_kv_bytes}
     for step in steps:
         for event, part in zip(step, parts, strict=True):
             grid = tuple(event.get("args", {}).get("grid", ()))
@@ -257,12 +260,11 @@ def summarise(
     return found
 
 
-def _parts(names: Sequence[str], layers: int, linears: Sequence[str]) -> list[str | None]:
+def _parts(names: Sequence[str], linears: Sequence[LinearRead]) -> list[str | None]:
     """For each kernel of a step its linear; all None if the number of linears is unexpected."""
     places = [index for index, name in enumerate(names) if name in LINEARS]
-    order = [*linears[:-1]] * layers + [*linears[-1:]]
     found: list[str | None] = [None] * len(names)
-    if len(places) == len(order):
-        for place, part in zip(places, order, strict=True):
-            found[place] = part
+    if len(places) == len(linears):
+        for place, linear in zip(places, linears, strict=True):
+            found[place] = linear.name
     return found

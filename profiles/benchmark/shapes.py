@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
+from graphengine.kernels import PackedWeight
+from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, Paged
+from graphengine.models.contract import ModelConfig, Paged, StoredLinear, linear_name
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.stored import read_model
@@ -69,6 +71,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     ),
     "llama-8b": _llama(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
+        max_position_embeddings=131072, rope_parameters=_llama3_rope(8.0),
+    ),
+    "llama-70b": _llama(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
         max_position_embeddings=131072, rope_parameters=_llama3_rope(8.0),
     ),
@@ -140,14 +147,20 @@ def model_shape(name: str) -> ModelConfig:
 
 
 @torch.no_grad()
-def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
+def fill_random(
+    tensors: Mapping[str, Tensor], linears: Sequence[StoredLinear] = (), seed: int = SEED
+) -> None:
     """Draw every tensor in place, on its device: matrices and biases around 0, norms around 1.
 
-    Each has a generator of its own, seeded by its name; the tensors may be strided views.
+    Each has a generator of its own, seeded by its name; the tensors may be strided views. Those of
+    the `linears` that are packed get random codes of numbers as large as a matrix'.
     """
+    for linear in linears:
+        if isinstance(linear.weight, PackedWeight):
+            generator = _generator(linear.parts[0][0], linear.weight.codes.device, seed)
+            _fill_packed(linear.weight, generator)
     for name, tensor in tensors.items():
-        generator = torch.Generator(tensor.device)
-        generator.manual_seed(seed + zlib.crc32(name.encode()))
+        generator = _generator(name, tensor.device, seed)
         # Drawn in one piece: an element's value must not depend on its stride.
         drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         drawn.normal_(0.0, WEIGHT_SCALE, generator=generator)
@@ -156,15 +169,50 @@ def fill_random(tensors: Mapping[str, Tensor], seed: int = SEED) -> None:
         tensor.copy_(drawn)
 
 
-def weight_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the weights that a decode step cannot avoid to read.
+def _generator(name: str, device: torch.device, seed: int) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.manual_seed(seed + zlib.crc32(name.encode()))
+    return generator
 
-    An embedding counts if it is tied to lm_head; a step reads only a few rows of an untied one.
+
+# Root mean squares of random codes, of e4m3 as they are drawn here.
+_CODE_SIZES = {"e4m3": 0.43, "int8": 74.0, "int4": 4.6, "e2m1": 2.9}
+_CODE_ZEROS = {"int4": (6, 11), "int8": (0, 11)}
+
+
+def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
+    """Random codes, all of whose groups have one scale."""
+    codes, kind = weight.codes.view(torch.uint8), weight.format
+    codes.random_(0, 256, generator=generator)
+    if kind.code == "e4m3":
+        # Numbers below 2, and so no NaN.
+        codes &= 0xBF
+    scale = WEIGHT_SCALE / _CODE_SIZES[kind.code]
+    if weight.row_scales is not None:
+        weight.row_scales.fill_(scale if weight.scales is None else 1.0)
+    if weight.scales is not None and weight.scales.dtype == torch.uint8:
+        # Exponents, of which the whole weight's factor is a part.
+        assert weight.row_scales is not None
+        weight.row_scales.fill_(POWER_FACTOR)
+        weight.scales.fill_(127 + round(math.log2(scale)))
+    elif weight.scales is not None:
+        weight.scales.copy_(torch.full_like(weight.scales, scale, dtype=torch.float32))
+    if weight.zeros is not None:
+        weight.zeros.random_(*_CODE_ZEROS[kind.code], generator=generator)
+    if weight.order is not None:
+        weight.order.copy_(
+            torch.randperm(len(weight.order), generator=generator, device=codes.device)
+        )
+
+
+def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the weights that a decode step cannot avoid to read; `dtype` is the model's.
+
+    An embedding counts if it is lm_head, too; a step reads only a few rows of another one.
     """
-    tensors = model.allocate(device="meta", dtype=torch.float32).tensors()
-    held = {id(tensor): tensor.numel() for tensor in tensors}
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    return (sum(held.values()) - embedding) * itemsize
+    weights = model.allocate(device="meta", dtype=dtype)
+    embedding = 0 if weights.lm_head is weights.embedding else weights.embedding.nbytes
+    return weights.nbytes - embedding
 
 
 def kv_bytes(model: ModelConfig, *, tokens: float, itemsize: int) -> int:
@@ -183,17 +231,49 @@ def _paged(model: ModelConfig) -> list[Paged]:
 
 
 def step_bytes(
-    model: ModelConfig, *, context: float, rows: int, itemsize: int, kv_itemsize: int | None = None
+    model: ModelConfig,
+    *,
+    context: float,
+    rows: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
 
-    `context` is the mean number of tokens that a row attends to. `kv_itemsize` is that of a value
-    of the KV cache; None: `itemsize`, that of the weights'.
+    `context` is the mean number of tokens that a row attends to. `kv_dtype` is that of the KV
+    cache; None: `dtype`, the model's.
     """
-    kv = kv_bytes(model, tokens=rows * context, itemsize=kv_itemsize or itemsize)
-    return weight_bytes(model, itemsize) + kv
+    kv = kv_bytes(model, tokens=rows * context, itemsize=(kv_dtype or dtype).itemsize)
+    return weight_bytes(model, dtype) + kv
 
 
-def linear_bytes(model: ModelConfig, itemsize: int) -> dict[str, int]:
-    """Weight bytes of each linear, in the order in which a layer runs them, lm_head last."""
-    return {name: linear.rows * linear.columns * itemsize for name, linear in model.linears.items()}
+class LinearRead(NamedTuple):
+    """A linear that a decode step runs, by its name in `ModelConfig.linears`, and its bytes."""
+
+    name: str
+    nbytes: int
+
+
+def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
+    """The linears of a decode step in the order in which it runs them, lm_head last.
+
+    Empty for a model whose layers have different linears.
+    """
+    weights = model.allocate(device="meta", dtype=dtype)
+    *names, head = dict.fromkeys(name.partition(".")[0] for name in model.linears)
+    held = [linear.weight for linear in weights.linears()]
+    if len(held) == len(names) * model.num_layers:
+        held.append(weights.lm_head)
+    order = names * model.num_layers + [head]
+    if len(held) != len(order):
+        return []
+    return [
+        LinearRead(linear_name(name, weight), weight.nbytes)
+        for name, weight in zip(order, held, strict=True)
+    ]
+
+
+def layer_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the linears of a layer, where all are alike."""
+    *reads, _ = linear_reads(model, dtype)
+    return sum(read.nbytes for read in reads) // model.num_layers

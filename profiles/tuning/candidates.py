@@ -13,11 +13,11 @@ import triton
 from graphengine.kernels import (
     LinearPlan,
     RowFamily,
-    heuristic_plan,
+    WeightFormat,
 )
 from graphengine.kernels.linear import linear_gluon
 from graphengine.models import tuning
-from graphengine.models.contract import LinearPlans, ModelConfig
+from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_linear_plan
 from graphengine.models.tuning import TuningKey
 
 ORDER = ("down", "gate_up", "qkv", "output", "lm_head")
@@ -27,6 +27,11 @@ DOT_SHARED_BYTES = 200 * 1024
 """Most shared memory of a program: it has to fit an SM."""
 DOT_IN_FLIGHT_BYTES = 48 * 1024
 """Least bytes in flight of a program: memory latency is long, and an SM holds few programs."""
+PACKED_SHARED_BYTES = 100 * 1024
+"""Most shared memory of an `fma` program with a packed weight: two fit an SM, so that programs of
+the next launch begin beside the last of this one."""
+PACKED_PROGRAMS = (90, 4096)
+"""Programs of a launch with a packed weight; an lm_head of 128,256 rows in 32 each has 4,008."""
 DOT_PROGRAMS = (90, 792)
 """Programs of a launch: from two thirds of an H200's 132 SMs to six for each of them."""
 
@@ -52,15 +57,26 @@ def targets_of(
 ) -> list[Target]:
     """A model's linears in the order of the search; with `only`, those that it names."""
     names_of: dict[TuningKey, list[str]] = {}
-    for name in ORDER:
-        names_of.setdefault(TuningKey.of(config.linears[name], family, dtype), []).append(name)
-    return [Target(tuple(n), key) for key, n in names_of.items() if not set(only).isdisjoint(n)]
+    wanted: set[TuningKey] = set()
+    for name in sorted(config.linears, key=lambda name: ORDER.index(base_name(name))):
+        key = TuningKey.of(config.linears[name], family, dtype)
+        names_of.setdefault(key, []).append(name)
+        if base_name(name) in only:
+            wanted.add(key)
+    return [Target(tuple(names), key) for key, names in names_of.items() if key in wanted]
+
+
+def base_name(name: str) -> str:
+    """A linear's name without its weight's format."""
+    return name.partition(".")[0]
 
 
 def candidate_plans(key: TuningKey) -> list[LinearPlan]:
     """The grid that found the best plans on an H200, and the heuristic. Every plan is valid."""
-    heuristic = heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family)
-    if key.family == "fma":
+    heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
+    if key.weight is not None:
+        grid = _packed_grid(key, key.weight)
+    elif key.family == "fma":
         grid = _fma_grid(key)
     elif key.kind == "sample" or key.dtype == torch.float32 or key.K % linear_gluon.ALIGNMENT:
         grid = _pipelined_dot_grid(key, heuristic)
@@ -71,9 +87,41 @@ def candidate_plans(key: TuningKey) -> list[LinearPlan]:
 
 def _is_valid(plan: LinearPlan, key: TuningKey) -> bool:
     with contextlib.suppress(ValueError):
-        tuning.check_plan(plan, key.kind, key.K, key.dtype)
+        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight)
         return True
     return False
+
+
+def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
+    """For the kernel of `packed_gluon.py`: programs are cut by rows, or of a few rows by splits.
+
+    A tile has at least 4 KB of codes, and what is in flight at least 16.
+    """
+    fma = key.family == "fma"
+    shared = PACKED_SHARED_BYTES if fma else DOT_SHARED_BYTES
+    least, most = PACKED_PROGRAMS
+    for block_m, tile_bytes, splits, stages, warps in product(
+        (16, 32) if fma else (16, 32, 64, 128),
+        (4096, 8192, 16384, 32768),
+        (1,) if fma else (1, 2, 4),
+        (2, 3, 4, 6),
+        (4, 8),
+    ):
+        if warps == 8 and block_m < 128:
+            continue
+        block_k = tile_bytes * 8 // weight.bits // block_m
+        plan = LinearPlan(key.family, block_m, block_k, splits, stages, warps)
+        programs = triton.cdiv(key.M, block_m) * splits
+        if not least <= programs <= (most if splits == 1 else 3 * least):
+            continue
+        flight = min(stages, triton.cdiv(key.K, block_k * splits)) * tile_bytes
+        even = splits == 1 or key.K % (block_k * splits) == 0
+        # A warp has some pieces of a tile between two barriers.
+        busy = tile_bytes >= 2048 * warps
+        if even and busy and 16384 <= flight <= 65536 and block_k < 2 * key.K:
+            room = tuning.packed_shared_bytes(plan, key.K, weight, 1 if fma else 8)
+            if room <= shared:
+                yield plan
 
 
 def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:

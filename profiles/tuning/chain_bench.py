@@ -27,12 +27,13 @@ from graphengine.kernels import (
     linear_residual,
     linear_residual_reference,
     linear_sample,
-    residual_groups,
 )
+from graphengine.kernels.linear.packed import unpack
+from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
 from graphengine.models.chains import Chain, new_chain
-from graphengine.models.contract import LinearPlans, ModelConfig
-from graphengine.profiles.benchmark.shapes import fill_random, linear_bytes
+from graphengine.models.contract import LinearPlans, ModelConfig, stream_groups
+from graphengine.profiles.benchmark.shapes import fill_random, layer_bytes
 
 Times = tuple[float, ...]
 """Microseconds of a chain, for each number of rows."""
@@ -102,7 +103,7 @@ class ChainBench:
         An output is valid until the next launch. With `plans` None: references, and logits.
         """
         x, config = self._x[:rows], self.model.config
-        groups = residual_groups(plans["down"], config.hidden_size) if plans else 1
+        groups = stream_groups(config.linears, plans) if plans else 1
         squares = (x.square().sum(dim=1) / groups).repeat(groups, 1)
         residual = Residual(x.clone(), x.to(self.model.dtype, copy=True), squares)
         for layer in range(layers):
@@ -118,17 +119,21 @@ class ChainBench:
                     product = self._launch(plans, layer, name, residual.scaled, residual)
                     yield name, product
         if head:
-            yield "lm_head", self._launch(plans, 0, "lm_head", residual.scaled, residual)
+            name = next(n for n, each in config.linears.items() if each.kind == "sample")
+            yield name, self._launch(plans, 0, name, residual.scaled, residual)
 
     def _launch(
         self, plans: LinearPlans | None, layer: int, name: str, x: Tensor, residual: Residual
     ) -> Any:
         config, slot = self.model.config, self._slot[: len(x)]
         kind = config.linears[name].kind
-        weight, bias, norm = self.model.linear(layer, name)
+        stored, bias, norm = self.model.linear(layer, name)
+        weight: Any = stored
         options: dict[str, Any] = {}
         if plans is not None:
             options = {"plan": plans[name], "launch": Launch(arrivals=self._arrivals, pdl=True)}
+        elif not isinstance(stored, Tensor):
+            weight = dequantise(unpack(stored))
         if kind == "residual":
             assert norm is not None, f"{name=}"
             add = linear_residual if plans else linear_residual_reference
@@ -249,8 +254,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
     """Layers of about `CHAIN_BYTES`; at least two, and otherwise no more than the model has."""
-    weights = linear_bytes(config, dtype.itemsize)
-    layer = sum(weights.values()) - weights["lm_head"]
+    layer = layer_bytes(config, dtype)
     return max(2, min(config.num_layers, math.ceil(CHAIN_BYTES / layer)))
 
 
@@ -259,7 +263,7 @@ def chain_model(
 ) -> Chain:
     """A chain of so many layers with random weights. ValueError for layers that are not alike."""
     chain = new_chain(config, layers=layers, dtype=dtype, device=device)
-    fill_random(chain.weights.named())
+    fill_random(chain.weights.named(), chain.weights.linears())
     return chain
 
 

@@ -121,7 +121,7 @@ def _step(
         if clock() >= deadline:
             break
         batch = [before, *others[start : start + _BATCH]]
-        found = bench.times([variants[plan] for plan in batch], head="lm_head" in target.names)
+        found = bench.times([variants[plan] for plan in batch], head=target.key.kind == "sample")
         times |= zip(batch, found, strict=True)
         for plan in batch:
             scores[plan] = fmean(a / b for a, b in zip(times[plan], times[before], strict=True))

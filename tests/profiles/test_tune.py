@@ -12,14 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.kernels import (
     DecodeLanes,
     LinearKind,
     LinearPlan,
+    PackedWeight,
     Residual,
     RowFamily,
+    WeightFormat,
     heuristic_plan,
+    packed_plan,
 )
 from graphengine.models import tuning
 from graphengine.models.blocks import gqa
@@ -27,10 +31,13 @@ from graphengine.models.contract import (
     DecodeLaunch,
     LinearPlans,
     StateTensors,
+    heuristic_linear_plan,
     heuristic_plans,
 )
+from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.tuning import TuningKey
 from graphengine.profiles import tune
+from graphengine.profiles.benchmark.engines import rounded_model
 from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning import candidates, chain_bench
 from graphengine.profiles.tuning.chain_bench import ChainBench, Times
@@ -54,10 +61,13 @@ SHIPPED = tuning.shipped_table("NVIDIA H200")
 @given(key=keys())
 def test_every_candidate_is_valid(key: TuningKey) -> None:
     plans = candidates.candidate_plans(key)
-    heuristic = heuristic_plan(key.kind, key.M, key.K, key.dtype, key.family)
+    heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
     assert len(set(plans)) == len(plans) <= 100
     for plan in plans:
-        tuning.check_plan(plan, key.kind, key.K, key.dtype)
+        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight)
+        if key.weight is not None:
+            assert plan.family == key.family
+            continue
         registers = tuning.weight_registers(plan, key.K, key.dtype)
         tiles = -(-key.K // plan.block_k)
         if plan == heuristic:
@@ -69,6 +79,25 @@ def test_every_candidate_is_valid(key: TuningKey) -> None:
             assert tuning.shared_bytes(plan, key.dtype) <= candidates.DOT_SHARED_BYTES
             assert plan.splits == 1 or key.K % (plan.block_k * plan.splits) == 0
             assert -(-tiles // plan.splits) >= plan.stages - 1
+
+
+@pytest.mark.parametrize("weight", [WeightFormat("e4m3", 1, 0), WeightFormat("int4", 1, 128)])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("M, K", [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096)])
+def test_packed_weights_have_many_plans(
+    weight: WeightFormat, family: RowFamily, M: int, K: int
+) -> None:
+    """None has more programs, or takes more memory, than leaves room for the next launch."""
+    kind: LinearKind = "sample" if M == 128256 else "store"
+    key = TuningKey(family, kind, M, K, BF16, weight)
+    heuristic, *others = candidates.candidate_plans(key)
+    assert heuristic == packed_plan(weight, M, K, family) and len(others) > 5
+    lanes = 1 if family == "fma" else 8
+    for plan in others:
+        assert tuning.packed_shared_bytes(plan, K, weight, lanes) <= 200 * 1024
+        assert -(-M // plan.block_m) * plan.splits >= 90
+        assert kind != "sample" or plan.splits == 1
+    assert len({plan.block_m for plan in others}) >= (1 if kind == "sample" else 2)
 
 
 @pytest.mark.parametrize("key", SHIPPED, ids=str)
@@ -338,6 +367,31 @@ def test_a_chain_is_a_decode_step_without_attention(
     # And again the same: replays start where the first one did.
     *_, (_, again), _ = bench.launches(PLANS, 20, layers=2, head=True)
     assert torch.equal(again.x, chain.x)
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
+def test_a_chain_of_packed_weights(kind: Any, head: bool) -> None:
+    """It has each linear under the name of its format, and notices a damaged code."""
+    options = EngineConfig(device="cpu", quantize=kind, quantize_lm_head=head)
+    model = rounded_model(replace(MODEL, num_layers=3), options)
+    chain = chain_bench.chain_model(model, torch.float32, torch.device("cpu"), layers=2)
+    bench = ChainBench(chain, (1, 20))
+    targets = candidates.targets_of(model, BF16, "dot")
+    names = [name for target in targets for name in target.names]
+    assert [name.partition(".")[0] for name in names] == [*candidates.ORDER]
+    assert sorted(names) == sorted(chain.config.linears) and (names[-1] != "lm_head") == head
+    plans = heuristic_plans(model.linears, torch.float32, "dot")
+    assert bench.prepare([plans], seconds=1) == {}
+    launched = [name for name, _ in bench.launches(plans, 20, layers=2, head=True)]
+    assert launched == [*[*model.linears][:-1] * 2, [*model.linears][-1]]
+    # What was expected is kept; other codes are other products.
+    weight, _, _ = chain.linear(0, names[0])
+    assert isinstance(weight, PackedWeight)
+    weight.codes[0] ^= 0x1111
+    other = plans.replace({names[1]: plans[names[1]]._replace(stages=3)})
+    refused = bench.prepare([other], seconds=1)
+    assert refused[other].startswith(f"{names[0]} of 1 rows is off by ")
 
 
 def test_right_results_pass() -> None:

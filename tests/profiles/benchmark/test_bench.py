@@ -13,18 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine import Engine, SamplingParams
-from graphengine.kernels import KernelCompilation
+from graphengine import Engine, EngineConfig, SamplingParams
+from graphengine.kernels import KernelCompilation, PackedForm, WeightFormat, empty_packed
 from graphengine.kernels.attention.decode_triton import decode_attention_kernel
+from graphengine.kernels.linear.packed import unpack
+from graphengine.kernels.linear.quantised import dequantise
+from graphengine.models.contract import StoredLinear
 from graphengine.models.decoder import DecoderModel
 from graphengine.models.families import read_model_config
+from graphengine.models.quantised.rounding import KIND_FORMATS, ROUNDED_KINDS
 from graphengine.profiles.benchmark import eager, engines, measure
 from graphengine.profiles.benchmark.ceiling import (
     ReadCeiling,
     measure_read_ceiling,
     sum_stream_reference,
 )
-from graphengine.profiles.benchmark.engines import build_engine, engine_options
+from graphengine.profiles.benchmark.engines import build_engine, engine_options, rounded_model
 from graphengine.profiles.benchmark.kernel_times import (
     LINEARS,
     feed_prompt,
@@ -36,11 +40,13 @@ from graphengine.profiles.benchmark.kernel_times import (
 from graphengine.profiles.benchmark.shapes import (
     NAMES,
     SHAPES,
+    LinearRead,
     Subject,
     attention_layers,
     fill_random,
     kv_bytes,
-    linear_bytes,
+    layer_bytes,
+    linear_reads,
     model_shape,
     step_bytes,
     weight_bytes,
@@ -293,12 +299,14 @@ def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, bi
     model = read_model_config({**SHAPES["tiny"], "architectures": [architecture], **changes})
     weights = model.allocate(device="meta", dtype=torch.float16)
     embedding = 0 if tied else weights.embedding.nbytes
-    read = step_bytes(model, context=0, rows=4, itemsize=2)
+    read = step_bytes(model, context=0, rows=4, dtype=torch.float16)
     assert read == weights.nbytes - embedding
-    kv = step_bytes(model, context=10.5, rows=4, itemsize=2) - read
+    kv = step_bytes(model, context=10.5, rows=4, dtype=torch.float16) - read
     # Keys and values of 2 layers, 2 heads of 64, for 42 tokens in all.
     assert kv == 2 * 2 * 2 * 64 * 42 * 2
-    fp8 = step_bytes(model, context=10.5, rows=4, itemsize=2, kv_itemsize=1)
+    fp8 = step_bytes(
+        model, context=10.5, rows=4, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn
+    )
     assert fp8 - read == kv / 2
 
 
@@ -307,30 +315,89 @@ def test_step_bytes_have_two_parts() -> None:
     model = Subject.of_shape("tiny").model
     assert kv_bytes(model, tokens=10.5, itemsize=1) == round(10.5 * 2 * 256)
     assert attention_layers(model) == 2
-    whole = step_bytes(model, context=5.25, rows=2, itemsize=2)
-    assert whole == weight_bytes(model, 2) + kv_bytes(model, tokens=10.5, itemsize=2)
+    whole = step_bytes(model, context=5.25, rows=2, dtype=torch.float16)
+    assert whole == weight_bytes(model, torch.float16) + kv_bytes(model, tokens=10.5, itemsize=2)
 
 
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
     model = read_model_config({**SHAPES["tiny"], "architectures": ["Qwen2ForCausalLM"]})
     assert model.qkv_bias and not model.attention_bias
     weights = model.allocate(device="meta", dtype=torch.float16)
-    read = step_bytes(model, context=0, rows=1, itemsize=2)
+    read = step_bytes(model, context=0, rows=1, dtype=torch.float16)
     assert read == weights.nbytes - weights.embedding.nbytes
 
 
 def test_linear_bytes_are_the_matrices() -> None:
     model = model_shape("tiny")
     weights = model.allocate(device="meta", dtype=torch.bfloat16)
-    layer, found = weights.layers[0], linear_bytes(model, 2)
+    found = linear_reads(model, torch.bfloat16)
+    layer = weights.layers[0]
     matrices = (
         layer.attention.qkv,
         layer.attention.output,
         layer.mlp.gate_up,
         layer.mlp.down,
-        weights.lm_head,
     )
-    assert list(found.values()) == [matrix.nbytes for matrix in matrices]
+    sizes = [matrix.nbytes for matrix in matrices]
+    assert [read.nbytes for read in found] == [*sizes, *sizes, weights.lm_head.nbytes]
+    assert [read.name for read in found[4:]] == list(model.linears)
+    assert layer_bytes(model, torch.bfloat16) == sum(sizes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
+def test_the_floor_counts_the_bytes_of_codes_and_scales(kind: Any, head: bool, tied: bool) -> None:
+    plain = read_model_config({**SHAPES["tiny"], "tie_word_embeddings": tied})
+    options = EngineConfig(device="cpu", quantize=kind, quantize_lm_head=head)
+    model = rounded_model(plain, options)
+    reads = linear_reads(model, torch.bfloat16)
+    label = KIND_FORMATS[kind].label
+    names = [f"{name}.{label}" for name in ("qkv", "output", "gate_up", "down")]
+    assert [read.name for read in reads[:-1]] == [*names, *names]
+    assert reads[-1].name == (f"lm_head.{label}" if head else "lm_head")
+    bits, lm_head = KIND_FORMATS[kind].bits, plain.vocab_size * plain.hidden_size
+    # A row of 64 or 96 columns has a scale of 2 bytes (a group) or of 4.
+    sizes = {"qkv": (512, 64), "output": (64, 256), "gate_up": (192, 64), "down": (64, 96)}
+    for read, (rows, columns) in zip(reads, sizes.values(), strict=False):
+        groups = -(-columns // 128)
+        scales = rows * (2 * groups if kind == "int4" else 4)
+        # Of 4 bits codes lie in blocks of 64 columns.
+        held = -(-columns // 64) * 64 if bits == 4 else columns
+        assert read.nbytes == rows * held * bits // 8 + scales
+    norms = (2 * plain.num_layers + 1) * plain.hidden_size * 2
+    assert weight_bytes(model, torch.bfloat16) == sum(read.nbytes for read in reads) + norms
+    assert (reads[-1].nbytes < 2 * lm_head) == head
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        PackedForm(WeightFormat("e4m3", 1, 0), None, True),
+        PackedForm(WeightFormat("e4m3", 128, 128), torch.float32, False),
+        PackedForm(WeightFormat("int8", 1, 128, True), torch.float16, False),
+        PackedForm(WeightFormat("int4", 1, 128), torch.bfloat16, False, True),
+        PackedForm(WeightFormat("int4", 1, 64, True), torch.float16, False),
+        PackedForm(WeightFormat("e2m1", 1, 32), torch.uint8, True),
+        PackedForm(WeightFormat("e2m1", 1, 16), torch.float8_e4m3fn, True),
+    ],
+    ids=str,
+)
+def test_random_codes_are_numbers_as_large_as_a_matrix(form: PackedForm, swiglu: bool) -> None:
+    plain = torch.empty(144, 512)
+    fill_random({"a.weight": plain})
+    drawn = [empty_packed(form, (144, 512), swiglu=swiglu, device="cpu") for _ in range(3)]
+    for name, weight in zip(("a", "a", "b"), drawn, strict=True):
+        fill_random({}, [StoredLinear(weight, ((name, 144),), swiglu)])
+    values = dequantise(unpack(drawn[0]))
+    assert values.shape == (144, 512)
+    assert 0.7 < float(values.std() / plain.std()) < 1.4
+    assert abs(float(values.mean())) < float(plain.std()) / 4
+    assert torch.equal(drawn[0].codes, drawn[1].codes)
+    assert not torch.equal(drawn[0].codes, drawn[2].codes)
+    if drawn[0].order is not None:
+        assert sorted(drawn[0].order.tolist()) == [*range(512)]
 
 
 def test_random_weights_follow_from_name_and_shape() -> None:
@@ -494,11 +561,16 @@ def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict
     ]
 
 
+def reads_of(layers: int) -> list[LinearRead]:
+    """Those of a step, with the bytes of each linear."""
+    sizes = {"qkv": 3_000_000, "output": 1_000_000, "gate_up": 4_000_000, "down": 2_000_000}
+    of_layer = [LinearRead(name, size) for name, size in sizes.items()]
+    return [*of_layer * layers, LinearRead("lm_head", 5_000_000)]
+
+
 @pytest.mark.parametrize("linear", LINEARS)
 def test_kernels_are_grouped_by_their_part_of_the_step(linear: str) -> None:
-    weights = {"qkv": 3e6, "output": 1e6, "gate_up": 4e6, "down": 2e6, "lm_head": 5e6}
-    sizes = {name: int(size) for name, size in weights.items()}
-    found = summarise(trace(replays=3, layers=2, linear=linear), 3, 2, sizes)
+    found = summarise(trace(replays=3, layers=2, linear=linear), 3, reads_of(2))
     by_part = {row.part or row.name: row for row in found}
     assert list(by_part) == [
         "_begin_decode_kernel", "qkv", "decode_attention_kernel", "output", "gate_up", "down",
@@ -516,20 +588,18 @@ def test_kernels_are_grouped_by_their_part_of_the_step(linear: str) -> None:
 
 def test_attention_reads_a_layers_kv() -> None:
     """Its kernel is known by the name that it has on a GPU, and has a launch for each layer."""
-    sizes = {"qkv": 1, "output": 1, "gate_up": 1, "down": 1, "lm_head": 1}
     events = trace(replays=3, layers=2)
-    found = summarise(events, 3, 2, sizes, layer_kv_bytes=6_000_000, attention_layers=2)
+    found = summarise(events, 3, reads_of(2), layer_kv_bytes=6_000_000, attention_layers=2)
     (attention,) = [row for row in found if row.part == "KV"]
     assert attention.name == decode_attention_kernel.__name__ and attention.count == 2
     assert (attention.read_bytes, attention.tb_s) == (6_000_000, pytest.approx(3.0))
     for layers in (0, 1, 3):
-        found = summarise(events, 3, 2, sizes, layer_kv_bytes=1, attention_layers=layers)
+        found = summarise(events, 3, reads_of(2), layer_kv_bytes=1, attention_layers=layers)
         assert "KV" not in {row.part for row in found}
 
 
 def test_linears_of_an_unknown_step_have_no_part() -> None:
-    sizes = {"qkv": 1, "output": 1, "gate_up": 1, "down": 1, "lm_head": 1}
-    found = summarise(trace(replays=2, layers=3), 2, 2, sizes)
+    found = summarise(trace(replays=2, layers=3), 2, reads_of(2))
     assert {row.part for row in found} == {None}
     assert sum(row.count for row in found) == 3 * 5 + 3
 
@@ -537,14 +607,14 @@ def test_linears_of_an_unknown_step_have_no_part() -> None:
 def test_replays_that_differ_cannot_be_summarised() -> None:
     events = trace(replays=2, layers=2)
     with pytest.raises(RuntimeError, match="25 kernels were traced in 2 replays"):
-        summarise(events[1:], 2, 2, {"lm_head": 1})
+        summarise(events[1:], 2, reads_of(2))
     events[-1] = events[-1] | {"name": "other"}
     with pytest.raises(RuntimeError, match="did not run the same 13 kernels"):
-        summarise(events, 2, 2, {"lm_head": 1})
+        summarise(events, 2, reads_of(2))
     with pytest.raises(RuntimeError, match="0 kernels"):
-        summarise([], 2, 2, {"lm_head": 1})
+        summarise([], 2, reads_of(2))
 
 
 def test_products_of_a_prompt_have_no_part() -> None:
-    found = summarise(trace(replays=3, layers=2), 3, 2, {})
+    found = summarise(trace(replays=3, layers=2), 3, [])
     assert {row.part for row in found} == {None} and len(found) == 8

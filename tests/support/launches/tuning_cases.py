@@ -12,6 +12,7 @@ from graphengine.kernels import (
     LinearPlan,
     RopeConfig,
     RowFamily,
+    WeightFormat,
 )
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.tuning import TuningKey
@@ -34,6 +35,12 @@ MODEL = DecoderConfig(
     rope=RopeConfig(kind="default", theta=1e4),
 )
 
+FORMATS = [
+    *(WeightFormat("e4m3", 0, 0), WeightFormat("e4m3", 1, 0), WeightFormat("e4m3", 128, 128)),
+    *(WeightFormat("int8", 1, 0), WeightFormat("int8", 1, 32, True), WeightFormat("int4", 1, 128)),
+    *(WeightFormat("int4", 1, 64, True), WeightFormat("e2m1", 1, 32), WeightFormat("e2m1", 1, 16)),
+]
+
 FMA = LinearPlan("fma", block_m=4, block_k=128, warps=2)
 DOT = LinearPlan("dot", block_m=32, block_k=32, splits=2, stages=3, warps=8)
 
@@ -46,6 +53,7 @@ def keys() -> st.SearchStrategy[TuningKey]:
         st.integers(1, 70_000).map(lambda half: 2 * half),
         st.integers(1, 16_384),
         st.sampled_from([torch.float32, torch.float16, BF16]),
+        st.none() | st.sampled_from(FORMATS),
     )
 
 

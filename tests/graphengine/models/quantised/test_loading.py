@@ -24,7 +24,7 @@ from graphengine import Engine, SamplingParams
 from graphengine.cli.main import main
 from graphengine.demo import checkpoint_path
 from graphengine.drafters.head import head_bytes
-from graphengine.kernels import pack, packed_form, select_rows
+from graphengine.kernels import PackedWeight, pack, packed_form, select_rows
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WeightForms
 from graphengine.models.mtp import read_mtp_config
@@ -75,12 +75,17 @@ def opened(path: Path, **options: Any) -> Opened:
     """Of an engine whose weights take what its budget says."""
     with open_engine(path, **options) as engine:
         held = {id(tensor): tensor.nbytes for tensor in engine.model.weights.tensors()}
-        assert budget_of(engine)["weights"] == sum(held.values())
+        assert weights_in(budget_of(engine)) == sum(held.values())
         return Opened(said(engine), engine.numerics_id, sum(held.values()))
 
 
 def budget_of(engine: Engine) -> dict[str, int]:
     return {line.name: line.bytes for line in engine.memory.budget.lines}
+
+
+def weights_in(lines: dict[str, int]) -> int:
+    """The sum of a budget's lines of weights, of which each kind has one."""
+    return sum(size for name, size in lines.items() if name.split(" in ")[0] == "weights")
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -125,7 +130,7 @@ def test_weights_of_a_draft_module_are_in_the_budget(quantize: Any) -> None:
     with open_engine(checkpoint_path(), **options) as engine:
         drafter = engine.runtime.program.drafter
         assert budget_of(engine)["drafter's weights"] == drafter.weights.nbytes
-        assert budget_of(engine)["weights"] == engine.model.weights.nbytes
+        assert weights_in(budget_of(engine)) == engine.model.weights.nbytes
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -191,7 +196,14 @@ def test_info_says_what_weights_take(
     assert main([*arguments, *(["--quantize", quantize] if quantize else [])]) == 0
     budget = json.loads(capsys.readouterr().out)["budget"]
     lines = {line["name"]: line["bytes"] for line in budget}
-    assert lines["weights"] == opened(path, quantize=quantize).weights
+    assert weights_in(lines) == opened(path, quantize=quantize).weights
+    with open_engine(path, quantize=quantize) as engine:
+        kinds = engine.core.description["weights"]
+        label = "int4-1x32" if kind else "int8-1x0"
+        assert list(kinds) == ["float32", label]
+        assert [lines[f"weights in {name}"] for name in kinds] == [*kinds.values()]
+        packed = [each.weight for each in engine.model.weights.linears()]
+        assert kinds[label] == sum(each.nbytes for each in packed if isinstance(each, PackedWeight))
 
 
 # What is refused.
