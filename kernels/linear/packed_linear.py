@@ -362,7 +362,8 @@ def _launch(
     L = 8 if lanes <= 8 else 16 if lanes <= 16 else 32
     group = 0
     if weight.scales is not None:
-        group = kind.columns or triton.next_power_of_2(K)
+        # `mma.sync` multiplies 16 columns.
+        group = kind.columns or max(16, triton.next_power_of_2(K))
     # Lanes count fastest, so that programs on the same weights run together and share L2.
     launcher(packed_kernel, (triton.cdiv(lanes, L), tiles, splits))(
         x_NK,
