@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.packed import PackedWeight, pack
+from graphengine.kernels.linear.packed import PackedWeight, empty_packed, pack, packed_form
 from graphengine.kernels.linear.packed_chunk import (
     ChunkTile,
     packed_chunk_product,
     packed_chunk_reference,
 )
-from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.norm_rope.activation import silu_reference
 from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 from launches.hopper_emulation import run_launch
@@ -238,6 +238,25 @@ def test_tiles_fit_shared_memory(name, M, lanes):
         tile = MODULE.chunk_tile(form, M, lanes, 132)
         assert MODULE._stages(form, weight.format.bits, tile) >= 3
         assert tile.lanes >= min(lanes, 128)
+
+
+@pytest.mark.parametrize(
+    "name, M, lanes, tile",
+    [
+        # 128 programs of 256 lanes end before 256 of half as many do on 132 multiprocessors.
+        ("e4m3 rows", 4096, 1024, MODULE.ChunkTile(256)),
+        ("e4m3 rows", 6144, 1024, MODULE.ChunkTile(256)),
+        ("e4m3 rows", 4096, 512, MODULE.ChunkTile(128)),
+        ("e4m3 rows", 4096, 128, MODULE.ChunkTile(128, 1)),
+        # Sums that groups scale have room for 128 lanes.
+        ("int4 groups", 4096, 1024, MODULE.ChunkTile(128)),
+        ("int4 groups", 28672, 128, MODULE.ChunkTile(128)),
+    ],
+)
+def test_a_tile_is_the_one_whose_programs_end_first(name, M, lanes, tile):
+    kind = {"e4m3 rows": WeightFormat("e4m3", 1, 0), "int4 groups": WeightFormat("int4", 1, 128)}
+    weight = empty_packed(packed_form(kind[name], BF16), (16, 64), swiglu=False, device="cpu")
+    assert MODULE.chunk_tile(MODULE._chunk_form(weight, BF16), M, lanes, 132) == tile
 
 
 # The code.
