@@ -1,0 +1,174 @@
+"""Activations in 8 bits: each lane's values as e4m3, with a scale of its own.
+
+Of every 4 columns the second and the third change places: so a word of 4 codes has the columns of a
+word of `packed.pack`'s blocks, whose codes then go to the tensor cores as they are.
+
+Letters: N lanes, K input features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
+from graphengine.kernels.core.lanes import check_rows
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.paged import FP8_KV, FP8_MAX, quantise, quantised_bits
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+
+WORD = 4
+"""Columns whose order is the kernels' own: K is a multiple of it."""
+# Of a TMA: how many bytes the distance between rows is a multiple of.
+_PITCH = 16
+# The least that the largest value of a lane counts as, so that no scale is 0 or subnormal.
+_LEAST = 2.0**-100
+# A longer lane is read twice.
+_MAX_BLOCK = 16384
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_LARGEST = tl.constexpr(FP8_MAX)
+_SMALLEST = tl.constexpr(_LEAST)
+
+
+class LaneCodes(NamedTuple):
+    """Lanes as codes times scales.
+
+    codes   `torch.float8_e4m3fn` [N, K], in the order of columns that the module says; dense rows
+            that begin at multiples of 16 bytes
+    scales  float32 [N]: the lane's largest magnitude over 448
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def code_bytes(lanes: int, columns: int) -> int:
+    """Bytes of `LaneCodes` of so many lanes and columns."""
+    return lanes * (_pitch(columns) + 4)
+
+
+def new_lane_codes(memory: torch.Tensor, lanes: int, columns: int) -> LaneCodes:
+    """Uninitialised ones in the first `code_bytes` of `memory`, uint8, which begins at a multiple
+    of 16 bytes.
+    """
+    pitch = _pitch(columns)
+    codes, scales = memory[: code_bytes(lanes, columns)].split([lanes * pitch, lanes * 4])
+    codes = codes.view(FP8_KV).view(lanes, pitch)[:, :columns]
+    return LaneCodes(codes, scales.view(torch.float32))
+
+
+def _pitch(columns: int) -> int:
+    return -(-columns // _PITCH) * _PITCH
+
+
+def quantise_lanes(
+    x_NK: torch.Tensor, *, out: LaneCodes | None = None, pdl: bool = False
+) -> LaneCodes:
+    """Each lane in 8 bits, relative to its largest magnitude, which becomes 448.
+
+    Args:
+        x_NK: dense rows, any stride between them. Padded lanes hold anything; no lane's codes
+            depend on another lane.
+        out: what to write; None: new tensors.
+        pdl: the launch before may still run.
+
+    A code is the e4m3 nearest to `x * (448 / max|x|)`, ties to even. A lane of zeros has codes of
+    zero, and NaN stays NaN. ValueError unless K is a multiple of 4, and for an `out` of another
+    shape.
+    """
+    check_rows(x_NK=x_NK)
+    lanes, K = x_NK.shape
+    if K % WORD:
+        raise ValueError(f"activations of 8 bits take a multiple of {WORD} columns, not K={K}")
+    if out is None:
+        memory = torch.empty(code_bytes(lanes, K), dtype=torch.uint8, device=x_NK.device)
+        out = new_lane_codes(memory, lanes, K)
+    if out.codes.shape != x_NK.shape or out.scales.shape != (lanes,):
+        raise ValueError(
+            f"out has codes {list(out.codes.shape)} and scales {list(out.scales.shape)} for x "
+            f"{list(x_NK.shape)}"
+        )
+    if not use_triton(x_NK):
+        return quantise_lanes_reference(x_NK, out=out)
+    block = min(triton.next_power_of_2(K), _MAX_BLOCK)
+    codes = out.codes.view(torch.uint8)
+    launcher(_quantise_lanes_kernel, (lanes,))(
+        x_NK,
+        codes,
+        out.scales,
+        x_NK.stride(0),
+        codes.stride(0),
+        K=K,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(pdl),
+    )
+    return out
+
+
+def quantise_lanes_reference(x_NK: torch.Tensor, *, out: LaneCodes) -> LaneCodes:
+    """`quantise_lanes` in plain PyTorch."""
+    x = x_NK.float()
+    largest = x.abs().amax(dim=1).clamp_(min=_LEAST)
+    codes = quantise(x * (FP8_MAX / largest)[:, None], torch.ones(1, device=x.device))
+    out.codes.view(torch.uint8).copy_(_exchanged(codes.view(torch.uint8)))
+    out.scales.copy_(largest / FP8_MAX)
+    return out
+
+
+def lane_values(lanes: LaneCodes) -> torch.Tensor:
+    """Float32 [N, K]: what the codes mean, columns in their own order."""
+    codes = _exchanged(lanes.codes.view(torch.uint8)).view(FP8_KV)
+    return codes.float() * lanes.scales[:, None]
+
+
+def _exchanged(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [N, K] whose second and third of every 4 have changed places."""
+    lanes, K = codes.shape
+    return codes.reshape(lanes, K // WORD, 2, 2).transpose(2, 3).reshape(lanes, K)
+
+
+@triton.jit
+def _quantise_lanes_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    x_stride,
+    codes_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane."""
+    wait_for_inputs(PDL)
+    lane = tl.program_id(0).to(tl.int64)
+    source = x_ptr + lane * x_stride
+    target = codes_ptr + lane * codes_stride
+    k = tl.arange(0, BLOCK)
+    x = tl.load(source + k, mask=k < K, other=0.0).to(tl.float32)
+    magnitude = tl.abs(x)
+    for start in tl.range(BLOCK, K, BLOCK):
+        more = tl.load(source + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        magnitude = tl.maximum(magnitude, tl.abs(more))
+    largest = tl.maximum(tl.max(magnitude), _SMALLEST)
+    tl.store(scales_ptr + lane, tl.div_rn(largest, _LARGEST))
+
+    factor = tl.div_rn(_LARGEST, largest)
+    tl.store(target + k, _word_codes(x * factor, BLOCK), mask=k < K)
+    for start in tl.range(BLOCK, K, BLOCK):
+        more = tl.load(source + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        tl.store(target + start + k, _word_codes(more * factor, BLOCK), mask=start + k < K)
+
+
+@triton.jit
+def _word_codes(x, BLOCK: tl.constexpr):
+    """Bytes of e4m3 of float32 [BLOCK], the second and third of every 4 exchanged."""
+    if _INTERPRETED:
+        codes = quantised_bits(x, 1.0)
+    else:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return codes.reshape([BLOCK // 4, 2, 2]).permute((0, 2, 1)).reshape([BLOCK])
