@@ -23,7 +23,7 @@ from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.norm_rope.activation import silu_reference
 from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 from launches.hopper_emulation import run_launch
-from launches.quantised import FORMATS, random_quantised
+from launches.quantised import FORMATS, inputs_of, random_quantised, to_device
 
 MODULE = importlib.import_module("graphengine.kernels.linear.packed_chunk")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
@@ -41,17 +41,6 @@ def few_processors(monkeypatch):
     monkeypatch.setattr(
         MODULE, "_processors", lambda tensor: of_gpu(tensor) if tensor.is_cuda else 3
     )
-
-
-def to_device(weight: PackedWeight, device: str) -> PackedWeight:
-    return PackedWeight(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in weight))
-
-
-def inputs_of(weight: torch.Tensor, lanes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whose products with the weight are of order 1."""
-    K = weight.shape[1]
-    x = torch.randn(lanes, K, generator=torch.Generator().manual_seed(lanes))
-    return (x / (weight.square().mean().sqrt() * K**0.5)).to(dtype)
 
 
 def product_of(

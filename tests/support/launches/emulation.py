@@ -445,7 +445,11 @@ class _Program:
     def _address(self, text: str) -> Array:
         match = re.match(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
         assert match, text
-        address = self.read(match[1]).astype(np.int64) + int(match[2] or 0)
+        base = self.read(match[1])
+        address = base.astype(np.int64) + int(match[2] or 0)
+        if base.dtype == np.uint32:
+            # Sums of 32 bits wrap around, as those in registers do.
+            address &= 0xFFFFFFFF
         return address.astype(np.uint64)
 
     @staticmethod

@@ -25,6 +25,8 @@ _DESCRIPTORS = 1 << 40
 _MIXED = {128: 3, 64: 2, 32: 1, 0: 0}
 # Bytes of a swizzle, by the bits of a `wgmma` descriptor.
 _SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
+# Bytes of an element of `wgmma`'s operands.
+_SIZES = {"f16": 2, "bf16": 2, "e4m3": 1}
 
 
 def run_launch(launch: RecordedLaunch, *, late: bool = True) -> None:
@@ -104,6 +106,14 @@ def _swizzled(address: Array, width: int) -> Array:
     """Where the TMA and `wgmma` have what lies at an address without the swizzle."""
     mask = (1 << _MIXED[width]) - 1
     return address ^ ((address >> 7 & mask) << 4)
+
+
+def _values(words: Array, kind: str) -> tuple[Array, ...]:
+    """The numbers in words as float64, those of lower bits first."""
+    if _SIZES[kind] == 2:
+        return emulation._halves(words, kind)
+    bits = torch.from_numpy(np.stack([(words >> 8 * i).astype(np.uint8) for i in range(4)]))
+    return tuple(bits.view(torch.float8_e4m3fn).double().numpy())
 
 
 class _Barrier:
@@ -316,16 +326,18 @@ class _Block(emulation._Program):
 
     def _begin(self, rest: list[str], ops: list[str], group: int, own: Array) -> None:
         kind = rest[-1]
-        assert [int(op) for op in ops[4:]] == [1, 1, 0], ops
-        left, lane = np.zeros((4, 16, 16)), np.arange(32)
+        # Floats of 8 bits have no transposed right operand.
+        assert [int(op) for op in ops[4:]] == [1, 1, 0][: 2 if kind == "e4m3" else 3], ops
+        count = 4 // _SIZES[kind]
+        left, lane = np.zeros((4, 16, 8 * count)), np.arange(32)
         for index, name in enumerate(self._list(ops[1])):
-            for half, value in enumerate(emulation._halves(self.read(name), kind)):
-                column = 2 * (lane % 4) + half + 8 * (index // 2)
+            for place, value in enumerate(_values(self.read(name), kind)):
+                column = count * (lane % 4) + place + 4 * count * (index // 2)
                 left[:, lane // 4 + 8 * (index % 2), column] = value[own].reshape(4, 32)
         product = _Product(
             own,
             self._list(ops[0]),
-            left.reshape(64, 16),
+            left.reshape(64, -1),
             int(self.read(ops[2])[own][0]),
             kind,
             bool(self.read(ops[3])[own][0]),
@@ -339,11 +351,11 @@ class _Block(emulation._Program):
         lanes = 2 * len(product.sums)
         width = _SWIZZLES[product.descriptor >> 62]
         start, stride = ((product.descriptor >> bit & 0x3FFF) << 4 for bit in (0, 32))
-        lane, column = np.arange(lanes)[:, None], np.arange(16)[None, :]
-        at = start + lane // 8 * stride + lane % 8 * width + 2 * column
-        at = _swizzled(at, width)
-        bits = self.shared[at].astype(np.uint16) | self.shared[at + 1].astype(np.uint16) << 8
-        right = emulation._half(bits, product.kind)
+        # 32 bytes of each lane, whatever the columns are.
+        lane, word = np.arange(lanes)[:, None], np.arange(8)[None, :]
+        at = _swizzled(start + lane // 8 * stride + lane % 8 * width + 4 * word, width)
+        words = self.shared[at[:, :, None] + np.arange(4)].view(np.uint32)[:, :, 0]
+        right = np.stack(_values(words, product.kind), axis=-1).reshape(lanes, -1)
         result = product.left @ right.T
         thread = np.arange(32)
         for index, name in enumerate(product.sums):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 
 FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
@@ -43,3 +44,14 @@ def random_quantised(name: str, M: int, K: int, *, seed: int = 0) -> QuantisedWe
     zeros = integers(0, 1 << kind.bits, *groups) if kind.has_zeros else None
     whole = torch.tensor(0.7) if name == "nvfp4" else None
     return QuantisedWeight(kind, codes, scales, whole, zeros)
+
+
+def to_device(weight: PackedWeight, device: str) -> PackedWeight:
+    return PackedWeight(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in weight))
+
+
+def inputs_of(weight: torch.Tensor, lanes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whose products with the weight are of order 1."""
+    K = weight.shape[1]
+    x = torch.randn(lanes, K, generator=torch.Generator().manual_seed(lanes))
+    return (x / (weight.square().mean().sqrt() * K**0.5)).to(dtype)
