@@ -12,7 +12,14 @@ import torch
 
 from graphengine.buckets import BucketLadder, WaitMode
 from graphengine.checks import INT32_MAX, is_finite, is_int, shown
-from graphengine.kernels import FMA_LANES, MAX_LANES, MAX_LOGPROBS, RowFamily, row_family
+from graphengine.kernels import (
+    FMA_LANES,
+    MAX_LANES,
+    MAX_LOGPROBS,
+    ActivationKind,
+    RowFamily,
+    row_family,
+)
 from graphengine.options import (
     NOT_NEGATIVE,
     SEED,
@@ -97,6 +104,13 @@ class EngineConfig:
     )
     quantize_lm_head: bool = option(
         False, doc="whether `quantize` rounds lm_head, too", flag=Flag()
+    )
+    activations: ActivationKind | None = option(
+        None,
+        doc="""what prefill rounds the inputs of linears to whose weights are e4m3, with a scale a
+        row or for blocks of 128 columns: "fp8" is e4m3, each token relative to its largest value,
+        which is faster on Hopper GPUs, and less exact; decode does not; None: dtype""",
+        flag=Flag(),
     )
     max_batch: int = option(
         8,

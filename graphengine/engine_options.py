@@ -11,7 +11,7 @@ import torch
 
 from graphengine.buckets import WaitMode
 from graphengine.config import KvDtype, LogprobsMode, RoundedKind
-from graphengine.kernels import RowFamily
+from graphengine.kernels import ActivationKind, RowFamily
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
 
@@ -37,6 +37,12 @@ class EngineOptions(TypedDict, total=False):
 
     quantize_lm_head: bool
     """whether `quantize` rounds lm_head, too"""
+
+    activations: ActivationKind | None
+    """what prefill rounds the inputs of linears to whose weights are e4m3, with a scale a row or
+    for blocks of 128 columns: "fp8" is e4m3, each token relative to its largest value, which is
+    faster on Hopper GPUs, and less exact; decode does not; None: dtype
+    """
 
     max_batch: int
     """slots, and the largest bucket; at most 64"""

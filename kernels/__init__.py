@@ -73,6 +73,14 @@ from graphengine.kernels.draft.vanilla import (
     begin_vanilla_draft_reference,
     new_draft_chain,
 )
+from graphengine.kernels.linear.lane_codes import (
+    ActivationKind,
+    LaneCodes,
+    code_bytes,
+    new_lane_codes,
+    quantise_lanes,
+    quantise_lanes_reference,
+)
 from graphengine.kernels.linear.linear import (
     MAX_LANES,
     arrivals_needed,
@@ -93,6 +101,7 @@ from graphengine.kernels.linear.packed import (
     select_rows,
 )
 from graphengine.kernels.linear.packed_chunk import packed_chunk_product
+from graphengine.kernels.linear.packed_chunk_fp8 import packed_chunk_fp8_product, takes_fp8
 from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
@@ -230,6 +239,7 @@ __all__ = [
     "USES_COUNTS",
     "USES_MASK",
     "USES_REPETITION",
+    "ActivationKind",
     "AnyWeight",
     "DecodeLanes",
     "DraftChain",
@@ -240,6 +250,7 @@ __all__ = [
     "Fusion",
     "HandOver",
     "KernelCompilation",
+    "LaneCodes",
     "Launch",
     "LinearKind",
     "LinearPlan",
@@ -282,6 +293,7 @@ __all__ = [
     "begin_module_draft_reference",
     "begin_vanilla_draft",
     "begin_vanilla_draft_reference",
+    "code_bytes",
     "combine_hidden",
     "combine_hidden_reference",
     "commit_draft",
@@ -319,6 +331,7 @@ __all__ = [
     "match_stop_sequences",
     "match_stop_sequences_reference",
     "new_draft_chain",
+    "new_lane_codes",
     "new_residual",
     "ngram_prompt",
     "ngram_prompt_reference",
@@ -330,6 +343,7 @@ __all__ = [
     "note_tokens_reference",
     "pack",
     "pack_state",
+    "packed_chunk_fp8_product",
     "packed_chunk_product",
     "packed_form",
     "packed_plan",
@@ -343,6 +357,8 @@ __all__ = [
     "publish",
     "publish_logprobs",
     "publish_logprobs_reference",
+    "quantise_lanes",
+    "quantise_lanes_reference",
     "rank_logits",
     "rank_logits_reference",
     "relaxed_acceptance",
@@ -365,6 +381,7 @@ __all__ = [
     "select_rows",
     "swiglu",
     "swiglu_reference",
+    "takes_fp8",
     "token_log_probabilities",
     "token_log_probabilities_reference",
     "unpack_state",

@@ -165,6 +165,7 @@ def info(options: argparse.Namespace) -> None:
         "device": str(memory.device),
         "dtype": str(memory.dtype).removeprefix("torch."),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
+        "activations": memory.activations,
         "max_batch": memory.ladder.sizes[-1],
         "max_seq_len": memory.max_seq_len,
         "decode_buckets": memory.ladder.sizes,

@@ -183,6 +183,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "dtype": str(memory.dtype).removeprefix("torch."),
         "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
+        "activations": memory.activations,
         "max_batch": config.max_batch,
         "max_seq_len": memory.max_seq_len,
         "buckets": list(memory.ladder.sizes),

@@ -288,6 +288,7 @@ def _numerics_id(
             "block_size": memory.block_size,
             "prefill_buckets": ",".join(map(str, prefill)),
             **fp8,
+            **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **model.numerics(prefill),
         },

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    ActivationKind,
     AnyWeight,
     DecodeLanes,
     Launch,
@@ -364,9 +365,14 @@ ranks, so that all have the same bits. It may return another tensor or change th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLaunch(Launch):
-    """How the kernels of a chunk are launched, and where its ranks meet; None: there is one."""
+    """How the kernels of a chunk are launched.
+
+    reduce       where its ranks meet; None: there is one
+    activations  what inputs of linears are rounded to that take it; None: nothing
+    """
 
     reduce: Reduce | None = None
+    activations: ActivationKind | None = None
 
 
 ONE_RANK = PrefillLaunch()
@@ -380,12 +386,14 @@ class DecodeLaunch(Launch):
     `split_tokens` is attention's. Each `tokens_per_row` lanes are tokens of one slot, at
     consecutive positions. `reduce` is where the ranks' parts of a product meet before it is added
     to the residual stream; with None there is one rank, and product and sum are one kernel.
+    `activations` are those of prefill: in decode they stay as they are.
     """
 
     plans: LinearPlans
     split_tokens: int
     tokens_per_row: int = 1
     reduce: Reduce | None = None
+    activations: ActivationKind | None = None
 
     def plan(self, name: str, weight: AnyWeight) -> LinearPlan:
         """Of the linear of this name, where its weight is stored so."""
@@ -394,7 +402,7 @@ class DecodeLaunch(Launch):
     @property
     def prefill(self) -> PrefillLaunch:
         """The same for the kernels of a chunk."""
-        return PrefillLaunch(pdl=self.pdl, reduce=self.reduce)
+        return PrefillLaunch(pdl=self.pdl, reduce=self.reduce, activations=self.activations)
 
 
 class ChunkAttention(Protocol):

@@ -31,7 +31,12 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
-from graphengine.models.blocks.streams import PrefillScratch, new_weight, tensors_of
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    coded_columns,
+    new_weight,
+    tensors_of,
+)
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import (
     ONE_RANK,
@@ -332,6 +337,9 @@ def prefill_scratch(
         max(config.attention.prefill_width, config.mlp.prefill_width(fused=fused)),
         like=layers[0].input_norm,
         launch=launch,
+        coded=coded_columns(
+            (linear.weight for each in layers for linear in each.linears()), launch.activations
+        ),
         outlived=outlived,
     )
 

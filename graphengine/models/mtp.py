@@ -512,7 +512,9 @@ def mtp_prefill(
     layer = module.layer
     lanes, hidden = len(combined_T2H), config.hidden_size
     x = combined_T2H.new_empty(lanes, hidden)
-    x = chunk_product(combined_T2H, module.projection, None, out=x).float()
+    x = chunk_product(
+        combined_T2H, module.projection, None, out=x, activations=launch.activations
+    ).float()
     scratch = prefill_scratch(config.layer, [layer], lanes, launch=launch)
     rms_norm(
         x,

@@ -86,6 +86,7 @@ def allocate(
         split_tokens=model.config.split_tokens(plans.family, memory.dtype),
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
+        activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
     if own_cache.shape[0]:

@@ -20,8 +20,16 @@ from graphengine.buckets import (
 )
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.kernels import FP8_KV, MAX_LANES, PACKED_COLUMNS
+from graphengine.kernels import (
+    FP8_KV,
+    MAX_LANES,
+    PACKED_COLUMNS,
+    ActivationKind,
+    code_bytes,
+    takes_fp8,
+)
 from graphengine.models.contract import (
+    Linear,
     ModelConfig,
     cache_shape,
     kv_scale_bytes,
@@ -52,6 +60,7 @@ class MemoryPlan:
     """The sizes that follow from a model, an `EngineConfig` and the memory at hand.
 
     dtype          of weights and activations; `kv_dtype` of the caches
+    activations    what prefill rounds the inputs of linears to that take it; None: nothing
     block_bytes    of one block in all caches: the target's and the drafter's
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
     swap_blocks    pinned host blocks
@@ -62,6 +71,7 @@ class MemoryPlan:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    activations: ActivationKind | None
     max_seq_len: int
     ladder: BucketLadder
     prefill_ladder: BucketLadder
@@ -80,9 +90,10 @@ class MemoryPlan:
         return 1 + self.draft_lengths[-1]
 
     def describe_dtypes(self) -> str:
-        """Of weights, and of KV where it has one of its own."""
+        """Of weights, of KV where it has one of its own, and of what prefill rounds."""
         weights, kv = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
-        return weights if kv == weights else f"{weights}, KV {kv}"
+        described = weights if kv == weights else f"{weights}, KV {kv}"
+        return described if self.activations is None else f"{described}, prefill {self.activations}"
 
     @property
     def whole_requests(self) -> int:
@@ -127,7 +138,8 @@ def plan_memory(
 
     ValueError for prefix caching of a model whose recurrent layers need every token, and for an
     fp8 KV cache on a GPU that cannot convert it. Also for packed weights that the kernels of a GPU
-    do not take in this dtype, or not with so many columns.
+    do not take in this dtype, or not with so many columns, and for fp8 activations where no linear
+    takes them.
 
     checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
     calibration_tokens  of `kv_calibration`: their KV is in `dtype`, and freed before the caches are
@@ -145,6 +157,11 @@ def plan_memory(
     if kv_dtype == FP8_KV:
         _check_fp8(device)
     _check_packed(model, device, dtype)
+    if config.activations is not None and not _coded_linears(model):
+        raise ValueError(
+            f"activations={config.activations!r} is for linears in e4m3 with a scale a row or for "
+            f"128 columns: those of this {model.architecture} are in {_formats(model, dtype)}"
+        )
     max_seq_len = config.sequence_limit(model.max_positions)
     ladder = BucketLadder(config.max_batch, config.buckets)
     longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
@@ -177,6 +194,9 @@ def plan_memory(
     workspace = _workspace_bytes(
         model, lanes, prefill_ladder, dtype, max_seq_len, modules=needs.wants_hidden
     )
+    if config.activations is not None:
+        widest = max(linear.columns for linear in _coded_linears(model))
+        workspace += code_bytes(prefill_ladder.sizes[-1], widest)
     budget.add("workspace (estimate)", workspace, where)
     graphs = graph_keys(config, ladder, prefill_ladder, draft_lengths, own_graph=needs.own_graph)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
@@ -212,6 +232,7 @@ def plan_memory(
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        activations=config.activations,
         max_seq_len=max_seq_len,
         ladder=ladder,
         prefill_ladder=prefill_ladder,
@@ -258,6 +279,24 @@ def _check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
                 f"{name} is packed, with {linear.columns} columns: a GPU takes a multiple of "
                 f"{PACKED_COLUMNS}"
             )
+
+
+def _coded_linears(model: ModelConfig) -> list[Linear]:
+    """Those whose inputs prefill rounds with fp8 activations; it has none of lm_head's."""
+    return [
+        linear
+        for linear in model.linears.values()
+        if linear.kind != "sample"
+        and linear.weight is not None
+        and takes_fp8(linear.weight, linear.columns)
+    ]
+
+
+def _formats(model: ModelConfig, dtype: torch.dtype) -> str:
+    """What the linears of the layers are stored in."""
+    weights = [linear.weight for linear in model.linears.values() if linear.kind != "sample"]
+    plain = str(dtype).removeprefix("torch.")
+    return ", ".join(dict.fromkeys(plain if weight is None else weight.label for weight in weights))
 
 
 def _check_one_request(

@@ -8,7 +8,7 @@ Letters: N lanes, K input features.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,8 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX, quantise, quantised_bits
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
+ActivationKind = Literal["fp8"]
+"""What prefill's activations can be rounded to: e4m3, with a scale a lane."""
 WORD = 4
 """Columns whose order is the kernels' own: K is a multiple of it."""
 # Of a TMA: how many bytes the distance between rows is a multiple of.

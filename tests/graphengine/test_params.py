@@ -267,6 +267,7 @@ def test_engine_defaults() -> None:
         "dtype": None,
         "quantize": None,
         "quantize_lm_head": False,
+        "activations": None,
         "max_batch": 8,
         "max_seq_len": None,
         "buckets": None,

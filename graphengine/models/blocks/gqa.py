@@ -34,7 +34,6 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    chunk_product,
     new_weight,
     tensors_of,
 )
@@ -306,7 +305,7 @@ class AttentionWeights:
         qkv = scratch.take(block.qkv_size)
         q = scratch.take(block.q_size, after=block.qkv_size)
         rope_append(
-            chunk_product(scratch.h, self.qkv, self.qkv_bias, out=qkv, pdl=scratch.launch.pdl),
+            scratch.product(scratch.h, self.qkv, self.qkv_bias, out=qkv),
             tables.cos,
             tables.sin,
             kv,

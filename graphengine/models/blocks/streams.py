@@ -8,21 +8,31 @@ Letters: N or T lanes, H hidden, K columns of a weight.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    ActivationKind,
     AnyWeight,
     LinearPlan,
+    PackedWeight,
     Residual,
     add_rms_norm,
     add_to_residual_reference,
+    code_bytes,
     empty_packed,
     in_order,
     linear,
     linear_residual,
+    new_lane_codes,
+    packed_chunk_fp8_product,
     packed_chunk_product,
+    quantise_lanes,
     residual_groups,
+    takes_fp8,
 )
 from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, WeightForms
 
@@ -112,11 +122,13 @@ class PrefillScratch:
     One piece of memory, since each product's result is needed until the next one has read it and no
     longer: queries, keys and values, then the queries after RoPE beside them, attention in place
     of the first and its output product in place of the second, gate and up in place of all, or what
-    one kernel makes of them where they are `fused`.
+    one kernel makes of them where they are `fused`. Beside them lie the codes of one product's
+    inputs.
 
     h         `[T, H]` in the dtype of `like`: what each layer reads
     width     values besides `h` for each lane
     launch    how the kernels are launched
+    coded     columns of the widest inputs that `launch` has rounded
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
     """
 
@@ -128,31 +140,85 @@ class PrefillScratch:
         *,
         like: Tensor,
         launch: PrefillLaunch = ONE_RANK,
+        coded: int = 0,
         outlived: bool = False,
     ) -> None:
         self._lanes = lanes
         self.launch = launch
-        sizes = [lanes * hidden, lanes * width]
+        # Whole pieces of 16 bytes, so that what lies after them is aligned for copies.
+        codes = -(-code_bytes(lanes, coded) // 16) * 16 // like.itemsize if coded else 0
+        sizes = [codes, lanes * hidden, lanes * width]
         if outlived:
-            h, self._memory = map(like.new_empty, sizes)
-        else:
-            # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
-            h, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
-        self.h = h.view(lanes, -1)
+            h = like.new_empty(lanes * hidden)
+            sizes[1] = 0
+        # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
+        coding, shared, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
+        self.h = (h if outlived else shared).view(lanes, -1)
+        self._codes = coding.view(torch.uint8) if codes else None
 
     def take(self, columns: int, *, after: int = 0) -> Tensor:
         """`[T, columns]`, dense, in the memory past that of `after` columns; it holds anything."""
         start = self._lanes * after
         return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
 
+    def product(
+        self,
+        x: Tensor,
+        weight: AnyWeight,
+        bias: Tensor | None,
+        *,
+        out: Tensor,
+        swiglu: bool = False,
+    ) -> Tensor:
+        """`chunk_product` with this launch, which rounds inputs in this memory."""
+        return chunk_product(
+            x,
+            weight,
+            bias,
+            out=out,
+            swiglu=swiglu,
+            pdl=self.launch.pdl,
+            activations=self.launch.activations,
+            codes=self._codes,
+        )
+
+
+def coded_columns(weights: Iterable[AnyWeight], activations: ActivationKind | None) -> int:
+    """Columns of the widest inputs that `chunk_product` rounds, with these weights."""
+    return max((each.shape[1] for each in weights if _is_coded(each, activations)), default=0)
+
+
+def _is_coded(weight: AnyWeight, activations: ActivationKind | None) -> TypeGuard[PackedWeight]:
+    if activations is None or isinstance(weight, Tensor):
+        return False
+    return takes_fp8(weight.format, weight.shape[1])
+
 
 def chunk_product(
-    x: Tensor, weight: AnyWeight, bias: Tensor | None, *, out: Tensor, pdl: bool = False
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    *,
+    out: Tensor,
+    swiglu: bool = False,
+    pdl: bool = False,
+    activations: ActivationKind | None = None,
+    codes: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed."""
+    """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed.
+
+    swiglu       of a packed weight: `out` is silu(gate) * up
+    activations  what x is rounded to, where the weight takes it
+    codes        uint8, of `code_bytes` or more: where it is rounded; None: in new memory
+    """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
-        return packed_chunk_product(x, weight, bias, out=out, pdl=pdl)
+        if not _is_coded(weight, activations):
+            return packed_chunk_product(x, weight, bias, out=out, swiglu=swiglu, pdl=pdl)
+        rounded = None if codes is None else new_lane_codes(codes, *x.shape)
+        rounded = quantise_lanes(x, out=rounded, pdl=pdl)
+        return packed_chunk_fp8_product(rounded, weight, bias, out=out, swiglu=swiglu, pdl=pdl)
+    assert not swiglu, f"{swiglu=} of a weight that is not packed"
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -177,7 +243,7 @@ def add_chunk_product(
     """
     launch = scratch.launch
     if launch.reduce is None:
-        whole = chunk_product(x_NK, weight_HK, bias, out=out, pdl=launch.pdl)
+        whole = scratch.product(x_NK, weight_HK, bias, out=out)
     else:
         _check_split(weight_HK)
         whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))

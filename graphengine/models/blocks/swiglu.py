@@ -16,17 +16,14 @@ from graphengine.kernels import (
     DecodeLanes,
     Residual,
     fuses_swiglu,
-    in_order,
     linear,
     linear_swiglu,
-    packed_chunk_product,
     swiglu,
 )
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    chunk_product,
     new_weight,
     tensors_of,
 )
@@ -178,14 +175,13 @@ class SwigluWeights:
         ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
         if not isinstance(self.gate_up, Tensor):
             gated = scratch.take(ffn)
-            x, packed = in_order(h, self.gate_up)
-            packed_chunk_product(x, packed, self.gate_up_bias, out=gated, swiglu=True, pdl=pdl)
+            scratch.product(h, self.gate_up, self.gate_up_bias, out=gated, swiglu=True)
         elif self.is_fused(len(h)):
             gated = scratch.take(ffn)
             linear_swiglu(h, self.gate_up, out=gated, pdl=pdl)
         else:
             gate_up = scratch.take(2 * ffn)
-            chunk_product(h, self.gate_up, self.gate_up_bias, out=gate_up)
+            scratch.product(h, self.gate_up, self.gate_up_bias, out=gate_up)
             gated = swiglu(gate_up, slot, out=gate_up[:, :ffn], pdl=pdl)
         add_chunk_product(
             gated,
