@@ -226,20 +226,25 @@ class CheckedGraph:
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_batch", FAMILIES)
 @pytest.mark.parametrize(
-    ("case", "quantize"),
+    ("case", "weights"),
     [
-        pytest.param(FLOAT32_ON_GPU.values[0], None, id="float32"),
+        pytest.param(FLOAT32_ON_GPU.values[0], {}, id="float32"),
         *(
-            pytest.param(BFLOAT16_ON_GPU.values[0], kind, id=f"bfloat16-{kind}")
+            pytest.param(BFLOAT16_ON_GPU.values[0], {"quantize": kind}, id=f"bfloat16-{kind}")
             for kind in (None, "fp8", "int8", "int4")
+        ),
+        pytest.param(
+            BFLOAT16_ON_GPU.values[0],
+            {"quantize": "fp8", "activations": "fp8"},
+            id="bfloat16-fp8-activations",
         ),
     ],
 )
 def test_a_replay_equals_the_eager_step(
-    case: Case, checkpoints: dict[str, Any], max_batch: int, quantize: str | None
+    case: Case, checkpoints: dict[str, Any], max_batch: int, weights: dict[str, Any]
 ) -> None:
     checked: Counter[str] = Counter()
-    options = sized(max_batch) | {"prefill_buckets": (8, 32), "quantize": quantize}
+    options = sized(max_batch) | {"prefill_buckets": (8, 32)} | weights
     with open_engine(case, checkpoints, **options) as engine:
         assert engine.row_family == FAMILIES[max_batch]
         for name in graph_names(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from graphengine.kernels import LaneCodes, code_bytes
 from graphengine.models.blocks import streams
 from graphengine.models.contract import ONE_RANK, PrefillLaunch
 from graphengine.speculative import MTP, DraftModel
+from launches.compilation import graph_kernels
 
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]
 
@@ -201,6 +203,19 @@ def test_drafters_round_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             found.append((result.token_ids, len(noted)))
     # Of the draft model's last layer a chunk needs keys and values alone.
     assert found[0][0] == found[1][0] and found[1][1] - found[0][1] == 4 + 1
+
+
+def test_a_gpus_prefill_has_two_kernels_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its decode none of them."""
+    module = importlib.import_module("graphengine.kernels.linear.packed_chunk_fp8")
+    monkeypatch.setattr(module, "_processors", lambda tensor: 132)
+    own = ["_quantise_lanes_kernel", "packed_chunk_fp8_kernel"]
+    with open_demo(**FP8, dtype="bfloat16", prefill_buckets=(8,)) as engine:
+        layers = engine.model.config.num_layers
+        for name, kernels in graph_kernels(engine).items():
+            found = [kernel.name for kernel in kernels if kernel.name in own]
+            rounds = name.startswith("prefill/") and not name.endswith("/note")
+            assert found == own * (4 * layers if rounds else 0), name
 
 
 def test_codes_are_in_the_scratch_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

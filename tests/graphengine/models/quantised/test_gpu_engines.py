@@ -49,3 +49,27 @@ def test_a_gpu_says_nearly_what_a_cpu_says(kind: str) -> None:
             said.append(engine.generate(PROMPT, greedy(24, ignore_eos=True)).token_ids)
     agreed = [one == other for one, other in zip(*said, strict=True)]
     assert all(agreed[:6]), f"{said=}"
+
+
+# Prefill with activations in e4m3.
+
+FP8 = {"quantize": "fp8", "activations": "fp8"}
+
+
+def test_rounded_activations_change_no_token_in_a_crowd() -> None:
+    with open_engine(**ENGINE, **FP8) as engine:
+        alone = [outcomes(engine, [job])[0] for job in JOBS]
+        assert outcomes(engine, JOBS) == alone
+    pool = {"kv_blocks": 20, "swap_blocks": 60}
+    with open_engine(**ENGINE, **FP8, **pool, speculative=MTP(k=2)) as engine:
+        assert outcomes(engine, JOBS) == alone
+        assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+
+
+def test_a_gpu_rounds_as_a_cpu_does() -> None:
+    said = []
+    for options in (ENGINE, {"device": "cpu", "dtype": "float32"}):
+        with open_engine(**options, **FP8) as engine:
+            said.append(engine.generate(PROMPT, greedy(24, ignore_eos=True)).token_ids)
+    agreed = [one == other for one, other in zip(*said, strict=True)]
+    assert all(agreed[:6]), f"{said=}"
