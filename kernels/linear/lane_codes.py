@@ -24,6 +24,8 @@ ActivationKind = Literal["fp8"]
 """What prefill's activations can be rounded to: e4m3, with a scale a lane."""
 WORD = 4
 """Columns whose order is the kernels' own: K is a multiple of it."""
+LANES_AT_ONCE = 256
+"""Lanes whose scales a program reads together, however many there are."""
 # Of a TMA: how many bytes the distance between rows is a multiple of.
 _PITCH = 16
 # The least that the largest value of a lane counts as, so that no scale is 0 or subnormal.
@@ -41,7 +43,8 @@ class LaneCodes(NamedTuple):
 
     codes   `torch.float8_e4m3fn` [N, K], in the order of columns that the module says; dense rows
             that begin at multiples of 16 bytes
-    scales  float32 [N]: the lane's largest magnitude over 448
+    scales  float32 [P], N rounded up to a multiple of `LANES_AT_ONCE`: the lane's largest magnitude
+            over 448; past N it is anything
     """
 
     codes: torch.Tensor
@@ -50,7 +53,7 @@ class LaneCodes(NamedTuple):
 
 def code_bytes(lanes: int, columns: int) -> int:
     """Bytes of `LaneCodes` of so many lanes and columns."""
-    return lanes * (_pitch(columns) + 4)
+    return lanes * _pitch(columns) + 4 * _scales(lanes)
 
 
 def new_lane_codes(memory: torch.Tensor, lanes: int, columns: int) -> LaneCodes:
@@ -58,9 +61,14 @@ def new_lane_codes(memory: torch.Tensor, lanes: int, columns: int) -> LaneCodes:
     of 16 bytes.
     """
     pitch = _pitch(columns)
-    codes, scales = memory[: code_bytes(lanes, columns)].split([lanes * pitch, lanes * 4])
+    sizes = [lanes * pitch, 4 * _scales(lanes)]
+    codes, scales = memory[: sum(sizes)].split(sizes)
     codes = codes.view(FP8_KV).view(lanes, pitch)[:, :columns]
     return LaneCodes(codes, scales.view(torch.float32))
+
+
+def _scales(lanes: int) -> int:
+    return -(-lanes // LANES_AT_ONCE) * LANES_AT_ONCE
 
 
 def _pitch(columns: int) -> int:
@@ -89,7 +97,7 @@ def quantise_lanes(
     if out is None:
         memory = torch.empty(code_bytes(lanes, K), dtype=torch.uint8, device=x_NK.device)
         out = new_lane_codes(memory, lanes, K)
-    if out.codes.shape != x_NK.shape or out.scales.shape != (lanes,):
+    if out.codes.shape != x_NK.shape or out.scales.shape != (_scales(lanes),):
         raise ValueError(
             f"out has codes {list(out.codes.shape)} and scales {list(out.scales.shape)} for x "
             f"{list(x_NK.shape)}"
@@ -118,14 +126,14 @@ def quantise_lanes_reference(x_NK: torch.Tensor, *, out: LaneCodes) -> LaneCodes
     largest = x.abs().amax(dim=1).clamp_(min=_LEAST)
     codes = quantise(x * (FP8_MAX / largest)[:, None], torch.ones(1, device=x.device))
     out.codes.view(torch.uint8).copy_(_exchanged(codes.view(torch.uint8)))
-    out.scales.copy_(largest / FP8_MAX)
+    out.scales[: len(x)].copy_(largest / FP8_MAX)
     return out
 
 
 def lane_values(lanes: LaneCodes) -> torch.Tensor:
     """Float32 [N, K]: what the codes mean, columns in their own order."""
     codes = _exchanged(lanes.codes.view(torch.uint8)).view(FP8_KV)
-    return codes.float() * lanes.scales[:, None]
+    return codes.float() * lanes.scales[: len(codes), None]
 
 
 def _exchanged(codes: torch.Tensor) -> torch.Tensor:

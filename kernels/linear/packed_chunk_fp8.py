@@ -24,7 +24,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
 from graphengine.kernels.core.lanes import check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.linear.lane_codes import WORD, LaneCodes, lane_values
+from graphengine.kernels.linear.lane_codes import LANES_AT_ONCE, WORD, LaneCodes, lane_values
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight
 from graphengine.kernels.linear.packed_chunk import packed_chunk_reference
 from graphengine.kernels.linear.packed_chunk_fp8_gluon import LINES, STEP, packed_chunk_fp8_kernel
@@ -105,6 +105,11 @@ def packed_chunk_fp8_product(
         raise ValueError(f"a weight {[M, K]} in {weight.format.label} takes no e4m3 activations")
     if columns != K:
         raise ValueError(f"x has K={columns} input features, the weight {K}")
+    if len(x.scales) % LANES_AT_ONCE or len(x.scales) < lanes:
+        raise ValueError(
+            f"x has {lanes} lanes and {len(x.scales)} scales, which are to be a multiple of "
+            f"{LANES_AT_ONCE}"
+        )
     if swiglu and not weight.swiglu:
         raise ValueError(f"a weight of {M} rows is not laid out as a SwiGLU")
     if bias is not None:
@@ -165,6 +170,7 @@ def _launch(
     lanes, (M, K) = len(x.codes), weight.shape
     processors = _processors(x.codes)
     tile = tile or fp8_tile(M, lanes, processors)
+    assert tile.lanes <= LANES_AT_ONCE, f"{tile=}"
     if tile.stages < _LEAST_STAGES:
         raise ValueError(f"{tile}: {tile.stages} of {_LEAST_STAGES} steps fit")
     blocks = tile.rows // BLOCK_ROWS

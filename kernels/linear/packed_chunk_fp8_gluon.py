@@ -210,8 +210,8 @@ def _multiply_rows(
         for part in gl.static_range(PARTS):
             first_lane = tile % lane_tiles * (L * PARTS) + part * L
             lane = first_lane + gl.arange(0, L, gl.SliceLayout(0, product))
-            lane_scale = gl.load(lane_scales + lane, mask=lane < lanes, other=0.0)
-            total = totals[part] * lane_scale[None, :]
+            # There is one for each lane of a tile, of lanes that there are not as well.
+            total = totals[part] * gl.load(lane_scales + lane)[None, :]
             place = (lanes, first_lane, first_block)
             store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
 

@@ -54,6 +54,7 @@ def test_matches_reference(device, dtypes, monkeypatch, K, poison):
         quantise_lanes_reference(x, out=expected)
         for found, wanted in zip(out, expected, strict=True):
             assert torch.equal(found[live].view(torch.uint8), wanted[live].view(torch.uint8))
+        assert (out.scales[7:].view(torch.uint8) == 77).all(), "a scale of no lane was written"
         assert memory[-1] == 77
         padding = memory[: 7 * (-(-K // 16) * 16)].view(7, -1)[:, K:]
         assert (padding == 77).all(), "something between lanes was written"
@@ -64,7 +65,7 @@ def test_a_lane_means_its_values_rounded_to_e4m3(device):
     x = random_lanes(5, 136).to(device)
     lanes = quantise_lanes(x)
     scale = x.abs().amax(dim=1, keepdim=True) / 448
-    torch.testing.assert_close(lanes.scales, scale[:, 0])
+    torch.testing.assert_close(lanes.scales[:5], scale[:, 0])
     expected = (x / scale).to(torch.float8_e4m3fn).float() * scale
     torch.testing.assert_close(lane_values(lanes), expected)
     assert bool((lane_values(lanes) - x).abs().le(x.abs() / 15 + scale * 2**-9).all())
@@ -97,6 +98,7 @@ def test_bits_do_not_depend_on_company(device, dtypes):
     whole = quantise_lanes(x)
     for lane_of in ([4], [32, 0, 4, 4]):
         for found, all in zip(quantise_lanes(x[lane_of]), whole, strict=True):
+            found = found[: len(lane_of)]
             assert torch.equal(found.view(torch.uint8), all[lane_of].view(torch.uint8))
 
 
@@ -104,8 +106,8 @@ def test_bits_do_not_depend_on_company(device, dtypes):
     "K, out, message",
     [
         (6, None, "take a multiple of 4 columns, not K=6"),
-        (8, (3, 12), "out has codes [3, 12] and scales [3] for x [3, 8]"),
-        (8, (2, 8), "out has codes [2, 8] and scales [2] for x [3, 8]"),
+        (8, (3, 12), "out has codes [3, 12] and scales [256] for x [3, 8]"),
+        (8, (2, 8), "out has codes [2, 8] and scales [256] for x [3, 8]"),
     ],
 )
 def test_what_does_not_fit_is_an_error(K, out, message):

@@ -64,6 +64,7 @@ def product_of(
     room = torch.full((lanes + 1, -(-width // 16) * 16 + 16), SENTINEL).to(x)
     out = room[:lanes, :width]
     codes = quantise_lanes(x, pdl=True)
+    codes.scales[lanes:] = NAN
 
     def call() -> None:
         found = packed_chunk_fp8_product(
@@ -184,6 +185,7 @@ def test_formats_that_take_e4m3_activations():
     [
         ({"K": 60}, "x has K=60 input features, the weight 64"),
         ({"name": "int8"}, "a weight [16, 64] in int8-1x0 takes no e4m3 activations"),
+        ({"scales": 2}, "x has 2 lanes and 2 scales, which are to be a multiple of 256"),
         ({"swiglu": True}, "a weight of 16 rows is not laid out as a SwiGLU"),
         ({"bias": 15}, "bias must be a dense torch.float32 [16]"),
         ({"width": 8}, "out must be torch.float32 [2, 16]"),
@@ -193,10 +195,10 @@ def test_operands_that_do_not_fit_are_errors(changes, message):
     weight = pack(random_quantised(changes.get("name", "e4m3"), 16, 64))
     x, bias = torch.zeros(2, changes.get("K", 64)), torch.zeros(changes.get("bias", 16))
     out = torch.zeros(2, changes.get("width", 16))
+    codes = quantise_lanes(x)
+    codes = codes._replace(scales=codes.scales[: changes.get("scales")])
     with pytest.raises(ValueError, match=re.escape(message)):
-        packed_chunk_fp8_product(
-            quantise_lanes(x), weight, bias, out=out, swiglu=changes.get("swiglu", False)
-        )
+        packed_chunk_fp8_product(codes, weight, bias, out=out, swiglu=changes.get("swiglu", False))
 
 
 @pytest.mark.parametrize(
