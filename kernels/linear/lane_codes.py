@@ -124,9 +124,11 @@ def quantise_lanes_reference(x_NK: torch.Tensor, *, out: LaneCodes) -> LaneCodes
     """`quantise_lanes` in plain PyTorch."""
     x = x_NK.float()
     largest = x.abs().amax(dim=1).clamp_(min=_LEAST)
-    codes = quantise(x * (FP8_MAX / largest)[:, None], torch.ones(1, device=x.device))
+    # By a tensor: with a number torch multiplies by reciprocals, which is rounded twice.
+    most = torch.full_like(largest, FP8_MAX)
+    codes = quantise(x * (most / largest)[:, None], torch.ones(1, device=x.device))
     out.codes.view(torch.uint8).copy_(_exchanged(codes.view(torch.uint8)))
-    out.scales[: len(x)].copy_(largest / FP8_MAX)
+    out.scales[: len(x)].copy_(largest / most)
     return out
 
 

@@ -60,6 +60,21 @@ def test_matches_reference(device, dtypes, monkeypatch, K, poison):
         assert (padding == 77).all(), "something between lanes was written"
 
 
+def test_factors_and_scales_are_rounded_once(device):
+    """Of largest values with any mantissa, next to which codes would differ."""
+    generator = torch.Generator().manual_seed(1)
+    x = (1 + torch.rand(2000, 1, generator=generator)).expand(-1, 4) * torch.tensor(
+        [1.0, 0.5 + 2**-24, -0.9375, 2**-7]
+    )
+    x = x.to(device)
+    largest = x[:, 0].double()
+    lanes = quantise_lanes(x)
+    assert torch.equal(lanes.scales[:2000], (largest / 448).float())
+    factor = (448 / largest).float()
+    codes = (x * factor[:, None]).to(torch.float8_e4m3fn)[:, [0, 2, 1, 3]]
+    assert torch.equal(lanes.codes.view(torch.uint8), codes.view(torch.uint8))
+
+
 def test_a_lane_means_its_values_rounded_to_e4m3(device):
     """Of a scale by which the largest is 448: 3 bits of mantissa, and 2**-9 of it below 2**-6."""
     x = random_lanes(5, 136).to(device)

@@ -43,7 +43,8 @@ def open_demo(**options: Any) -> Engine:
 def rounded(x: Tensor) -> Tensor:
     """Each token's values relative to its largest one, which is 448, as e4m3."""
     largest = x.abs().amax(dim=-1, keepdim=True)
-    return (x * (448 / largest)).to(torch.float8_e4m3fn).float() * (largest / 448)
+    most = torch.full_like(largest, 448.0)
+    return (x * (most / largest)).to(torch.float8_e4m3fn).float() * (largest / most)
 
 
 @contextmanager
