@@ -427,6 +427,15 @@ def test_info_prints_json(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
+def test_info_shows_what_prefill_rounds(cli: Cli) -> None:
+    flags = ("info", "--json", "--quantize", "fp8")
+    assert json.loads(cli(*flags)[1])["activations"] is None
+    assert json.loads(cli(*flags, "--activations", "fp8")[1])["activations"] == "fp8"
+    status, _, err = cli("info", "--activations", "fp8")
+    assert status == 2 and "those of this Qwen3ForCausalLM are in float32" in err
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
 def test_info_counts_the_drafter(cli: Cli) -> None:
     plain, mtp = (
         json.loads(cli("info", "--json", "--speculative", mode)[1]) for mode in ("off", "mtp:3")
