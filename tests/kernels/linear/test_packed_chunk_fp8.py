@@ -134,6 +134,8 @@ def check(
         # Rows that end in a block and columns in a step; rings that are used again.
         ("e4m3", BF16, 17, 70, 1096, None, SMALL, True),
         ("e4m3 of one scale", FP16, 3, 24, 72, None, SMALL, False),
+        # Programs with several tiles, which go on in their rings.
+        ("e4m3 of one scale", BF16, 50, 130, 392, None, SMALL, True),
         ("e4m3 in blocks", FP16, 5, 40, 520, False, SMALL, False),
         ("e4m3 in blocks", BF16, 3, 300, 264, None, Fp8Tile(32), True),
         # Two parts of lanes, of which the last ones are in the second.
