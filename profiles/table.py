@@ -51,7 +51,7 @@ def markdown(results: Path = RESULTS) -> str:
     if not documents:
         raise ValueError(f"{results} holds no bench-*.json")
     rows = [
-        dict(row) | {"shape": document["shape"], "number": document["number"]}
+        dict(row) | {"shape": _model(document["shape"], row), "number": document["number"]}
         for document in documents
         for row in document["rows"]
         # A speculating run has its plain engine in the other table, and what was measured for a
@@ -75,7 +75,7 @@ def markdown(results: Path = RESULTS) -> str:
 def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
     """A table with a line for each batch at each context, if there is any."""
     cells = [
-        dict(cell) | {"shape": document["shape"], "number": document["number"]}
+        dict(cell) | {"shape": _model(document["shape"], cell), "number": document["number"]}
         for document in documents
         for cell in context_cells(document)
     ]
@@ -185,6 +185,15 @@ def _kv_of(measured: Mapping[str, Any]) -> str:
     return ", KV in e4m3" if engine.get("kv_dtype") == "float8_e4m3fn" else ""
 
 
+def _model(shape: str, row: Row) -> str:
+    """The shape, and how its weights are stored if not all are in one dtype."""
+    engine = row.get("engine") or {}
+    _, *formats = engine.get("weights", ("",))
+    codes = dict.fromkeys(label.partition("-")[0].replace("e4m3", "fp8") for label in formats)
+    rounded = ", activations in fp8" if engine.get("activations") else ""
+    return " ".join([shape, *codes]) + rounded
+
+
 def _notes(document: Mapping[str, Any]) -> list[str]:
     """List items for what a document has besides its rows."""
     notes, file = [], f"(file {document['number']})"
@@ -212,8 +221,8 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     section = document.get("contexts") or {}
     measured = [section.get("first_tokens") or {"ttft_ms": {}}, *document["rows"]]
     notes += [
-        f"- {document['shape']}{_kv_of(each)}: TTFT after a prompt of {int(tokens):,} tokens is "
-        f"{took:.2f} ms {file}."
+        f"- {_model(document['shape'], each)}{_kv_of(each)}: TTFT after a prompt of "
+        f"{int(tokens):,} tokens is {took:.2f} ms {file}."
         for each in measured
         for tokens, took in each["ttft_ms"].items()
         if tokens not in IN_COLUMNS
