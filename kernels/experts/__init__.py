@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, pairs of lane and expert, and the experts' two products."""

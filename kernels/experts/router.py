@@ -1,0 +1,328 @@
+"""The router of a mixture of experts: which of them each lane takes, and by what weights.
+
+The chosen ones are ranked by what they are chosen by; where that ties, the lower id comes first. A
+score of NaN is the least of all, so that the ids of a lane are always those of different experts.
+
+Letters: N lanes, E experts, k chosen of a lane, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes, sum_rows
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+
+RouterScores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+MAX_EXPERTS = 512
+
+# As DeepSeek-V3's router has it: sigmoids may all be 0.
+_LEAST_SUM = 1e-20
+_LEAST = -(2**63)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """How logits become weights.
+
+    top_k       experts of a lane
+    scores      weights before anything else: probabilities among all experts, sigmoids, or
+                probabilities among the chosen ones alone
+    normalised  whether the weights of a lane are divided by their sum
+    scale       factor of the weights
+    groups      groups of as many experts each; only those of the best `top_groups` can be chosen. A
+                group is as good as the sum of its best two
+    """
+
+    top_k: int
+    scores: RouterScores = "softmax"
+    normalised: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+    def check(self, experts: int) -> None:
+        """ValueError unless it can choose among so many experts."""
+        if self.scores not in get_args(RouterScores):
+            raise ValueError(
+                f"scores={self.scores!r} is none of {', '.join(get_args(RouterScores))}"
+            )
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"a router has 1 to {MAX_EXPERTS} experts, not {experts}")
+        if not 1 <= self.top_groups <= self.groups or experts % self.groups:
+            raise ValueError(
+                f"{experts} experts in {self.groups} groups, of which {self.top_groups} are taken"
+            )
+        size = experts // self.groups
+        if self.groups > 1 and size < 2:
+            raise ValueError(f"a group needs 2 experts, and {self.groups} of {experts} have {size}")
+        if not 1 <= self.top_k <= self.top_groups * size:
+            raise ValueError(
+                f"top_k={self.top_k} of {self.top_groups * size} experts that can be chosen"
+            )
+
+
+class Routes(NamedTuple):
+    """The experts of each lane, best first. Padded lanes hold anything."""
+
+    expert: torch.Tensor
+    """int32 [N, k]: different ids in [0, E)"""
+    weight: torch.Tensor
+    """float32 [N, k]"""
+
+
+def route(
+    logits_NE: torch.Tensor,
+    slot_N: torch.Tensor,
+    router: Router,
+    *,
+    correction_E: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> Routes:
+    """Choose each live lane's experts: one kernel on the current stream, without a host sync.
+
+    Args:
+        logits_NE: float32, dense rows, any stride between them.
+        slot_N: int32, -1 = padded lane.
+        correction_E: float32, added to the scores by which experts are chosen; their weights are
+            without it.
+        pdl: the launch before may still run; it does not write the correction.
+
+    Returns:
+        New tensors, of which padded lanes are not written. A lane's bits do not depend on others.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit, and a correction without the scores of all.
+    """
+    if logits_NE.dim() != 2 or logits_NE.dtype != torch.float32 or logits_NE.stride(1) != 1:
+        raise ValueError(
+            f"logits_NE must be float32 with dense rows, not {logits_NE.dtype} "
+            f"{tuple(logits_NE.shape)} with strides {logits_NE.stride()}"
+        )
+    lanes, experts = logits_NE.shape
+    router.check(experts)
+    check_lanes(lanes, slot_N=slot_N)
+    if correction_E is not None:
+        check_vector("correction_E", correction_E, experts, torch.float32)
+        if router.scores == "softmax_of_chosen":
+            raise ValueError("a correction is of scores, and softmax_of_chosen has none of all")
+    routes = Routes(slot_N.new_empty(lanes, router.top_k), logits_NE.new_empty(lanes, router.top_k))
+    if not use_triton(logits_NE):
+        return route_reference(logits_NE, slot_N, router, correction_E=correction_E, out=routes)
+    launcher(_route_kernel, (lanes,))(
+        logits_NE,
+        correction_E,
+        slot_N,
+        routes.expert,
+        routes.weight,
+        logits_NE.stride(0),
+        router.scale,
+        E=experts,
+        BLOCK_E=triton.next_power_of_2(experts),
+        TOP_K=router.top_k,
+        BLOCK_K=triton.next_power_of_2(router.top_k),
+        SCORES=router.scores,
+        NORMALISED=router.normalised,
+        GROUPS=router.groups,
+        TOP_GROUPS=router.top_groups,
+        num_warps=1 if experts <= 128 else 4,
+        **launch_options(pdl),
+    )
+    return routes
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _route_kernel(
+    logits_ptr,
+    correction_ptr,
+    slot_ptr,
+    expert_ptr,
+    weight_ptr,
+    logits_stride,
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane."""
+    lane = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    there = expert < E
+    if correction_ptr is not None:
+        correction = tl.load(correction_ptr + expert, mask=there, other=0.0)
+    else:
+        correction = tl.zeros((BLOCK_E,), tl.float32)
+    wait_for_inputs(PDL)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    logits = tl.load(logits_ptr + lane * logits_stride + expert, mask=there, other=float("-inf"))
+    scores = logits
+    if SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif SCORES == "softmax":
+        powers = tl.exp(logits - tl.max(logits, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+
+    # Logits order experts as softmax and sigmoid do, but for what those round to the same.
+    by = logits
+    if correction_ptr is not None or GROUPS > 1:
+        by = scores + correction
+    allowed = there
+    if GROUPS > 1:
+        allowed = there & _in_best_groups(by, expert, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_E)
+    keys = tl.where(allowed, _sort_keys(by, expert), _LEAST_KEY)
+
+    rank = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros((BLOCK_K,), tl.int32)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    total = 0.0
+    for index in tl.static_range(TOP_K):
+        best = _expert_of(tl.max(keys, axis=0))
+        keys = tl.where(expert == best, _LEAST_KEY, keys)
+        weight = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
+        chosen = tl.where(rank == index, best, chosen)
+        weights = tl.where(rank == index, weight, weights)
+        total += weight
+    if SCORES == "softmax_of_chosen":
+        most = tl.sum(tl.where(rank == 0, weights, 0.0), axis=0)
+        weights = tl.where(rank < TOP_K, tl.exp(weights - most), 0.0)
+        total = 0.0
+        for index in tl.static_range(TOP_K):
+            total += tl.sum(tl.where(rank == index, weights, 0.0), axis=0)
+        weights = weights / total
+    elif NORMALISED:
+        weights = weights / (total + _LEAST_DIVISOR)
+    weights = weights * scale
+    at = lane * TOP_K + rank
+    tl.store(expert_ptr + at, chosen, mask=rank < TOP_K)
+    tl.store(weight_ptr + at, weights, mask=rank < TOP_K)
+
+
+_LEAST_KEY = tl.constexpr(_LEAST)
+_LEAST_DIVISOR = tl.constexpr(_LEAST_SUM)
+
+
+@triton.jit
+def _sort_keys(by, expert):
+    """int64 that order experts by a float32 of theirs, and equal ones by their ids, downwards."""
+    by = tl.where(by == by, by, float("-inf"))
+    # -0.0 equals 0.0, and its bits do not.
+    bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)
+
+
+@triton.jit
+def _expert_of(key):
+    """The expert of a key."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _in_best_groups(
+    by,
+    expert,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Which experts [BLOCK_E] are in the groups whose two best have the largest sums."""
+    keys = _sort_keys(by, expert)
+    group_of = expert // SIZE
+    # The key of its group, at each expert.
+    group_keys = tl.full((BLOCK_E,), _LEAST_KEY, tl.int64)
+    for group in tl.static_range(GROUPS):
+        inside = group_of == group
+        first = tl.max(tl.where(inside, keys, _LEAST_KEY), axis=0)
+        rest = inside & (keys != first)
+        second = tl.max(tl.where(rest, keys, _LEAST_KEY), axis=0)
+        taken = (keys == first) | (rest & (keys == second))
+        value = tl.sum(tl.where(inside & taken, by, 0.0), axis=0)
+        key = _sort_keys(value, tl.full((), group, tl.int32))
+        group_keys = tl.where(inside, key, group_keys)
+    allowed = expert < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(group_keys, axis=0)
+        allowed = allowed | (group_keys == best)
+        group_keys = tl.where(group_keys == best, _LEAST_KEY, group_keys)
+    return allowed
+
+
+def route_reference(
+    logits_NE: torch.Tensor,
+    slot_N: torch.Tensor,
+    router: Router,
+    *,
+    correction_E: torch.Tensor | None = None,
+    out: Routes | None = None,
+) -> Routes:
+    """`route` in plain PyTorch, for any number of lanes."""
+    lanes, experts = logits_NE.shape
+    if out is None:
+        out = Routes(
+            slot_N.new_empty(lanes, router.top_k), logits_NE.new_empty(lanes, router.top_k)
+        )
+    live = live_lanes(slot_N)
+    logits = logits_NE[live]
+    scores = logits
+    if router.scores == "sigmoid":
+        scores = 1.0 / (1.0 + _exp(-logits))
+    elif router.scores == "softmax":
+        powers = _exp(logits - logits.amax(dim=1, keepdim=True))
+        scores = powers / sum_rows(powers)[:, None]
+    by = logits
+    if correction_E is not None or router.groups > 1:
+        by = scores if correction_E is None else scores + correction_E
+    by = torch.where(torch.isnan(by), -torch.inf, by)
+    order = by.sort(dim=1, descending=True, stable=True).indices
+    if router.groups > 1:
+        grouped = by.unflatten(1, (router.groups, -1))
+        best_two = grouped.sort(dim=2, descending=True).values[:, :, :2]
+        value = best_two[:, :, 0] + best_two[:, :, 1]
+        value = torch.where(torch.isnan(value), -torch.inf, value)
+        best = value.sort(dim=1, descending=True, stable=True).indices[:, : router.top_groups]
+        group_of = order // (experts // router.groups)
+        allowed = (group_of[:, :, None] == best[:, None, :]).any(dim=2)
+        # A stable sort keeps the order among those that are allowed.
+        places = allowed.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+        order = order.gather(1, places)
+    chosen = order[:, : router.top_k]
+    weights = scores.gather(1, chosen)
+    if router.scores == "softmax_of_chosen":
+        weights = _exp(weights - weights[:, :1])
+        weights = weights / _sum_of_ranks(weights)[:, None]
+    elif router.normalised:
+        weights = weights / (_sum_of_ranks(weights) + _LEAST_SUM)[:, None]
+    out.expert[live] = chosen.int()
+    out.weight[live] = weights * router.scale
+    return out
+
+
+def _sum_of_ranks(weights: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(weights[:, 0])
+    for weight in weights.unbind(1):
+        total = total + weight
+    return total
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    """Of a CPU numpy's, which has the same bits wherever an element is: torch's has not."""
+    if x.is_cuda:
+        return torch.exp(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return torch.from_numpy(np.exp(np.ascontiguousarray(x.numpy())))
