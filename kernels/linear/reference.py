@@ -37,9 +37,9 @@ def linear_reference(
         out = output_rows(None, (x_NK.shape[0], outputs), dtype=out_dtype, like=x_NK)
     weight = weight_MK.float()
     for lanes in live_lanes(slot_N).split(REFERENCE_ROWS):
-        y = _matmul_group(x_NK[lanes].float(), weight)
+        y = matmul_group(x_NK[lanes].float(), weight)
         if squares_TN is not None:
-            mean = _sum_in_order(squares_TN[:, lanes]) / x_NK.shape[1]
+            mean = sum_in_order(squares_TN[:, lanes]) / x_NK.shape[1]
             y = y * torch.rsqrt(mean + eps)[:, None]
         if bias is not None:
             y = y + bias.float()
@@ -64,7 +64,7 @@ def linear_residual_reference(
     return add_to_residual_reference(y, slot_N, residual, next_norm_M)
 
 
-def _sum_in_order(squares: torch.Tensor) -> torch.Tensor:
+def sum_in_order(squares: torch.Tensor) -> torch.Tensor:
     """Sum over the first dimension, by an order that the number of lanes does not change."""
     total = torch.zeros_like(squares[0])
     for group in squares:
@@ -72,7 +72,7 @@ def _sum_in_order(squares: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _matmul_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def matmul_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight^T of 1 to REFERENCE_ROWS rows, always as the same product of REFERENCE_ROWS.
 
     A BLAS picks another order of summation for other row counts, and may for other alignments: each

@@ -1,0 +1,371 @@
+"""The products of a mixture of experts with what `router.route` has chosen.
+
+    expert_swiglu      a = silu(gate x) * up x of each pair of lane and expert
+    expert_residual    residual += sum over a lane's experts of weight * down a; for decode
+    expert_sum         that sum alone; for prefill
+
+A pair's products are one chain over K, and a lane's experts are added by rank, so that no bit of a
+lane follows from its neighbours. Where pairs are not grouped, each program takes one pair (or one
+lane) straight from the router's ids. Where they are (`grouping.group_pairs`), one program takes the
+pairs of a block, for which weights are read once. In blocks of `DECODE_BLOCK` pairs both forms have
+the same bits; which is faster depends on how many pairs there are. Experts that no live lane has
+chosen are not read.
+
+The weights of all experts are one dense tensor [E, M, K]; of a SwiGLU M is F gates, then F ups.
+
+Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, H hidden, F ffn width of an
+expert, K input features and M rows of an expert's weight, T groups of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.experts.experts_triton import (
+    StreamArgs,
+    combine_kernel,
+    down_kernel,
+    product_kernel,
+)
+from graphengine.kernels.experts.grouping import Grouping
+from graphengine.kernels.experts.plans import DECODE_BLOCK, ProductTile, decode_tile
+from graphengine.kernels.experts.reference import (
+    expert_product_reference,
+    expert_sum_reference,
+)
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.residual import (
+    Residual,
+    add_to_residual_reference,
+    check_squares,
+)
+
+_SUM_LANES = 4
+_SUM_COLUMNS = 256
+
+
+def expert_swiglu(
+    x_NH: torch.Tensor,
+    weight_E2FH: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    *,
+    tile: LinearPlan | ProductTile,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    grouping: Grouping | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """silu(gate) * up of each live pair, where [gate F | up F] = x @ weight^T / rms.
+
+    Args:
+        x_NH, weight_E2FH: one dtype of float32, float16, bfloat16; dense rows of x, any stride
+            between them; a dense weight.
+        slot_N: int32, -1 = padded lane.
+        tile: how the weights are cut, of decode the plan of a linear.
+        squares_TN, eps: as of `linear`; without them x is normalised.
+        grouping: of `routes`, in blocks as the tile has them; None: pair by pair, in decode.
+        out: dense [P, F] in x's dtype.
+        pdl: the launch before may still run; it does not write the weight.
+
+    Returns:
+        [P, F] in x's dtype: pair p is that of lane p // k and of rank p % k. Accumulated and
+        finished in float32, rounded once. Pairs of padded lanes are not written. ValueError for
+        what does not fit.
+    """
+    check_rows(x_NH=x_NH)
+    lanes, hidden = x_NH.shape
+    rows = _check_weight(weight_E2FH, x_NH, hidden)
+    if rows % 2:
+        raise ValueError(f"experts need as many gate rows as up rows, not {rows} rows in all")
+    _check_routes(routes, slot_N, lanes)
+    if squares_TN is not None:
+        check_squares(squares_TN, lanes)
+    out = _output(out, (routes.expert.numel(), rows // 2), x_NH.dtype, x_NH)
+    if not use_triton(x_NH):
+        return expert_product_reference(
+            x_NH,
+            weight_E2FH,
+            slot_N,
+            routes,
+            squares_TN=squares_TN,
+            eps=eps,
+            swiglu=True,
+            out=out,
+        )
+    _launch_product(
+        x_NH,
+        weight_E2FH,
+        slot_N,
+        routes,
+        _tile(tile, grouping),
+        grouping,
+        squares_TN=squares_TN,
+        eps=eps,
+        swiglu=True,
+        out=out,
+        pdl=pdl,
+    )
+    return out
+
+
+def expert_residual(
+    a_PF: torch.Tensor,
+    weight_EHF: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    residual: Residual,
+    next_norm_H: torch.Tensor,
+    *,
+    plan: LinearPlan,
+    grouping: Grouping | None = None,
+    pdl: bool = False,
+) -> Residual:
+    """residual.x += the weighted sum of each lane's experts, and what the norm after it needs.
+
+    One kernel, and two with a grouping: then the products of pairs are float32 in memory.
+
+    Args:
+        a_PF: as `expert_swiglu` leaves it.
+        residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
+        next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
+        grouping: in blocks of `DECODE_BLOCK`; None: lane by lane.
+        The others as of `expert_swiglu`.
+
+    Returns:
+        The same `x` and `scaled`, with new `squares` of `residual_groups(plan, H)`. Of padded lanes
+        none of them is written. ValueError for what does not fit.
+    """
+    lanes, hidden = residual.x.shape
+    _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
+    check_vector("next_norm", next_norm_H, hidden, weight_EHF.dtype)
+    for name, tensor, dtype in (
+        ("x", residual.x, torch.float32),
+        ("scaled", residual.scaled, a_PF.dtype),
+    ):
+        if tensor.shape != (lanes, hidden) or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"residual.{name} must be a dense {dtype} [{lanes}, {hidden}], not {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+    squares = residual.x.new_empty(-(-hidden // plan.block_m), lanes)
+    residual = residual._replace(squares=squares)
+    if not use_triton(a_PF):
+        y = expert_sum_reference(a_PF, weight_EHF, slot_N, routes, out_dtype=torch.float32)
+        return add_to_residual_reference(y, slot_N, residual, next_norm_H)
+    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares)
+    tile = _tile(plan, grouping)
+    if grouping is None:
+        width = a_PF.shape[1]
+        launcher(down_kernel, (lanes, triton.cdiv(hidden, tile.block_m)))(
+            a_PF,
+            weight_EHF,
+            slot_N,
+            routes.expert,
+            routes.weight,
+            stream,
+            lanes,
+            M=hidden,
+            K=width,
+            TOP_K=routes.expert.shape[1],
+            L=tile.lanes,
+            BLOCK_M=tile.block_m,
+            BLOCK_K=tile.block_k,
+            EVEN_K=width % tile.block_k == 0,
+            OVERLAP=tile.overlap,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **launch_options(pdl),
+        )
+        return residual
+    y = residual.x.new_empty(len(a_PF), hidden)
+    _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, out=y, pdl=pdl)
+    _launch_sum(y, slot_N, routes, stream=stream, out=None, columns=tile.block_m, pdl=pdl)
+    return residual
+
+
+def expert_sum(
+    a_PF: torch.Tensor,
+    weight_EHF: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    *,
+    tile: ProductTile,
+    grouping: Grouping,
+    products: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The weighted sum of each lane's experts: two kernels.
+
+    Args:
+        products: dense [P, H] in a's dtype, which the products of pairs are rounded to; they are
+            summed in float32.
+        out: [N, H] in a's dtype, dense.
+        The others as of `expert_swiglu`.
+
+    Returns:
+        [N, H] in a's dtype; padded lanes are not written. ValueError for what does not fit.
+    """
+    lanes, hidden = len(slot_N), weight_EHF.shape[1]
+    _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
+    out = _output(out, (lanes, hidden), a_PF.dtype, a_PF)
+    if not use_triton(a_PF):
+        return expert_sum_reference(a_PF, weight_EHF, slot_N, routes, out_dtype=a_PF.dtype, out=out)
+    y = _output(products, (len(a_PF), hidden), a_PF.dtype, a_PF)
+    tile = _tile(tile, grouping)
+    _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, out=y, pdl=pdl)
+    _launch_sum(y, slot_N, routes, stream=None, out=out, columns=_SUM_COLUMNS, pdl=pdl)
+    return out
+
+
+def _launch_product(
+    x: torch.Tensor,
+    weight_EMK: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    tile: ProductTile,
+    grouping: Grouping | None,
+    *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    _, M, K = weight_EMK.shape
+    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
+    count = routes.expert.numel() if blocks is None else blocks.shape[1]
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    launcher(product_kernel, (count, triton.cdiv(M, tile.block_m)))(
+        x,
+        squares_TN,
+        weight_EMK,
+        slot_N,
+        routes.expert,
+        order,
+        blocks,
+        out,
+        len(slot_N),
+        x.stride(0),
+        eps,
+        M=M,
+        K=K,
+        TOP_K=routes.expert.shape[1],
+        BLOCKS=0 if blocks is None else count,
+        GROUPS=0 if squares_TN is None else len(squares_TN),
+        SWIGLU=swiglu,
+        L=tile.lanes,
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        EVEN_K=K % tile.block_k == 0,
+        OVERLAP=tile.overlap,
+        **options,
+        **launch_options(pdl),
+    )
+
+
+def _launch_sum(
+    y_PH: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    *,
+    stream: StreamArgs | None,
+    out: torch.Tensor | None,
+    columns: int,
+    pdl: bool,
+) -> None:
+    lanes, hidden = len(slot_N), y_PH.shape[1]
+    launcher(combine_kernel, (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, columns)))(
+        y_PH,
+        slot_N,
+        routes.weight,
+        stream,
+        out,
+        lanes,
+        0 if out is None else out.stride(0),
+        M=hidden,
+        TOP_K=routes.expert.shape[1],
+        L=_SUM_LANES,
+        BLOCK_M=columns,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+def _tile(tile: LinearPlan | ProductTile, grouping: Grouping | None) -> ProductTile:
+    """The tile of a plan. ValueError unless a block of pairs fits it."""
+    tile = decode_tile(tile) if isinstance(tile, LinearPlan) else tile
+    size = DECODE_BLOCK if grouping is None else grouping.size
+    if size != tile.lanes:
+        raise ValueError(f"blocks of {size} pairs, and a tile of {tile.lanes}")
+    return tile
+
+
+def _check_weight(weight_EMK: torch.Tensor, x: torch.Tensor, columns: int) -> int:
+    """The rows of an expert. ValueError unless the weight is dense and fits its inputs."""
+    shape = tuple(weight_EMK.shape)
+    if len(shape) != 3 or 0 in shape or not weight_EMK.is_contiguous():
+        raise ValueError(f"experts' weights must be a dense [E, M, K], not {shape}")
+    if weight_EMK.dtype != x.dtype or shape[2] != columns:
+        raise ValueError(
+            f"inputs of {columns} features in {x.dtype}, and experts of {shape[2]} in "
+            f"{weight_EMK.dtype}"
+        )
+    return shape[1]
+
+
+def _check_routes(routes: Routes, slot_N: torch.Tensor, lanes: int) -> None:
+    check_lanes(lanes, slot_N=slot_N)
+    for name, tensor, dtype in (
+        ("expert", routes.expert, torch.int32),
+        ("weight", routes.weight, torch.float32),
+    ):
+        shape = tuple(tensor.shape)
+        dense = len(shape) == 2 and shape[0] == lanes and shape[1] > 0 and tensor.is_contiguous()
+        if not dense or tensor.dtype != dtype or shape != tuple(routes.expert.shape):
+            raise ValueError(
+                f"routes.{name} must be a dense {dtype} [{lanes}, k], not {tensor.dtype} {shape}"
+            )
+
+
+def _check_products(
+    a_PF: torch.Tensor,
+    weight_EHF: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    lanes: int,
+    hidden: int,
+) -> None:
+    check_rows(a_PF=a_PF)
+    _check_routes(routes, slot_N, lanes)
+    pairs, width = a_PF.shape
+    if pairs != routes.expert.numel() or not a_PF.is_contiguous():
+        raise ValueError(
+            f"a_PF must be dense, a row for each of {routes.expert.numel()} pairs, not "
+            f"{tuple(a_PF.shape)}"
+        )
+    rows = _check_weight(weight_EHF, a_PF, width)
+    if rows != hidden:
+        raise ValueError(f"a stream of {hidden} columns, and experts of {rows} rows")
+
+
+def _output(
+    out: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be a dense {dtype} {list(shape)}, not {out.dtype} {list(out.shape)}"
+        )
+    return out

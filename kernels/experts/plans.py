@@ -1,0 +1,85 @@
+"""How the products of experts are cut into programs.
+
+Of decode the plan is a `LinearPlan`, by the shape of an expert's weight, so that bits do not follow
+from how many lanes there are. A chunk of a prompt has a tile by its number of lanes, which follows
+from the prompt alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from graphengine.kernels.linear.plans import (
+    LinearKind,
+    LinearPlan,
+    RowFamily,
+    check_kind,
+    dot_columns,
+)
+
+DECODE_BLOCK = 16
+"""Pairs of a block in decode: the least that the tensor cores take. A `wgmma` of more would sum in
+another order."""
+
+
+class ProductTile(NamedTuple):
+    """Sizes of a program: `lanes` pairs, `block_m` rows of an expert's weight, tiles of K."""
+
+    lanes: int
+    block_m: int
+    block_k: int
+    warps: int
+    stages: int
+    overlap: bool = True
+
+
+def expert_plan(
+    kind: LinearKind, M: int, K: int, dtype: torch.dtype, family: RowFamily
+) -> LinearPlan:
+    """The plan of experts' weights [M, K] each, for decode.
+
+    Either family multiplies by the tensor cores: a program has a pair of its own.
+    """
+    check_kind(kind, family)
+    if dtype == torch.float32:
+        return LinearPlan(family, block_m=32, block_k=min(32, dot_columns(K)), stages=2)
+    if kind == "swiglu":
+        block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
+        return LinearPlan(family, block_m=32, block_k=block_k, stages=6)
+    # A lane's programs share its experts: few rows each keep all SMs busy, with wide tiles.
+    block_k = next((width for width in (256, 128, 64) if K % width == 0), min(128, dot_columns(K)))
+    return LinearPlan(family, block_m=16, block_k=block_k, stages=6)
+
+
+def decode_tile(plan: LinearPlan) -> ProductTile:
+    """That of a plan. ValueError for one that splits K: experts' sums are not split."""
+    if plan.splits != 1:
+        raise ValueError(f"the products of experts do not split K: {plan}")
+    return ProductTile(
+        DECODE_BLOCK, plan.block_m, plan.block_k, plan.warps, plan.stages, plan.overlap
+    )
+
+
+def chunk_tile(lanes: int, top_k: int, experts: int, K: int, dtype: torch.dtype) -> ProductTile:
+    """That of a chunk of so many lanes: as many pairs as an expert has on average, or more."""
+    if dtype == torch.float32:
+        return ProductTile(DECODE_BLOCK, 32, min(32, dot_columns(K)), warps=4, stages=2)
+    pairs = -(-lanes * top_k // experts)
+    size = DECODE_BLOCK
+    while size < pairs and size < 128:
+        size *= 2
+    block_k = min(64, dot_columns(K))
+    if size <= 32:
+        return ProductTile(size, 64, block_k, warps=4, stages=5)
+    return ProductTile(size, 128, block_k, warps=4 if size == 64 else 8, stages=4)
+
+
+def groups_pairs(lanes: int, top_k: int, experts: int) -> bool:
+    """Whether a decode step of so many lanes groups its pairs, for speed alone.
+
+    Grouping costs two launches. With half as many pairs as experts about a fifth of the pairs share
+    an expert with another one.
+    """
+    return 2 * lanes * top_k >= experts and lanes > 1

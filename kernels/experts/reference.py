@@ -1,0 +1,73 @@
+"""The twins of `experts.py` in plain PyTorch; their order of sums is that of a CPU engine.
+
+They know nothing of blocks: a pair's bits are those of a product of `REFERENCE_ROWS` rows, of
+which it has one, and so the same in any company.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphengine.kernels.core.lanes import live_lanes
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.reference import REFERENCE_ROWS, matmul_group, sum_in_order
+from graphengine.kernels.norm_rope.activation import silu_reference
+
+
+def expert_product_reference(
+    x: torch.Tensor,
+    weight_EMK: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The product of each live pair with its expert's weight, into rows of `out` [P, M or F].
+
+    Of a SwiGLU `x` has a row for each lane, of other products one for each pair.
+    """
+    top_k = routes.expert.shape[1]
+    lanes = live_lanes(slot_N)
+    pairs = (lanes[:, None] * top_k + torch.arange(top_k, device=lanes.device)).flatten()
+    chosen = routes.expert.flatten()[pairs]
+    for expert in chosen.unique().tolist():
+        weight = weight_EMK[expert].float()
+        for part in pairs[chosen == expert].split(REFERENCE_ROWS):
+            lane = part // top_k
+            y = matmul_group(x[lane if swiglu else part].float(), weight)
+            if squares_TN is not None:
+                mean = sum_in_order(squares_TN[:, lane]) / x.shape[1]
+                y = y * torch.rsqrt(mean + eps)[:, None]
+            if swiglu:
+                gate, up = y.chunk(2, dim=1)
+                y = silu_reference(gate) * up
+            out[part] = y.to(out.dtype)
+    return out
+
+
+def expert_sum_reference(
+    a_PF: torch.Tensor,
+    weight_EHF: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    *,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each live lane's experts by rank, [N, H]; other lanes hold anything."""
+    lanes, top_k = routes.expert.shape
+    hidden = weight_EHF.shape[1]
+    y = torch.empty((lanes * top_k, hidden), dtype=out_dtype, device=a_PF.device)
+    expert_product_reference(a_PF, weight_EHF, slot_N, routes, out=y)
+    live = live_lanes(slot_N)
+    if out is None:
+        out = torch.empty((lanes, hidden), dtype=out_dtype, device=a_PF.device)
+    products = y.view(lanes, top_k, hidden)[live].float()
+    total = torch.zeros_like(products[:, 0])
+    for rank in range(top_k):
+        total = total + routes.weight[live, rank, None] * products[:, rank]
+    out[live] = total.to(out_dtype)
+    return out

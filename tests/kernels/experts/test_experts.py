@@ -1,0 +1,366 @@
+"""The experts' products: against their references, grouped and not, idle experts poisoned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from extent import extent
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.experts.experts import expert_residual, expert_sum, expert_swiglu
+from graphengine.kernels.experts.grouping import group_pairs
+from graphengine.kernels.experts.plans import (
+    DECODE_BLOCK,
+    ProductTile,
+    chunk_tile,
+    expert_plan,
+    groups_pairs,
+)
+from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+
+# Triton's interpreter multiplies and rounds poison with numpy, which warns.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+NAN = float("nan")
+SENTINEL = 77.0
+EPS = 1e-6
+SMALL = LinearPlan("dot", block_m=32, block_k=32, stages=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Operands of a layer of experts; lane n works for slot n, or is padded."""
+
+    x: torch.Tensor
+    squares: torch.Tensor
+    slot: torch.Tensor
+    routes: Routes
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    stream: torch.Tensor
+    next_norm: torch.Tensor
+
+    @property
+    def experts(self) -> int:
+        return len(self.gate_up)
+
+    def take(self, lane_of, padded=None):
+        """Lanes `lane_of` of this case, in that order; those `padded` lose their slot."""
+        lane_of = lane_of.to(self.slot.device)
+        slot = self.slot[lane_of]
+        if padded is not None:
+            slot = torch.where(padded.to(slot.device), -1, slot)
+        return replace(
+            self,
+            x=self.x[lane_of],
+            squares=self.squares[:, lane_of].contiguous(),
+            slot=slot,
+            routes=Routes(*(each[lane_of] for each in self.routes)),
+            stream=self.stream[lane_of],
+        )
+
+    def grouping(self, size=DECODE_BLOCK):
+        return group_pairs(self.routes.expert, self.slot, experts=self.experts, size=size)
+
+
+def make_case(
+    lanes, hidden, ffn, experts, top_k, dtype, device, *, padded=(), used=None, groups=3, seed=0
+):
+    """Random operands; lanes choose among the first `used` experts, the others are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    used = experts if used is None else used
+    chosen = [torch.randperm(used, generator=generator)[:top_k] for _ in range(lanes)]
+    slot = torch.arange(lanes, dtype=torch.int32)
+    slot[list(padded)] = -1
+    expert, weight = torch.stack(chosen).int(), random(lanes, top_k).softmax(1)
+    x = random(lanes, hidden)
+    gate_up, down = random(experts, 2 * ffn, hidden), random(experts, hidden, ffn)
+    # What padded lanes hold is no index, and no number.
+    x[list(padded)], expert[list(padded)], weight[list(padded)] = NAN, 2**31 - 1, NAN
+    idle = sorted(set(range(experts)) - set(expert[slot >= 0].flatten().tolist()))
+    gate_up[idle], down[idle] = NAN, NAN
+    sums = (torch.rand(groups, lanes, generator=generator) + 0.5) * hidden / groups
+    return Case(
+        x=x.to(device, dtype),
+        squares=sums.to(device),
+        slot=slot.to(device),
+        routes=Routes(expert.to(device), weight.to(device)),
+        gate_up=(gate_up / hidden**0.5).to(device, dtype),
+        down=(down / ffn**0.5).to(device, dtype),
+        stream=random(lanes, hidden).to(device),
+        next_norm=random(hidden).to(device, dtype),
+    )
+
+
+def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
+    """Both products as a decode step runs them: (a, x, scaled, squares by lane)."""
+    grouping = case.grouping() if grouped else None
+    lanes, top_k = case.routes.expert.shape
+    out = case.x.new_full((lanes * top_k, case.gate_up.shape[-2] // 2), SENTINEL)
+    a = expert_swiglu(
+        case.x,
+        case.gate_up,
+        case.slot,
+        case.routes,
+        tile=gate_up_plan,
+        squares_TN=case.squares,
+        eps=EPS,
+        grouping=grouping,
+        out=out,
+    )
+    before = Residual(
+        case.stream.clone(), torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype), None
+    )
+    after = expert_residual(
+        a,
+        case.down,
+        case.slot,
+        case.routes,
+        before,
+        case.next_norm,
+        plan=down_plan,
+        grouping=grouping,
+    )
+    assert after.x is before.x and after.scaled is before.scaled, "written in place"
+    return a, after.x, after.scaled, after.squares.t()
+
+
+def decode_reference(case, a, groups):
+    """The twin, of which the second half starts from what the first half left."""
+    own = expert_product_reference(
+        case.x,
+        case.gate_up,
+        case.slot,
+        case.routes,
+        squares_TN=case.squares,
+        eps=EPS,
+        swiglu=True,
+        out=torch.full_like(a, SENTINEL),
+    )
+    y = expert_sum_reference(a, case.down, case.slot, case.routes, out_dtype=torch.float32)
+    stream = Residual(
+        case.stream.clone(),
+        torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype),
+        case.stream.new_empty(groups, len(case.slot)),
+    )
+    after = add_to_residual_reference(y, case.slot, stream, case.next_norm)
+    return own, after.x
+
+
+@settings(deadline=None, max_examples=extent(10, 40))
+@given(
+    grouped=st.booleans(),
+    lanes=st.integers(1, 20),
+    hidden=st.integers(1, 80) | st.just(64),
+    ffn=st.integers(1, 70) | st.just(32),
+    experts=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    dtype=st.integers(0, 2),
+    groups=st.sampled_from([1, 3, 130]),
+    data=st.data(),
+)
+@example(
+    # All to one expert, more than a block of them.
+    grouped=True, lanes=19, hidden=33, ffn=20, experts=4, top_k=1, dtype=0, groups=3, data=None,
+)  # fmt: skip
+def test_decode_matches_reference(
+    device,
+    dtypes,
+    assert_products_close,
+    grouped,
+    lanes,
+    hidden,
+    ffn,
+    experts,
+    top_k,
+    dtype,
+    groups,
+    data,
+):
+    top_k = min(top_k, experts)
+    used, padded = 1, (3, 18)
+    if data is not None:
+        used = data.draw(st.integers(top_k, experts))
+        padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
+    dtype = dtypes[dtype % len(dtypes)]
+    case = make_case(
+        lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, groups=groups
+    )
+    a, x, scaled, squares = decode(case, grouped=grouped)
+    expected_a, expected_x = decode_reference(case, a, squares.shape[1])
+    assert_products_close(a, expected_a, dtype)
+    assert_products_close(x, expected_x, dtype)
+    live = case.slot >= 0
+    wanted = (x * case.next_norm.float()).to(dtype)
+    assert torch.equal(scaled[live], wanted[live])
+    assert (scaled[~live] == SENTINEL).all()
+    assert torch.equal(x[~live], case.stream[~live])
+    of_each = [part.double().square().sum(1) for part in x[live].split(SMALL.block_m, dim=1)]
+    torch.testing.assert_close(
+        squares[live].double(), torch.stack(of_each, dim=1), rtol=1e-5, atol=1e-6
+    )
+
+
+def assert_same(actual, expected, exact):
+    """To the bit; in the interpreter, whose BLAS sums by a row's place in a tile, nearly."""
+    for one, other in zip(actual, expected, strict=True):
+        if exact:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (136, 72), (512, 256)])
+def test_grouped_pairs_have_the_bits_of_single_ones(device, dtypes, shape):
+    """Alone and in company, grouped and not, in any order, beside padded lanes."""
+    hidden, ffn = shape
+    if INTERPRETED and hidden > 64:
+        pytest.skip("natively")
+    for dtype in dtypes:
+        plans = {
+            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
+            "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
+        }
+        lanes = 8 if INTERPRETED else 40
+        case = make_case(lanes, hidden, ffn, 6, 3, dtype, device, used=4, groups=5)
+        whole = decode(case, grouped=False, **plans)
+        assert_same(decode(case, grouped=True, **plans), whole, not INTERPRETED)
+        generator = torch.Generator().manual_seed(1)
+        for count in (1, 3, lanes):
+            lane_of = torch.randperm(lanes, generator=generator)[:count]
+            padded = torch.rand(count, generator=generator) < 0.3
+            padded[0] = False
+            part = case.take(lane_of, padded)
+            kept = ~padded
+            for grouped in (False, True):
+                a, *stream = decode(part, grouped=grouped, **plans)
+                a = a.view(count, 3, ffn)
+                wanted = [whole[0].view(lanes, 3, ffn), *whole[1:]]
+                assert_same(
+                    [each[kept] for each in (a, *stream)],
+                    [each[lane_of][kept] for each in wanted],
+                    not INTERPRETED,
+                )
+
+
+@settings(deadline=None, max_examples=extent(6, 30))
+@given(
+    lanes=st.integers(1, 60),
+    hidden=st.integers(1, 70),
+    ffn=st.integers(1, 50),
+    experts=st.integers(1, 7),
+    top_k=st.integers(1, 3),
+    size=st.sampled_from([16, 32, 64]),
+    dtype=st.integers(0, 2),
+    data=st.data(),
+)
+def test_chunks_match_reference(
+    device, dtypes, assert_products_close, lanes, hidden, ffn, experts, top_k, size, dtype, data
+):
+    top_k = min(top_k, experts)
+    used = data.draw(st.integers(top_k, experts))
+    padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
+    dtype = dtypes[dtype % len(dtypes)]
+    case = make_case(lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used)
+    tile = ProductTile(size, 32, 32, warps=4, stages=2)
+    grouping = case.grouping(size)
+    a = expert_swiglu(case.x, case.gate_up, case.slot, case.routes, tile=tile, grouping=grouping)
+    y = expert_sum(a, case.down, case.slot, case.routes, tile=tile, grouping=grouping)
+    live = case.slot >= 0
+    by_lane = a.view(lanes, top_k, ffn)[live]
+    expected = expert_product_reference(
+        case.x, case.gate_up, case.slot, case.routes, swiglu=True, out=torch.empty_like(a)
+    )
+    assert_products_close(by_lane, expected.view(lanes, top_k, ffn)[live], dtype)
+    total = expert_sum_reference(a, case.down, case.slot, case.routes, out_dtype=dtype)
+    assert_products_close(y[live], total[live], dtype)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_reference_bits_do_not_depend_on_company(threads):
+    case = make_case(13, 72, 40, 5, 3, torch.float32, "cpu", used=4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = decode(case, grouped=False)
+        for lane in range(13):
+            a, *stream = decode(case.take(torch.tensor([lane])), grouped=False)
+            assert torch.equal(a, whole[0].view(13, 3, 40)[lane])
+            for one, other in zip(stream, whole[1:], strict=True):
+                assert torch.equal(one[0], other[lane])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
+def test_reference_is_the_formula():
+    case = make_case(3, 24, 16, 5, 2, torch.float32, "cpu")
+    _, x, _, _ = decode(case, grouped=False)
+    scale = torch.rsqrt(case.squares.sum(0) / 24 + EPS)
+    for lane in range(3):
+        expected = case.stream[lane].clone()
+        for expert, weight in zip(*(each[lane].tolist() for each in case.routes), strict=True):
+            gate, up = (case.gate_up[expert] @ case.x[lane] * scale[lane]).chunk(2)
+            a = torch.nn.functional.silu(gate) * up
+            expected += weight * (case.down[expert] @ a)
+        torch.testing.assert_close(x[lane], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
+    plan = expert_plan("swiglu", 1536, 2048, torch.bfloat16, "dot")
+    assert plan.splits == 1 and 1536 % plan.block_m == 0 and 2048 % plan.block_k == 0
+    sizes = [
+        chunk_tile(lanes, 8, 128, 2048, torch.bfloat16).lanes
+        for lanes in (1, 16, 256, 512, 1024, 4096)
+    ]
+    assert sizes == [16, 16, 16, 32, 64, 128]
+    assert [groups_pairs(lanes, 8, 128) for lanes in (1, 4, 8, 64)] == [False, False, True, True]
+    assert not groups_pairs(1, 4, 4)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the checks are the same")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_up": torch.zeros(4, 15, 24)}, "not 15 rows in all"),
+        ({"gate_up": torch.zeros(4, 16, 23)}, "inputs of 24 features .* experts of 23"),
+        ({"gate_up": torch.zeros(4, 16, 24).half()}, "torch.float16"),
+        ({"gate_up": torch.zeros(16, 24)}, r"dense \[E, M, K\], not \(16, 24\)"),
+        ({"down": torch.zeros(4, 23, 8)}, "stream of 24 columns, and experts of 23 rows"),
+        ({"down": torch.zeros(4, 24, 9)}, "inputs of 8 features .* experts of 9"),
+        ({"next_norm": torch.zeros(23)}, r"next_norm must be .* \[24\]"),
+        ({"slot": torch.zeros(4).int()}, r"\[3\], not \(4,\)"),
+        ({"squares": torch.zeros(2, 4)}, r"squares must be a dense float32 \[T, 3\]"),
+        ({"routes": Routes(torch.zeros(3, 2), torch.zeros(3, 2))}, "routes.expert must be"),
+        ({"routes": Routes(torch.zeros(3, 2).int(), torch.zeros(3, 1))}, "routes.weight must be"),
+        ({"stream": torch.zeros(3, 25)}, "stream of 25 columns"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_with_numbers(change, message):
+    case = make_case(3, 24, 8, 4, 2, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=message):
+        decode(replace(case, **change), grouped=False)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the checks are the same")
+def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
+    case = make_case(3, 24, 8, 4, 2, torch.float32, "cpu")
+    monkeypatch.setattr("graphengine.kernels.experts.experts.use_triton", lambda x: True)
+    operands = (case.x, case.gate_up, case.slot, case.routes)
+    grouping = case.grouping(32)
+    with pytest.raises(ValueError, match="blocks of 32 pairs, and a tile of 16"):
+        expert_swiglu(*operands, tile=SMALL, grouping=grouping)
+    with pytest.raises(ValueError, match="do not split K"):
+        expert_swiglu(*operands, tile=SMALL._replace(splits=2))
