@@ -33,10 +33,14 @@ def new_chain(
     differ from each other.
     """
     bases = {name.partition(".")[0] for name in config.linears}
-    if not isinstance(config, DecoderConfig) or len(bases) < len(config.linears):
+    if (
+        not isinstance(config, DecoderConfig)
+        or config.expert_layers
+        or len(bases) < len(config.linears)
+    ):
         raise ValueError(
             f"the layers of a {config.architecture} with the linears {', '.join(config.linears)} "
-            f"are not all alike: there is no chain of them"
+            f"are not all alike, or have experts: there is no chain of them"
         )
     first = {
         name.removeprefix(layer_prefix(0)): form

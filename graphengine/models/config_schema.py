@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from graphengine.checks import INT32_MAX, shown
 
-Kind = Literal["integer", "number", "flag", "text", "texts", "object"]
+Kind = Literal["integer", "integers", "number", "flag", "text", "texts", "object"]
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
@@ -20,6 +20,7 @@ REQUIRED: Any = object()
 
 _NAMES = {
     "integer": "an integer",
+    "integers": "a list of integers",
     "number": "a finite number",
     "flag": "true or false",
     "text": "a string",
@@ -31,7 +32,7 @@ _NAMES = {
 class Key(NamedTuple):
     """A key that is read.
 
-    bounds   least and most of a number
+    bounds   least and most of a number, or of each of a list
     default  where the key is missing, which is transformers' but for what `models/` says
     null     whether null is allowed, and means the default
     """
@@ -74,6 +75,18 @@ KEYS = (
     Key("mlp_layer_types", "texts", default=None, null=True),
 )
 """The keys of `config.json` that are read, whatever the family."""
+
+EXPERT_KEYS = (
+    # transformers writes one of two names.
+    Key("num_experts", "integer", (0, 2**16), default=None, null=True),
+    Key("num_local_experts", "integer", (0, 2**16), default=None, null=True),
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=8),
+    Key("moe_intermediate_size", "integer", (1, 2**22), default=768),
+    Key("norm_topk_prob", "flag", default=False),
+    Key("decoder_sparse_step", "integer", (1, 1024), default=1),
+    Key("mlp_only_layers", "integers", (0, INT32_MAX), default=(), null=True),
+)
+"""The keys of `config.json` that are read of models with experts, as Qwen3-MoE has them."""
 
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
@@ -263,11 +276,15 @@ def read_keys(config: HfConfig, keys: Sequence[Key] = KEYS, *, inside: str = "")
     return {key.name: _read(config, key, f"{inside}.{key.name}".lstrip(".")) for key in keys}
 
 
-def check_neutral(config: HfConfig) -> None:
-    """Raise ValueError for a key that says that the model computes something else."""
+def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
+    """Raise ValueError for a key that says that the model computes something else.
+
+    read  keys that the family reads besides `KEYS`
+    """
+    known = {key.name for key in read}
     for name, neutral in NEUTRAL.items():
         value = config.get(name)
-        if value is None or value in neutral:
+        if value is None or value in neutral or name in known:
             continue
         if name == "no_rope_layers" and _all_are(value, 1):
             # The list says of each layer whether it has RoPE.
@@ -284,7 +301,8 @@ def check_neutral(config: HfConfig) -> None:
 
 def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
-    known = {key.name for key in (*KEYS, *MTP_KEYS)} | NEUTRAL.keys() | HARMLESS
+    read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS)}
+    known = read | NEUTRAL.keys() | HARMLESS
     names = [name for name in config if name not in known]
     rope_keys = {key.name for key in ROPE_KEYS} | {"full_attention", "finetuned", *NEUTRAL_ROPE}
     for name in ("rope_parameters", "rope_scaling"):
@@ -308,6 +326,8 @@ def _read(config: HfConfig, key: Key, name: str) -> Any:
             wanted += f" in [{key.bounds[0]:.15g}, {key.bounds[1]:.15g}]"
         wanted += ", or null" if key.null else ""
         raise ValueError(f"config.json has {name}={shown(value)}: must be {wanted}")
+    if key.kind == "integers":
+        return tuple(value)
     return float(value) if key.kind == "number" else value
 
 
@@ -328,6 +348,9 @@ def _fits(value: object, key: Key) -> bool:
             # NaN is in no range.
             least, most = key.bounds or (-math.inf, math.inf)
             return least <= value <= most
+        case "integers":
+            one = key._replace(kind="integer")
+            return isinstance(value, list) and all(_fits(item, one) for item in value)
 
 
 def _all_are(value: object, wanted: object) -> bool:

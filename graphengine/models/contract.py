@@ -38,6 +38,7 @@ from graphengine.kernels import (
     RowFamily,
     WeightFormat,
     arrivals_needed,
+    expert_plan,
     heuristic_plan,
     packed_plan,
     residual_groups,
@@ -54,10 +55,12 @@ part of every sum."""
 class Linear(NamedTuple):
     """A weight `[rows, columns]` of the decode step.
 
-    kind    names the epilogue of its kernel
-    weight  how it is stored in 8 or 4 bits; None: in the model's dtype
-    shard   along what ranks split it; None: each has all of it. `reduce` sums the products of a
-            weight that is split by columns
+    kind     names the epilogue of its kernel
+    weight   how it is stored in 8 or 4 bits; None: in the model's dtype
+    shard    along what ranks split it; None: each has all of it. `reduce` sums the products of a
+             weight that is split by columns
+    experts  how many weights of this shape a layer has, of which each lane takes a few; 0: there
+             is one, for all lanes
     """
 
     kind: LinearKind
@@ -65,6 +68,7 @@ class Linear(NamedTuple):
     columns: int
     weight: WeightFormat | None = None
     shard: ShardAxis | None = None
+    experts: int = 0
 
 
 Linears = Mapping[str, Linear]
@@ -139,6 +143,8 @@ def heuristic_plans(linears: Linears, dtype: torch.dtype, family: RowFamily) -> 
 
 def heuristic_linear_plan(linear: Linear, dtype: torch.dtype, family: RowFamily) -> LinearPlan:
     """The plan of a linear that no tuning table knows."""
+    if linear.experts:
+        return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family)
     if linear.weight is None:
         return heuristic_plan(linear.kind, linear.rows, linear.columns, dtype, family)
     return packed_plan(linear.weight, linear.rows, linear.columns, family)
@@ -335,6 +341,11 @@ class StoredWeights(ABC):
         By the prefix of the layer's attention in the checkpoint. They are no weights: whoever
         opens an engine with an fp8 cache sets them, and nothing else reads them.
         """
+
+    @property
+    def idle_parameters(self) -> int:
+        """Values of the weights that a token does not meet, of experts that it does not take."""
+        return 0
 
     def named(self) -> Destinations:
         """The views of `stored`, by name."""

@@ -1,7 +1,8 @@
-"""A decoder of like layers: grouped-query attention and SwiGLU, an RMSNorm before each of them.
+"""A decoder: layers of grouped-query attention and SwiGLU, an RMSNorm before each of them.
 
 Llama 3, Qwen2 and Qwen3 are this composition with other settings; their files map a checkpoint's
-config onto `DecoderConfig`. `decode` runs a few rows through five fused kernels a layer; `prefill`
+config onto `DecoderConfig`. In Qwen3-MoE some layers, or all, have a mixture of experts instead of
+one SwiGLU. `decode` runs a few rows through five fused kernels a layer; `prefill`
 runs the tokens of a chunk through the BLAS, but for gate and up where `linear_swiglu` is faster.
 The bits of both depend on the number of lanes, which for a chunk follows from the prompt alone.
 
@@ -25,11 +26,13 @@ from graphengine.kernels import (
     Residual,
     RopeConfig,
     RowFamily,
+    WeightFormat,
     embed,
     first_rows,
     linear,
     rms_norm,
 )
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.streams import (
     PrefillScratch,
@@ -80,6 +83,10 @@ class DecoderConfig:
     """Of q, k and v alone."""
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+    """Of the layers that have experts in place of `mlp`."""
+    expert_layers: tuple[int, ...] = ()
+    """Their indices, ascending."""
     forms: WeightForms = PLAIN
 
     @property
@@ -98,13 +105,20 @@ class DecoderConfig:
 
     @property
     def mlp(self) -> Swiglu:
-        """Of every layer."""
+        """Of every layer without experts."""
         return Swiglu(
             hidden_size=self.hidden_size,
             ffn_size=self.ffn_size,
             norm_eps=self.norm_eps,
             bias=self.mlp_bias,
         )
+
+    def feed_forward(self, layer: int) -> Swiglu | Experts:
+        """What a layer does after its attention."""
+        if layer not in self.expert_layers:
+            return self.mlp
+        assert self.experts is not None, f"{layer=} has experts of no size"
+        return self.experts
 
     def untied(self) -> DecoderConfig:
         """The same with a separate lm_head."""
@@ -120,15 +134,32 @@ class DecoderConfig:
         return self.linears_of([layer_prefix(index) for index in range(self.num_layers)])
 
     def linears_of(self, prefixes: Sequence[str]) -> Linears:
-        """Those of layers with these prefixes in the checkpoint, and lm_head."""
-        head = Linear("sample", self.vocab_size, self.hidden_size)
-        linears = {**self.attention.linears, **self.mlp.linears, "lm_head": head}
-        formats = {"lm_head": [self.forms.format_of(HEAD)]}
-        for block, inside in ((self.attention, ATTENTION), (self.mlp, MLP)):
-            for name, first in block.first_linears.items():
-                stored = [f"{prefix}{inside}{first}" for prefix in prefixes]
-                formats[name] = [self.forms.format_of(each) for each in stored]
+        """Those of layers with these prefixes in the checkpoint, and lm_head.
+
+        The i-th prefix is of a layer such as the i-th of the model. Where layers differ, those that
+        the last of them has are last: they leave the residual stream.
+        """
+        feed_forwards: dict[Swiglu | Experts, list[str]] = {}
+        for index, prefix in enumerate(prefixes):
+            block = self.feed_forward(index)
+            feed_forwards[block] = [*feed_forwards.pop(block, []), prefix]
+        linears = dict(self.attention.linears)
+        formats = self._formats(self.attention, [prefix + ATTENTION for prefix in prefixes])
+        for block, of_layers in feed_forwards.items():
+            linears |= block.linears
+            formats |= self._formats(block, [prefix + MLP for prefix in of_layers])
+        linears["lm_head"] = Linear("sample", self.vocab_size, self.hidden_size)
+        formats["lm_head"] = [self.forms.format_of(HEAD)]
         return in_formats(linears, formats)
+
+    def _formats(
+        self, block: GroupedQueryAttention | Swiglu | Experts, prefixes: Sequence[str]
+    ) -> dict[str, list[WeightFormat | None]]:
+        """How blocks with these prefixes in the checkpoint store the weights of each linear."""
+        formats: dict[str, list[WeightFormat | None]] = {name: [None] for name in block.linears}
+        for name, first in block.first_linears.items():
+            formats[name] = [self.forms.format_of(prefix + first) for prefix in prefixes]
+        return formats
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
@@ -154,7 +185,9 @@ class DecoderConfig:
     @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch` where nothing is fused."""
-        return max(self.attention.prefill_width, self.mlp.prefill_width())
+        blocks = {self.feed_forward(index) for index in range(self.num_layers)}
+        widths = [block.prefill_width() for block in blocks]
+        return max(self.attention.prefill_width, *widths)
 
     def allocate(self, *, device: str, dtype: torch.dtype) -> DecoderWeights:
         """Uninitialised weights; `device="meta"` allocates nothing."""
@@ -164,7 +197,7 @@ class DecoderConfig:
 
         hidden = self.hidden_size
         layers = tuple(
-            allocate_layer(self, layer_prefix(index), device=device, dtype=dtype)
+            allocate_layer(self, layer_prefix(index), index, device=device, dtype=dtype)
             for index in range(self.num_layers)
         )
         embedding = new(self.vocab_size, hidden)
@@ -202,7 +235,7 @@ class LayerWeights:
     input_norm: Tensor
     attention: AttentionWeights
     ffn_norm: Tensor
-    mlp: SwigluWeights
+    mlp: SwigluWeights | ExpertsWeights
 
     def linears(self) -> list[StoredLinear]:
         """The layer's products."""
@@ -255,6 +288,12 @@ class DecoderWeights(ModelWeights):
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
 
+    @property
+    def idle_parameters(self) -> int:
+        """Values of the experts that a token does not take."""
+        experts = self.config.experts
+        return experts.idle_parameters * len(self.config.expert_layers) if experts else 0
+
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every layer's keys and values, by the prefix of its attention."""
         return {
@@ -268,9 +307,11 @@ class DecoderWeights(ModelWeights):
 
 
 def allocate_layer(
-    config: DecoderConfig, prefix: str, *, device: str, dtype: torch.dtype
+    config: DecoderConfig, prefix: str, index: int = 0, *, device: str, dtype: torch.dtype
 ) -> LayerWeights:
-    """Uninitialised weights of the layer of this prefix; `device="meta"` allocates nothing."""
+    """Uninitialised weights of the layer of this prefix, which is such as the model's of this
+    index; `device="meta"` allocates nothing.
+    """
     forms = config.forms
     input_norm, ffn_norm = (
         torch.empty(config.hidden_size, device=device, dtype=dtype) for _ in range(2)
@@ -280,7 +321,7 @@ def allocate_layer(
         input_norm=input_norm,
         attention=config.attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
         ffn_norm=ffn_norm,
-        mlp=config.mlp.allocate(prefix + MLP, forms, device=device, dtype=dtype),
+        mlp=config.feed_forward(index).allocate(prefix + MLP, forms, device=device, dtype=dtype),
     )
 
 
@@ -330,11 +371,11 @@ def prefill_scratch(
     outlived: bool = False,
 ) -> PrefillScratch:
     """What these layers compute a chunk in."""
-    fused = all(layer.mlp.is_fused(lanes) for layer in layers)
+    widths = [layer.mlp.prefill_width(lanes) for layer in layers]
     return PrefillScratch(
         lanes,
         config.hidden_size,
-        max(config.attention.prefill_width, config.mlp.prefill_width(fused=fused)),
+        max(config.attention.prefill_width, *widths),
         like=layers[0].input_norm,
         launch=launch,
         coded=coded_columns(
@@ -392,8 +433,9 @@ class DecoderModel:
         """Whether in a chunk of this many lanes one kernel multiplies gates and ups that are not
         packed; those that are have one at all sizes.
         """
-        layers = [each.mlp for each in self.weights.layers if isinstance(each.mlp.gate_up, Tensor)]
-        return bool(layers) and layers[0].is_fused(lanes)
+        blocks = [each.mlp for each in self.weights.layers if isinstance(each.mlp, SwigluWeights)]
+        plain = [block for block in blocks if isinstance(block.gate_up, Tensor)]
+        return bool(plain) and plain[0].is_fused(lanes)
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
         """The chunks whose gate and up one kernel multiplies, which sums in another order."""
@@ -406,6 +448,7 @@ class DecoderModel:
         """
         of_layer = self.weights.layers[layer]
         attention, mlp = of_layer.attention, of_layer.mlp
+        assert isinstance(mlp, SwigluWeights), f"a chain of experts: {layer=}"
         there: dict[str, tuple[AnyWeight, Tensor | None, Tensor | None]] = {
             "qkv": (attention.qkv, attention.qkv_bias, None),
             "output": (attention.output, attention.output_bias, of_layer.ffn_norm),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphengine.models import llama, qwen2, qwen3
+from graphengine.models import llama, qwen2, qwen3, qwen3_moe
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import ModelConfig
 
@@ -13,6 +13,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "MiMoForCausalLM": qwen2.read_config,
     "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
+    "Qwen3MoeForCausalLM": qwen3_moe.read_config,
 }
 """Reads `config.json` of an architecture; also gets the architecture's name."""
 
@@ -34,15 +35,17 @@ def _architecture(config: HfConfig) -> str:
         # A model saved without its lm_head has the weights of the whole one, where embeddings are
         # tied.
         base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
-        name: str = architectures[0]
-        name = base_models.get(name, name)
-        if name not in FAMILIES:
-            raise ValueError(f"unknown architecture {name!r}; known: {known}")
-        return name
+        first: str = architectures[0]
+        first = base_models.get(first, first)
+        if first not in FAMILIES:
+            raise ValueError(f"unknown architecture {first!r}; known: {known}")
+        return first
     model_types = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
-    if model_type not in model_types:
+    # "qwen3_moe" is the type of a Qwen3Moe.
+    name = model_types.get((model_type or "").replace("_", ""), "")
+    if not name:
         raise ValueError(
             f"unknown architecture: config.json has no architectures, and "
             f"model_type={model_type!r}; known: {known}"
         )
-    return model_types[model_type]
+    return name

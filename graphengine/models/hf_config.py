@@ -9,8 +9,10 @@ from typing import Any, get_args
 from graphengine.checks import shown
 from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
+    KEYS,
     ROPE_KEYS,
     HfConfig,
+    Key,
     check_neutral,
     read_keys,
     unsupported,
@@ -35,23 +37,25 @@ class FamilyDefaults:
     head_dim         None: hidden_size over num_attention_heads
     sliding_windows  whether the family has `use_sliding_window`, off by default; in the others a
                      window alone says that there is one
+    keys             that it reads besides `config_schema.KEYS`
     """
 
     max_positions: int
     head_dim: int | None = None
     sliding_windows: bool = False
+    keys: tuple[Key, ...] = ()
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
-    """The values of `config_schema.KEYS`, with the family's defaults, all of them checked.
+    """The values of `config_schema.KEYS`, with the family's keys and defaults, all of them checked.
 
     ValueError, with key, value and what is supported, for a key that is wrong, or that says that
     the model computes what no family here does.
     """
     # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
     config = {**config, "quantization_config": None}
-    check_neutral(config)
-    settings = read_keys(config)
+    check_neutral(config, family.keys)
+    settings = read_keys(config, KEYS + family.keys)
     if settings["max_position_embeddings"] is None:
         settings["max_position_embeddings"] = family.max_positions
     heads = settings["num_attention_heads"]

@@ -177,7 +177,7 @@ class MtpConfig:
     @classmethod
     def of_target(cls, target: ModelConfig, layout: MtpLayout, prefixes: tuple[str, ...]) -> Self:
         """Modules with the target's kind of layer; ValueError where the target has no such kind."""
-        if not isinstance(target, DecoderConfig):
+        if not isinstance(target, DecoderConfig) or target.expert_layers:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
                 f"not those of a plain decoder"

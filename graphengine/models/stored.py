@@ -26,7 +26,7 @@ from graphengine.models.quantised.filling import (
     rounding_reader,
     stored_reader,
 )
-from graphengine.models.quantised.forms import rounded_forms, stored_forms
+from graphengine.models.quantised.forms import check_rounding, rounded_forms, stored_forms
 from graphengine.models.quantised.schemes import Quantisation
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ def read_model(
             f"quantize={quantize!r} is for weights of 16 or 32 bits, and those of "
             f"{checkpoint.path} are quantised ({quantisation.method})"
         )
+    if quantize is not None:
+        check_rounding(config, quantize)
     unknown = unknown_keys(checkpoint.config)
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))

@@ -170,6 +170,10 @@ def choose_plans(
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
+        if linear.experts:
+            plans[name] = heuristic_linear_plan(linear, dtype, family)
+            sources[name] = "heuristic"
+            continue
         plans[name], sources[name] = choose_plan(TuningKey.of(linear, family, dtype), tables)
     chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type != "cpu":

@@ -31,6 +31,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from engines.small_engine import open_engine
@@ -69,6 +71,12 @@ def _qwen3(**options: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=512, **options))
 
 
+def _qwen3_moe(**options: Any) -> Qwen3MoeForCausalLM:
+    # Transformers' own loop over experts, in every dtype.
+    config = Qwen3MoeConfig(max_position_embeddings=512, **options)
+    return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+
+
 # Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
 MODELS = {
     "llama-biases": lambda: _llama(
@@ -99,6 +107,28 @@ MODELS = {
 }  # fmt: skip
 
 
+EXPERT_MODELS = {
+    "moe-some-layers": lambda: _qwen3_moe(
+        vocab_size=283, hidden_size=72, intermediate_size=100, moe_intermediate_size=40,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts=5, num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[1],
+        tie_word_embeddings=False, eos_token_id=7,
+    ),
+    "moe-every-layer": lambda: _qwen3_moe(
+        vocab_size=269, hidden_size=48, intermediate_size=36, moe_intermediate_size=33,
+        num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=80,
+        num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, tie_word_embeddings=True,
+        eos_token_id=2,
+    ),
+    "moe-every-second-layer": lambda: _qwen3_moe(
+        vocab_size=271, hidden_size=40, intermediate_size=52, moe_intermediate_size=24,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        num_experts=9, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=2,
+        attention_bias=True, tie_word_embeddings=False, eos_token_id=3,
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Oracle:
     """A checkpoint directory and transformers' float32 reading of it on the CPU."""
@@ -109,7 +139,10 @@ class Oracle:
     def model(self) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+        if hasattr(model.config, "num_experts_per_tok"):
+            model.set_experts_implementation("eager")
+        return model
 
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -148,9 +181,9 @@ class Oracle:
 
 
 def write_checkpoint(name: str, path: Path) -> Oracle:
-    """A checkpoint of `MODELS[name]` whose random weights make its logits spread."""
+    """A checkpoint of a model of this name whose random weights make its logits spread."""
     torch.manual_seed(len(name))
-    model = MODELS[name]().float()
+    model = (MODELS | EXPERT_MODELS)[name]().float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
@@ -164,6 +197,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     folder = tmp_path_factory.mktemp("checkpoints")
     written = {name: write_checkpoint(name, folder / name) for name in MODELS}
     return written | {"demo": Oracle(checkpoint_path())}
+
+
+@pytest.fixture(scope="session")
+def expert_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("experts")
+    return {name: write_checkpoint(name, folder / name) for name in EXPERT_MODELS}
 
 
 @pytest.fixture(params=list(MODELS))

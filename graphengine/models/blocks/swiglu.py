@@ -135,6 +135,10 @@ class SwigluWeights:
             return True
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
+    def prefill_width(self, lanes: int) -> int:
+        """Values of each of so many lanes in `PrefillScratch`."""
+        return self.block.prefill_width(fused=self.is_fused(lanes))
+
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
     ) -> Residual:

@@ -21,7 +21,7 @@ from graphengine.kernels import (
     packed_form,
 )
 from graphengine.models.checkpoint import Checkpoint, some
-from graphengine.models.contract import StoredLinear, WeightForms
+from graphengine.models.contract import ModelConfig, StoredLinear, WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format
 from graphengine.models.quantised.filling import is_of_weight
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight
@@ -161,6 +161,14 @@ def _is_ordered(stored: _Stored, schemes: Mapping[str, WeightScheme], columns: i
 
 def _format(scheme: WeightScheme | None) -> str:
     return "the model's dtype" if scheme is None else scheme.format.label
+
+
+def check_rounding(config: ModelConfig, kind: RoundedKind) -> None:
+    """ValueError for a model with weights that nobody rounds, though most of it is in them."""
+    if any(linear.experts for linear in config.linears.values()):
+        raise ValueError(
+            f"a {config.architecture} has experts, whose weights are not rounded: quantize={kind!r}"
+        )
 
 
 def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: bool) -> WeightForms:

@@ -23,6 +23,7 @@ from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import unsupported
 from graphengine.models.contract import ModelConfig
+from graphengine.models.quantised.forms import check_rounding
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import quantisation_of, read_model
@@ -79,6 +80,7 @@ def write_quantised(
             f"{source.path} has quantised weights ({quantisation.method}): those of 16 or 32 bits "
             f"can become {kind}"
         )
+    check_rounding(config, kind)
     form = KIND_FORMATS[kind]
     if kind == "int4":
         form = form._replace(columns=group_size)

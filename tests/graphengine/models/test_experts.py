@@ -1,0 +1,209 @@
+"""Models with experts against transformers: Qwen3-MoE, with experts in every layer or in some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import Engine, SamplingParams
+from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.chains import new_chain
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import PrefillLaunch, heuristic_plans, stream_groups
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.quantised.writer import write_quantised
+from graphengine.models.stored import read_model
+from graphengine.speculative import NGram
+
+NAMES = ("moe-some-layers", "moe-every-layer", "moe-every-second-layer")
+PROMPT_LENGTHS = (1, 17, 75)
+TOKENS = 64
+
+
+def greedy(max_tokens: int = TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def open_engine(oracle: Any, **options: Any) -> Engine:
+    options = {"max_batch": 4, "max_seq_len": 160, "dtype": "float32", "block_size": 8} | options
+    return Engine.from_pretrained(oracle.path, **options)
+
+
+def read_config(oracle: Any) -> DecoderConfig:
+    model = read_model(Checkpoint.open(oracle.path))
+    assert isinstance(model, DecoderConfig)
+    return model
+
+
+@pytest.mark.parametrize(("name", "max_batch"), [*((name, 4) for name in NAMES), (NAMES[0], 1)])
+def test_logits_and_greedy_tokens(
+    expert_checkpoints: dict[str, Any],
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    name: str,
+    max_batch: int,
+) -> None:
+    oracle = expert_checkpoints[name]
+    options = {"max_batch": max_batch, "prefill_buckets": (16, 64), "lookahead": 0}
+    with open_engine(oracle, device=device, **options) as engine:
+        for prompt in oracle.prompts(PROMPT_LENGTHS):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy())
+            assert len(result.token_ids) == TOKENS
+            oracle.assert_greedy(result)
+            oracle.assert_logits(result, seen)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_neighbours_chunks_drafts_and_pauses_change_no_token(
+    expert_checkpoints: dict[str, Any], device: str, name: str
+) -> None:
+    oracle = expert_checkpoints[name]
+    prompts = oracle.prompts((9, 30, 41, 17, 65))
+    # What n-grams find again.
+    prompts[1] = prompts[0] * 4
+    with open_engine(oracle, device=device, prefill_buckets=(64,)) as engine:
+        alone = [engine.generate(prompt, greedy(40)) for prompt in prompts]
+        together = engine.generate(prompts, greedy(40))
+    for result in alone:
+        oracle.assert_greedy(result)
+    expected = [result.token_ids for result in alone]
+    assert [result.token_ids for result in together] == expected
+    with open_engine(
+        oracle, device=device, prefill_buckets=(64,), speculative=NGram(k=3)
+    ) as engine:
+        drafted = engine.generate(prompts, greedy(40))
+        assert sum(result.acceptance.accepted for result in drafted) > 0
+    assert [result.token_ids for result in drafted] == expected
+    options = {"kv_blocks": 21, "swap_blocks": 60, "prefill_buckets": (64,)}
+    with open_engine(oracle, device=device, **options) as engine:
+        paused = engine.generate(prompts, greedy(40))
+        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
+    assert [result.token_ids for result in paused] == expected
+    with open_engine(oracle, device=device, prefill_buckets=(8, 32)) as engine:
+        for result in engine.generate(prompts, greedy(40)):
+            oracle.assert_greedy(result)
+
+
+def test_experts_are_as_the_config_says(expert_checkpoints: dict[str, Any]) -> None:
+    models = [read_config(expert_checkpoints[name]) for name in NAMES]
+    assert [model.expert_layers for model in models] == [(0, 2), (0, 1), (1,)]
+    assert [model.experts and model.experts.router.normalised for model in models] == [
+        True,
+        False,
+        True,
+    ]
+    some, every, second = (list(model.linears) for model in models)
+    of_experts = ["router", "expert_gate_up", "expert_down"]
+    assert some == ["qkv", "output", "gate_up", "down", *of_experts, "lm_head"]
+    assert every == ["qkv", "output", *of_experts, "lm_head"]
+    # The last layer has no experts: what it leaves is what the final norm reads.
+    assert second == ["qkv", "output", *of_experts, "gate_up", "down", "lm_head"]
+    for model, name in zip(models, ("expert_down", "expert_down", "down"), strict=True):
+        plans = heuristic_plans(model.linears, torch.bfloat16, "dot")
+        assert stream_groups(model.linears, plans) == -(-model.hidden_size // plans[name].block_m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_a_token_does_not_meet(
+    expert_checkpoints: dict[str, Any], name: str
+) -> None:
+    oracle = expert_checkpoints[name]
+    weights = read_config(oracle).allocate(device="meta", dtype=torch.float32)
+    theirs = {n: p for n, p in oracle.model.named_parameters() if "mlp.experts." in n}
+    experts, chosen = oracle.model.config.num_experts, oracle.model.config.num_experts_per_tok
+    routed = sum(parameter.numel() for parameter in theirs.values())
+    assert routed and weights.idle_parameters == routed * (experts - chosen) // experts
+
+
+def edited_config(oracle: Any, tmp_path: Path, **changes: Any) -> Checkpoint:
+    """The checkpoint with other values in its config; None removes a key."""
+    for file in oracle.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((oracle.path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").unlink()
+    kept = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    return Checkpoint.open(tmp_path)
+
+
+def test_either_name_of_the_number_of_experts(
+    expert_checkpoints: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = expert_checkpoints[NAMES[0]]
+    checkpoint = edited_config(oracle, tmp_path, num_local_experts=None, num_experts=5)
+    assert read_model(checkpoint) == read_config(oracle)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 4}, "num_local_experts=5: supported: as num_experts is"),
+        ({"num_local_experts": 600}, "num_local_experts=600: supported: at most 512"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6: supported: at most num_experts=5"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers=1: must be a list of integers"),
+        ({"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of integers in \[0,"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob=1: must be true or false"),
+        ({"n_shared_experts": 1}, "n_shared_experts=1: supported: null or 0"),
+        ({"moe_intermediate_size": 41}, "tensors of a wrong shape: .*experts.0.gate_proj.weight"),
+        # Tensors that the config does not know of, and the other way round.
+        ({"num_local_experts": 4}, r"layers.0.mlp.gate.weight has shape \[5, 72\], not \[4, 72\]"),
+        ({"num_local_experts": 6}, r"lacks 6 of \d+ tensors: .*experts.5.gate_proj"),
+        ({"mlp_only_layers": None}, "lacks 16 of .*layers.1.mlp.gate.weight"),
+    ],
+)
+def test_configs_that_are_wrong_or_do_not_fit(
+    expert_checkpoints: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    checkpoint = edited_config(expert_checkpoints[NAMES[0]], tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_model(checkpoint)
+
+
+def test_a_model_without_experts_in_any_layer_is_a_dense_one(
+    expert_checkpoints: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = expert_checkpoints[NAMES[0]]
+    checkpoint = edited_config(oracle, tmp_path, decoder_sparse_step=4)
+    with pytest.raises(ValueError, match=r"lacks 6 of .*layers.0.mlp.gate_proj.weight"):
+        read_model(checkpoint)
+
+
+def test_what_experts_cannot_do_is_refused(
+    expert_checkpoints: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = expert_checkpoints[NAMES[0]]
+    checkpoint, model = Checkpoint.open(oracle.path), read_config(oracle)
+    message = "has experts, whose weights are not rounded: quantize='int8'"
+    with pytest.raises(ValueError, match=message):
+        read_model(checkpoint, "int8")
+    with pytest.raises(ValueError, match=message):
+        write_quantised(checkpoint, tmp_path / "out", "int8")
+    with pytest.raises(ValueError, match="layers are not those of a plain decoder"):
+        MtpConfig.of_target(model, LAYOUTS[0], ("mtp.",))
+    with pytest.raises(ValueError, match="have experts: there is no chain"):
+        new_chain(model, layers=2, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_experts_are_not_split_among_ranks(expert_checkpoints: dict[str, Any]) -> None:
+    config = replace(read_config(expert_checkpoints[NAMES[1]]), num_layers=1, expert_layers=(0,))
+    weights = config.allocate(device="cpu", dtype=torch.float32)
+    (layer,) = weights.layers
+    assert isinstance(layer.mlp, ExpertsWeights)
+    scratch = config_scratch(config, weights)
+    with pytest.raises(ValueError, match="not split among ranks"):
+        layer.mlp.prefill(scratch.h.float(), layer.ffn_norm, torch.zeros(2).int(), scratch)
+
+
+def config_scratch(config: DecoderConfig, weights: Any) -> Any:
+    from graphengine.models.decoder import prefill_scratch
+
+    launch = PrefillLaunch(reduce=lambda part: part)
+    return prefill_scratch(config, weights.layers, 2, launch=launch)
