@@ -10,11 +10,18 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
-from graphengine.models.config_schema import HARMLESS, KEYS, NEUTRAL, ROPE_KEYS, unknown_keys
+from graphengine.models.config_schema import (
+    EXPERT_KEYS,
+    HARMLESS,
+    KEYS,
+    NEUTRAL,
+    ROPE_KEYS,
+    unknown_keys,
+)
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import FAMILIES, read_model_config
 
@@ -51,6 +58,7 @@ ODD: list[Any] = [
     {"x": 1}, {"": None}, {"full_attention": None}, {"full_attention": {}},
 ]  # fmt: skip
 NAMES = sorted({key.name for key in KEYS} | NEUTRAL.keys() | HARMLESS | {"nobody_knows"})
+EXPERT_NAMES = [key.name for key in EXPERT_KEYS]
 ROPE_NAMES = [key.name for key in ROPE_KEYS] + ["full_attention", "nobody_knows"]
 
 
@@ -68,6 +76,9 @@ def check_read(config: dict[str, Any]) -> None:
         assert type(getattr(model, name)) is int and 1 <= getattr(model, name) < 2**31, name
     assert model.num_layers <= 1024
     assert isinstance(model.norm_eps, float) and 0 <= model.norm_eps <= 1
+    if model.expert_layers:
+        assert model.experts is not None and model.num_layers > model.expert_layers[-1]
+        model.experts.router.check(model.experts.experts)
     frequencies, factor = rope_frequencies(model.rope, head_dim=model.head_dim)
     assert frequencies.isfinite().all() and math.isfinite(factor)
     unknown_keys(config)
@@ -77,6 +88,9 @@ def each_odd_config() -> Iterator[dict[str, Any]]:
     for name in NAMES:
         for value in ODD:
             yield small("Qwen3", **({"head_dim": 64} | {name: value}))
+    for name in EXPERT_NAMES:
+        for value in [*ODD, [0], [0, 1, 7], 512, 513]:
+            yield small("Qwen3Moe", **{name: value})
     for kind in ("default", "linear", "llama3", "yarn"):
         for place in ("rope_parameters", "rope_scaling"):
             for name in ROPE_NAMES:
@@ -105,8 +119,8 @@ values = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    family=st.sampled_from(["Llama", "Qwen2", "Qwen3", "MiMo"]),
-    changes=st.dictionaries(st.sampled_from(NAMES), values, max_size=3),
+    family=st.sampled_from(["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo"]),
+    changes=st.dictionaries(st.sampled_from(NAMES + EXPERT_NAMES), values, max_size=3),
 )
 @example(family="Llama", changes={"rope_scaling": YARN | {"factor": None, "beta_slow": 0}})
 def test_any_json_value_is_read_or_refused(family: str, changes: dict[str, Any]) -> None:
@@ -225,6 +239,14 @@ REAL: dict[str, dict[str, Any]] = {
         "head_dim": 128, "max_window_layers": 28, "model_type": "qwen3", "sliding_window": None,
         "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
     },
+    "Qwen3Moe-30B-A3B": {
+        "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
+        "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+        "num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "use_sliding_window": False,
+    },
 }  # fmt: skip
 
 
@@ -236,7 +258,7 @@ def test_keys_of_real_checkpoints_are_known(name: str) -> None:
     assert unknown_keys(config) == []
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config()])
+@pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config(), Qwen3MoeConfig()])
 def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
     assert unknown_keys(config.to_dict()) == []
     assert unknown_keys(SMALL | {"scale_sinks": 1, "rope_scaling": {"alpha": 2}}) == [
@@ -304,7 +326,12 @@ DEFAULTED = {
 
 @pytest.mark.parametrize(
     ("family", "theirs"),
-    [("Llama", LlamaConfig), ("Qwen2", Qwen2Config), ("Qwen3", Qwen3Config)],
+    [
+        ("Llama", LlamaConfig),
+        ("Qwen2", Qwen2Config),
+        ("Qwen3", Qwen3Config),
+        ("Qwen3Moe", Qwen3MoeConfig),
+    ],
 )
 def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> None:
     config = small(family)
@@ -317,6 +344,19 @@ def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> No
     assert ours.rope.theta == oracle.rope_parameters["rope_theta"]
 
 
+def test_experts_that_a_config_says_nothing_of_are_transformers_default() -> None:
+    model, oracle = read_model_config(small("Qwen3Moe")), Qwen3MoeConfig.from_dict(SMALL)
+    assert isinstance(model, DecoderConfig) and model.experts is not None
+    assert model.expert_layers == (0, 1)
+    assert (model.experts.experts, model.experts.ffn_size, model.experts.router.top_k) == (
+        oracle.num_experts,
+        oracle.moe_intermediate_size,
+        oracle.num_experts_per_tok,
+    )
+    assert model.experts.router.normalised == oracle.norm_topk_prob
+    assert model.head_dim == 64
+
+
 def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
     """transformers ignores the key: the architecture has biases on q, k and v."""
     for told in (True, False, None):
@@ -325,9 +365,10 @@ def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
 
 
 @pytest.mark.parametrize("architectures", [None, [], "missing", ["base"]])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "MiMo"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo"])
 def test_the_model_type_says_what_architectures_do_not(family: str, architectures: Any) -> None:
-    config = small(family, model_type=family.lower(), architectures=architectures)
+    model_type = {"Qwen3Moe": "qwen3_moe"}.get(family, family.lower())
+    config = small(family, model_type=model_type, architectures=architectures)
     if architectures == "missing":
         del config["architectures"]
     if architectures == ["base"]:
