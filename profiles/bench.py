@@ -47,6 +47,7 @@ from graphengine.profiles.benchmark.engines import (
     engine_options,
     freed,
 )
+from graphengine.profiles.benchmark.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import (
     kernel_times,
     last_chunk,
@@ -493,15 +494,22 @@ def _measure_contexts(
 def _against_floor(
     engine: Engine, work: Work, ms_per_step: float, ceiling: ReadCeiling | None
 ) -> dict[str, Any]:
-    """`step_bytes`, the least time to read them, and its share of the step's time."""
+    """`step_bytes`, the least time to read them, and its share of the step's time.
+
+    `experts_read` is how many of a layer's experts are among them; None for a model without.
+    """
+    experts = experts_read(engine, work)
     size = step_bytes(
         engine.model.config,
         context=work.prompt_tokens + work.new_tokens / 2,
         rows=work.live,
         dtype=engine.memory.dtype,
         kv_dtype=engine.memory.kv_dtype,
+        experts=experts,
     )
-    return {"step_bytes": size} | floor_and_share(ceiling, size, ms_per_step)
+    return {"step_bytes": size, "experts_read": experts} | floor_and_share(
+        ceiling, size, ms_per_step
+    )
 
 
 def _measure_admission(bench: Bench) -> dict[str, Any]:

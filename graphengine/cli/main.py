@@ -44,6 +44,7 @@ from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
 from graphengine.models.checkpoint import Checkpoint, find_local, stored_dtype
+from graphengine.models.contract import ModelWeights
 from graphengine.models.stored import read_model
 from graphengine.opening.calibration import calibration_ids
 from graphengine.opening.memory import MemoryPlan, plan_memory
@@ -161,6 +162,7 @@ def info(options: argparse.Namespace) -> None:
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "layers": model.num_layers,
+        **_parameters(model.allocate(device="meta", dtype=memory.dtype)),
         "vocabulary": model.vocab_size,
         "device": str(memory.device),
         "dtype": str(memory.dtype).removeprefix("torch."),
@@ -186,8 +188,17 @@ def info(options: argparse.Namespace) -> None:
         return
     for name, value in facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        shown = f"{value:,}" if "parameters" in name else shown
         print(f"{name.replace('_', ' '):<16} {shown}")
     print(f"\n{memory.budget.table()}\n{memory.describe_kv()}")
+
+
+def _parameters(weights: ModelWeights) -> dict[str, int]:
+    """All of them, and where there are experts those that a token meets."""
+    routed, parameters = weights.routed, weights.parameters
+    if routed is None:
+        return {"parameters": parameters}
+    return {"parameters": parameters, "active_parameters": parameters - routed.idle}
 
 
 def _prefill_cut(config: EngineConfig, memory: MemoryPlan) -> str:

@@ -312,6 +312,25 @@ class StoredLinear(NamedTuple):
         return {f"{name}.weight": Weight(part, self.axis) for (name, _), part in named}
 
 
+class RoutedExperts(NamedTuple):
+    """The experts of a model, of which a token meets a few in each of their layers.
+
+    layers      that have experts
+    experts     of a layer; `chosen` of them are a token's
+    parameters  values of the weights of one
+    """
+
+    layers: int
+    experts: int
+    chosen: int
+    parameters: int
+
+    @property
+    def idle(self) -> int:
+        """Values of the weights that a token does not meet."""
+        return self.layers * (self.experts - self.chosen) * self.parameters
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights(ABC):
     """Weights on one device, in the model's dtype or packed, and where in a checkpoint they are
@@ -343,9 +362,16 @@ class StoredWeights(ABC):
         """
 
     @property
-    def idle_parameters(self) -> int:
-        """Values of the weights that a token does not meet, of experts that it does not take."""
-        return 0
+    def routed(self) -> RoutedExperts | None:
+        """Of a model with experts, how many it has; None: every token meets every weight."""
+        return None
+
+    @property
+    def parameters(self) -> int:
+        """Values of all weights; a tied one counts once, a packed one as what it stands for."""
+        packed = [each.shape for each in self.linears() if not isinstance(each.weight, Tensor)]
+        plain = sum(tensor.numel() for tensor in self.named().values())
+        return plain + sum(rows * columns for rows, columns in packed)
 
     def named(self) -> Destinations:
         """The views of `stored`, by name."""

@@ -52,6 +52,7 @@ from graphengine.models.contract import (
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
+    RoutedExperts,
     StateTensors,
     StoredLinear,
     Weight,
@@ -289,10 +290,12 @@ class DecoderWeights(ModelWeights):
         return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
 
     @property
-    def idle_parameters(self) -> int:
-        """Values of the experts that a token does not take."""
-        experts = self.config.experts
-        return experts.idle_parameters * len(self.config.expert_layers) if experts else 0
+    def routed(self) -> RoutedExperts | None:
+        """Those of the layers that have experts."""
+        block, layers = self.config.experts, len(self.config.expert_layers)
+        if block is None or not layers:
+            return None
+        return RoutedExperts(layers, block.experts, block.router.top_k, block.expert_parameters)
 
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every layer's keys and values, by the prefix of its attention."""

@@ -20,8 +20,9 @@ from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
-# Pairs that a program of the kernel looks at together.
-_CHUNK = 1024
+# Pairs that a program of the kernel looks at together: at least one for each of its threads, as a
+# histogram wants.
+_LEAST_CHUNK, _CHUNK = 128, 1024
 
 
 class Grouping(NamedTuple):
@@ -81,7 +82,8 @@ def group_pairs(
         BINS=triton.next_power_of_2(experts + 1),
         SIZE=size,
         BLOCKS=count,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(pairs)),
+        CHUNK=max(_LEAST_CHUNK, min(_CHUNK, triton.next_power_of_2(pairs))),
+        num_warps=4,
         **launch_options(pdl),
     )
     return grouping

@@ -26,7 +26,8 @@ MAX_EXPERTS = 512
 
 # As DeepSeek-V3's router has it: sigmoids may all be 0.
 _LEAST_SUM = 1e-20
-_LEAST = -(2**63)
+# Below the key of -inf.
+_LEAST = -(2**31)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +133,7 @@ def route(
         SCORES=router.scores,
         NORMALISED=router.normalised,
         GROUPS=router.groups,
+        BLOCK_G=triton.next_power_of_2(router.groups),
         TOP_GROUPS=router.top_groups,
         num_warps=1 if experts <= 128 else 4,
         **launch_options(pdl),
@@ -155,6 +157,7 @@ def _route_kernel(
     SCORES: tl.constexpr,
     NORMALISED: tl.constexpr,
     GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -174,8 +177,10 @@ def _route_kernel(
     if SCORES == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     elif SCORES == "softmax":
-        powers = tl.exp(logits - tl.max(logits, axis=0))
-        scores = powers / tl.sum(powers, axis=0)
+        most = tl.max(logits, axis=0)
+        powers = tl.exp(logits - most)
+        power_sum = tl.sum(powers, axis=0)
+        scores = powers / power_sum
 
     # Logits order experts as softmax and sigmoid do, but for what those round to the same.
     by = logits
@@ -183,53 +188,60 @@ def _route_kernel(
         by = scores + correction
     allowed = there
     if GROUPS > 1:
-        allowed = there & _in_best_groups(by, expert, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_E)
-    keys = tl.where(allowed, _sort_keys(by, expert), _LEAST_KEY)
+        allowed = there & _in_best_groups(by, expert, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_G)
+    keys = tl.where(allowed, _sort_keys(by), _TAKEN)
 
     rank = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
-    weights = tl.zeros((BLOCK_K,), tl.float32)
-    total = 0.0
     for index in tl.static_range(TOP_K):
-        best = _expert_of(tl.max(keys, axis=0))
-        keys = tl.where(expert == best, _LEAST_KEY, keys)
-        weight = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
+        best = _best(keys, expert)
+        keys = tl.where(expert == best, _TAKEN, keys)
         chosen = tl.where(rank == index, best, chosen)
-        weights = tl.where(rank == index, weight, weights)
-        total += weight
+    # Looked up again all at once: a sum for each would take as long as the choice.
+    weights = tl.load(logits_ptr + lane * logits_stride + chosen, mask=rank < TOP_K, other=0.0)
+    if SCORES == "sigmoid":
+        weights = 1.0 / (1.0 + tl.exp(-weights))
+    elif SCORES == "softmax":
+        weights = tl.exp(weights - most) / power_sum
+    else:
+        first = tl.sum(tl.where(rank == 0, weights, 0.0), axis=0)
+        weights = tl.exp(weights - first)
     if SCORES == "softmax_of_chosen":
-        most = tl.sum(tl.where(rank == 0, weights, 0.0), axis=0)
-        weights = tl.where(rank < TOP_K, tl.exp(weights - most), 0.0)
-        total = 0.0
-        for index in tl.static_range(TOP_K):
-            total += tl.sum(tl.where(rank == index, weights, 0.0), axis=0)
-        weights = weights / total
+        weights = weights / _sum_of_weights(weights, rank, TOP_K)
     elif NORMALISED:
-        weights = weights / (total + _LEAST_DIVISOR)
+        weights = weights / (_sum_of_weights(weights, rank, TOP_K) + _LEAST_DIVISOR)
     weights = weights * scale
     at = lane * TOP_K + rank
     tl.store(expert_ptr + at, chosen, mask=rank < TOP_K)
     tl.store(weight_ptr + at, weights, mask=rank < TOP_K)
 
 
-_LEAST_KEY = tl.constexpr(_LEAST)
+_TAKEN = tl.constexpr(_LEAST)
 _LEAST_DIVISOR = tl.constexpr(_LEAST_SUM)
 
 
 @triton.jit
-def _sort_keys(by, expert):
-    """int64 that order experts by a float32 of theirs, and equal ones by their ids, downwards."""
+def _sort_keys(by):
+    """int32 that order experts as a float32 of theirs does; NaN is as little as -inf."""
     by = tl.where(by == by, by, float("-inf"))
     # -0.0 equals 0.0, and its bits do not.
     bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def _expert_of(key):
-    """The expert of a key."""
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def _best(keys, ids):
+    """The lowest of the ids with the largest key."""
+    return tl.min(tl.where(keys == tl.max(keys, axis=0), ids, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _sum_of_weights(weights, rank, TOP_K: tl.constexpr):
+    """Sum of a lane's weights, the best first."""
+    total = 0.0
+    for index in tl.static_range(TOP_K):
+        total += tl.sum(tl.where(rank == index, weights, 0.0), axis=0)
+    return total
 
 
 @triton.jit
@@ -239,27 +251,24 @@ def _in_best_groups(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     """Which experts [BLOCK_E] are in the groups whose two best have the largest sums."""
-    keys = _sort_keys(by, expert)
+    keys = _sort_keys(by)
     group_of = expert // SIZE
-    # The key of its group, at each expert.
-    group_keys = tl.full((BLOCK_E,), _LEAST_KEY, tl.int64)
+    groups = tl.arange(0, BLOCK_G)
+    group_keys = tl.full((BLOCK_G,), _TAKEN, tl.int32)
     for group in tl.static_range(GROUPS):
-        inside = group_of == group
-        first = tl.max(tl.where(inside, keys, _LEAST_KEY), axis=0)
-        rest = inside & (keys != first)
-        second = tl.max(tl.where(rest, keys, _LEAST_KEY), axis=0)
-        taken = (keys == first) | (rest & (keys == second))
-        value = tl.sum(tl.where(inside & taken, by, 0.0), axis=0)
-        key = _sort_keys(value, tl.full((), group, tl.int32))
-        group_keys = tl.where(inside, key, group_keys)
+        inside = tl.where(group_of == group, keys, _TAKEN)
+        first = _best(inside, expert)
+        second = _best(tl.where(expert == first, _TAKEN, inside), expert)
+        value = tl.sum(tl.where((expert == first) | (expert == second), by, 0.0), axis=0)
+        group_keys = tl.where(groups == group, _sort_keys(value), group_keys)
     allowed = expert < 0
     for _ in tl.static_range(TOP_GROUPS):
-        best = tl.max(group_keys, axis=0)
-        allowed = allowed | (group_keys == best)
-        group_keys = tl.where(group_keys == best, _LEAST_KEY, group_keys)
+        best = _best(group_keys, groups)
+        allowed = allowed | (group_of == best)
+        group_keys = tl.where(groups == best, _TAKEN, group_keys)
     return allowed
 
 

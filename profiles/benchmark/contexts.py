@@ -26,6 +26,7 @@ from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.ceiling import ReadCeiling, floor_and_share
 from graphengine.profiles.benchmark.context_rows import ContextRows, standing_rows
 from graphengine.profiles.benchmark.engines import engine_options
+from graphengine.profiles.benchmark.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import kernel_times, least_room
 from graphengine.profiles.benchmark.measure import CHECKED_FIRST_TOKENS, Work
 from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, weight_bytes
@@ -282,7 +283,8 @@ def _cell(
     tb_s                      of these bytes, in 10**12 bytes a second
     """
     model, itl, ms_per_step = engine.model.config, figures["itl_ms"], figures["ms_per_step"]
-    weights = weight_bytes(model, engine.memory.dtype)
+    experts = experts_read(engine, work)
+    weights = weight_bytes(model, engine.memory.dtype, experts=experts)
     tokens = work.live * (work.prompt_tokens + work.new_tokens / 2)
     kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
     found: dict[str, Any] = rounded(
@@ -297,6 +299,7 @@ def _cell(
             **figures,
             "p99.9/p50": itl["p99.9"] / itl["p50"],
             "weight_bytes": weights,
+            "experts_read": experts,
             "kv_bytes": kv,
             "step_bytes": weights + kv,
             "tb_s": (weights + kv) / ms_per_step / 1e9,

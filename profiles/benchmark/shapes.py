@@ -60,7 +60,12 @@ def _qwen3(**sizes: Any) -> dict[str, Any]:
         "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     }
-    return {"architectures": ["Qwen3ForCausalLM"], **fixed, **sizes}
+    return {"architectures": ["Qwen3ForCausalLM"]} | fixed | sizes
+
+
+def _qwen3_moe(**sizes: Any) -> dict[str, Any]:
+    fixed = {"model_type": "qwen3_moe", "norm_topk_prob": True, "tie_word_embeddings": False}
+    return _qwen3(**fixed, **sizes) | {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -84,6 +89,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     ),
     "qwen3-4b": _qwen3(
         hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32
+    ),
+    "qwen3-30b-a3b": _qwen3_moe(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "tiny-moe": _qwen3_moe(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=512,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
     ),
     "tiny": _llama(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -205,14 +219,22 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
         )
 
 
-def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+def weight_bytes(
+    model: ModelConfig, dtype: torch.dtype, *, experts: float | None = None
+) -> int:
     """Bytes of the weights that a decode step cannot avoid to read; `dtype` is the model's.
 
     An embedding counts if it is lm_head, too; a step reads only a few rows of another one.
+
+    experts  that a layer reads of those that it has, on average; None: all of them
     """
     weights = model.allocate(device="meta", dtype=dtype)
     embedding = 0 if weights.lm_head is weights.embedding else weights.embedding.nbytes
-    return weights.nbytes - embedding
+    read = float(weights.nbytes - embedding)
+    if weights.routed is not None and experts is not None:
+        layers, there, _, parameters = weights.routed
+        read -= layers * (there - experts) * parameters * dtype.itemsize
+    return round(read)
 
 
 def kv_bytes(model: ModelConfig, *, tokens: float, itemsize: int) -> int:
@@ -237,14 +259,15 @@ def step_bytes(
     rows: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    experts: float | None = None,
 ) -> int:
     """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
 
     `context` is the mean number of tokens that a row attends to. `kv_dtype` is that of the KV
-    cache; None: `dtype`, the model's.
+    cache; None: `dtype`, the model's. `experts` is as of `weight_bytes`.
     """
     kv = kv_bytes(model, tokens=rows * context, itemsize=(kv_dtype or dtype).itemsize)
-    return weight_bytes(model, dtype) + kv
+    return weight_bytes(model, dtype, experts=experts) + kv
 
 
 class LinearRead(NamedTuple):
@@ -257,10 +280,12 @@ class LinearRead(NamedTuple):
 def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
     """The linears of a decode step in the order in which it runs them, lm_head last.
 
-    Empty for a model whose layers have different linears.
+    Experts are left out: how many of them a step reads follows from its lanes. Empty for a model
+    whose layers have different linears.
     """
     weights = model.allocate(device="meta", dtype=dtype)
-    *names, head = dict.fromkeys(name.partition(".")[0] for name in model.linears)
+    dense = (name for name, linear in model.linears.items() if not linear.experts)
+    *names, head = dict.fromkeys(name.partition(".")[0] for name in dense)
     held = [linear.weight for linear in weights.linears()]
     if len(held) == len(names) * model.num_layers:
         held.append(weights.lm_head)

@@ -17,13 +17,14 @@ from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.profiles import bench, table, text
 from graphengine.profiles.benchmark.ceiling import ReadCeiling
+from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
 from timelines.small_bench import Bench, bench_command
 
 ROW_KEYS = {
     "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
     "tokens_per_step", "tokens_per_s", "itl_ms", "itl_admission_ms", "checked", "step_bytes",
-    "floor_ms", "share", "ttft_ms", "host", "long_plain", "long", "record", "start", "engine",
-    "speculation",
+    "experts_read", "floor_ms", "share", "ttft_ms", "host", "long_plain", "long", "record",
+    "start", "engine", "speculation",
 }  # fmt: skip
 ENVIRONMENT_KEYS = {
     "device", "driver", "cuda", "torch", "triton", "python", "threads", "commit",
@@ -70,6 +71,7 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     for row in rows:
         assert row.keys() == ROW_KEYS
         assert row["ms_per_step"] > 0 and row["step_bytes"] > 0
+        assert row["experts_read"] is None, "a dense model has none"
         itl = row["itl_ms"]
         assert 0 < itl["p50"] <= itl["p90"] <= itl["p99"] <= itl["p99.9"] <= itl["max"]
         assert itl["unsupported"] == ["p99", "p99.9"]
@@ -113,6 +115,27 @@ def test_the_kind_of_kv_is_an_option(run_bench: Bench) -> None:
     assert [kind for kind, _ in read] == ["float32", "float8_e4m3fn"]
     # 9 tokens and half of 14: keys and values of 2 layers, 2 heads of 64, a byte for four.
     assert read[0][1] - read[1][1] == 2 * 2 * 2 * 64 * 16 * 3
+
+
+def test_the_floor_counts_the_experts_that_are_read(run_bench: Bench) -> None:
+    sizes = ("--batch", "1,3", "--max-seq-len", "48", "--ttft-tokens", "5", "--runs", "1")
+    status, printed, _ = run_bench("--shape", "tiny-moe", *sizes, "--json")
+    assert status == 0
+    one, three = json.loads(printed)["rows"]
+    assert one["experts_read"] == 2, "those that a token chooses"
+    # Rows share some, though not in every layer of every step.
+    assert 2 < three["experts_read"] < 6
+    model = model_shape("tiny-moe")
+    for row in (one, three):
+        read = step_bytes(
+            model,
+            context=row["prompt_tokens"] + row["new_tokens"] / 2,
+            rows=row["live"],
+            itemsize=4,
+            experts=row["experts_read"],
+        )
+        # The figure is rounded to 4 digits: of 2 layers' experts of 3 * 32 * 64 values.
+        assert row["step_bytes"] == pytest.approx(read, abs=2 * 3 * 32 * 64 * 4 * 1e-4)
 
 
 @pytest.mark.gpu

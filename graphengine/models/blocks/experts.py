@@ -8,7 +8,9 @@ Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +42,24 @@ from graphengine.models.contract import (
     Weight,
     WeightForms,
 )
+
+Observer = Callable[[Routes, Tensor], None]
+"""Gets the routes of the lanes of a layer, and their slots `[N]`, -1 for a padded lane."""
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed_routes(observer: Observer) -> Iterator[None]:
+    """Have `observer` called in each layer of the decode steps that are run eagerly meanwhile.
+
+    A graph that was captured before does not call it.
+    """
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +95,9 @@ class Experts:
         return self.router.top_k * (self.ffn_size + self.hidden_size)
 
     @property
-    def idle_parameters(self) -> int:
-        """Values of the weights of all experts but those of one token."""
-        return (self.experts - self.router.top_k) * 3 * self.ffn_size * self.hidden_size
+    def expert_parameters(self) -> int:
+        """Values of the weights of one expert."""
+        return 3 * self.ffn_size * self.hidden_size
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -157,6 +177,8 @@ class ExpertsWeights:
             launch=launch,
         )
         routes = route(logits, slot, block.router, pdl=launch.pdl)
+        if (observe := _observer.get()) is not None:
+            observe(routes, slot)
         grouping = None
         if groups_pairs(len(slot), block.router.top_k, block.experts):
             grouping = group_pairs(
@@ -222,11 +244,6 @@ class ExpertsWeights:
         )
         eps = block.norm_eps
         add_rms_norm(stream, summed, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
-
-
-def routes_of(weights: ExpertsWeights, h: Tensor, slot: Tensor) -> Routes:
-    """The experts of normed lanes `[N, H]`, as of a chunk."""
-    return route(_router_logits(h, weights.gate), slot, weights.block.router)
 
 
 def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:

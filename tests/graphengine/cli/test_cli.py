@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -378,6 +379,28 @@ def nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphengine.core.runtime.capture_all", forbidden)
 
 
+def demo_parameters() -> int:
+    """Values of the demo's tensors, its draft module aside."""
+    tensors = Checkpoint.open(checkpoint_path()).tensors.items()
+    return sum(math.prod(info.shape) for name, info in tensors if not name.startswith("mtp."))
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_shows_the_parameters_that_a_token_meets(
+    expert_checkpoints: dict[str, Any], cli: Cli
+) -> None:
+    oracle = expert_checkpoints["moe-every-layer"]
+    status, out, _ = cli("info", "--json", "--checkpoint", str(oracle.path))
+    assert status == 0
+    document = json.loads(out)
+    assert document["parameters"] == oracle.model.num_parameters()
+    # Two of the five experts of each of 2 layers are another token's.
+    idle = 2 * 2 * 3 * 33 * 48
+    assert document["active_parameters"] == document["parameters"] - idle
+    status, out, _ = cli("info", "--checkpoint", str(oracle.path))
+    assert f"active parameters {document['active_parameters']:,}\n" in out
+
+
 @pytest.mark.usefixtures("nothing_is_captured")
 def test_info_shows_what_would_be_captured(cli: Cli) -> None:
     status, out, err = cli("info", "--max-batch", "12")
@@ -385,6 +408,7 @@ def test_info_shows_what_would_be_captured(cli: Cli) -> None:
     for name, value in {
         "architecture": "Qwen3ForCausalLM",
         "layers": "7",
+        "parameters": f"{demo_parameters():,}",
         "vocabulary": "4096",
         "device": "cpu",
         "dtype": "float32",

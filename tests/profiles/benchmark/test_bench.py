@@ -274,13 +274,14 @@ def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> No
         ("llama-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-4b", 4_022_468_096),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
 def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
     """Their exact numbers of parameters, a tied embedding counted once."""
     model = model_shape(name)
-    weights = model.allocate(device="meta", dtype=torch.bfloat16).named()
-    assert sum(tensor.numel() for tensor in weights.values()) == parameters
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    assert weights.parameters == parameters
 
 
 def test_every_shape_can_be_read() -> None:
@@ -317,6 +318,20 @@ def test_step_bytes_have_two_parts() -> None:
     assert attention_layers(model) == 2
     whole = step_bytes(model, context=5.25, rows=2, dtype=torch.float16)
     assert whole == weight_bytes(model, torch.float16) + kv_bytes(model, tokens=10.5, itemsize=2)
+
+
+def test_step_bytes_count_the_experts_that_are_read() -> None:
+    """Of 128 experts in 48 layers, each 3 matrices of 2,048 x 768."""
+    model = model_shape("qwen3-30b-a3b")
+    every, eight, five = (weight_bytes(model, 2, experts=read) for read in (None, 8, 5.5))
+    expert = 3 * 2048 * 768 * 2
+    assert every - eight == 48 * 120 * expert and eight - five == 48 * 2.5 * expert
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    assert every == weights.nbytes - weights.embedding.nbytes
+    read = step_bytes(model, context=0, rows=1, itemsize=2, experts=8)
+    assert read == eight < 6.2e9
+    # What is multiplied whatever the router says.
+    assert list(linear_bytes(model, 2)) == ["qkv", "output", "router", "lm_head"]
 
 
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:

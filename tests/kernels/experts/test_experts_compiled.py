@@ -1,0 +1,149 @@
+"""What the experts' kernels are compiled to for sm_90, without a GPU: waits, products, stages."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+import torch
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.experts.grouping import Grouping, group_pairs, most_blocks
+from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_plan
+from graphengine.kernels.experts.router import Router, Routes, route
+from graphengine.kernels.linear.residual import Residual
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_kernel,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+
+HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8
+experts = importlib.import_module("graphengine.kernels.experts.experts")
+
+
+class Operands:
+    """Of Qwen3-30B-A3B in bfloat16, without memory; pairs in blocks of `size`, 0: not grouped."""
+
+    def __init__(self, lanes: int, size: int = 0) -> None:
+        def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        pairs = lanes * TOP_K
+        self.x, self.a, self.norm = new(lanes, HIDDEN), new(pairs, FFN), new(HIDDEN)
+        self.gate_up, self.down = new(EXPERTS, 2 * FFN, HIDDEN), new(EXPERTS, HIDDEN, FFN)
+        self.slot = new(lanes, dtype=torch.int32)
+        self.routes = Routes(
+            new(lanes, TOP_K, dtype=torch.int32), new(lanes, TOP_K, dtype=torch.float32)
+        )
+        self.squares = new(64, lanes, dtype=torch.float32)
+        self.stream = Residual(new(lanes, HIDDEN, dtype=torch.float32), new(lanes, HIDDEN), None)
+        self.grouping = None
+        if size:
+            blocks = most_blocks(pairs, EXPERTS, size)
+            order, found = new(pairs, dtype=torch.int32), new(3, blocks, dtype=torch.int32)
+            self.grouping = Grouping(order, found, size)
+
+
+def of_gate_up(operands, tile, squares=True):
+    return record_launch(
+        experts,
+        lambda: experts.expert_swiglu(
+            operands.x,
+            operands.gate_up,
+            operands.slot,
+            operands.routes,
+            tile=tile,
+            squares_TN=operands.squares if squares else None,
+            eps=1e-6,
+            grouping=operands.grouping,
+            pdl=True,
+        ),
+    )
+
+
+def of_down(operands, plan):
+    """The only kernel of lane by lane."""
+    return record_launch(
+        experts,
+        lambda: experts.expert_residual(
+            operands.a,
+            operands.down,
+            operands.slot,
+            operands.routes,
+            operands.stream,
+            operands.norm,
+            plan=plan,
+            grouping=operands.grouping,
+            pdl=True,
+        ),
+    )
+
+
+def products(ptx):
+    """The tensor cores' instructions."""
+    return {
+        word.partition(".row")[0] for word in re.findall(r"(?:wgmma|mma)\.\S*m\d+n\d+k\S*", ptx)
+    }
+
+
+@pytest.mark.parametrize("size", [0, DECODE_BLOCK])
+def test_decode_multiplies_in_one_order(size):
+    """A `wgmma`, or another shape of `mma.sync`, would sum a pair's products otherwise."""
+    plan = expert_plan("swiglu", 2 * FFN, HIDDEN, torch.bfloat16, "dot")
+    ptx, names = compile_launch(of_gate_up(Operands(8, size), plan))
+    assert_waits_before_it_shows(ptx)
+    assert products(ptx) == {"mma.sync.aligned.m16n8k16"}
+    loads = list(global_loads(ptx, names))
+    assert all(load.after_wait for load in loads)
+    # Weights go to shared memory in pieces of 16 bytes.
+    assert {load.size for load in loads if load.argument == "weight_ptr"} == {16}
+
+
+def test_a_lanes_experts_are_on_the_way_in_all_stages():
+    """Ids that are loaded in the loop would halve them."""
+    plan = expert_plan("residual", HIDDEN, FFN, torch.bfloat16, "dot")
+    compiled, _ = compile_kernel(of_down(Operands(1), plan))
+    assert_waits_before_it_shows(compiled.asm["ptx"])
+    assert products(compiled.asm["ptx"]) == {"mma.sync.aligned.m16n8k16"}
+    stage = (DECODE_BLOCK + plan.block_m) * plan.block_k * 2
+    assert compiled.metadata.shared >= (plan.stages - 1) * stage
+
+
+@pytest.mark.parametrize(
+    ("lanes", "product"),
+    [(16, "mma.sync.aligned.m16n8k16"), (1024, "wgmma.mma_async.sync.aligned.m64n128k16")],
+)
+def test_chunks_take_the_tensor_cores(lanes, product):
+    tile = chunk_tile(lanes, TOP_K, EXPERTS, HIDDEN, torch.bfloat16)
+    ptx, _ = compile_launch(of_gate_up(Operands(lanes, tile.lanes), tile, squares=False))
+    assert_waits_before_it_shows(ptx)
+    assert {word.partition(".f32")[0] for word in products(ptx)} == {product}
+
+
+def test_router_and_grouping_wait():
+    lanes = Operands(8)
+    logits = torch.empty((8, EXPERTS), device="meta")
+    correction = torch.empty(EXPERTS, device="meta")
+    router = Router(top_k=TOP_K, scores="sigmoid", groups=8, top_groups=4)
+    ptx, names = compile_launch(
+        record_launch(
+            importlib.import_module("graphengine.kernels.experts.router"),
+            lambda: route(logits, lanes.slot, router, correction_E=correction, pdl=True),
+        )
+    )
+    assert_waits_before_it_shows(ptx)
+    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
+    assert early == {"correction_ptr"}
+    grouping = record_launch(
+        importlib.import_module("graphengine.kernels.experts.grouping"),
+        lambda: group_pairs(
+            lanes.routes.expert, lanes.slot, experts=EXPERTS, size=DECODE_BLOCK, pdl=True
+        ),
+    )
+    assert_waits_before_it_shows(compile_launch(grouping)[0])
