@@ -126,6 +126,13 @@ EXPERT_MODELS = {
         num_experts=9, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=2,
         attention_bias=True, tie_word_embeddings=False, eos_token_id=3,
     ),
+    # Sizes that tiles divide.
+    "moe-even": lambda: _qwen3_moe(
+        vocab_size=256, hidden_size=128, intermediate_size=64, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        num_experts=16, num_experts_per_tok=4, norm_topk_prob=True, tie_word_embeddings=False,
+        eos_token_id=3,
+    ),
 }  # fmt: skip
 
 
