@@ -42,14 +42,14 @@ ALLOWED = {
 }
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 
-# What all but `graphengine/models` may know of it: the contract, and what finds, reads and chains
-# models by it. None of these names a family, and neither do the draft modules of several.
+# What all but `graphengine/models` may know of it: the contract, and what finds, reads, chains and
+# watches models by it. None of these names a family, and neither do the draft modules of several.
 MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
         *("contract", "families", "stored", "mtp", "chains"),
-        *("checkpoint", "kv_scales", "quantised", "tensor_files", "tuning"),
+        *("checkpoint", "kv_scales", "quantised", "routing", "tensor_files", "tuning"),
     )
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphengine import Engine
 from graphengine.kernels import Routes
-from graphengine.models.blocks.experts import observed_routes
+from graphengine.models.routing import observed_routes
 from graphengine.profiles.benchmark.eager import EagerStep, drain
 from graphengine.profiles.benchmark.measure import Work
 

@@ -8,9 +8,7 @@ Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +19,6 @@ from graphengine.kernels import (
     DecodeLanes,
     Residual,
     Router,
-    Routes,
     add_rms_norm,
     chunk_tile,
     expert_residual,
@@ -42,24 +39,7 @@ from graphengine.models.contract import (
     Weight,
     WeightForms,
 )
-
-Observer = Callable[[Routes, Tensor], None]
-"""Gets the routes of the lanes of a layer, and their slots `[N]`, -1 for a padded lane."""
-
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
-
-
-@contextmanager
-def observed_routes(observer: Observer) -> Iterator[None]:
-    """Have `observer` called in each layer of the decode steps that are run eagerly meanwhile.
-
-    A graph that was captured before does not call it.
-    """
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+from graphengine.models.routing import tell_routes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +157,7 @@ class ExpertsWeights:
             launch=launch,
         )
         routes = route(logits, slot, block.router, pdl=launch.pdl)
-        if (observe := _observer.get()) is not None:
-            observe(routes, slot)
+        tell_routes(routes, slot)
         grouping = None
         if groups_pairs(len(slot), block.router.top_k, block.experts):
             grouping = group_pairs(
