@@ -7,6 +7,7 @@ shape, dtype and device always gets the same values.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -219,9 +220,7 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
         )
 
 
-def weight_bytes(
-    model: ModelConfig, dtype: torch.dtype, *, experts: float | None = None
-) -> int:
+def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, experts: float | None = None) -> int:
     """Bytes of the weights that a decode step cannot avoid to read; `dtype` is the model's.
 
     An embedding counts if it is lm_head, too; a step reads only a few rows of another one.
@@ -283,13 +282,17 @@ def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
     Experts are left out: how many of them a step reads follows from its lanes. Empty for a model
     whose layers have different linears.
     """
+    dense = {name: linear for name, linear in model.linears.items() if not linear.experts}
+    if all(linear.weight is None for linear in dense.values()):
+        sizes = {name: each.rows * each.columns * dtype.itemsize for name, each in dense.items()}
+        *layer, head = itertools.starmap(LinearRead, sizes.items())
+        return layer * model.num_layers + [head]
     weights = model.allocate(device="meta", dtype=dtype)
-    dense = (name for name, linear in model.linears.items() if not linear.experts)
-    *names, head = dict.fromkeys(name.partition(".")[0] for name in dense)
+    *names, last = dict.fromkeys(name.partition(".")[0] for name in dense)
     held = [linear.weight for linear in weights.linears()]
     if len(held) == len(names) * model.num_layers:
         held.append(weights.lm_head)
-    order = names * model.num_layers + [head]
+    order = names * model.num_layers + [last]
     if len(held) != len(order):
         return []
     return [

@@ -61,6 +61,8 @@ def tiny() -> Iterator[Engine]:
     yield from tiny_engine()
 
 
+BF16 = torch.bfloat16
+
 # Percentiles.
 
 
@@ -323,15 +325,16 @@ def test_step_bytes_have_two_parts() -> None:
 def test_step_bytes_count_the_experts_that_are_read() -> None:
     """Of 128 experts in 48 layers, each 3 matrices of 2,048 x 768."""
     model = model_shape("qwen3-30b-a3b")
-    every, eight, five = (weight_bytes(model, 2, experts=read) for read in (None, 8, 5.5))
+    every, eight, five = (weight_bytes(model, BF16, experts=n) for n in (None, 8, 5.5))
     expert = 3 * 2048 * 768 * 2
     assert every - eight == 48 * 120 * expert and eight - five == 48 * 2.5 * expert
     weights = model.allocate(device="meta", dtype=torch.bfloat16)
     assert every == weights.nbytes - weights.embedding.nbytes
-    read = step_bytes(model, context=0, rows=1, itemsize=2, experts=8)
+    read = step_bytes(model, context=0, rows=1, dtype=BF16, experts=8)
     assert read == eight < 6.2e9
     # What is multiplied whatever the router says.
-    assert list(linear_bytes(model, 2)) == ["qkv", "output", "router", "lm_head"]
+    names = {read.name: None for read in linear_reads(model, torch.bfloat16)}
+    assert list(names) == ["qkv", "output", "router", "lm_head"]
 
 
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
