@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from graphengine.kernels.experts.reference import expert_product_reference, expe
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from launches.compilation import launches_handed_to
+from launches.emulation import run_launch
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -252,6 +256,37 @@ def test_grouped_pairs_have_the_bits_of_single_ones(device, dtypes, shape):
                     [each[lane_of][kept] for each in wanted],
                     not INTERPRETED,
                 )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "ffn", "experts", "top_k", "late"),
+    [
+        (torch.bfloat16, 128, 64, 4, 2, True),
+        # Tiles that are partly empty, and ids in two numbers.
+        (torch.float16, 72, 40, 6, 5, False),
+    ],
+)
+def test_compiled_kernels_have_the_same_bits_grouped_and_not(
+    assert_products_close, dtype, hidden, ffn, experts, top_k, late
+):
+    """Their code for sm_90 is run in numpy, where copies come as late or as early as they may."""
+    case = make_case(3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1)
+    plans = {
+        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
+        "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
+    }
+    module = importlib.import_module("graphengine.kernels.experts.experts")
+    with launches_handed_to(partial(run_launch, late=late), module):
+        whole = decode(case, grouped=False, **plans)
+        grouped = decode(case, grouped=True, **plans)
+    live = case.slot >= 0
+    for one, other in zip(grouped, whole, strict=True):
+        assert torch.equal(one.view(3, -1)[live], other.view(3, -1)[live])
+    expected_a, expected_x = decode_reference(case, whole[0], whole[3].shape[1])
+    for results in (whole, grouped):
+        assert_products_close(results[0], expected_a, dtype)
+        assert_products_close(results[1], expected_x, dtype)
 
 
 @settings(deadline=None, max_examples=extent(6, 30))

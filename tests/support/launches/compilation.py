@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -104,10 +105,10 @@ def own_kernels() -> set[str]:
 
 
 class _Recorder:
-    """Stands in for a kernel; `kernel[grid](...)` is noted, not run."""
+    """Stands in for a kernel; `kernel[grid](...)` is handed on, not run."""
 
-    def __init__(self, kernel: Any, launches: list[RecordedLaunch]) -> None:
-        self.kernel, self.launches = kernel, launches
+    def __init__(self, kernel: Any, take: Callable[[RecordedLaunch], object]) -> None:
+        self.kernel, self.take = kernel, take
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def note(*positional: Any, **named: Any) -> None:
@@ -116,9 +117,23 @@ class _Recorder:
             options = {name: arguments.pop(name) for name in named if name not in names}
             options.pop("launch_pdl", None)
             assert arguments.keys() == set(names)
-            self.launches.append(RecordedLaunch(self.kernel, grid, arguments, options))
+            self.take(RecordedLaunch(self.kernel, grid, arguments, options))
 
         return note
+
+
+@contextmanager
+def launches_handed_to(
+    take: Callable[[RecordedLaunch], object], module: ModuleType, *more: ModuleType
+) -> Iterator[None]:
+    """Hand the launches of kernels in `module`, and in `more`, to `take` in place of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "use_triton", lambda x: True)
+        for each in (module, *more):
+            for name, value in list(vars(each).items()):
+                if name.endswith("_kernel"):
+                    patch.setattr(each, name, _Recorder(value, take))
+        yield
 
 
 def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> RecordedLaunch:
@@ -127,12 +142,7 @@ def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType
     Its tensors may be on `meta`.
     """
     launches: list[RecordedLaunch] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "use_triton", lambda x: True)
-        for each in (module, *more):
-            for name, value in list(vars(each).items()):
-                if name.endswith("_kernel"):
-                    patch.setattr(each, name, _Recorder(value, launches))
+    with launches_handed_to(launches.append, module, *more):
         call()
     (launch,) = launches
     return launch

@@ -320,7 +320,15 @@ class _Program:
         self._binary(rest, ops, active, np.maximum)
 
     def do_div(self, rest: list[str], ops: list[str], active: Array) -> None:
-        self._binary(rest, ops, active, np.divide)
+        if rest[-1][0] not in "su":
+            self._binary(rest, ops, active, np.divide)
+            return
+        one, two = (self.integers(rest[-1], op) for op in ops[1:3])
+        self.write(ops[0], one // np.where(two == 0, 1, two), active)
+
+    def do_rem(self, rest: list[str], ops: list[str], active: Array) -> None:
+        one, two = (self.integers(rest[-1], op) for op in ops[1:3])
+        self.write(ops[0], one % np.where(two == 0, 1, two), active)
 
     def do_not(self, rest: list[str], ops: list[str], active: Array) -> None:
         self.write(ops[0], ~self.read(ops[1]), active)
@@ -330,9 +338,9 @@ class _Program:
         self.write(ops[0], result.view(np.uint32) if rest[-1] == "f32" else result, active)
 
     def do_mul(self, rest: list[str], ops: list[str], active: Array) -> None:
-        if rest[0] == "wide":
+        if rest[0] in ("wide", "hi"):
             product = self._wide(rest[-1], ops[1]) * self._wide(rest[-1], ops[2])
-            self.write(ops[0], product, active)
+            self.write(ops[0], product >> 32 if rest[0] == "hi" else product, active)
         else:
             self._binary(rest, ops, active, np.multiply)
 
@@ -362,10 +370,22 @@ class _Program:
         amount = self.read(ops[2]).astype(value.dtype)
         self.write(ops[0], function(value, amount), active)
 
+    def do_shf(self, rest: list[str], ops: list[str], active: Array) -> None:
+        assert rest[1] == "wrap", rest
+        low, high, amount = (self.read(op).astype(np.uint64) for op in ops[1:4])
+        both = high << np.uint64(32) | low
+        by = amount & np.uint64(31)
+        up = (both << by) >> np.uint64(32)
+        result = both >> by if rest[0] == "r" else up
+        self.write(ops[0], result & np.uint64(0xFFFFFFFF), active)
+
+    def do_cvta(self, rest: list[str], ops: list[str], active: Array) -> None:
+        self.write(ops[0], self.read(ops[1]), active)
+
     def do_bfe(self, rest: list[str], ops: list[str], active: Array) -> None:
         value = self.integers(rest[-1], ops[1])
         start, length = (self.read(op).astype(value.dtype) for op in ops[2:4])
-        left = (32 - length).astype(value.dtype)
+        left = (8 * value.itemsize - length).astype(value.dtype)
         self.write(ops[0], (value << (left - start)) >> left, active)
 
     def do_lop3(self, rest: list[str], ops: list[str], active: Array) -> None:
@@ -554,6 +574,22 @@ class _Program:
                 tiles[:, lane // 4, 2 * (lane % 4) + i].astype(np.uint32) for i in (0, 1)
             )
             self.write(target, (first | second << 16).ravel(), active)
+
+    def do_stmatrix(self, rest: list[str], ops: list[str], active: Array) -> None:
+        thread = np.arange(32)
+        address = self._address(ops[0]).astype(np.int64)
+        for warp in np.unique(np.flatnonzero(active) // 32):
+            own = slice(32 * warp, 32 * warp + 32)
+            for index, name in enumerate(self._list(ops[1])):
+                rows = address[own][8 * index : 8 * index + 8]
+                word = self.read(name).astype(np.uint32)[own]
+                for half in (0, 1):
+                    row, column = thread // 4, 2 * (thread % 4) + half
+                    if "trans" in rest:
+                        row, column = column, row
+                    value = word >> (16 * half) & 0xFFFF
+                    at = rows[row] + 2 * column
+                    self.shared[at], self.shared[at + 1] = value & 0xFF, value >> 8
 
     def do_mma(self, rest: list[str], ops: list[str], active: Array) -> None:
         assert active.all() and rest[2] == "m16n8k16", rest

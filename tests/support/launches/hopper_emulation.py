@@ -227,36 +227,6 @@ class _Block(emulation._Program):
 
     # Arithmetic.
 
-    def do_cvta(self, rest: list[str], ops: list[str], active: Array) -> None:
-        self.write(ops[0], self.read(ops[1]), active)
-
-    def do_div(self, rest: list[str], ops: list[str], active: Array) -> None:
-        if rest[-1][0] not in "su":
-            super().do_div(rest, ops, active)
-            return
-        one, two = (self.integers(rest[-1], op) for op in ops[1:3])
-        self.write(ops[0], one // np.where(two == 0, 1, two), active)
-
-    def do_mul(self, rest: list[str], ops: list[str], active: Array) -> None:
-        if rest[0] != "hi":
-            super().do_mul(rest, ops, active)
-            return
-        product = self._wide(rest[-1], ops[1]) * self._wide(rest[-1], ops[2])
-        self.write(ops[0], product >> 32, active)
-
-    def do_rem(self, rest: list[str], ops: list[str], active: Array) -> None:
-        one, two = (self.integers(rest[-1], op) for op in ops[1:3])
-        self.write(ops[0], one % np.where(two == 0, 1, two), active)
-
-    def do_shf(self, rest: list[str], ops: list[str], active: Array) -> None:
-        assert rest[1] == "wrap", rest
-        low, high, amount = (self.read(op).astype(np.uint64) for op in ops[1:4])
-        both = high << np.uint64(32) | low
-        by = amount & np.uint64(31)
-        up = (both << by) >> np.uint64(32)
-        result = both >> by if rest[0] == "r" else up
-        self.write(ops[0], result & np.uint64(0xFFFFFFFF), active)
-
     # Barriers.
 
     def do_mbarrier(self, rest: list[str], ops: list[str], active: Array) -> None:
@@ -367,22 +337,6 @@ class _Block(emulation._Program):
             if product.add:
                 whole = whole + emulation._f32(self.read(name))
             self.write(name, whole.astype(np.float32).view(np.uint32), product.group)
-
-    def do_stmatrix(self, rest: list[str], ops: list[str], active: Array) -> None:
-        thread = np.arange(32)
-        address = self._address(ops[0]).astype(np.int64)
-        for warp in np.unique(np.flatnonzero(active) // 32):
-            own = slice(32 * warp, 32 * warp + 32)
-            for index, name in enumerate(self._list(ops[1])):
-                rows = address[own][8 * index : 8 * index + 8]
-                word = self.read(name).astype(np.uint32)[own]
-                for half in (0, 1):
-                    row, column = thread // 4, 2 * (thread % 4) + half
-                    if "trans" in rest:
-                        row, column = column, row
-                    value = word >> (16 * half) & 0xFFFF
-                    at = rows[row] + 2 * column
-                    self.shared[at], self.shared[at + 1] = value & 0xFF, value >> 8
 
 
 def _box(descriptor: TensorDescriptor, start: list[int]) -> torch.Tensor:
