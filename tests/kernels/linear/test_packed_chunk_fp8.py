@@ -229,11 +229,24 @@ def test_tiles_fit_shared_memory(M, lanes):
     assert tile.lanes >= min(lanes, 128)
 
 
-def test_tiles_leave_no_multiprocessor_idle_that_smaller_ones_would_use():
-    assert fp8_tile(4096, 8192, 132) == fp8_tile(28672, 256, 132) == Fp8Tile(256)
-    assert fp8_tile(4096, 1024, 132) == Fp8Tile(128)
-    assert fp8_tile(4096, 128, 132) == Fp8Tile(128, 1)
-    assert fp8_tile(28672, 128, 132) == Fp8Tile(128)
+@pytest.mark.parametrize(
+    "M, lanes, tile",
+    [
+        (4096, 8192, Fp8Tile(256)),
+        (28672, 256, Fp8Tile(256)),
+        # 128 of the largest are there at once, and 256 of half the size are not.
+        (4096, 1024, Fp8Tile(256)),
+        (6144, 1024, Fp8Tile(128)),
+        (4096, 512, Fp8Tile(128)),
+        (28672, 128, Fp8Tile(128)),
+        (4096, 128, Fp8Tile(128, 1)),
+        (4096, 65, Fp8Tile(128, 1)),
+        (4096, 33, Fp8Tile(64, 1)),
+        (28672, 1, Fp8Tile(16, 1)),
+    ],
+)
+def test_tiles_keep_the_multiprocessors_busy(M, lanes, tile):
+    assert fp8_tile(M, lanes, 132) == tile
 
 
 # The code.
