@@ -208,6 +208,12 @@ def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Seque
         and not name.startswith(_DRAFT_MODULES)
         and _layer(name) < config.num_layers
     ]
+    of_experts = [name for name in found if ".experts." in name]
+    if of_experts:
+        raise ValueError(
+            f"{checkpoint.path} has {len(of_experts)} tensors of quantised experts, which are read "
+            f"in 16 or 32 bits alone: {some(of_experts)}"
+        )
     if found:
         raise ValueError(
             f"{checkpoint.path} has {len(found)} tensors of quantised weights, which are not those "

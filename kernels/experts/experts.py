@@ -8,8 +8,9 @@ A pair's products are one chain over K, and a lane's experts are added by rank, 
 lane follows from its neighbours. Where pairs are not grouped, each program takes one pair (or one
 lane) straight from the router's ids. Where they are (`grouping.group_pairs`), one program takes the
 pairs of a block, for which weights are read once. In blocks of `DECODE_BLOCK` pairs both forms have
-the same bits; which is faster depends on how many pairs there are. Experts that no live lane has
-chosen are not read.
+the same bits; which is faster depends on how many pairs there are. The row family `fma` takes pairs
+one by one. Experts that no live lane has chosen are not read, but for the first one, of which
+nothing is used.
 
 The weights of all experts are one dense tensor [E, M, K]; of a SwiGLU M is F gates, then F ups.
 
@@ -32,6 +33,8 @@ from graphengine.kernels.experts.experts_triton import (
     StreamArgs,
     combine_kernel,
     down_kernel,
+    fma_down_kernel,
+    fma_product_kernel,
     product_kernel,
 )
 from graphengine.kernels.experts.grouping import Grouping
@@ -102,6 +105,9 @@ def expert_swiglu(
             swiglu=True,
             out=out,
         )
+    if isinstance(tile, LinearPlan) and tile.family == "fma" and grouping is None:
+        _launch_fma_product(x_NH, weight_E2FH, slot_N, routes, tile, squares_TN, eps, out, pdl)
+        return out
     _launch_product(
         x_NH,
         weight_E2FH,
@@ -138,6 +144,7 @@ def expert_residual(
         a_PF: as `expert_swiglu` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
         next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
+        routes: with `pdl` they are not of the launch before, but of an earlier one.
         grouping: in blocks of `DECODE_BLOCK`; None: lane by lane.
         The others as of `expert_swiglu`.
 
@@ -163,9 +170,28 @@ def expert_residual(
         y = expert_sum_reference(a_PF, weight_EHF, slot_N, routes, out_dtype=torch.float32)
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
     stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares)
+    width = a_PF.shape[1]
+    if plan.family == "fma" and grouping is None:
+        launcher(fma_down_kernel, (lanes, triton.cdiv(hidden, plan.block_m)))(
+            a_PF,
+            weight_EHF,
+            slot_N,
+            routes.expert,
+            routes.weight,
+            stream,
+            lanes,
+            M=hidden,
+            K=width,
+            TOP_K=routes.expert.shape[1],
+            BLOCK_M=plan.block_m,
+            BLOCK_K=plan.block_k,
+            OVERLAP=plan.overlap,
+            num_warps=plan.warps,
+            **launch_options(pdl),
+        )
+        return residual
     tile = _tile(plan, grouping)
     if grouping is None:
-        width = a_PF.shape[1]
         launcher(down_kernel, (lanes, triton.cdiv(hidden, tile.block_m)))(
             a_PF,
             weight_EHF,
@@ -270,6 +296,40 @@ def _launch_product(
         EVEN_K=K % tile.block_k == 0,
         OVERLAP=tile.overlap,
         **options,
+        **launch_options(pdl),
+    )
+
+
+def _launch_fma_product(
+    x_NH: torch.Tensor,
+    weight_E2FH: torch.Tensor,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    plan: LinearPlan,
+    squares_TN: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    _, M, K = weight_E2FH.shape
+    launcher(fma_product_kernel, (routes.expert.numel(), triton.cdiv(M, plan.block_m)))(
+        x_NH,
+        squares_TN,
+        weight_E2FH,
+        slot_N,
+        routes.expert,
+        out,
+        len(slot_N),
+        x_NH.stride(0),
+        eps,
+        M=M,
+        K=K,
+        TOP_K=routes.expert.shape[1],
+        GROUPS=0 if squares_TN is None else len(squares_TN),
+        BLOCK_M=plan.block_m,
+        BLOCK_K=plan.block_k,
+        OVERLAP=plan.overlap,
+        num_warps=plan.warps,
         **launch_options(pdl),
     )
 

@@ -1,8 +1,9 @@
-"""The Triton kernels of `experts.py`.
+"""The Triton kernels of `experts.py`, in two row families.
 
-A product has a lane's bits from its own operands alone: a tile of lanes goes through K in one order
-of `tl.dot`, whatever the other lanes of the tile are, so it does not matter whether a tile holds
-all pairs of an expert or a single one.
+In the `dot` family a product has a lane's bits from its own operands alone: a tile of lanes goes
+through K in one order of `tl.dot`, whatever the other lanes of the tile are, so it does not matter
+whether a tile holds all pairs of an expert or a single one. The `fma` family takes single pairs,
+and has all weights of a program in registers at once.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L lanes of a tile, K input features, M rows
 of an expert's weight, B outputs of a program.
@@ -221,6 +222,126 @@ def combine_kernel(
     else:
         out_ptrs = out_ptr + lane.to(tl.int64)[:, None] * out_stride + output[None, :]
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["lanes", "eps"])
+def fma_product_kernel(
+    x_ptr,
+    squares_ptr,
+    weight_ptr,
+    slot_ptr,
+    expert_ptr,
+    out_ptr,
+    lanes,
+    x_stride,
+    eps,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program for a pair and BLOCK_M rows of its expert's gates and ups."""
+    OUTPUTS: tl.constexpr = M // 2
+    B: tl.constexpr = BLOCK_M // 2
+    pair = tl.program_id(0)
+    tile = tl.program_id(1)
+    wait_for_inputs(PDL, OVERLAP)
+    lane = pair // TOP_K
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    row_ptrs = _row_ptrs(weight_ptr, tl.load(expert_ptr + pair), tile, M, K, BLOCK_M, True)
+    weights = _load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+    squares = _load_squares(
+        squares_ptr, tl.full((1,), lane, tl.int32), tl.full((1,), 1, tl.int1), lanes, GROUPS, 1
+    )
+    y = tl.sum(
+        _multiply_rows(weights, x_ptr + lane.to(tl.int64) * x_stride, K, BLOCK_M, BLOCK_K), 1
+    )
+    if GROUPS > 0:
+        y = y * (1.0 / tl.sqrt_rn(tl.sum(squares) / K + eps))
+    gate, up = tl.split(tl.reshape(y, (B, 2)))
+    output = tile * B + tl.arange(0, B)
+    out_ptrs = out_ptr + pair.to(tl.int64) * OUTPUTS + output
+    tl.store(out_ptrs, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["lanes"])
+def fma_down_kernel(
+    x_ptr,
+    weight_ptr,
+    slot_ptr,
+    expert_ptr,
+    share_ptr,
+    stream,
+    lanes,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program for a lane and BLOCK_M outputs, with the weights of all its experts.
+
+    The launch before leaves the inputs, and the one before that, or an earlier one, the ids: so
+    weights are on the way before it ends.
+    """
+    lane = tl.program_id(0)
+    tile = tl.program_id(1)
+    slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
+    weights = ()
+    for rank in tl.static_range(TOP_K):
+        expert = tl.load(expert_ptr + lane * TOP_K + rank, cache_modifier=".cg")
+        # The ids of a padded lane are no ids, and nothing may end before the wait.
+        expert = tl.where(slot < 0, 0, expert)
+        row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
+        weights += _load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+    wait_for_inputs(PDL, OVERLAP)
+    if slot < 0:
+        return
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    sums = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        pair = lane * TOP_K + rank
+        own = weights[rank * TILES : (rank + 1) * TILES]
+        part = _multiply_rows(own, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K)
+        sums += part * tl.load(share_ptr + pair)
+    y = tl.sum(sums, axis=1)[None, :]
+    live = tl.full((1,), 1, tl.int1)
+    lane_1 = tl.full((1,), lane, tl.int32)
+    _add_to_stream(y, lane_1, live, tile, lanes, stream, M, 1, BLOCK_M)
+
+
+@triton.jit
+def _load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """All columns of weight rows, as tiles [BLOCK_M, BLOCK_K]."""
+    k = tl.arange(0, BLOCK_K)
+    tiles = ()
+    for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        weight_ptrs = row_ptrs[:, None] + (step * BLOCK_K + k)[None, :]
+        if (step + 1) * BLOCK_K <= K:
+            tile = tl.load(weight_ptrs, eviction_policy="evict_first")
+        else:
+            in_k = (step * BLOCK_K + k < K)[None, :]
+            tile = tl.load(weight_ptrs, mask=in_k, other=0.0, eviction_policy="evict_first")
+        tiles += (tile,)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _multiply_rows(tiles, x_row_ptr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products of the tiles of weight rows with a row of inputs, summed over the tiles."""
+    k = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        x = tl.load(x_row_ptr + step * BLOCK_K + k, mask=step * BLOCK_K + k < K, other=0.0)
+        sums += tiles[step].to(tl.float32) * x.to(tl.float32)[None, :]
+    return sums
 
 
 @triton.jit

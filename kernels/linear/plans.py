@@ -27,8 +27,8 @@ FMA_TOKENS = 4096
 # them costs more, in inputs and parts of sums, than the SMs bring that would be idle.
 _LEAST_PROGRAMS = 90
 
-# Weights that `_fma_plan` gives a thread: bytes that fill 96 of its registers.
-_FMA_THREAD_BYTES = 96 * 4
+FMA_THREAD_BYTES = 96 * 4
+"""Weights that an `fma` plan gives a thread at most: bytes that fill 96 of its registers."""
 
 
 class LinearPlan(NamedTuple):
@@ -130,9 +130,9 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPla
     # Columns past K take registers as well.
     held = -(-K // block_k) * block_k * dtype.itemsize
     least = 2 if kind == "swiglu" else 1
-    while block_m > least and block_m * held > _FMA_THREAD_BYTES * 32 * 8:
+    while block_m > least and block_m * held > FMA_THREAD_BYTES * 32 * 8:
         block_m //= 2
-    while warps < 16 and block_m * held > _FMA_THREAD_BYTES * 32 * warps:
+    while warps < 16 and block_m * held > FMA_THREAD_BYTES * 32 * warps:
         warps *= 2
     return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
 

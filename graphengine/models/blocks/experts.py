@@ -58,11 +58,12 @@ class Experts:
     @property
     def linears(self) -> Linears:
         """In the order of a step; every expert's weights have one shape, and one plan."""
-        hidden, ffn = self.hidden_size, self.ffn_size
+        hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
+        chosen = self.router.top_k
         return {
-            "router": Linear("store", self.experts, hidden),
-            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=self.experts),
-            "expert_down": Linear("residual", hidden, ffn, experts=self.experts),
+            "router": Linear("store", count, hidden),
+            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count, chosen=chosen),
+            "expert_down": Linear("residual", hidden, ffn, experts=count, chosen=chosen),
         }
 
     @property
@@ -158,8 +159,12 @@ class ExpertsWeights:
         )
         routes = route(logits, slot, block.router, pdl=launch.pdl)
         tell_routes(routes, slot)
+        gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
+        down_plan = launch.plan("expert_down", self.down)
+        # The family `fma` takes pairs one by one, and is part of the bits.
+        in_dot = {gate_up_plan.family, down_plan.family} == {"dot"}
         grouping = None
-        if groups_pairs(len(slot), block.router.top_k, block.experts):
+        if in_dot and groups_pairs(len(slot), block.router.top_k, block.experts):
             grouping = group_pairs(
                 routes.expert, slot, experts=block.experts, size=DECODE_BLOCK, pdl=launch.pdl
             )
@@ -168,7 +173,7 @@ class ExpertsWeights:
             self.gate_up,
             slot,
             routes,
-            tile=launch.plan("expert_gate_up", self.gate_up),
+            tile=gate_up_plan,
             squares_TN=residual.squares,
             eps=block.norm_eps,
             grouping=grouping,
@@ -181,7 +186,7 @@ class ExpertsWeights:
             routes,
             residual,
             next_norm,
-            plan=launch.plan("expert_down", self.down),
+            plan=down_plan,
             grouping=grouping,
             pdl=launch.pdl,
         )

@@ -178,6 +178,15 @@ def test_a_model_without_experts_in_any_layer_is_a_dense_one(
         read_model(checkpoint)
 
 
+def test_experts_in_8_bits_are_named(expert_checkpoints: dict[str, Any]) -> None:
+    checkpoint = Checkpoint.open(expert_checkpoints[NAMES[1]].path)
+    scale = "model.layers.1.mlp.experts.4.up_proj.weight_scale_inv"
+    info = checkpoint.tensors["model.norm.weight"]
+    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, scale: info})
+    with pytest.raises(ValueError, match=f"1 tensors of quantised experts, .*: {scale}"):
+        read_model(checkpoint)
+
+
 def test_what_experts_cannot_do_is_refused(
     expert_checkpoints: dict[str, Any], tmp_path: Path
 ) -> None:

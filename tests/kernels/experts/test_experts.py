@@ -36,6 +36,7 @@ NAN = float("nan")
 SENTINEL = 77.0
 EPS = 1e-6
 SMALL = LinearPlan("dot", block_m=32, block_k=32, stages=2)
+FMA = LinearPlan("fma", block_m=16, block_k=32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,7 @@ def decode_reference(case, a, groups):
 
 @settings(deadline=None, max_examples=extent(10, 40))
 @given(
-    grouped=st.booleans(),
+    form=st.sampled_from(["single", "grouped", "fma"]),
     lanes=st.integers(1, 20),
     hidden=st.integers(1, 80) | st.just(64),
     ffn=st.integers(1, 70) | st.just(32),
@@ -176,13 +177,13 @@ def decode_reference(case, a, groups):
 )
 @example(
     # All to one expert, more than a block of them.
-    grouped=True, lanes=19, hidden=33, ffn=20, experts=4, top_k=1, dtype=0, groups=3, data=None,
+    form="grouped", lanes=19, hidden=33, ffn=20, experts=4, top_k=1, dtype=0, groups=3, data=None,
 )  # fmt: skip
 def test_decode_matches_reference(
     device,
     dtypes,
     assert_products_close,
-    grouped,
+    form,
     lanes,
     hidden,
     ffn,
@@ -201,7 +202,9 @@ def test_decode_matches_reference(
     case = make_case(
         lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, groups=groups
     )
-    a, x, scaled, squares = decode(case, grouped=grouped)
+    plan = FMA if form == "fma" else SMALL
+    plans = {"gate_up_plan": plan, "down_plan": plan}
+    a, x, scaled, squares = decode(case, grouped=form == "grouped", **plans)
     expected_a, expected_x = decode_reference(case, a, squares.shape[1])
     assert_products_close(a, expected_a, dtype)
     assert_products_close(x, expected_x, dtype)
@@ -210,7 +213,7 @@ def test_decode_matches_reference(
     assert torch.equal(scaled[live], wanted[live])
     assert (scaled[~live] == SENTINEL).all()
     assert torch.equal(x[~live], case.stream[~live])
-    of_each = [part.double().square().sum(1) for part in x[live].split(SMALL.block_m, dim=1)]
+    of_each = [part.double().square().sum(1) for part in x[live].split(plan.block_m, dim=1)]
     torch.testing.assert_close(
         squares[live].double(), torch.stack(of_each, dim=1), rtol=1e-5, atol=1e-6
     )
@@ -225,18 +228,38 @@ def assert_same(actual, expected, exact):
             torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
+def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes):
+    hidden, ffn = (12, 8) if INTERPRETED else (136, 72)
+    for dtype in dtypes:
+        plans = {
+            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, 3, dtype, "fma"),
+            "down_plan": expert_plan("residual", hidden, ffn, 3, dtype, "fma"),
+        }
+        assert {plan.family for plan in plans.values()} == {"fma"}
+        case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40)
+        a, *stream = decode(case, grouped=False, **plans)
+        for order in ([0], [1], [1, 0]):
+            # Alone, and after a padded lane.
+            lane, lane_of = order[-1], torch.tensor(order)
+            part = case.take(lane_of, lane_of != lane)
+            own, *others = decode(part, grouped=False, **plans)
+            assert torch.equal(own.view(-1, 3, ffn)[-1], a.view(2, 3, ffn)[lane])
+            for one, other in zip(others, stream, strict=True):
+                assert torch.equal(one[-1], other[lane])
+
+
 @pytest.mark.parametrize("shape", [(64, 32), (136, 72), (512, 256)])
 def test_grouped_pairs_have_the_bits_of_single_ones(device, dtypes, shape):
     """Alone and in company, grouped and not, in any order, beside padded lanes."""
     hidden, ffn = shape
     if INTERPRETED and hidden > 64:
         pytest.skip("natively")
-    for dtype in dtypes:
+    for dtype in dtypes[:1] if INTERPRETED else dtypes:
         plans = {
-            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
-            "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
+            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, 3, dtype, "dot"),
+            "down_plan": expert_plan("residual", hidden, ffn, 3, dtype, "dot"),
         }
-        lanes = 8 if INTERPRETED else 40
+        lanes = 6 if INTERPRETED else 40
         case = make_case(lanes, hidden, ffn, 6, 3, dtype, device, used=4, groups=5)
         whole = decode(case, grouped=False, **plans)
         assert_same(decode(case, grouped=True, **plans), whole, not INTERPRETED)
@@ -273,18 +296,23 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     """Their code for sm_90 is run in numpy, where copies come as late or as early as they may."""
     case = make_case(3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1)
     plans = {
-        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
-        "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
+        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, top_k, dtype, "dot"),
+        "down_plan": expert_plan("residual", hidden, ffn, top_k, dtype, "dot"),
+    }
+    fma = {
+        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, top_k, dtype, "fma"),
+        "down_plan": expert_plan("residual", hidden, ffn, top_k, dtype, "fma"),
     }
     module = importlib.import_module("graphengine.kernels.experts.experts")
     with launches_handed_to(partial(run_launch, late=late), module):
         whole = decode(case, grouped=False, **plans)
         grouped = decode(case, grouped=True, **plans)
+        single = decode(case, grouped=False, **fma)
     live = case.slot >= 0
     for one, other in zip(grouped, whole, strict=True):
         assert torch.equal(one.view(3, -1)[live], other.view(3, -1)[live])
     expected_a, expected_x = decode_reference(case, whole[0], whole[3].shape[1])
-    for results in (whole, grouped):
+    for results in (whole, grouped, single):
         assert_products_close(results[0], expected_a, dtype)
         assert_products_close(results[1], expected_x, dtype)
 
@@ -354,8 +382,12 @@ def test_reference_is_the_formula():
 
 
 def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
-    plan = expert_plan("swiglu", 1536, 2048, torch.bfloat16, "dot")
+    plan = expert_plan("swiglu", 1536, 2048, 8, torch.bfloat16, "dot")
     assert plan.splits == 1 and 1536 % plan.block_m == 0 and 2048 % plan.block_k == 0
+    fma = expert_plan("residual", 2048, 768, 8, torch.bfloat16, "fma")
+    assert fma == LinearPlan("fma", block_m=2, block_k=256)
+    # Rows of 16 experts of a wide layer fit no thread's registers.
+    assert expert_plan("residual", 7168, 32768, 16, torch.float32, "fma").family == "dot"
     sizes = [
         chunk_tile(lanes, 8, 128, 2048, torch.bfloat16).lanes
         for lanes in (1, 16, 256, 512, 1024, 4096)
@@ -399,3 +431,5 @@ def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
         expert_swiglu(*operands, tile=SMALL, grouping=grouping)
     with pytest.raises(ValueError, match="do not split K"):
         expert_swiglu(*operands, tile=SMALL._replace(splits=2))
+    with pytest.raises(ValueError, match="the fma family takes pairs one by one"):
+        expert_swiglu(*operands, tile=FMA, grouping=case.grouping())

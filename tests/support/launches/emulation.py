@@ -220,7 +220,7 @@ class _Program:
             self.pc[active] = len(self.program)
         elif name == "bar":
             self.waiting[active] = True
-        elif name in ("griddepcontrol", "pragma"):
+        elif name in ("griddepcontrol", "pragma", "createpolicy"):
             pass
         else:
             getattr(self, f"do_{name}")(rest, ops, active)
