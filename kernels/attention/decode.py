@@ -33,6 +33,7 @@ import triton
 from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode_triton import decode_attention_kernel
 from graphengine.kernels.attention.reference import decode_attention_reference
+from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
@@ -89,6 +90,9 @@ def decode_attention(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     split_tokens: int = SPLIT_TOKENS,
     tokens_per_row: int = 1,
     out: torch.Tensor | None = None,
@@ -111,6 +115,8 @@ def decode_attention(
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
             before the rotation, rounded where Qwen3's reference rounds.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
+        window, sinks, softcap: as `scores.py` has them. Nothing is read of the cache before a
+            lane's window. A launch with any of them is `decode_triton.py`'s.
         split_tokens: keys of a split, one of SPLITS: part of the numerics. Short ones suit few
             lanes. A kernel whose splits are shorter takes its longest.
         tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
@@ -136,6 +142,7 @@ def decode_attention(
         kv_scales=kv_scales,
     )
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
+    check_scores(window=window, sinks=sinks, softcap=softcap, heads=num_heads, device=qkv_NX.device)
     if split_tokens not in SPLITS:
         raise ValueError(f"split_tokens={split_tokens} is not one of {SPLITS}")
     lanes = qkv_NX.shape[0]
@@ -163,9 +170,13 @@ def decode_attention(
             k_norm_weight=k_norm_weight,
             eps=eps,
             kv_scales=kv_scales,
+            window=window,
+            sinks=sinks,
+            softcap=softcap,
             out=out,
         )
-    if decode_gluon.takes(qkv_NX, kv, split_tokens):
+    plain = not window and sinks is None and not softcap
+    if plain and decode_gluon.takes(qkv_NX, kv, split_tokens):
         decode_gluon.attend(
             qkv_NX,
             cos,
@@ -192,7 +203,7 @@ def decode_attention(
     # A split is one tile here, which has to fit an SM.
     long_fits = head_dim * qkv_NX.dtype.itemsize <= LONG_SPLIT_BYTES
     split_tokens = min(split_tokens, 128 if long_fits else 64)
-    splits = -(-max_seq_len // split_tokens)
+    splits = _most_splits(max_seq_len, window, split_tokens)
     tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
     least = _LEAST_PROGRAMS if head_dim <= 64 else 1
     programs = max(least, _MAX_KEYS // (split_tokens * lanes * tiles))
@@ -214,6 +225,7 @@ def decode_attention(
         k_norm_weight,
         kv_scales,
         None if kv_scales is None else kv.view(torch.uint8),
+        sinks,
         arrivals,
         acc_NQCD,
         max_NQC,
@@ -232,6 +244,8 @@ def decode_attention(
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
         FP8=kv_scales is not None,
+        WINDOW=window,
+        SOFTCAP=float(softcap),
         LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
         **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
         **_row_options(qkv_NX.dtype, tokens_per_row),
@@ -251,6 +265,12 @@ def decode_attention_workspace_bytes(
     """Bytes of float32 workspace that one `decode_attention` call allocates (for the budget)."""
     partials = -(-max_seq_len // split_tokens) + 1
     return lanes * num_heads * partials * (head_dim + 2) * 4
+
+
+def _most_splits(max_seq_len: int, window: int, split_tokens: int) -> int:
+    """Splits that a lane's older keys may lie in: a window may begin at a split's last token."""
+    splits = -(-max_seq_len // split_tokens)
+    return min(splits, max(window - 2, 0) // split_tokens + 2) if window else splits
 
 
 def _head_tiles(num_heads: int, num_kv_heads: int) -> int:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.paged import cache_offsets, quantised_bits
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.rope import scale_head
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["splits", "position_limit"])
@@ -31,6 +34,7 @@ def decode_attention_kernel(
     k_norm_ptr,
     kv_scales_ptr,
     kv_bytes_ptr,
+    sinks_ptr,
     arrivals_ptr,
     acc_ptr,
     max_ptr,
@@ -50,6 +54,8 @@ def decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
     FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROW_LANES: tl.constexpr,
@@ -60,6 +66,7 @@ def decode_attention_kernel(
 ):
     """Programs (lane, kv head x GROUP_ROWS of its query heads, p): splits p, p + programs, ...
 
+    They are counted from the first one that the lane sees; where they begin does not depend on it.
     Program 0 has the lane's own token as well. Keys and values of a cache of e4m3 are multiplied as
     they are stored: their scales go into those of the scores and into the result.
     """
@@ -78,10 +85,17 @@ def decode_attention_kernel(
     inside = live & (position >= 0) & (position < position_limit)
     position = tl.where(inside, position, 0)
     used = (position + SPLIT - 1) // SPLIT
+    first_seen = 0
+    skipped = 0
+    if WINDOW:
+        first_seen = tl.maximum(position - (WINDOW - 1), 0)
+        skipped = tl.minimum(first_seen // SPLIT, used)
+        # A window of one token has no older keys.
+        used = tl.where(first_seen < position, used - skipped, 0)
     # Tokens below `cached` were appended by earlier launches, those from there on by siblings.
     siblings = 0
     cached = position
-    # The split whose loads do not wait.
+    # The split whose loads do not wait, as they are counted here; `early_split` is from position 0.
     early = first_split
     if ROW_LANES > 1:
         siblings = (lane % ROW_LANES).to(tl.int32)
@@ -95,7 +109,8 @@ def decode_attention_kernel(
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     dim = tl.arange(0, DIM_PADDED)
     dim_mask = dim < D
-    token = early * SPLIT + tl.arange(0, SPLIT)
+    early_split = skipped + early
+    token = early_split * SPLIT + tl.arange(0, SPLIT)
     key_scale = 1.0
     value_scale = 1.0
     if FP8:
@@ -103,7 +118,18 @@ def decode_attention_kernel(
         value_scale = tl.load(kv_scales_ptr + G + kv_head)
         scale_log2 *= key_scale
     keys, values = _load_older(
-        key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D, dtype
+        key_ptr,
+        table_row_ptr,
+        token,
+        first_seen,
+        cached,
+        kv_block_stride,
+        dim,
+        BLOCK_SIZE,
+        G,
+        D,
+        dtype,
+        WINDOW,
     )
     partner = tl.where(dim < D // 2, dim + D // 2, dim - D // 2)
     cos, sin = _load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
@@ -132,7 +158,7 @@ def decode_attention_kernel(
             sin_ptr,
             siblings,
             cached,
-            early,
+            early_split,
             dim,
             partner,
             D,
@@ -144,12 +170,14 @@ def decode_attention_kernel(
             sibling_ptr + G * D,
             qkv_stride,
             token,
+            first_seen,
             cached,
             position,
             dim,
             value_scale,
             D,
             FP8,
+            WINDOW,
         )
     q = _rotated(
         qkv_row_ptr + (kv_head * GROUP + row)[:, None] * D,
@@ -186,6 +214,8 @@ def decode_attention_kernel(
             tl.store(kv_ptr + append_at, own_key, mask=append_mask)
             tl.store(kv_ptr + value_at, own_value, mask=append_mask)
         score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32), axis=1) * scale_log2
+        if SOFTCAP > 0:
+            score = _capped(score, SOFTCAP)
         tl.store(max_ptr + partial, score, mask=row < GROUP)
         tl.store(sum_ptr + partial, 1.0, mask=row < GROUP)
         own_acc = tl.broadcast_to(own_value.to(tl.float32), [GROUP_ROWS, DIM_PADDED])
@@ -198,7 +228,7 @@ def decode_attention_kernel(
                 raw_keys,
                 siblings,
                 cached,
-                early,
+                early_split,
                 dim,
                 partner,
                 k_norm_ptr,
@@ -214,7 +244,7 @@ def decode_attention_kernel(
             q,
             keys,
             values,
-            token < position,
+            token < position if WINDOW == 0 else (token < position) & (token >= first_seen),
             scale_log2,
             acc_ptr,
             max_ptr,
@@ -223,19 +253,31 @@ def decode_attention_kernel(
             row < GROUP,
             dim,
             D,
+            SOFTCAP,
         )
     start = first_split + programs if ROW_LANES == 1 else first_split
     end = used if ROW_LANES == 1 else early
     for split in tl.range(start, end, programs, num_stages=LOOP_STAGES):
-        token = split * SPLIT + tl.arange(0, SPLIT)
+        token = (skipped + split) * SPLIT + tl.arange(0, SPLIT)
         keys, values = _load_older(
-            key_ptr, table_row_ptr, token, cached, kv_block_stride, dim, BLOCK_SIZE, G, D, dtype
+            key_ptr,
+            table_row_ptr,
+            token,
+            first_seen,
+            cached,
+            kv_block_stride,
+            dim,
+            BLOCK_SIZE,
+            G,
+            D,
+            dtype,
+            WINDOW,
         )
         _attend_split(
             q,
             keys,
             values,
-            token < position,
+            token < position if WINDOW == 0 else (token < position) & (token >= first_seen),
             scale_log2,
             acc_ptr,
             max_ptr,
@@ -244,6 +286,7 @@ def decode_attention_kernel(
             row < GROUP,
             dim,
             D,
+            SOFTCAP,
         )
 
     # The barrier puts the stores of the whole program before the one thread's release.
@@ -261,6 +304,8 @@ def decode_attention_kernel(
             max_ptr,
             sum_ptr,
             out_ptr,
+            sinks_ptr,
+            kv_head * GROUP + first_row,
             lane * Q + kv_head * GROUP + first_row,
             GROUP - first_row,
             used + 1,
@@ -279,6 +324,7 @@ def _load_older(
     key_ptr,
     table_row_ptr,
     token,
+    first_seen,
     cached,
     kv_block_stride,
     dim,
@@ -286,9 +332,12 @@ def _load_older(
     G: tl.constexpr,
     D: tl.constexpr,
     dtype: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Keys and values [tokens, D'] of the tokens below `cached`, in `dtype`; 0 for the others."""
+    """Keys and values [tokens, D'] of the tokens below `cached` that are seen; 0 for the others."""
     older = token < cached
+    if WINDOW:
+        older &= token >= first_seen
     entry = cache_offsets(table_row_ptr, token, older, kv_block_stride, BLOCK_SIZE, G * D)
     key_ptrs = key_ptr + entry[:, None] + dim[None, :]
     mask = older[:, None] & (dim < D)[None, :]
@@ -398,16 +447,20 @@ def _insert_sibling_values(
     sibling_ptr,
     qkv_stride,
     token,
+    first_seen,
     cached,
     position,
     dim,
     value_scale,
     D: tl.constexpr,
     FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """`values` [tokens, D'] with those of the siblings; `sibling_ptr` is the value of the first."""
     rows = (token - cached).to(tl.int64) * qkv_stride
     mask = ((token >= cached) & (token < position))[:, None] & (dim < D)[None, :]
+    if WINDOW:
+        mask &= (token >= first_seen)[:, None]
     ptrs = sibling_ptr + rows[:, None] + dim[None, :]
     if FP8:
         new = tl.load(ptrs, mask=mask, other=0.0)
@@ -417,11 +470,18 @@ def _insert_sibling_values(
 
 
 @triton.jit
+def _capped(scores, SOFTCAP: tl.constexpr):
+    """Scores in log2 units after the soft cap, which is in the scores' own."""
+    cap_log2: tl.constexpr = SOFTCAP * LOG2E
+    return tanh(scores * (1.0 / cap_log2)) * cap_log2
+
+
+@triton.jit
 def _attend_split(
     q,
     keys,
     values,
-    older,
+    seen,
     scale_log2,
     acc_ptr,
     max_ptr,
@@ -430,13 +490,16 @@ def _attend_split(
     row_mask,
     dim,
     D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Store the partial of one split: largest score (log2 units), sum of weights, sum of values.
 
-    At least one of its tokens is `older` than the query.
+    At least one of its tokens is `seen`.
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
-    scores = tl.where(older[None, :], scores, float("-inf"))
+    if SOFTCAP > 0:
+        scores = _capped(scores, SOFTCAP)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
     largest = tl.max(scores, axis=1)
     weights = tl.exp2(scores - largest[:, None])
     acc = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -503,6 +566,8 @@ def _combine_splits(
     max_ptr,
     sum_ptr,
     out_ptr,
+    sinks_ptr,
+    first_sink,
     first_head,
     rows,
     used,
@@ -516,7 +581,7 @@ def _combine_splits(
 ):
     """Weigh the partials of `used` splits by their largest scores, in order of split.
 
-    AT_ONCE splits share a maximum: no load of theirs waits for another.
+    AT_ONCE splits share a maximum: no load of theirs waits for another. A sink comes before them.
     """
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PADDED)
@@ -525,6 +590,10 @@ def _combine_splits(
     partial = (first_head + tl.minimum(row, rows - 1)) * splits
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + first_sink + tl.minimum(row, rows - 1))
+        running_max = sink * LOG2E
+        running_sum = tl.full([ROWS], 1.0, tl.float32)
     acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     for start in range(0, used, AT_ONCE):
         new_max = running_max

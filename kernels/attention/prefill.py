@@ -30,6 +30,7 @@ from graphengine.kernels.attention.decode import MAX_HEAD_DIM
 from graphengine.kernels.attention.prefill_gluon import attend, takes_wgmma
 from graphengine.kernels.attention.prefill_triton import prefill_attention_kernel
 from graphengine.kernels.attention.reference import paged_prefill_attention_reference
+from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
@@ -94,6 +95,9 @@ def paged_prefill_attention(
     position_P: torch.Tensor,
     scale: float,
     kv_scales: torch.Tensor | None = None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     out: torch.Tensor | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
@@ -110,6 +114,8 @@ def paged_prefill_attention(
         scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV. Products are in q's dtype,
             which has e4m3 exactly; the scales come after them, in float32.
+        window, sinks, softcap: as `scores.py` has them. Tiles of keys before a window are not read.
+            A launch with any of them is `prefill_triton.py`'s.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
         launch: with counters, PREFILL_ARRIVALS of them, keys may be split, in memory of its own.
             With PDL the launch before, whatever it is, may still run.
@@ -121,6 +127,7 @@ def paged_prefill_attention(
     lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB, kv_scales)
     if not scale > 0:
         raise ValueError(f"scale={scale} must be above 0")
+    check_scores(window=window, sinks=sinks, softcap=softcap, heads=heads, device=q_NQD.device)
     segments = slot_P.shape[0]
     check_lanes(segments, slot_P=slot_P, position_P=position_P)
     check_lanes(segments + 1, query_start_P1=query_start_P1)
@@ -138,6 +145,9 @@ def paged_prefill_attention(
             position_P=position_P,
             scale=scale,
             kv_scales=kv_scales,
+            window=window,
+            sinks=sinks,
+            softcap=softcap,
             out=out,
         )
     kv_heads = kv.shape[3]
@@ -147,8 +157,13 @@ def paged_prefill_attention(
     shares = splits = 1
     if arrivals is not None:
         shares = _pick_shares(kv_heads * row_tiles * segments)
-        splits = min(shares, -(-token_capacity(kv, block_table_SB) // LEAST_SPLIT))
-    if splits == 1 and block_table_SB.numel() and takes_wgmma(q_NQD, kv, segments):
+        reach = token_capacity(kv, block_table_SB)
+        if window:
+            # As the kernel counts the keys of a tile of rows.
+            reach = min(reach, window + rows // (heads // kv_heads) + 1 + tiles.keys)
+        splits = min(shares, -(-reach // LEAST_SPLIT))
+    plain = not window and sinks is None and not softcap
+    if plain and splits == 1 and block_table_SB.numel() and takes_wgmma(q_NQD, kv, segments):
         attend(
             q_NQD,
             kv,
@@ -176,6 +191,7 @@ def paged_prefill_attention(
         slot_P,
         position_P,
         kv_scales,
+        sinks,
         out,
         parts,
         arrivals if splits > 1 else None,
@@ -196,6 +212,8 @@ def paged_prefill_attention(
         SPLITS=splits,
         LEAST_SPLIT=LEAST_SPLIT,
         FP8=kv_scales is not None,
+        WINDOW=window,
+        SOFTCAP=float(softcap),
         num_warps=warps,
         **launch_options(launch.pdl),
     )

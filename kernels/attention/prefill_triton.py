@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.paged import (
     cache_offsets,
 )
 from graphengine.kernels.core.pdl import wait_for_inputs
 
+LOG2E = tl.constexpr(1.4426950408889634)
 # Below any score, and finite: -inf less itself is NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
@@ -23,6 +25,7 @@ def prefill_attention_kernel(
     slot_ptr,
     position_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     out_ptr,
     part_ptr,
     arrivals_ptr,
@@ -43,12 +46,15 @@ def prefill_attention_kernel(
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
     FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a kv head, tile of (token, head of the group) rows, segment, and split of keys.
 
     The last tiles of a segment have most keys and start first, as do the first keys of all. SPLITS
-    of SHARES are launched: as many as a block table has keys for, which no token's bits know of.
+    of SHARES are launched: as many as a block table, or a window, has keys for, which no token's
+    bits know of.
     """
     kv_head = tl.program_id(0)
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
@@ -76,8 +82,17 @@ def prefill_attention_kernel(
 
     if FP8:
         scale_log2 *= tl.load(kv_scales_ptr + kv_head)
+    if SOFTCAP > 0:
+        # The loop's scores are tangents then, and this their scale.
+        inner_scale = scale_log2 * (1.0 / (SOFTCAP * LOG2E))
+        scale_log2 = tl.full([], SOFTCAP * LOG2E, tl.float32)
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
+    # One split has the sinks. Not one `if`: a kernel without them has no such comparison.
+    if sinks_ptr is not None:  # noqa: SIM102
+        if split == 0:
+            running_max = tl.load(sinks_ptr + head) * LOG2E / scale_log2
+            running_sum += 1.0
     acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     # No row of this tile attends to keys after the tile's last token.
@@ -88,19 +103,31 @@ def prefill_attention_kernel(
     key_ptr = kv_ptr + kv_head * D
     first_key = 0
     end_key = end
+    if WINDOW:
+        # Tiles before the window of the tile's first token are not read.
+        first_seen = tl.maximum(first_position + first_row // GROUP - (WINDOW - 1), 0)
+        first_key = first_seen // TILE * TILE
+        # Keys from here on are in the window of its last one.
+        last_seen = first_position + last_token - (WINDOW - 1)
+    first_tile = first_key
     used = 1
     if SPLITS > 1:
         # The same for all tiles of the segment, however many of its lanes are live.
         reach = first_position + tl.num_programs(1) * ROWS // GROUP
+        if WINDOW:
+            # The most keys from the first tile's first one to the last row's token.
+            reach = tl.minimum(reach, WINDOW + ROWS // GROUP + 1 + TILE)
         split_keys = tl.maximum(tl.cdiv(tl.cdiv(reach, SHARES), TILE) * TILE, LEAST_SPLIT)
-        used = tl.maximum(tl.cdiv(end, split_keys), 1)
+        used = tl.maximum(tl.cdiv(end - first_tile, split_keys), 1)
         if split >= used:
             return
-        first_key = split * split_keys
+        first_key = first_tile + split * split_keys
         end_key = tl.minimum(first_key + split_keys, end)
     for start in tl.range(first_key, end_key, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         token_mask = token < end
+        if WINDOW:
+            token_mask &= token >= first_seen
         entry = cache_offsets(table_row_ptr, token, token_mask, kv_block_stride, BLOCK_SIZE, G * D)
         key_ptrs = key_ptr + entry[:, None] + dim[None, :]
         load_mask = token_mask[:, None] & (dim < D)[None, :]
@@ -108,13 +135,21 @@ def prefill_attention_kernel(
         if FP8:
             keys = keys.to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        if start + TILE > common_end:
+        if SOFTCAP > 0:
+            scores = tanh(scores * inner_scale)
+        if WINDOW:
+            if (start + TILE > common_end) | (start < last_seen):
+                seen = token_mask[None, :] & (token[None, :] <= row_position[:, None])
+                seen &= token[None, :] > row_position[:, None] - WINDOW
+                scores = tl.where(seen, scores, float("-inf"))
+        elif start + TILE > common_end:
             seen = token_mask[None, :] & (token[None, :] <= row_position[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         # The maximum stays in the scores' own units: scaled and subtracted in one operation.
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        if SPLITS > 1:
-            # A row may see no key of its split: its weights are 0 then, and never NaN.
+        if SPLITS > 1 or WINDOW > 0:
+            # A row may see no key of its split, or of a tile before its window: its weights are 0
+            # then, and never NaN.
             new_max = tl.maximum(new_max, LOWEST)
         weights = tl.exp2(tl.fma(scores, scale_log2, -(new_max * scale_log2)[:, None]))
         rescale = tl.exp2((running_max - new_max) * scale_log2)

@@ -6,6 +6,11 @@ import math
 
 import torch
 
+from graphengine.kernels.attention.scores import (
+    capped_reference,
+    first_key_of,
+    softmax_reference,
+)
 from graphengine.kernels.core.paged import (
     checked_output,
     gather_cache,
@@ -32,6 +37,9 @@ def decode_attention_reference(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
@@ -42,6 +50,7 @@ def decode_attention_reference(
     out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
     limit = position_limit(cos, kv, block_table_SB, max_seq_len)
     slots, positions = slot_N.tolist(), position_N.tolist()
+    sinks_GH = None if sinks is None else sinks.view(num_kv_heads, -1)
     for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot < 0:
             continue
@@ -63,10 +72,12 @@ def decode_attention_reference(
             eps=eps,
             kv_scales=kv_scales,
         )
-        keys, values = gather_cache(kv, block_table_SB, slot, position + 1, kv_scales)
+        first = first_key_of(position, window)
+        keys, values = gather_cache(kv, block_table_SB, slot, position + 1, kv_scales, first=first)
         # [G, group, D] x [G, D, keys].
         q = q_1QD.float().view(num_kv_heads, -1, head_dim)
-        weights = torch.softmax(q @ keys.permute(1, 2, 0) * scale, dim=-1)
+        scores = capped_reference(q @ keys.permute(1, 2, 0) * scale, softcap)
+        weights = softmax_reference(scores, sinks_GH)
         out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
     return out
 
@@ -81,6 +92,9 @@ def paged_prefill_attention_reference(
     position_P: torch.Tensor,
     scale: float,
     kv_scales: torch.Tensor | None = None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_prefill_attention` in plain PyTorch, a segment at a time."""
@@ -94,7 +108,16 @@ def paged_prefill_attention_reference(
         if slot < 0 or last <= first:
             continue
         out[first:last] = _segment_reference(
-            q_NQD[first:last], kv, block_table_SB, slot, first_position, scale, kv_scales
+            q_NQD[first:last],
+            kv,
+            block_table_SB,
+            slot,
+            first_position,
+            scale=scale,
+            kv_scales=kv_scales,
+            window=window,
+            sinks=sinks,
+            softcap=softcap,
         ).to(out.dtype)
     return out
 
@@ -105,23 +128,35 @@ def _segment_reference(
     block_table_SB: torch.Tensor,
     slot: int,
     first_position: int,
+    *,
     scale: float,
     kv_scales: torch.Tensor | None,
+    window: int,
+    sinks: torch.Tensor | None,
+    softcap: float,
 ) -> torch.Tensor:
     """Float32 [T, Q * D] for the T tokens of one segment."""
     tokens, heads, head_dim = q_TQD.shape
     capacity = token_capacity(kv, block_table_SB)
     position_T = first_position + torch.arange(tokens, device=q_TQD.device)
     length = min(first_position + tokens, capacity)
-    keys, values = gather_cache(kv, block_table_SB, slot, max(length, 0), kv_scales)
+    # No token sees keys before those of the first one.
+    first_key = min(first_key_of(first_position, window), max(length, 0))
+    keys, values = gather_cache(
+        kv, block_table_SB, slot, max(length, 0), kv_scales, first=first_key
+    )
     group = heads // keys.shape[1]
-    key_position = torch.arange(len(keys), device=q_TQD.device)
+    key_position = first_key + torch.arange(len(keys), device=q_TQD.device)
     hidden = key_position[None, :] > position_T[:, None]
+    if window:
+        hidden |= key_position[None, :] <= position_T[:, None] - window
 
     q = q_TQD.float().transpose(0, 1)
     keys = keys.transpose(0, 1).repeat_interleave(group, dim=0)
     values = values.transpose(0, 1).repeat_interleave(group, dim=0)
-    scores = (q @ keys.transpose(1, 2) * scale).masked_fill(hidden, -math.inf)
-    result = (torch.softmax(scores, dim=-1) @ values).transpose(0, 1)
+    scores = capped_reference(q @ keys.transpose(1, 2) * scale, softcap)
+    scores = scores.masked_fill(hidden, -math.inf)
+    weights = softmax_reference(scores, None if sinks is None else sinks[:, None])
+    result = (weights @ values).transpose(0, 1)
     outside = (position_T < 0) | (position_T >= capacity)
     return result.masked_fill(outside[:, None, None], math.nan).reshape(tokens, heads * head_dim)

@@ -79,11 +79,13 @@ def gather_cache(
     slot: int,
     length: int,
     kv_scales: torch.Tensor | None = None,
+    *,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 copies of a slot's first `length` keys and values, each [length, G, D]."""
+    """Float32 copies of a slot's keys and values `first` .. `length` - 1, each [tokens, G, D]."""
     block_size = kv.shape[2]
     blocks = block_table_SB[slot, : -(-length // block_size)].long()
-    token_of = torch.arange(length, device=kv.device)
+    token_of = torch.arange(first, length, device=kv.device)
     block_of = blocks[token_of // block_size]
     entry_of = token_of % block_size
     keys, values = kv[block_of, 0, entry_of].float(), kv[block_of, 1, entry_of].float()

@@ -54,6 +54,10 @@ class Problem:
     dtype: torch.dtype = torch.float32
     fp8: bool = False
     """Whether the cache is of e4m3, with scales of its own for each head."""
+    window: int = 0
+    softcap: float = 0.0
+    sunk: bool = False
+    """Whether each head has a sink."""
     seed: int = 0
 
     @property
@@ -65,6 +69,21 @@ class Problem:
         generator = torch.Generator().manual_seed(self.seed)
         scales = 0.01 + 0.05 * torch.rand(2, self.kv_heads, generator=generator)
         return scales if self.fp8 else None
+
+    def sinks(self) -> torch.Tensor | None:
+        """Float32 [Q], some below all scores and some above them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        sinks = 3 * torch.randn(self.kv_heads * self.group, generator=generator)
+        return sinks if self.sunk else None
+
+    def options(self, device: str) -> dict[str, Any]:
+        """Those of the kernel that are not at their defaults."""
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
+        options = {name: value for name, value in options.items() if value}
+        for name, tensor in (("kv_scales", self.kv_scales()), ("sinks", self.sinks())):
+            if tensor is not None:
+                options[name] = tensor.to(device)
+        return options
 
     def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [S, longest, Q, D], keys and values [S, longest, G, D]."""
@@ -92,9 +111,18 @@ def dense_attention(problem: Problem) -> torch.Tensor:
     q, k, v = (t.double() for t in (q, k, v))
     longest = q.shape[1]
     hidden = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+    if problem.window:
+        hidden |= torch.ones(longest, longest, dtype=torch.bool).tril(-problem.window)
     k, v = (t.repeat_interleave(problem.group, dim=2) for t in (k, v))
     scores = torch.einsum("sthd,skhd->shtk", q, k) * problem.scale
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    sinks = problem.sinks()
+    if sinks is not None:
+        sinks = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :longest]
     return torch.einsum("shtk,skhd->sthd", weights, v).flatten(2)
 
 
@@ -111,7 +139,8 @@ def prefill(
 ) -> list[torch.Tensor]:
     """Each segment's [tokens, Q * D]; asserts that nothing else was written.
 
-    Keys past a slot's last queried token are not in the cache: they are NaN under `poison`.
+    Keys past a slot's last queried token are not in the cache: they are NaN under `poison`, as are
+    those before the window of the first one.
     `tail` lanes after the last segment are in no segment. Lanes of the queries are `apart` values
     farther apart than they need to be.
     """
@@ -136,8 +165,9 @@ def prefill(
         placement=placement,
         poison=poison,
     )
+    if poison and problem.window:
+        _poison_before_windows(problem, segments, cache)
     before = cache.all_layers.clone()
-    optional = {} if scales is None else {"kv_scales": scales}
     lanes = sum(segment.tokens for segment in segments) + tail
     heads, head_dim = q_SLQD.shape[2:]
     wide = torch.full((lanes, heads * head_dim + apart), torch.nan if poison else 0.0).to(q_SLQD)
@@ -165,7 +195,7 @@ def prefill(
         position_P=on_device(positions),
         scale=problem.scale,
         out=out,
-        **optional,
+        **problem.options(device),
     )
     assert result.data_ptr() == out.data_ptr()
     # As bytes, so that a NaN equals itself.
@@ -176,3 +206,15 @@ def prefill(
     for segment, rows in zip(segments, results, strict=True):
         assert segment.slot >= 0 or bool((rows == SENTINEL).all()), "a padded segment was written"
     return results
+
+
+def _poison_before_windows(problem: Problem, segments: Sequence[Segment], cache: Any) -> None:
+    """NaN for keys and values that no segment of their slot sees, huge numbers for their blocks."""
+    for slot in range(len(problem.lengths)):
+        positions = [each.position for each in segments if each.slot == slot and each.tokens]
+        unseen = max(0, min(positions, default=0) - problem.window + 1)
+        blocks, entries = divmod(unseen, problem.block_size)
+        row = cache.block_table_SB[slot]
+        if entries:
+            cache.kv[int(row[blocks]), :, :entries] = torch.nan
+        row[:blocks] = HUGE[slot % len(HUGE)]
