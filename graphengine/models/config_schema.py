@@ -71,6 +71,8 @@ KEYS = (
     # None: where only the family knows whether a window is used.
     Key("use_sliding_window", "flag", default=None, null=True),
     Key("sliding_window", "integer", (-1, INT32_MAX), default=None, null=True),
+    # Layers before it have no window.
+    Key("max_window_layers", "integer", (0, 1024), default=28, null=True),
     Key("layer_types", "texts", default=None, null=True),
     Key("mlp_layer_types", "texts", default=None, null=True),
 )
@@ -87,6 +89,9 @@ EXPERT_KEYS = (
     Key("mlp_only_layers", "integers", (0, INT32_MAX), default=(), null=True),
 )
 """The keys of `config.json` that are read of models with experts, as Qwen3-MoE has them."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""What `layer_types` may say, and what RoPE's settings may be told apart by."""
 
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
@@ -226,7 +231,7 @@ _HARMLESS = """
     _flash_attn_2_enabled _name_or_path attn_implementation auto_map custom_pipelines dtype
     language name_or_path pipeline_tag torch_dtype transformers_version unsloth_fixed
     unsloth_version use_flash_attn use_flash_attention use_bfloat16 torchscript use_cache
-    cache_implementation cache_config max_window_layers pretraining_tp transformers.js_config
+    cache_implementation cache_config pretraining_tp transformers.js_config
 
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
     decoder_start_token_id vocab_file tokenizer_class
@@ -304,7 +309,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS)}
     known = read | NEUTRAL.keys() | HARMLESS
     names = [name for name in config if name not in known]
-    rope_keys = {key.name for key in ROPE_KEYS} | {"full_attention", "finetuned", *NEUTRAL_ROPE}
+    rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, "finetuned", *NEUTRAL_ROPE}
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
         if isinstance(settings, dict):

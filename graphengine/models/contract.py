@@ -454,9 +454,13 @@ class ChunkAttention(Protocol):
         *,
         scale: float,
         kv_scales: Tensor | None = None,
+        window: int = 0,
         out: Tensor,
     ) -> Tensor:
-        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`; an fp8 one has scales."""
+        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`; an fp8 one has scales.
+
+        Each lane sees `window` tokens, its own among them; 0: all up to its own.
+        """
         ...
 
 

@@ -1,9 +1,10 @@
 """A decoder: layers of grouped-query attention and SwiGLU, an RMSNorm before each of them.
 
-Llama 3, Qwen2 and Qwen3 are this composition with other settings; their files map a checkpoint's
-config onto `DecoderConfig`. In Qwen3-MoE some layers, or all, have a mixture of experts instead of
-one SwiGLU. `decode` runs a few rows through five fused kernels a layer; `prefill`
-runs the tokens of a chunk through the BLAS, but for gate and up where `linear_swiglu` is faster.
+Layers differ in their attention's window and, with it, their RoPE, and in whether they have a
+mixture of experts instead of one SwiGLU. Llama 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE are this
+composition with other settings; their files map a checkpoint's config onto `DecoderConfig`.
+`decode` runs a few rows through five fused kernels a layer; `prefill` runs the tokens of a chunk
+through the BLAS, but for gate and up where `linear_swiglu` is faster.
 The bits of both depend on the number of lanes, which for a chunk follows from the prompt alone.
 
 Letters: N lanes, T tokens of a chunk, H hidden, Q query heads, G kv heads, D head_dim,
@@ -89,10 +90,23 @@ class DecoderConfig:
     expert_layers: tuple[int, ...] = ()
     """Their indices, ascending."""
     forms: WeightForms = PLAIN
+    windows: tuple[int, ...] = ()
+    """Of each layer's attention, 0 for a layer without one; empty: no layer has a window."""
+    local_rope: RopeConfig | None = None
+    """Of the layers with a window; None: that of the others."""
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of the layer sees; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def has_local_tables(self) -> bool:
+        """Whether some layers have RoPE tables of their own."""
+        return self.local_rope is not None and any(self.windows)
 
     @property
     def attention(self) -> GroupedQueryAttention:
-        """Of every layer."""
+        """Of every layer, but for its window."""
         return GroupedQueryAttention(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
@@ -177,7 +191,8 @@ class DecoderConfig:
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of the cosines and sines of this many positions."""
-        return RopeTables.nbytes(self.head_dim, max_seq_len)
+        tables = 2 if self.has_local_tables else 1
+        return tables * RopeTables.nbytes(self.head_dim, max_seq_len)
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
@@ -198,7 +213,14 @@ class DecoderConfig:
 
         hidden = self.hidden_size
         layers = tuple(
-            allocate_layer(self, layer_prefix(index), index, device=device, dtype=dtype)
+            allocate_layer(
+                self,
+                layer_prefix(index),
+                index,
+                window=self.window_of(index),
+                device=device,
+                dtype=dtype,
+            )
             for index in range(self.num_layers)
         )
         embedding = new(self.vocab_size, hidden)
@@ -310,19 +332,26 @@ class DecoderWeights(ModelWeights):
 
 
 def allocate_layer(
-    config: DecoderConfig, prefix: str, index: int = 0, *, device: str, dtype: torch.dtype
+    config: DecoderConfig,
+    prefix: str,
+    index: int = 0,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    window: int = 0,
 ) -> LayerWeights:
     """Uninitialised weights of the layer of this prefix, which is such as the model's of this
     index; `device="meta"` allocates nothing.
     """
     forms = config.forms
+    attention = replace(config.attention, window=window)
     input_norm, ffn_norm = (
         torch.empty(config.hidden_size, device=device, dtype=dtype) for _ in range(2)
     )
     return LayerWeights(
         prefix=prefix,
         input_norm=input_norm,
-        attention=config.attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
+        attention=attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
         ffn_norm=ffn_norm,
         mlp=config.feed_forward(index).allocate(prefix + MLP, forms, device=device, dtype=dtype),
     )
@@ -406,12 +435,22 @@ class DecoderModel:
                 self.lm_head = head[:vocabulary]
             else:
                 self.lm_head = first_rows(head, vocabulary)
-        self.tables = RopeTables.of(
-            config.rope,
-            head_dim=config.head_dim,
+        self.tables = self._new_tables(config.rope, max_seq_len)
+        self.local_tables = self.tables
+        if config.has_local_tables and config.local_rope is not None:
+            self.local_tables = self._new_tables(config.local_rope, max_seq_len)
+
+    def _new_tables(self, rope: RopeConfig, max_seq_len: int) -> RopeTables:
+        return RopeTables.of(
+            rope,
+            head_dim=self.config.head_dim,
             max_seq_len=max_seq_len,
-            device=weights.embedding.device,
+            device=self.weights.embedding.device,
         )
+
+    def tables_of(self, layer: int) -> RopeTables:
+        """Cosines and sines of a layer's positions."""
+        return self.local_tables if self.config.window_of(layer) else self.tables
 
     @property
     def max_seq_len(self) -> int:
@@ -482,7 +521,7 @@ class DecoderModel:
                 residual,
                 kv,
                 states.block_table,
-                self.tables,
+                self.tables_of(index),
                 launch,
             )
         return residual
@@ -515,7 +554,7 @@ class DecoderModel:
         caches = states.cache.unbind(0)
         for index, (layer, kv) in enumerate(zip(weights.layers, caches, strict=True)):
             attended = layer.attention.attend(
-                lanes, kv, states.block_table, self.tables, attention, scratch
+                lanes, kv, states.block_table, self.tables_of(index), attention, scratch
             )
             if index == last:
                 break

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphengine.models import llama, qwen2, qwen3, qwen3_moe
+from graphengine.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import ModelConfig
 
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
+    "MistralForCausalLM": mistral.read_config,
     "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,

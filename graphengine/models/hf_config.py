@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from graphengine.checks import shown
 from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,
+    LAYER_TYPES,
     ROPE_KEYS,
     HfConfig,
     Key,
@@ -34,15 +35,16 @@ _ROPE_NEEDS = {
 class FamilyDefaults:
     """What transformers takes where a family's config says nothing.
 
-    head_dim         None: hidden_size over num_attention_heads
-    sliding_windows  whether the family has `use_sliding_window`, off by default; in the others a
-                     window alone says that there is one
-    keys             that it reads besides `config_schema.KEYS`
+    head_dim  None: hidden_size over num_attention_heads
+    windows   "none": the family has no windows; "all": `sliding_window` is that of all layers;
+              "switched": only with `use_sliding_window`, and of the layers that `layer_types`, or
+              else `max_window_layers`, names
+    keys      that it reads besides `config_schema.KEYS`
     """
 
     max_positions: int
     head_dim: int | None = None
-    sliding_windows: bool = False
+    windows: Literal["none", "all", "switched"] = "none"
     keys: tuple[Key, ...] = ()
 
 
@@ -74,26 +76,88 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
         )
     if settings["hidden_act"] not in ("silu", "swish"):
         raise unsupported("hidden_act", settings["hidden_act"], "'silu', 'swish'")
-    _check_layers(config, settings, family)
+    types = settings["mlp_layer_types"]
+    if any(kind != "dense" for kind in types or ()):
+        raise unsupported("mlp_layer_types", types, "'dense' in every layer")
+    settings["windows"] = _read_windows(config, settings, family)
     return settings
 
 
-def _check_layers(config: HfConfig, settings: dict[str, Any], family: FamilyDefaults) -> None:
-    """Refuse windows of attention and layers that differ from each other."""
-    for name, supported in (
-        ("layer_types", ("full_attention", "attention")),
-        ("mlp_layer_types", ("dense",)),
-    ):
-        types = settings[name]
-        if any(kind not in supported for kind in types or ()):
-            raise unsupported(name, types, f"{supported[0]!r} in every layer")
+# transformers' of every family that has windows.
+_DEFAULT_WINDOW = 4096
+
+
+def _read_windows(
+    config: HfConfig, settings: dict[str, Any], family: FamilyDefaults
+) -> tuple[int, ...]:
+    """Each layer's window, 0 for none; empty where no layer has one."""
+    types = _layer_types(settings)
     window, used = settings["sliding_window"], settings["use_sliding_window"]
-    has_none = window is None and "sliding_window" in config
-    if used and not has_none:
-        raise unsupported("use_sliding_window", used, "False")
-    windowed = window is not None and 0 < window < settings["max_position_embeddings"]
-    if windowed and used is None and not family.sliding_windows:
-        raise unsupported("sliding_window", window, "null, or use_sliding_window=False")
+    is_null = window is None and "sliding_window" in config
+    if family.windows != "none" and window is None and not is_null:
+        window = _DEFAULT_WINDOW
+    if family.windows == "switched" and not used:
+        window = None
+    _check_windows(settings, family, window, types)
+    if window is None:
+        return ()
+    layers = settings["num_hidden_layers"]
+    if types is not None:
+        of_layers = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    elif family.windows == "switched":
+        full = min(settings["max_window_layers"], layers)
+        of_layers = (0,) * full + (window,) * (layers - full)
+    else:
+        of_layers = (window,) * layers
+    # A window as long as any text is none.
+    hides = any(of_layers) and window < settings["max_position_embeddings"]
+    return of_layers if hides else ()
+
+
+def _layer_types(settings: dict[str, Any]) -> list[str] | None:
+    """One of `LAYER_TYPES` for each layer, or None where the config does not say."""
+    types: list[str] | None = settings["layer_types"]
+    if types is None:
+        return None
+    # The name of full attention in older files.
+    types = ["full_attention" if kind == "attention" else kind for kind in types]
+    known = " or ".join(map(repr, LAYER_TYPES))
+    layers = settings["num_hidden_layers"]
+    if any(kind not in LAYER_TYPES for kind in types) or len(types) != layers:
+        raise unsupported("layer_types", settings["layer_types"], f"{layers} times {known}")
+    return types
+
+
+def _check_windows(
+    settings: dict[str, Any],
+    family: FamilyDefaults,
+    window: int | None,
+    types: Sequence[str] | None,
+) -> None:
+    """Refuse what contradicts itself, and windows where the family has none."""
+    given, used = settings["sliding_window"], settings["use_sliding_window"]
+    slides = "sliding_attention" in (types or ())
+    if family.windows == "none":
+        if used:
+            raise unsupported("use_sliding_window", used, "False")
+        hides = given is not None and 0 < given < settings["max_position_embeddings"]
+        if hides and used is None:
+            raise unsupported("sliding_window", given, "null, or use_sliding_window=False")
+        if slides:
+            raise unsupported("layer_types", types, "'full_attention' in every layer")
+        return
+    if window is None and slides:
+        shown_window = "use_sliding_window=True and a sliding_window"
+        if family.windows == "all":
+            shown_window = "a sliding_window"
+        raise unsupported("layer_types", types, f"'full_attention', or {shown_window}")
+    if window is not None and window < 1:
+        raise unsupported("sliding_window", window, "null, or 1 or more")
+    if family.windows == "all" and window is not None:
+        if used is False:
+            raise unsupported("use_sliding_window", used, "null beside a sliding_window")
+        if "full_attention" in (types or ()):
+            raise unsupported("layer_types", types, "'sliding_attention' in every layer")
 
 
 def rope(settings: dict[str, Any]) -> RopeConfig:
@@ -101,8 +165,20 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
 
     Where both are there, transformers reads nothing of `rope_parameters`.
     """
-    inside = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
-    given = _of_full_attention(inside, settings[inside] or {})
+    inside, given = _rope_settings(settings, "full_attention")
+    return _rope_of(settings, inside, given)
+
+
+def local_rope(settings: dict[str, Any]) -> RopeConfig | None:
+    """RoPE of the layers with a window, where it is told apart from that of the others."""
+    inside, given = _rope_settings(settings, "sliding_attention")
+    if not settings["windows"] or given is settings[inside]:
+        return None
+    local = _rope_of(settings, inside, given)
+    return None if local == rope(settings) else local
+
+
+def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> RopeConfig:
     values = read_keys(given, ROPE_KEYS, inside=inside)
     named = values["rope_type"] or values["type"] or "default"
     kind = next((kind for kind in _ROPE_KINDS if kind == named), None)
@@ -140,14 +216,29 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
     )
 
 
-def _of_full_attention(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE settings of the layers here, where they are told apart by layer type."""
+def _rope_settings(settings: dict[str, Any], layer_type: str) -> tuple[str, dict[str, Any]]:
+    """The key that has RoPE's settings, and those of layers of this type.
+
+    Of layers that do not exist, settings may be missing.
+    """
+    inside = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
+    given: dict[str, Any] = settings[inside] or {}
     nested = [key for key, value in given.items() if isinstance(value, dict)]
     if not nested:
-        return given
-    if "full_attention" not in nested or any(
+        return inside, given
+    wanted = ["full_attention"]
+    if settings["windows"]:
+        wanted = [kind for kind, here in zip(LAYER_TYPES, _kinds(settings), strict=True) if here]
+    if any(kind not in nested for kind in wanted) or any(
         given[key] is not None for key in given.keys() - nested
     ):
-        raise unsupported(name, given, "RoPE of all layers, or under 'full_attention'")
-    full: dict[str, Any] = given["full_attention"]
-    return full
+        under = " and ".join(map(repr, wanted))
+        raise unsupported(inside, given, f"RoPE of all layers, or under {under}")
+    of_type: dict[str, Any] = given.get(layer_type) or given[wanted[0]]
+    return inside, of_type
+
+
+def _kinds(settings: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether there are layers of each of `LAYER_TYPES`."""
+    windows: tuple[int, ...] = settings["windows"]
+    return (0 in windows or not windows, any(windows))

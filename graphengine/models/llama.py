@@ -32,6 +32,8 @@ def decoder_config(settings: dict[str, Any], architecture: str, **switches: bool
         norm_eps=settings["rms_norm_eps"],
         max_positions=settings["max_position_embeddings"],
         rope=hf_config.rope(settings),
+        windows=settings["windows"],
+        local_rope=hf_config.local_rope(settings),
         tie_embeddings=settings["tie_word_embeddings"],
         **cast("dict[str, Any]", switches),
     )

@@ -182,6 +182,11 @@ class MtpConfig:
                 f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
                 f"not those of a plain decoder"
             )
+        if any(target.windows):
+            raise ValueError(
+                f"draft modules (MTP) of a {target.architecture} with windows of "
+                f"{max(target.windows)} tokens are not supported: a module has none"
+            )
         layer = replace(target, num_layers=1)
         return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)
 

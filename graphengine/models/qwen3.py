@@ -7,7 +7,7 @@ from graphengine.models.config_schema import HfConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, head_dim=128, sliding_windows=True)
+DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, head_dim=128, windows="switched")
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:

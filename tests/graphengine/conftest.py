@@ -188,9 +188,14 @@ class Oracle:
 
 
 def write_checkpoint(name: str, path: Path) -> Oracle:
-    """A checkpoint of a model of this name whose random weights make its logits spread."""
-    torch.manual_seed(len(name))
-    model = (MODELS | EXPERT_MODELS)[name]().float()
+    """A checkpoint of the model of this name."""
+    return write_random_model((MODELS | EXPERT_MODELS)[name], path, len(name))
+
+
+def write_random_model(make: Callable[[], PreTrainedModel], path: Path, seed: int) -> Oracle:
+    """A checkpoint of a model whose random weights make its logits spread."""
+    torch.manual_seed(seed)
+    model = make().float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
@@ -210,6 +215,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
 def expert_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     folder = tmp_path_factory.mktemp("experts")
     return {name: write_checkpoint(name, folder / name) for name in EXPERT_MODELS}
+
+
+@pytest.fixture(scope="session")
+def write_model() -> Callable[..., Oracle]:
+    """`write_random_model`."""
+    return write_random_model
 
 
 @pytest.fixture(params=list(MODELS))

@@ -79,6 +79,7 @@ class GroupedQueryAttention:
 
     qk_norm   an RMSNorm on each head's query and key before RoPE
     norm_eps  of these norms, and of the one that the block's input needs
+    window    tokens that a query sees, its own among them; 0: all up to its own
     """
 
     hidden_size: int
@@ -89,6 +90,7 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    window: int = 0
 
     @property
     def q_size(self) -> int:
@@ -121,7 +123,7 @@ class GroupedQueryAttention:
 
     @property
     def state(self) -> Paged:
-        """A key and a value a token."""
+        """A key and a value a token; beyond a window they stay, though nobody reads them."""
         return Paged(2, (self.num_kv_heads, self.head_dim))
 
     @property
@@ -273,6 +275,7 @@ class AttentionWeights:
             k_norm_weight=self.k_norm,
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
+            window=block.window,
             split_tokens=launch.split_tokens,
             tokens_per_row=launch.tokens_per_row,
         )
@@ -323,8 +326,14 @@ class AttentionWeights:
         )
         attended = scratch.take(block.q_size)
         heads = q.view(-1, block.num_heads, block.head_dim)
-        scales = self._scales_of(kv)
-        return attention(heads, kv, scale=block.scale, kv_scales=scales, out=attended)
+        return attention(
+            heads,
+            kv,
+            scale=block.scale,
+            kv_scales=self._scales_of(kv),
+            window=block.window,
+            out=attended,
+        )
 
     def add_output(
         self,
