@@ -109,18 +109,23 @@ def _read_windows(
         of_layers = (0,) * full + (window,) * (layers - full)
     else:
         of_layers = (window,) * layers
-    # A window as long as any text is none.
-    hides = any(of_layers) and window < settings["max_position_embeddings"]
-    return of_layers if hides else ()
+    # A window as long as any text is none, unless it tells layers apart by their RoPE.
+    hides = window < settings["max_position_embeddings"] or _is_nested(_rope_key(settings)[1])
+    return of_layers if hides and any(of_layers) else ()
 
 
 def _layer_types(settings: dict[str, Any]) -> list[str] | None:
-    """One of `LAYER_TYPES` for each layer, or None where the config does not say."""
+    """One of `LAYER_TYPES` for each layer, or None where the config does not say.
+
+    Of layers with full attention alone it may name any number.
+    """
     types: list[str] | None = settings["layer_types"]
     if types is None:
         return None
     # The name of full attention in older files.
     types = ["full_attention" if kind == "attention" else kind for kind in types]
+    if all(kind == "full_attention" for kind in types):
+        return ["full_attention"] * settings["num_hidden_layers"]
     known = " or ".join(map(repr, LAYER_TYPES))
     layers = settings["num_hidden_layers"]
     if any(kind not in LAYER_TYPES for kind in types) or len(types) != layers:
@@ -172,7 +177,7 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
 def local_rope(settings: dict[str, Any]) -> RopeConfig | None:
     """RoPE of the layers with a window, where it is told apart from that of the others."""
     inside, given = _rope_settings(settings, "sliding_attention")
-    if not settings["windows"] or given is settings[inside]:
+    if not settings["windows"] or not _is_nested(settings[inside] or {}):
         return None
     local = _rope_of(settings, inside, given)
     return None if local == rope(settings) else local
@@ -216,16 +221,26 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
     )
 
 
+def _rope_key(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The key that has RoPE's settings, and its value."""
+    inside = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
+    return inside, settings[inside] or {}
+
+
+def _is_nested(given: dict[str, Any]) -> bool:
+    """Whether RoPE's settings are told apart by layer type."""
+    return any(isinstance(value, dict) for value in given.values())
+
+
 def _rope_settings(settings: dict[str, Any], layer_type: str) -> tuple[str, dict[str, Any]]:
     """The key that has RoPE's settings, and those of layers of this type.
 
     Of layers that do not exist, settings may be missing.
     """
-    inside = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
-    given: dict[str, Any] = settings[inside] or {}
-    nested = [key for key, value in given.items() if isinstance(value, dict)]
-    if not nested:
+    inside, given = _rope_key(settings)
+    if not _is_nested(given):
         return inside, given
+    nested = [key for key, value in given.items() if isinstance(value, dict)]
     wanted = ["full_attention"]
     if settings["windows"]:
         wanted = [kind for kind, here in zip(LAYER_TYPES, _kinds(settings), strict=True) if here]

@@ -23,7 +23,7 @@ from checkpoints.mtp_modules import (
 )
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
-from graphengine.models import tuning
+from graphengine.models import mtp, tuning
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Linear, heuristic_plans
 from graphengine.models.families import read_model_config
@@ -255,14 +255,14 @@ def test_qwen2_has_biases_on_queries_keys_and_values(architecture: str) -> None:
     assert read_model_config(sizes | {"attention_bias": True}) == config
 
 
-def test_windows_of_qwen2_are_refused() -> None:
+def test_modules_of_a_target_with_windows_are_refused() -> None:
     config = SIZES | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
-    with pytest.raises(ValueError, match=r"use_sliding_window=True: supported: False"):
-        read_model_config(config)
-    assert (
-        read_model_config(config | {"sliding_window": None}).num_layers
-        == SIZES["num_hidden_layers"]
-    )
+    target = read_model_config(config | {"sliding_window": 9, "max_window_layers": 1})
+    message = "MTP.* of a Qwen2ForCausalLM with windows of 9 tokens are not supported"
+    with pytest.raises(ValueError, match=message):
+        MtpConfig.of_target(target, mtp.LAYOUTS[0], ("mtp.",))
+    target = read_model_config(config | {"sliding_window": None})
+    assert MtpConfig.of_target(target, mtp.LAYOUTS[0], ("mtp.",)).layer.num_layers == 1
 
 
 # Plans.

@@ -22,7 +22,6 @@ from transformers import (
 from engines.small_engine import run
 from graphengine import Engine, SamplingParams
 from graphengine.models.families import read_model_config
-from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.speculative import DraftModel, NGram
 
 TOKENS = 64
@@ -93,7 +92,7 @@ def test_logits_and_greedy_tokens(
     oracle = windowed[name]
     assert read_model_config(config_of(oracle)).windows == WINDOWS[name]
     with open_engine(oracle.path, device=device, lookahead=0) as engine:
-        for prompt in oracle.prompts((3, 18, 70)):
+        for prompt in oracle.prompts((3, 70)):
             seen = eager(engine)
             result = engine.generate(prompt, greedy())
             assert len(result.token_ids) == TOKENS
@@ -107,16 +106,16 @@ ALTERNATING = "qwen2-19"
 def test_chunks_and_batches(windowed: dict[str, Any], device: str) -> None:
     """Chunks shorter and longer than the window, whose edge is in some chunk's middle."""
     oracle = windowed[ALTERNATING]
-    prompts = oracle.prompts((1, 18, 19, 20, 41, 100))
+    prompts = oracle.prompts((1, 19, 20, 100))
     results = []
-    for buckets in ((8,), (16, 32), (128,)):
+    for buckets in ((8,), (16, 128)):
         with open_engine(oracle.path, device=device, prefill_buckets=buckets) as engine:
-            results.append(engine.generate(prompts, greedy(40)))
+            results.append(engine.generate(prompts, greedy(24)))
     for result in (result for served in results for result in served):
         oracle.assert_greedy(result)
 
 
-@pytest.mark.parametrize("name", ["mistral-5", ALTERNATING])
+@pytest.mark.parametrize("name", ["mistral-5"])
 def test_paused_requests_resume_with_the_same_tokens(
     windowed: dict[str, Any], device: str, name: str
 ) -> None:
@@ -130,15 +129,13 @@ def test_paused_requests_resume_with_the_same_tokens(
     assert [result.token_ids for result in results] == expected
 
 
-@pytest.mark.parametrize("name", ["mistral-5", ALTERNATING])
-@pytest.mark.parametrize("drafter", ["ngram", "another"])
+@pytest.mark.parametrize(("name", "drafter"), [("mistral-5", "another"), (ALTERNATING, "ngram")])
 def test_drafts_change_no_token(
     windowed: dict[str, Any], device: str, name: str, drafter: str
 ) -> None:
-    """Rejected drafts are rewound at each place of a window; another model's KV has none."""
+    """Rejected drafts are rewound at each place of a window; another model has another window."""
     oracle = windowed[name]
-    other = DraftModel(windowed["mistral-50" if name == "mistral-5" else name].path, k=3)
-    mode = NGram(k=4) if drafter == "ngram" else other
+    mode = NGram(k=4) if drafter == "ngram" else DraftModel(windowed["mistral-50"].path, k=3)
     # Repetitions, for drafts to be found in.
     prompts = [prompt * 3 for prompt in oracle.prompts((5, 11, 14))]
     plain = {"device": device, "row_family": "dot"}
@@ -213,10 +210,3 @@ def test_layers_with_windows_have_their_own_rope(
         error = (logits - expected[position]).abs().max() / expected[position].abs().max()
         assert error <= 1e-4, f"{position=}: {error=}"
     assert list(result.token_ids) == expected[len(prompt) - 1 : -1].argmax(dim=1).tolist()
-
-
-def test_draft_modules_of_windowed_models_are_refused(windowed: dict[str, Any]) -> None:
-    target = read_model_config(config_of(windowed["mistral-5"]))
-    message = "draft modules .* of a MistralForCausalLM with windows of 5 tokens are not supported"
-    with pytest.raises(ValueError, match=message):
-        MtpConfig.of_target(target, LAYOUTS[0], ("mtp.",))

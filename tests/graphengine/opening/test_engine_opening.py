@@ -58,7 +58,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64
         ({"architectures": None, "model_type": "x"}, "model_type='x'.*Llama.*, Qwen3ForCausalLM"),
         ({"rope_parameters": ROPE | {"rope_type": "longrope"}}, "longrope.*linear.*yarn"),
         ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "dynamic.*linear.*yarn"),
-        ({"use_sliding_window": True, "sliding_window": 32}, "use_sliding_window=True"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0: .* 1 or more"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
         ({"head_dim": 72}, "head_dim=72.*64"),
         ({"hidden_size": None}, "hidden_size"),
