@@ -13,6 +13,7 @@ from transformers.masking_utils import sliding_window_overlay
 
 from graphengine.kernels.attention import decode as decode_module
 from graphengine.kernels.attention import prefill as prefill_module
+from graphengine.kernels.attention import prefill_triton
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
 from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
 from graphengine.kernels.attention.reference import (
@@ -373,3 +374,34 @@ def test_errors(place_cache: Callable[..., Any], change: dict[str, Any], message
     function = partial(paged_prefill_attention, **change)
     with pytest.raises(ValueError, match=message):
         prefill((function, "cpu"), place_cache, problem, [Segment(0, 0, 3)])
+
+
+def test_a_token_of_its_row_that_a_lane_does_not_see_may_be_anything(
+    op: Op, place_cache: Callable[..., Any]
+) -> None:
+    decoding = Decoding(op, place_cache, Rows(lengths=(62, 5), width=3, window=2))
+    expected = decoding.at_once()
+    first = [lane for lane in range(6) if lane % 3 == 0]
+    decoding.qkv_NX[first] = torch.nan
+    found = decoding.at_once()
+    assert bool(found[first].isnan().all())
+    assert torch.equal(found[2::3], expected[2::3])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter calls")
+@pytest.mark.parametrize(("window", "tiles"), [(0, 20), (2, 11), (65, 14)])
+def test_prefill_goes_over_the_tiles_of_windows_alone(
+    place_cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, window: int, tiles: int
+) -> None:
+    """Tiles have 32 rows, here of as many tokens, and 64 keys."""
+    called = []
+    original = prefill_triton.cache_offsets
+
+    def cache_offsets(*arguments: Any) -> Any:
+        called.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(prefill_triton, "cache_offsets", cache_offsets)
+    problem = Problem(lengths=(256,), group=1, window=window)
+    prefill((paged_prefill_attention, "cpu"), place_cache, problem, [Segment(0, 0, 256)])
+    assert len(called) == tiles
