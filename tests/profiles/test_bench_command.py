@@ -131,7 +131,7 @@ def test_the_floor_counts_the_experts_that_are_read(run_bench: Bench) -> None:
             model,
             context=row["prompt_tokens"] + row["new_tokens"] / 2,
             rows=row["live"],
-            itemsize=4,
+            dtype=torch.float32,
             experts=row["experts_read"],
         )
         # The figure is rounded to 4 digits: of 2 layers' experts of 3 * 32 * 64 values.
