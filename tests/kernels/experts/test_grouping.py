@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -15,6 +17,8 @@ from graphengine.kernels.experts.grouping import (
     group_pairs_reference,
     most_blocks,
 )
+from launches.compilation import launches_handed_to
+from launches.emulation import run_launch
 
 
 def random_experts(lanes, top_k, experts, seed, *, used=None):
@@ -74,6 +78,22 @@ def test_all_pairs_of_one_expert_fill_blocks(device):
     grouping = group_pairs(chosen, slot, experts=5, size=16)
     assert [len(pairs) for _, pairs in blocks_of(grouping)] == [16, 16, 1]
     assert {expert for expert, _ in blocks_of(grouping)} == {3}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize(("lanes", "experts", "top_k"), [(4, 5, 3), (300, 3, 2)])
+def test_compiled_kernel_matches_reference(lanes, experts, top_k):
+    """Its code for sm_90, run in numpy; the second case has more than a pair for each thread."""
+    chosen = random_experts(lanes, top_k, experts, 0)
+    slot = torch.arange(lanes, dtype=torch.int32)
+    chosen[1], slot[1] = 2**31 - 1, -1
+    module = importlib.import_module("graphengine.kernels.experts.grouping")
+    with launches_handed_to(run_launch, module):
+        actual = group_pairs(chosen, slot, experts=experts, size=16, pdl=True)
+    empty = Grouping(torch.empty_like(actual.order), torch.empty_like(actual.blocks), 16)
+    expected = group_pairs_reference(chosen, slot, experts=experts, out=empty)
+    assert blocks_of(actual) == blocks_of(expected)
+    assert (actual.blocks[0, len(blocks_of(expected)) :] == -1).all()
 
 
 @pytest.mark.parametrize(("pairs", "experts", "size"), [(64, 5, 16), (7, 128, 16), (33, 2, 4)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.router import Router, Routes, route, route_reference
+from launches.compilation import launches_handed_to
+from launches.emulation import run_launch
 
 # Triton's interpreter computes padded experts with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -194,6 +198,29 @@ def transformers_router(name, router, bias):
         made = module.Qwen3MoeTopKRouter(config)
     torch.nn.init.eye_(made.weight)
     return made
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize(
+    ("router", "experts", "corrected"),
+    [
+        (Router(top_k=8, normalised=True), 128, False),
+        (ROUTERS["deepseek-v3"], 24, True),
+        (ROUTERS["gpt-oss"], 160, False),
+    ],
+)
+def test_compiled_kernel_matches_reference(router, experts, corrected):
+    """Its code for sm_90, run in numpy: of one warp, of several, and with ties."""
+    logits = random_logits(3, experts, 5)
+    logits[1] = random_logits(1, experts, 5, ties=True)
+    correction = torch.linspace(-1, 1, experts) if corrected else None
+    slot = live_slots(3, padded=(2,))
+    module = importlib.import_module("graphengine.kernels.experts.router")
+    with launches_handed_to(run_launch, module):
+        actual = route(logits, slot, router, correction_E=correction, pdl=True)
+    expected = route_reference(logits, slot, router, correction_E=correction)
+    assert torch.equal(actual.expert[:2], expected.expert[:2])
+    torch.testing.assert_close(actual.weight[:2], expected.weight[:2], rtol=1e-5, atol=1e-7)
 
 
 def test_strided_logits(device):

@@ -411,6 +411,7 @@ class _Program:
         compare = {
             "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
             "eq": np.equal, "ne": np.not_equal, "neu": np.not_equal, "nan": lambda a, b: a != a,
+            "num": lambda a, b: (a == a) & (b == b),
         }[rest[0]]  # fmt: skip
         if rest[-1] == "f32":
             left, right = _f32(self.read(ops[1])), _f32(self.read(ops[2]))
@@ -546,9 +547,10 @@ class _Program:
     def do_atom(self, rest: list[str], ops: list[str], active: Array) -> None:
         assert rest[-2:] == ["add", "u32"]
         where = self._address(ops[1])
+        memory = self.shared if rest[0] == "shared" else self.memory.bytes
         for thread in np.flatnonzero(active):
             at = int(where[thread])
-            word = self.memory.bytes[at : at + 4].view(np.uint32)
+            word = memory[at : at + 4].view(np.uint32)
             old = np.full(self.threads, word[0])
             word[0] += np.uint32(self.read(ops[2])[thread])
             self.write(ops[0], old, np.arange(self.threads) == thread)
@@ -558,8 +560,28 @@ class _Program:
     def do_shfl(self, rest: list[str], ops: list[str], active: Array) -> None:
         thread = np.arange(self.threads)
         other = self.read(ops[2]).astype(np.int64)
-        source = thread ^ other if rest[1] == "bfly" else thread // 32 * 32 + other
+        if rest[1] == "up":
+            # The first lanes keep their own.
+            source = np.where(thread % 32 >= other, thread - other, thread)
+        else:
+            source = thread ^ other if rest[1] == "bfly" else thread // 32 * 32 + other
         self.write(ops[0], self.read(ops[1])[source], active)
+
+    def do_vote(self, rest: list[str], ops: list[str], active: Array) -> None:
+        assert rest[1] == "ballot", rest
+        votes = (self.read(ops[1]) & active).reshape(-1, 32).astype(np.uint64)
+        ballots = (votes << np.arange(32, dtype=np.uint64)).sum(1)
+        self.write(ops[0], np.repeat(ballots, 32), active)
+
+    def do_redux(self, rest: list[str], ops: list[str], active: Array) -> None:
+        assert active.all(), rest
+        function = {"add": np.add, "min": np.minimum, "max": np.maximum}[rest[1]]
+        values = self.integers(rest[-1], ops[1]).reshape(-1, 32)
+        reduced = function.reduce(values, axis=1, dtype=values.dtype)
+        self.write(ops[0], np.repeat(reduced, 32), active)
+
+    def do_popc(self, rest: list[str], ops: list[str], active: Array) -> None:
+        self.write(ops[0], np.bitwise_count(self.read(ops[1]).astype(np.uint32)), active)
 
     def do_ldmatrix(self, rest: list[str], ops: list[str], active: Array) -> None:
         targets = self._list(ops[0])
