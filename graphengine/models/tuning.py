@@ -180,14 +180,17 @@ def choose_plans(
         missing = (
             f"{name} {linears[name].rows} x {linears[name].columns}" for name in chosen.untuned
         )
+        # No chain has layers with experts.
+        with_experts = any(linear.experts for linear in linears.values())
+        tune = f"graphengine tune --family {family}"
+        hint = f"; `{tune}` with `--checkpoint` or `--shape` measures them"
         log.info(
-            "no tuned plan on %s for %s %s: %s; `graphengine tune --family %s` with "
-            "`--checkpoint` or `--shape` measures them",
+            "no tuned plan on %s for %s %s: %s%s",
             gpu,
             family,
             dtype_name(dtype),
             ", ".join(missing),
-            family,
+            "" if with_experts else hint,
         )
     return LinearPlans(plans), chosen
 
