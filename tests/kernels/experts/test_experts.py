@@ -324,7 +324,7 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     ffn=st.integers(1, 50),
     experts=st.integers(1, 7),
     top_k=st.integers(1, 3),
-    size=st.sampled_from([16, 32, 64]),
+    size=st.sampled_from([16, 32, 64, 128]),
     dtype=st.integers(0, 2),
     data=st.data(),
 )
@@ -336,8 +336,26 @@ def test_chunks_match_reference(
     padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     dtype = dtypes[dtype % len(dtypes)]
     case = make_case(lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used)
-    tile = ProductTile(size, 32, 32, warps=4, stages=2)
-    grouping = case.grouping(size)
+    assert_chunk_is_right(case, ProductTile(size, 32, 32, warps=4, stages=2), assert_products_close)
+
+
+@pytest.mark.parametrize("lanes", [1, 40, 200, 700])
+def test_chunks_in_the_tiles_that_prompts_take(device, dtypes, assert_products_close, lanes):
+    """From 16 pairs to 128, of which the last are products of whole warp groups."""
+    hidden, ffn, experts, top_k = 320, 192, 6, 2
+    if INTERPRETED:
+        lanes, hidden, ffn = min(lanes, 40), 24, 8
+    for dtype in dtypes:
+        tile = chunk_tile(lanes, top_k, experts, hidden, dtype)
+        padded = (lanes - 1,) if lanes > 1 else ()
+        case = make_case(lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=5)
+        assert_chunk_is_right(case, tile, assert_products_close)
+
+
+def assert_chunk_is_right(case, tile, assert_products_close):
+    lanes, top_k = case.routes.expert.shape
+    dtype, ffn = case.x.dtype, case.down.shape[2]
+    grouping = case.grouping(tile.lanes)
     a = expert_swiglu(case.x, case.gate_up, case.slot, case.routes, tile=tile, grouping=grouping)
     y = expert_sum(a, case.down, case.slot, case.routes, tile=tile, grouping=grouping)
     live = case.slot >= 0
