@@ -163,7 +163,7 @@ def decode_reference(case, a, groups):
     return own, after.x
 
 
-@settings(deadline=None, max_examples=extent(10, 40))
+@settings(deadline=None, max_examples=extent(8, 40))
 @given(
     form=st.sampled_from(["single", "grouped", "fma"]),
     lanes=st.integers(1, 20),
