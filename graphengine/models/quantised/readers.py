@@ -25,6 +25,7 @@ from graphengine.models.quantised.stored_tensors import (
     FLOATS,
     LinearTensors,
     check_multiple,
+    check_no_nan,
     check_range,
     group_shapes,
     group_text,
@@ -112,6 +113,8 @@ def _read_codes(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, i
         check_multiple(name, "columns", shape[1], 2)
         check_range(name, "codes of 4 bits", codes, -8, 7)
         codes = packed_halves((codes + 8).view(torch.uint8))
+    elif kind.code == "e4m3":
+        check_no_nan(name, codes)
     scales = _scales(scheme, stored, shape)
     return codes.view(torch.uint8), scales, _read_plain_zeros(scheme, stored, shape)
 

@@ -15,6 +15,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 # The byte of e8m0 that is no number.
 _NO_POWER = 255
+# The bits of e4m3 but its sign, all of which are set in a NaN alone.
+_NAN = 127
+# Rows of codes that are checked at a time.
+_ROWS_AT_ONCE = 4096
 
 
 class LinearTensors:
@@ -171,6 +175,23 @@ def check_range(name: str, what: str, values: Tensor, least: int, most: int) -> 
             f"{name} has {int(wrong.sum())} {what} out of range, the first "
             f"{shown(values[tuple(where)].item())} at {where}: they are in [{least}, {most}]"
         )
+
+
+def check_no_nan(name: str, codes: Tensor) -> None:
+    """ValueError, with the first place, if any code of e4m3 [M, K] is a NaN.
+
+    Decode kernels move a code's bits, so that a NaN would be a number there and nowhere else.
+    """
+    if codes.is_meta:
+        return
+    # The tensors beside a part are of its size.
+    for start in range(0, len(codes), _ROWS_AT_ONCE):
+        wrong = codes[start : start + _ROWS_AT_ONCE].view(torch.uint8) & _NAN == _NAN
+        if _is_any(wrong):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} has a NaN at {[start + row, column]} of {list(codes.shape)} codes of e4m3"
+            )
 
 
 def _is_any(wrong: Tensor) -> bool:

@@ -133,6 +133,8 @@ HALVES = {
     "weight_scale_2": torch.tensor(1.0),
 }
 NEGATIVE = torch.full((4, 4), -1.0).to(torch.float8_e4m3fn)
+WITH_NAN = fp8_codes(256, 256).clone()
+WITH_NAN.view(torch.uint8)[130, 7] = 255
 GROUPS = {
     "weight_blocks": torch.zeros(4, 2, 16, dtype=torch.uint8),
     "weight_scales": torch.full((4, 2), 127, dtype=torch.uint8),
@@ -153,6 +155,8 @@ GROUPS = {
          r"in uint8: scales, .* must be in float32, bfloat16, float16, float8_e8m0fnu"),
         (FP8, BLOCKS | {"weight": torch.zeros(256, 256)}, (256, 256),
          r"weight is in float32: codes of e4m3 must be in float8_e4m3fn"),
+        (FP8, BLOCKS | {"weight": WITH_NAN}, (256, 256),
+         r"weight has a NaN at \[130, 7\] of \[256, 256\] codes of e4m3"),
         (FP8, BLOCKS, (256, 260),
          r"weight has shape \[256, 256\]: .* must have shape \[256, 260\]"),
         (FP8, {"weight": BLOCKS["weight"]}, (256, 256),
