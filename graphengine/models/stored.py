@@ -78,15 +78,24 @@ def read_model(
     used = destinations(checkpoint, _meta(config))
     unused = sorted(stored.keys() - used.keys() - names_of_packed(checkpoint, packed))
     # A scale says more than the weights that are missing in its place.
-    _refuse_quantised(checkpoint, config, unused)
+    _refuse_quantised(checkpoint, quantisation, config, unused)
     checkpoint.check(used)
     empty = _empty_biases(checkpoint, packed_names(packed), unused)
     _refuse_unknown(checkpoint, config, [name for name in unused if name not in empty])
     if config.tie_embeddings and _EMBEDDING in stored and _HEAD in stored:
         config = _tied_or_not(checkpoint, config)
     if quantize is not None:
-        config = config.stored_as(rounded_forms(_meta(config).linears(), quantize, head=head))
+        config = _rounded(checkpoint, config, quantize, head)
     return config
+
+
+def _rounded(
+    checkpoint: Checkpoint, config: ModelConfig, quantize: RoundedKind, head: bool
+) -> ModelConfig:
+    try:
+        return config.stored_as(rounded_forms(_meta(config).linears(), quantize, head=head))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from error
 
 
 def _meta(config: ModelConfig) -> ModelWeights:
@@ -199,7 +208,12 @@ def _with_own_head(
     return config.untied()
 
 
-def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
+def _refuse_quantised(
+    checkpoint: Checkpoint,
+    quantisation: Quantisation | None,
+    config: ModelConfig,
+    unused: Sequence[str],
+) -> None:
     found = [
         name
         for name in unused
@@ -215,9 +229,14 @@ def _refuse_quantised(checkpoint: Checkpoint, config: ModelConfig, unused: Seque
             f"in 16 or 32 bits alone: {some(of_experts)}"
         )
     if found:
+        reason = (
+            "and its configs say nothing of quantised weights"
+            if quantisation is None
+            else f"which are not those of the format that its configs tell ({quantisation.method})"
+        )
         raise ValueError(
-            f"{checkpoint.path} has {len(found)} tensors of quantised weights, which are not those "
-            f"of the format that config.json tells: {some(found)}"
+            f"{checkpoint.path} has {len(found)} tensors of quantised weights, {reason}: "
+            f"{some(found)}"
         )
 
 

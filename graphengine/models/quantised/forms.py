@@ -25,7 +25,7 @@ from graphengine.models.contract import ModelConfig, StoredLinear, WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format
 from graphengine.models.quantised.filling import is_of_weight
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight
-from graphengine.models.quantised.rounding import KIND_FORMATS
+from graphengine.models.quantised.rounding import KIND_FORMATS, check_columns
 from graphengine.models.quantised.schemes import HEAD, Quantisation, WeightScheme
 
 
@@ -175,10 +175,20 @@ def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: b
     """Those of weights in 16 or 32 bits that are rounded as they are loaded.
 
     head  whether lm_head is, too
+
+    ValueError, with the name and the number, for columns that the codes cannot have.
     """
-    names = [linear.parts[0][0] for linear in linears]
-    chosen = [name for name in names if name != HEAD] + ([HEAD] if head else [])
-    return WeightForms(dict.fromkeys(chosen, _rounded_form(KIND_FORMATS[kind])))
+    chosen = [linear for linear in linears if head or linear.parts[0][0] != HEAD]
+    for linear in chosen:
+        try:
+            check_columns(KIND_FORMATS[kind], linear.shape[1])
+        except ValueError as error:
+            names = ", ".join(name for name, _ in linear.parts)
+            raise ValueError(f"quantize={kind!r}: {names}: {error}") from error
+    form = _rounded_form(KIND_FORMATS[kind])
+    # lm_head has a form even where it is an embedding: then it gets a weight of its own.
+    first = [linear.parts[0][0] for linear in chosen] + ([HEAD] if head else [])
+    return WeightForms(dict.fromkeys(first, form))
 
 
 def _rounded_form(kind: WeightFormat) -> PackedForm:

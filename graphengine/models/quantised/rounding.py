@@ -46,8 +46,7 @@ def quantise(weight: Tensor, kind: WeightFormat) -> QuantisedWeight:
             "without zero points"
         )
     M, K = weight.shape
-    if kind.bits == 4 and K % 2:
-        raise ValueError(f"a weight of {K} columns cannot have codes of 4 bits: two share a byte")
+    check_columns(kind, K)
     groups = kind.groups(M, K)
     codes = weight.new_empty((M, K * kind.bits // 8), dtype=torch.uint8)
     dtype = torch.bfloat16 if kind.columns else torch.float32
@@ -64,6 +63,14 @@ def quantise(weight: Tensor, kind: WeightFormat) -> QuantisedWeight:
         steps = part / scales[rows].float()[..., None]
         codes[rows] = _codes(steps.flatten(1)[:, :K], kind)
     return QuantisedWeight(kind, codes, scales)
+
+
+def check_columns(kind: WeightFormat, columns: int) -> None:
+    """ValueError for a weight with so many columns that cannot be in this format."""
+    if kind.bits == 4 and columns % 2:
+        raise ValueError(
+            f"a weight of {columns} columns cannot have codes of 4 bits: two share a byte"
+        )
 
 
 def _grouped(part: Tensor, kind: WeightFormat) -> Tensor:

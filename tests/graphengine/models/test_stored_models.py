@@ -196,7 +196,7 @@ LAYER = "model.layers.1."
         (
             f"{LAYER}mlp.up_proj.weight_scale_inv",
             torch.ones(1),
-            "quantised weights, which are not those of the format",
+            "quantised weights, and its configs say nothing of quantised weights",
         ),
         (f"{LAYER}mlp.up_proj.qweight", torch.ones(2, dtype=torch.int32), "quantised weights"),
         (f"{LAYER}mlp.up_proj.g_idx", torch.ones(2, dtype=torch.int32), "quantised weights"),

@@ -288,8 +288,8 @@ HEADERS: dict[str, tuple[str, Edit, str]] = {
     ),
     "a scale of an ignored linear": (
         PACKED, added(f"{HEAD}.weight_scale", torch.ones(1)),
-        rf"has 1 tensors of quantised weights, which are not those of the format that config\.json "
-        rf"tells: {HEAD}\.weight_scale",
+        rf"has 1 tensors of quantised weights, which are not those of the format that its configs "
+        rf"tell \(compressed-tensors\): {HEAD}\.weight_scale",
     ),
     "plain weights": (
         PACKED, plain_up,
@@ -392,6 +392,19 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
     path = write_model(tmp_path, KINDS[PACKED]).path
     with pytest.raises(ValueError, match=message):
         open_engine(path, **options)
+
+
+def test_columns_that_cannot_be_rounded(tmp_path: Path) -> None:
+    """They are seen before any weight has memory."""
+    checkpoint = Checkpoint.open(plain_model(tmp_path / "m", intermediate_size=251))
+    message = (
+        r"quantize='int4': model\.layers\.0\.mlp\.down_proj: a weight of 251 columns cannot have "
+        r"codes of 4 bits"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        read_model(checkpoint, "int4")
+    assert str(error.value).startswith(str(checkpoint.path))
+    read_model(checkpoint, "int8")
 
 
 def test_numbers_that_cannot_be_rounded(tmp_path: Path) -> None:
