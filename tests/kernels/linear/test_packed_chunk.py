@@ -240,6 +240,11 @@ def test_tiles_fit_shared_memory(name, M, lanes):
         # Sums that groups scale have room for 128 lanes.
         ("int4 groups", 4096, 1024, MODULE.ChunkTile(128)),
         ("int4 groups", 28672, 128, MODULE.ChunkTile(128)),
+        # Few lanes have steps of 256 columns, and more than 32 of 128.
+        ("e4m3 rows", 4096, 3, MODULE.ChunkTile(16, 1, 4)),
+        ("e4m3 rows", 4096, 33, MODULE.ChunkTile(64, 1, 2)),
+        ("int4 groups", 4096, 32, MODULE.ChunkTile(32, 1, 2)),
+        ("int4 groups", 4096, 64, MODULE.ChunkTile(64, 1, 1)),
     ],
 )
 def test_a_tile_is_the_one_whose_programs_end_first(name, M, lanes, tile):
