@@ -23,12 +23,10 @@ from graphengine.kernels import (
     LinearKind,
     LinearPlan,
     RowFamily,
-    WeightFormat,
     heuristic_plan,
 )
 from graphengine.models import tuning
 from graphengine.models.contract import (
-    Linear,
     LinearPlans,
     heuristic_plans,
 )
@@ -50,39 +48,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tuned(plan: LinearPlan, us: float = 1.5) -> TunedPlan:
     return TunedPlan(plan, us, torch="2.11.0", triton="3.6.0", date="2026-11-21")
-
-
-def test_a_plan_is_for_one_way_to_store_a_weight() -> None:
-    """Of the same sizes others have their own, or the heuristic's."""
-    formats = [None, WeightFormat("int4", 1, 128), WeightFormat("int4", 1, 128, has_zeros=True)]
-    tried = [Linear("store", 2048, 1024, weight) for weight in formats]
-    measured = [LinearPlan("dot", rows, 128, 1, 3, 4) for rows in (16, 32)]
-    table = {
-        TuningKey.of(linear, "dot", BF16): tuned(plan)
-        for linear, plan in zip(tried, measured, strict=False)
-    }
-    found = [
-        tuning.choose_plan(TuningKey.of(linear, "dot", BF16), {"user": table}) for linear in tried
-    ]
-    assert found[:2] == [(plan, "user") for plan in measured]
-    assert found[2][1] == "heuristic"
-
-
-@pytest.mark.parametrize(
-    ("weight", "groups"),
-    [
-        (WeightFormat("int4", 1, 0), 0),
-        # A program has half of the columns.
-        (WeightFormat("int4", 1, 32), 64 * 64 * 4),
-        (WeightFormat("int4", 1, 32, has_zeros=True), 64 * 64 * 5),
-        (WeightFormat("int4", 1, 128), 16 * 64 * 4),
-    ],
-)
-def test_shared_memory_of_a_packed_weight(weight: WeightFormat, groups: int) -> None:
-    """Three tiles of 256 columns, of 64 rows in 4 bits and 8 lanes in 16, and the scales."""
-    plan = LinearPlan("dot", 64, 256, splits=2, stages=3, warps=4)
-    ring = 3 * 256 * (64 // 2 + 8 * 2)
-    assert tuning.packed_shared_bytes(plan, 4096, weight, 8) == ring + groups
 
 
 # The file.
