@@ -116,7 +116,7 @@ def decode_attention(
             before the rotation, rounded where Qwen3's reference rounds.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
         window, sinks, softcap: as `scores.py` has them. Nothing is read of the cache before a
-            lane's window. A launch with any of them is `decode_triton.py`'s.
+            lane's window, or before that of its row's first lane.
         split_tokens: keys of a split, one of SPLITS: part of the numerics. Short ones suit few
             lanes. A kernel whose splits are shorter takes its longest.
         tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
@@ -175,8 +175,7 @@ def decode_attention(
             softcap=softcap,
             out=out,
         )
-    plain = not window and sinks is None and not softcap
-    if plain and decode_gluon.takes(qkv_NX, kv, split_tokens):
+    if decode_gluon.takes(qkv_NX, kv, split_tokens):
         decode_gluon.attend(
             qkv_NX,
             cos,
@@ -194,6 +193,9 @@ def decode_attention(
             k_norm_weight=k_norm_weight,
             eps=eps,
             kv_scales=kv_scales,
+            window=window,
+            sinks=sinks,
+            softcap=softcap,
             split_tokens=split_tokens,
             tokens_per_row=tokens_per_row,
             out=out,

@@ -25,11 +25,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphengine.kernels.attention.decode_gluon_combine import (
+    LOG2E,
     LOWEST,
     Parts,
     arrive,
     store_part,
-    store_rows,
+    store_result,
 )
 from graphengine.kernels.attention.decode_gluon_heads import (
     BLOCK,
@@ -42,12 +43,15 @@ from graphengine.kernels.attention.decode_gluon_heads import (
 from graphengine.kernels.attention.decode_gluon_units import (
     Shape,
     cache_offsets,
+    first_split,
     heads_of,
+    is_seen,
     named,
     schedule_of,
     unit_after,
     unit_at,
 )
+from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import FP8_KV, position_limit
@@ -79,6 +83,7 @@ _CHUNK = gl.constexpr(1024)
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
+_tanh = gluon.jit(tanh.fn)
 
 
 def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
@@ -126,6 +131,9 @@ def attend(
     k_norm_weight: torch.Tensor | None,
     eps: float,
     kv_scales: torch.Tensor | None,
+    window: int,
+    sinks: torch.Tensor | None,
+    softcap: float,
     split_tokens: int,
     tokens_per_row: int,
     out: torch.Tensor,
@@ -142,10 +150,13 @@ def attend(
         split=split_tokens,
         row_lanes=tokens_per_row,
         normed=q_norm_weight is not None,
+        window=window,
+        softcap=softcap,
     )
     splits = -(-max_seq_len // split_tokens)
     supers = -(-splits // shape.super)
-    units = rows * num_kv_heads * shape.row_tiles * splits
+    live = min(splits, (window + tokens_per_row - 3) // split_tokens + 2) if window else splits
+    units = rows * num_kv_heads * shape.row_tiles * live
     programs = min(units, _PROGRAMS * _multiprocessors(qkv_NX.device))
     launcher(decode_attention_kernel, (programs,))(
         qkv_NX,
@@ -158,6 +169,7 @@ def attend(
         q_norm_weight,
         k_norm_weight,
         kv_scales,
+        sinks,
         arrivals,
         _new_parts(qkv_NX, lanes * num_heads * splits, head_dim),
         _new_parts(qkv_NX, lanes * num_heads * supers, head_dim),
@@ -179,7 +191,15 @@ def attend(
 
 
 def _shape(
-    heads: int, kv: torch.Tensor, *, max_seq_len: int, split: int, row_lanes: int, normed: bool
+    heads: int,
+    kv: torch.Tensor,
+    *,
+    max_seq_len: int,
+    split: int,
+    row_lanes: int,
+    normed: bool,
+    window: int,
+    softcap: float,
 ) -> Shape:
     block_size, kv_heads, head_dim = kv.shape[2:]
     padded = dot_columns(head_dim)
@@ -205,6 +225,8 @@ def _shape(
         fp8=kv.dtype == FP8_KV,
         combine_rows=min(16, triton.next_power_of_2(of_kv_head)),
         combine_splits=_COMBINE_SPLITS,
+        window=window,
+        softcap=float(softcap),
     )
 
 
@@ -256,6 +278,7 @@ def decode_attention_kernel(
     q_norm_ptr,
     k_norm_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     arrivals_ptr,
     parts,
     super_parts,
@@ -300,7 +323,7 @@ def decode_attention_kernel(
     first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32)
     end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32)
     tiles = (end - first) * TILES
-    unit = unit_at(schedule, first)
+    unit = unit_at(schedule, first, shape)
     ahead, entries = _fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed)
 
     _wait_for_inputs(PDL, True)
@@ -344,7 +367,10 @@ def decode_attention_kernel(
             gl.thread_barrier()
             stage = tile % STAGES
             token = start + t * shape.tile
-            if token < unit.length:
+            there = token < unit.length
+            if shape.window > 0:
+                there &= is_seen(unit, token + shape.tile - 1, shape)
+            if there:
                 if token + shape.tile > unit.cached:
                     insert_new_tokens(qkv, source, ring, stage, unit, token, (keys, values), shape)
                 state = (acc, largest, total)
@@ -365,7 +391,7 @@ def decode_attention_kernel(
                 gl.thread_barrier()
                 _copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
                 if (step + 1) % TILES == 0:
-                    ahead = unit_after(schedule, ahead, first + (step + 1) // TILES)
+                    ahead = unit_after(schedule, ahead, first + (step + 1) // TILES, shape)
                 entries = _entries(
                     source, ahead, (step + 1) % TILES, step + 1 < tiles, shape, ringed
                 )
@@ -373,8 +399,9 @@ def decode_attention_kernel(
         acc_of_all, largest_of_all, weight = _join_streams(acc, largest, total, shape)
         if shape.fp8:
             acc_of_all *= value_scale
-        if unit.row_splits == 1:
-            store_rows(out_ptr, acc_of_all / weight[:, None], unit, row, shape)
+        if unit.row_splits - first_split(unit, shape) == 1:
+            state = (acc_of_all, largest_of_all, weight)
+            store_result(out_ptr, state, sinks_ptr, unit, row, shape)
         else:
             part = head.to(gl.int64) * splits + unit.split
             store_part(parts, (acc_of_all, largest_of_all, weight), part, stored, shape)
@@ -382,9 +409,19 @@ def decode_attention_kernel(
             after = unit.split + 1
             if (after == unit.row_splits) | (after % shape.super == 0) | (u + 1 == end):
                 counts = (splits, supers)
-                arrive(arrivals_ptr, waiting, parts, super_parts, out_ptr, unit, counts, shape)
+                arrive(
+                    arrivals_ptr,
+                    waiting,
+                    parts,
+                    super_parts,
+                    out_ptr,
+                    sinks_ptr,
+                    unit,
+                    counts,
+                    shape,
+                )
                 waiting = 0
-        unit = unit_after(schedule, unit, u + 1)
+        unit = unit_after(schedule, unit, u + 1, shape)
 
 
 @gluon.jit
@@ -399,7 +436,7 @@ def _fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed: gl.con
         entries += (_entries(source, ahead, i % TILES, i < tiles, shape, ringed),)  # type: ignore[assignment]
         units += (ahead,)  # type: ignore[assignment]
         if (i + 1) % TILES == 0:
-            ahead = unit_after(schedule, ahead, first + (i + 1) // TILES)
+            ahead = unit_after(schedule, ahead, first + (i + 1) // TILES, shape)
     for i in gl.static_range(shape.stages):
         of = named(units[i])
         _copy_tile(source, ring, i, entries[i], of, i % TILES, i < tiles, shape)
@@ -432,6 +469,8 @@ def _entries(source, unit, t, live, shape, ringed: gl.constexpr):
     token = _tile_tokens(unit, t, shape, ringed)
     table_row_ptr = block_table_ptr + unit.slot.to(gl.int64) * table_stride
     mask = (token < unit.cached) & live
+    if shape.window > 0:
+        mask &= is_seen(unit, token, shape)
     return gl.load(table_row_ptr + token // shape.block_size, mask=mask, other=0)
 
 
@@ -445,6 +484,8 @@ def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
     dim = gl.arange(0, shape.padded, gl.SliceLayout(0, gl.SliceLayout(1, ringed)))[None, None, :]
     ptrs = (kv_ptr + cache_offsets(unit, entries, token, kv_pitch, shape))[:, :, None] + dim
     mask = ((token < unit.cached) & live)[:, :, None] & (dim < shape.D)
+    if shape.window > 0:
+        mask &= is_seen(unit, token, shape)[:, :, None]
     async_copy.async_copy_global_to_shared(keys.index(stage), ptrs, mask)
     ptrs += shape.block_size * shape.G * shape.D
     async_copy.async_copy_global_to_shared(values.index(stage), ptrs, mask)
@@ -468,9 +509,14 @@ def _attend_tile(queries, keys, values, start, position, state, factor, shape):
     per_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     factor = gl.convert_layout(factor, per_row)[None, :, None]
     scores = mma_v2(q, right, gl.zeros_like(total)) * factor
+    if shape.softcap > 0:
+        scores = _capped(scores, shape.softcap)
     token = _stream_tokens(start, shape, gl.SliceLayout(1, layout))
     position = gl.convert_layout(position, per_row)
     scores = gl.where(token[:, None, :] <= position[None, :, None], scores, float("-inf"))
+    if shape.window > 0:
+        outside = token[:, None, :] <= position[None, :, None] - shape.window
+        scores = gl.where(outside, float("-inf"), scores)
     new_largest = gl.maximum(largest, gl.max(scores, axis=2))
     weights = gl.exp2(scores - new_largest[:, :, None])
     rescale = gl.exp2(largest - new_largest)[:, :, None]
@@ -482,6 +528,13 @@ def _attend_tile(queries, keys, values, start, position, state, factor, shape):
         right = values.load(operand)
     acc = mma_v2(left, right, acc * rescale)
     return acc, new_largest, total * rescale + weights
+
+
+@gluon.jit
+def _capped(scores, softcap: gl.constexpr):
+    """Scores in log2 units after the soft cap, which is in the scores' own."""
+    cap_log2: gl.constexpr = softcap * LOG2E
+    return _tanh(scores * (1.0 / cap_log2)) * cap_log2
 
 
 @gluon.jit

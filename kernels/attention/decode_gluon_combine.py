@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.attention.decode_gluon_units import heads_of
+from graphengine.kernels.attention.decode_gluon_units import first_split, heads_of
 
+LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3e38)
 """Below each score, and finite: the largest score of no tokens."""
 
@@ -42,6 +43,29 @@ def store_rows(out_ptr, result, unit, row, shape):
 
 
 @gluon.jit
+def store_result(out_ptr, state, sinks_ptr, unit, row, shape):
+    """`store_rows` of sums [rows, D'] with their largest scores and sums of weights [rows]."""
+    acc, largest, total = state
+    if sinks_ptr is not None:
+        head, _, live = heads_of(unit, row, shape)
+        sink = gl.load(sinks_ptr + head % shape.Q, mask=live, other=0.0)
+        total += gl.exp2(sink * LOG2E - largest)
+    store_rows(out_ptr, acc / total[:, None], unit, row, shape)
+
+
+@gluon.jit
+def _first_super(unit, shape):
+    """The number of the first `super` splits that a unit's row has some of."""
+    return first_split(unit, shape) // shape.super
+
+
+@gluon.jit
+def _supers_end(unit, shape):
+    """The number of the last `super` splits of a unit's row, and 1."""
+    return (unit.row_splits + shape.super - 1) // shape.super
+
+
+@gluon.jit
 def store_part(parts, state, part, live, shape):
     """Keep sums [rows, D'], largest scores and sums of weights [rows] as parts number `part`."""
     acc, largest, total = state
@@ -64,7 +88,7 @@ def _is_last(counter_ptr, arriving, expected):
 
 
 @gluon.jit
-def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, unit, counts, shape):
+def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, sinks_ptr, unit, counts, shape):
     """Say that `arriving` splits up to the unit's are done; the last one puts them together.
 
     Of more than `super` splits, each `super` of them are put together first.
@@ -74,22 +98,24 @@ def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, unit, counts, sh
     counters_ptr = arrivals_ptr + head * (supers + 1)
     at = unit.split // shape.super
     expected = gl.minimum(unit.row_splits - at * shape.super, shape.super)
+    if shape.window > 0:
+        expected -= gl.maximum(first_split(unit, shape) - at * shape.super, 0)
     CHUNKS: gl.constexpr = shape.rows // shape.combine_rows
     if _is_last(counters_ptr + at, arriving, expected):
         for chunk in gl.static_range(CHUNKS):
-            _combine_splits(parts, super_parts, out_ptr, unit, chunk, counts, shape)
-        row_supers = (unit.row_splits + shape.super - 1) // shape.super
+            _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts, shape)
+        row_supers = _supers_end(unit, shape) - _first_super(unit, shape)
         # The counter changes: `and` would ask for it in any case.
         whole = False
         if row_supers > 1:
             whole = _is_last(counters_ptr + supers, 1, row_supers)
         if whole:
             for chunk in gl.static_range(CHUNKS):
-                _combine_supers(super_parts, out_ptr, unit, chunk, supers, shape)
+                _combine_supers(super_parts, out_ptr, sinks_ptr, unit, chunk, supers, shape)
 
 
 @gluon.jit
-def _combine_splits(parts, super_parts, out_ptr, unit, chunk, counts, shape):
+def _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts, shape):
     """Some rows of the `super` splits that the unit's is one of: the result, or a part of it."""
     splits, supers = counts
     layout: gl.constexpr = sums_layout(shape.padded)
@@ -101,32 +127,41 @@ def _combine_splits(parts, super_parts, out_ptr, unit, chunk, counts, shape):
     count = gl.minimum(unit.row_splits - first, shape.super)
     used = gl.where(live, position // shape.split + 1 - first, 0)
     part = head.to(gl.int64) * splits + first
-    acc, largest, total = _combine(parts, part, used, count, shape)
-    if unit.row_splits <= shape.super:
-        store_rows(out_ptr, acc / total[:, None], unit, row, shape)
+    begin = 0
+    if shape.window > 0:
+        begin = gl.maximum(first_split(unit, shape) - first, 0)
+    acc, largest, total = _combine(parts, part, used, begin, count, shape)
+    if shape.window > 0:
+        whole = _first_super(unit, shape) + 1 == _supers_end(unit, shape)
+    else:
+        whole = unit.row_splits <= shape.super
+    if whole:
+        store_result(out_ptr, (acc, largest, total), sinks_ptr, unit, row, shape)
     else:
         super_part = head.to(gl.int64) * supers + at
         store_part(super_parts, (acc, largest, total), super_part, live & (used > 0), shape)
 
 
 @gluon.jit
-def _combine_supers(super_parts, out_ptr, unit, chunk, supers, shape):
+def _combine_supers(super_parts, out_ptr, sinks_ptr, unit, chunk, supers, shape):
     """Some rows of all that `_combine_splits` left for the unit's head."""
     layout: gl.constexpr = sums_layout(shape.padded)
     first_row = chunk * shape.combine_rows
     row = first_row + gl.arange(0, shape.combine_rows, gl.SliceLayout(1, layout))
     head, position, live = heads_of(unit, row, shape)
     used = gl.where(live, position // (shape.split * shape.super) + 1, 0)
-    count = (unit.row_splits + shape.super - 1) // shape.super
-    acc, _, total = _combine(super_parts, head.to(gl.int64) * supers, used, count, shape)
-    store_rows(out_ptr, acc / total[:, None], unit, row, shape)
+    count = _supers_end(unit, shape)
+    begin = _first_super(unit, shape)
+    state = _combine(super_parts, head.to(gl.int64) * supers, used, begin, count, shape)
+    store_result(out_ptr, state, sinks_ptr, unit, row, shape)
 
 
 @gluon.jit
-def _combine(parts, part, used, count, shape):
+def _combine(parts, part, used, begin, count, shape):
     """Weigh the `used` parts of each row, from `part` on, by their largest scores, in order.
 
-    No row has more than `count`. Some at once share a maximum: no load of theirs waits for another.
+    Those before `begin` are not there, and no row has more than `count`. Some at once share a
+    maximum: no load of theirs waits for another.
     """
     layout: gl.constexpr = sums_layout(shape.padded)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -134,12 +169,19 @@ def _combine(parts, part, used, count, shape):
     running_max = gl.full([shape.combine_rows], LOWEST, gl.float32, of_row)
     running_sum = gl.zeros([shape.combine_rows], gl.float32, of_row)
     acc = gl.zeros([shape.combine_rows, shape.padded], gl.float32, layout)
-    for start in range(0, count, shape.combine_splits):
+    if shape.window > 0:
+        # A row's bits do not depend on where others begin.
+        start_at = begin // shape.combine_splits * shape.combine_splits
+    else:
+        start_at = 0
+    for start in range(start_at, count, shape.combine_splits):
         maxima = ()
         sums = ()
         accs = ()
         for i in gl.static_range(shape.combine_splits):
             there = start + i < used
+            if shape.window > 0:
+                there &= start + i >= begin
             at = part + start + i
             ptrs = (parts.acc + at * shape.D)[:, None] + dim[None, :]
             mask = there[:, None] & (dim < shape.D)[None, :]

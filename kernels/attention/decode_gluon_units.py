@@ -39,6 +39,9 @@ class Shape(NamedTuple):
     """Whether the cache is of e4m3."""
     combine_rows: Any
     combine_splits: Any
+    window: Any
+    """0: a lane sees all tokens up to its own."""
+    softcap: Any
 
 
 class Unit(NamedTuple):
@@ -55,7 +58,7 @@ class Unit(NamedTuple):
     row_first: Any
     """Units of the rows before."""
     row_splits: Any
-    """Splits of each head of the row."""
+    """Splits of each head of the row: the number of the last one, and 1."""
     head: Any
     """kv head x tile of rows."""
     split: Any
@@ -91,12 +94,15 @@ def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.co
         base = gl.where(inside, position - j, base)
         length = gl.where(inside, position + 1, length)
     splits = (length + shape.split - 1) // shape.split
+    if shape.window > 0:
+        # `unit_at` finds the number of the last split by the row's tokens.
+        splits -= _first_seen(base, shape) // shape.split
     ends = gl.associative_scan(splits * (shape.G * shape.row_tiles), 0, _add)
     return (row, slot, base, length, ends, splits), gl.max(failed, axis=0)
 
 
 @gluon.jit
-def unit_at(schedule, u):
+def unit_at(schedule, u, shape):
     """Unit number `u`; past the last one, a unit of a slot without tokens."""
     row, slot, base, length, ends, splits = schedule
     r = gl.sum((ends <= u).to(gl.int32), axis=0)
@@ -105,6 +111,9 @@ def unit_at(schedule, u):
     row_splits = gl.maximum(gl.sum(gl.where(here, splits, 0), axis=0), 1)
     row_first = gl.max(gl.where(row < r, ends, 0), axis=0)
     head = (u - row_first) // row_splits
+    begin = 0
+    if shape.window > 0:
+        begin = _first_seen(row_base, shape) // shape.split
     return Unit(
         row=r,
         slot=gl.sum(gl.where(here, slot, 0), axis=0),
@@ -112,9 +121,9 @@ def unit_at(schedule, u):
         cached=gl.maximum(row_base, 0),
         length=gl.sum(gl.where(here, length, 0), axis=0),
         row_first=row_first,
-        row_splits=row_splits,
+        row_splits=row_splits + begin,
         head=head,
-        split=u - row_first - head * row_splits,
+        split=u - row_first - head * row_splits + begin,
     )
 
 
@@ -126,13 +135,35 @@ def named(unit):
 
 
 @gluon.jit
-def unit_after(schedule, unit, u):
+def unit_after(schedule, unit, u, shape):
     """`unit_at(schedule, u)`, where `unit` is the one before."""
     row, slot, base, cached, length, row_first, row_splits, head, split = unit
     split += 1
     if split == row_splits:
-        row, slot, base, cached, length, row_first, row_splits, head, split = unit_at(schedule, u)
+        after = unit_at(schedule, u, shape)
+        row, slot, base, cached, length, row_first, row_splits, head, split = after
     return named((row, slot, base, cached, length, row_first, row_splits, head, split))
+
+
+@gluon.jit
+def _first_seen(base, shape):
+    """The first token that a row sees whose first lane is at position `base`."""
+    return gl.maximum(base - (shape.window - 1), 0)
+
+
+@gluon.jit
+def first_split(unit, shape):
+    """The number of the first split that a unit's row sees."""
+    if shape.window > 0:
+        return _first_seen(unit.base, shape) // shape.split
+    else:
+        return 0
+
+
+@gluon.jit
+def is_seen(unit, token, shape):
+    """Whether each token is none before the window of the row's first lane."""
+    return token >= _first_seen(unit.base, shape)
 
 
 @gluon.jit

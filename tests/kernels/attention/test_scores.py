@@ -12,8 +12,8 @@ import torch
 from transformers.masking_utils import sliding_window_overlay
 
 from graphengine.kernels.attention import decode as decode_module
+from graphengine.kernels.attention import decode_gluon, prefill_triton
 from graphengine.kernels.attention import prefill as prefill_module
-from graphengine.kernels.attention import prefill_triton
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
 from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
 from graphengine.kernels.attention.reference import (
@@ -25,6 +25,8 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import gather_cache, quantise
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append_reference, rope_tables
+from launches.compilation import record_launch, take_decode_gluon, take_kernels
+from launches.emulation import run_launch
 from launches.prefill import Problem, Segment, dense_attention, prefill
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
@@ -282,6 +284,46 @@ def test_decode_attends_to_the_splits_of_a_window_alone(
         rows = Rows(lengths=(300,), window=window)
         Decoding((decode_attention, device), place_cache, rows).at_once()
     assert [grid[2] for grid in grids] == [5, 2, 3]
+
+
+def emulated(*arguments: Any, **options: Any) -> torch.Tensor:
+    """`decode_attention` by Gluon's kernel, compiled for sm_90 and run without a GPU."""
+    out = torch.zeros(len(arguments[0]), options["num_heads"] * arguments[3].shape[4])
+    options |= {"out": out.to(arguments[0].dtype)}
+    with pytest.MonkeyPatch.context() as patch:
+        take_kernels(patch)
+        take_decode_gluon(patch)
+        call = partial(decode_attention, *arguments, **options)
+        launch = record_launch(decode_module, call, decode_gluon)
+    assert launch.kernel is decode_gluon.decode_attention_kernel
+    run_launch(launch)
+    return options["out"]
+
+
+# Windows over a split's edge, for some lanes of a row alone, and of three splits.
+EMULATED = {
+    "a split of some lanes": {"lengths": (257,), "width": 3, "window": 2},
+    "one token": {"lengths": (256,), "width": 2, "window": 1},
+    "three splits": {"lengths": (640,), "width": 2, "window": 257},
+    "all of fp8": {"lengths": (300,), "window": 60, "softcap": 2.0, "sunk": True, "fp8": True},
+    "sinks of a split": {"lengths": (9,), "sunk": True},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+@pytest.mark.parametrize("case", EMULATED)
+def test_gluon_equals_the_definition_in_emulation(
+    place_cache: Callable[..., Any], case: str
+) -> None:
+    shape: dict[str, Any] = {"kv_heads": 1, "group": 2, "split": 256, "dtype": torch.float16}
+    rows = Rows(**shape, **EMULATED[case])
+    decoding = Decoding((emulated, "cpu"), place_cache, rows)
+    ours = decoding.at_once()
+    tolerance = DECODE_TOLERANCE[torch.float16]
+    torch.testing.assert_close(ours.double(), decoding.definition(), rtol=tolerance, atol=tolerance)
+    if rows.width > 1:
+        last = rows.width - 1
+        assert torch.equal(decoding.run([last], 1)[0], ours[last]), "bits depend on the row"
 
 
 class Splitting:

@@ -245,7 +245,7 @@ class _Program:
             return np.zeros(n, np.uint32)
         if text.startswith("0f"):
             return np.full(n, int(text[2:], 16), np.uint32)
-        return np.full(n, int(text, 0) & 0xFFFFFFFFFFFFFFFF, np.uint64)
+        return np.full(n, int(text.removesuffix("U"), 0) & 0xFFFFFFFFFFFFFFFF, np.uint64)
 
     def write(self, name: str, value: Array, active: Array) -> None:
         if name == "_":
