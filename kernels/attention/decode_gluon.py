@@ -207,6 +207,10 @@ def _shape(
     rows = min(max(16, triton.next_power_of_2(of_kv_head)), _MOST_ROWS)
     tile = min(_MOST_TOKENS, _TILE_BYTES // (padded * kv.dtype.itemsize))
     splits = -(-max_seq_len // split)
+    together = max(_SUPER, triton.next_power_of_2(-(-splits // _MOST_SUPERS)))
+    if window:
+        # What a window sees is few splits: one group, whatever else the table has.
+        together = triton.next_power_of_2(splits)
     return Shape(
         Q=heads,
         G=kv_heads,
@@ -217,7 +221,7 @@ def _shape(
         row_tiles=-(-of_kv_head // rows),
         block_size=block_size,
         split=split,
-        super=max(_SUPER, triton.next_power_of_2(-(-splits // _MOST_SUPERS))),
+        super=together,
         tile=tile,
         streams=2 if padded > 128 else 4,
         stages=_RING_BYTES // (2 * tile * padded * kv.dtype.itemsize),

@@ -54,18 +54,6 @@ def store_result(out_ptr, state, sinks_ptr, unit, row, shape):
 
 
 @gluon.jit
-def _first_super(unit, shape):
-    """The number of the first `super` splits that a unit's row has some of."""
-    return first_split(unit, shape) // shape.super
-
-
-@gluon.jit
-def _supers_end(unit, shape):
-    """The number of the last `super` splits of a unit's row, and 1."""
-    return (unit.row_splits + shape.super - 1) // shape.super
-
-
-@gluon.jit
 def store_part(parts, state, part, live, shape):
     """Keep sums [rows, D'], largest scores and sums of weights [rows] as parts number `part`."""
     acc, largest, total = state
@@ -99,12 +87,13 @@ def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, sinks_ptr, unit,
     at = unit.split // shape.super
     expected = gl.minimum(unit.row_splits - at * shape.super, shape.super)
     if shape.window > 0:
-        expected -= gl.maximum(first_split(unit, shape) - at * shape.super, 0)
+        # There is one group of splits then.
+        expected -= first_split(unit, shape)
     CHUNKS: gl.constexpr = shape.rows // shape.combine_rows
     if _is_last(counters_ptr + at, arriving, expected):
         for chunk in gl.static_range(CHUNKS):
             _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts, shape)
-        row_supers = _supers_end(unit, shape) - _first_super(unit, shape)
+        row_supers = (unit.row_splits + shape.super - 1) // shape.super
         # The counter changes: `and` would ask for it in any case.
         whole = False
         if row_supers > 1:
@@ -127,15 +116,9 @@ def _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts,
     count = gl.minimum(unit.row_splits - first, shape.super)
     used = gl.where(live, position // shape.split + 1 - first, 0)
     part = head.to(gl.int64) * splits + first
-    begin = 0
-    if shape.window > 0:
-        begin = gl.maximum(first_split(unit, shape) - first, 0)
+    begin = first_split(unit, shape)
     acc, largest, total = _combine(parts, part, used, begin, count, shape)
-    if shape.window > 0:
-        whole = _first_super(unit, shape) + 1 == _supers_end(unit, shape)
-    else:
-        whole = unit.row_splits <= shape.super
-    if whole:
+    if unit.row_splits <= shape.super:
         store_result(out_ptr, (acc, largest, total), sinks_ptr, unit, row, shape)
     else:
         super_part = head.to(gl.int64) * supers + at
@@ -150,9 +133,8 @@ def _combine_supers(super_parts, out_ptr, sinks_ptr, unit, chunk, supers, shape)
     row = first_row + gl.arange(0, shape.combine_rows, gl.SliceLayout(1, layout))
     head, position, live = heads_of(unit, row, shape)
     used = gl.where(live, position // (shape.split * shape.super) + 1, 0)
-    count = _supers_end(unit, shape)
-    begin = _first_super(unit, shape)
-    state = _combine(super_parts, head.to(gl.int64) * supers, used, begin, count, shape)
+    count = (unit.row_splits + shape.super - 1) // shape.super
+    state = _combine(super_parts, head.to(gl.int64) * supers, used, 0, count, shape)
     store_result(out_ptr, state, sinks_ptr, unit, row, shape)
 
 

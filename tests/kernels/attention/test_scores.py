@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.masking_utils import sliding_window_overlay
 
+from extent import extent
 from graphengine.kernels.attention import decode as decode_module
 from graphengine.kernels.attention import decode_gluon, prefill_triton
 from graphengine.kernels.attention import prefill as prefill_module
@@ -311,7 +312,7 @@ EMULATED = {
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
-@pytest.mark.parametrize("case", EMULATED)
+@pytest.mark.parametrize("case", extent(["a split of some lanes", "all of fp8"], list(EMULATED)))
 def test_gluon_equals_the_definition_in_emulation(
     place_cache: Callable[..., Any], case: str
 ) -> None:
@@ -447,3 +448,17 @@ def test_prefill_goes_over_the_tiles_of_windows_alone(
     problem = Problem(lengths=(256,), group=1, window=window)
     prefill((paged_prefill_attention, "cpu"), place_cache, problem, [Segment(0, 0, 256)])
     assert len(called) == tiles
+
+
+@pytest.mark.parametrize("change", [{"window": 5}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}])
+def test_prefill_on_hopper_is_tritons_with_any_of_them(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """The kernel on wgmma has none of the three."""
+    monkeypatch.setattr(prefill_module, "takes_wgmma", lambda *_: True)
+    starts, slots = ints([0, 3], "cpu"), ints([0], "cpu")
+    arguments = (torch.zeros(3, 2, 64), torch.zeros(2, 2, 8, 1, 64), torch.ones(1, 1).int())
+    named = {"query_start_P1": starts, "slot_P": slots, "position_P": slots, "scale": 1.0}
+    call = partial(paged_prefill_attention, *arguments, **named, **change)
+    launch = record_launch(prefill_module, call)
+    assert launch.kernel is prefill_triton.prefill_attention_kernel
