@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from graphengine.kernels import LinearPlan, WeightFormat
-from graphengine.models.contract import Linear
-from graphengine.models.tuning import TunedPlan, TuningKey, choose_plan, packed_shared_bytes
+from graphengine.models.contract import Linear, LinearPlans
+from graphengine.models.tuning import (
+    TunedPlan,
+    TuningKey,
+    choose_plan,
+    numerics_id,
+    packed_shared_bytes,
+)
 from launches.tuning_cases import BF16
 
 
@@ -41,3 +47,15 @@ def test_shared_memory_of_a_packed_weight(weight: WeightFormat, groups: int) -> 
     plan = LinearPlan("dot", 64, 256, splits=2, stages=3, warps=4)
     ring = 3 * 256 * (64 // 2 + 8 * 2)
     assert packed_shared_bytes(plan, 4096, weight, 8) == ring + groups
+
+
+def test_numerics_know_how_many_columns_a_stream_of_a_packed_weight_has() -> None:
+    """Which follows from the rows of a program; of a plain weight they change the speed alone."""
+
+    def ident(weight: WeightFormat | None, rows: int) -> str:
+        plans = LinearPlans({"qkv": LinearPlan("dot", rows, 256, stages=3, warps=4)})
+        return numerics_id({"qkv": Linear("store", 512, 512, weight)}, plans, dtype=BF16, extra={})
+
+    assert ident(None, 32) == ident(None, 64)
+    packed = WeightFormat("int4", 1, 128)
+    assert len({ident(None, 32), ident(packed, 32), ident(packed, 64)}) == 3
