@@ -149,6 +149,24 @@ def test_drafts_change_no_token(
         oracle.assert_greedy(result)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_half_precision_replays_what_it_computes_eagerly(
+    windowed: dict[str, Any], eager: Callable[[Engine], Any], name: str, kv_dtype: str
+) -> None:
+    """There attention is Gluon's: the tokens of replays, of eager steps, and with drafts."""
+    prompts = [prompt * 3 for prompt in windowed[name].prompts((5, 11, 40))]
+    options = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": kv_dtype, "row_family": "dot"}
+    with open_engine(windowed[name].path, **options, lookahead=0) as engine:
+        replayed = [each.token_ids for each in engine.generate(prompts, greedy(48))]
+        eager(engine)
+        assert [each.token_ids for each in engine.generate(prompts, greedy(48))] == replayed
+    with open_engine(windowed[name].path, **options, speculative=NGram(k=4)) as engine:
+        drafted = [each.token_ids for each in engine.generate(prompts, greedy(48))]
+        assert drafted == replayed and engine.acceptance.proposed > 0
+
+
 def test_sessions_rewind_and_snapshots(
     windowed: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
