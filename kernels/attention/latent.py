@@ -1,0 +1,345 @@
+"""Attention over a paged cache of latents: DeepSeek's multi-head latent attention (MLA), absorbed.
+
+    kv[blocks, 1, block_size, R + P]    of every token its normed latent, then its rotated key
+
+All heads share both. A head's keys and values are products of the latent with weights of its own,
+so these weights go to the other side (DeepSeek-AI 2024, section 2.1): queries are multiplied into
+the space of latents before attention, and its sums out of it afterwards (`head_product`). Between
+the two there is one kv head whose key is the whole entry and whose value is the latent in it.
+
+    latent_append       rotates queries and keys, norms latents, appends to the cache
+    latent_attention    a token a lane, for decode and for the chunks of prompts alike
+
+What a launch attends to was appended by an earlier launch. So the lanes of a row of speculative
+decoding, and those of a chunk, find their siblings in the cache, and none has to know of another.
+
+With splits a lane's keys are cut among programs, of which the last to arrive puts their results
+together (FlashDecoding; Dao, Haziza, Massa, Sizov 2023). How long a split is follows from the
+lane's own position; tiles of keys are counted from position 0 and have a size fixed by the dtype.
+
+Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q heads, R values of a latent,
+P values of a rotated key, E = R + P, C values of a query that are not rotated, T positions of the
+tables.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from graphengine.kernels.attention.latent_reference import (
+    latent_append_reference,
+    latent_attention_reference,
+)
+from graphengine.kernels.attention.latent_triton import (
+    latent_append_kernel,
+    latent_attention_kernel,
+)
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_int32, check_lanes, check_rows, check_vector
+from graphengine.kernels.core.launching import ALONE, Launch, launcher
+from graphengine.kernels.core.paged import BLOCK_SIZES, checked_output, token_capacity
+from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.linear.plans import dot_columns
+
+MAX_LATENT = 512
+MAX_ROTATED = 128
+LATENT_TILE = 32
+"""Keys of a tile in 16 bits."""
+
+# Of a lane's keys; as many partial results are kept of each head.
+_SPLITS = 32
+# A split is not shorter: so many tokens are attended to in the time that it takes to meet.
+_LEAST_SPLIT = 64
+# Programs of a launch without splits have work enough.
+_MAX_ROWS = 64
+_BLOCK_PAIRS = 1024
+
+
+class _Tiles(NamedTuple):
+    """Heads and keys of a program's products."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def latent_append(
+    q_NX: torch.Tensor,
+    latent_NE: torch.Tensor,
+    norm_weight_R: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+    out: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Rotate the queries' last P values and the key, norm the latent, append both to the cache.
+
+    Args:
+        q_NX: [N, Q * (C + P)], a head is [not rotated | rotated]; rows dense, any row stride.
+        latent_NE: [N, R + P] in q's dtype, [latent | key]; rows dense, any row stride.
+        norm_weight_R: in q's dtype, of the RMSNorm with `eps`, rounded where `rms_norm` rounds.
+        cos, sin: float32 [T, P/2] from `rope_tables`.
+        kv: one layer's cache, in q's dtype. Written in place.
+        block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
+        out: [N, Q, R + P] in q's dtype, dense. Its last P values are written, the first R are not:
+            `head_product` of the queries' other values goes there.
+        pdl: the launch before, whatever it is, may still run.
+
+    Rotation turns neighbours (2i, 2i + 1), as DeepSeek's weights want it, in float32, rounded once.
+    A padded lane reads and writes nothing. A live lane past the tables or past its block table
+    appends nothing, and what is written of its queries is NaN.
+    """
+    lanes, rank, rotated = _check_append(q_NX, latent_NE, norm_weight_R, cos, sin, kv, num_heads)
+    check_latent_cache(kv, block_table_SB, rank + rotated)
+    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    checked_output(out, (lanes, num_heads, rank + rotated), like=q_NX)
+    limit = min(cos.shape[0], token_capacity(kv, block_table_SB))
+    if not use_triton(q_NX):
+        latent_append_reference(
+            q_NX,
+            latent_NE,
+            norm_weight_R,
+            cos,
+            sin,
+            kv,
+            block_table_SB,
+            slot_N,
+            position_N,
+            num_heads=num_heads,
+            eps=eps,
+            limit=limit,
+            out=out,
+        )
+        return
+    pairs = triton.next_power_of_2(rotated // 2)
+    block_heads = max(1, min(triton.next_power_of_2(num_heads), _BLOCK_PAIRS // pairs))
+    launcher(latent_append_kernel, (lanes, 1 + triton.cdiv(num_heads, block_heads)))(
+        q_NX,
+        latent_NE,
+        norm_weight_R,
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        slot_N,
+        position_N,
+        out,
+        q_NX.stride(0),
+        latent_NE.stride(0),
+        kv.stride(0),
+        block_table_SB.stride(0),
+        limit,
+        eps,
+        Q=num_heads,
+        X=q_NX.shape[1] // num_heads,
+        R=rank,
+        P=rotated,
+        RANK_PADDED=triton.next_power_of_2(rank),
+        PAIRS_PADDED=pairs,
+        BLOCK_HEADS=block_heads,
+        BLOCK_SIZE=kv.shape[2],
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+def latent_attention(
+    q_NQE: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    rank: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+    launch: Launch = ALONE,
+) -> torch.Tensor:
+    """Each lane's heads attend entries 0..position of its slot, and sum their latents.
+
+    Args:
+        q_NQE: [N, Q, R + P], dense.
+        kv: one layer's cache, in q's dtype, which holds the lanes' own entries.
+        block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
+        rank: R. scale: factor on the scores, above 0.
+        out: [N, Q, R] in q's dtype; may not share memory with q or kv.
+        launch: with counters, at least `latent_attention_arrivals`, keys are split, in memory of
+            the launch's own; without, a program has all keys of a lane. The bits differ. With PDL
+            the launch before, whatever it is, may still run.
+
+    Returns:
+        [N, Q, R] in q's dtype; softmax and sums in float32. Of a padded lane nothing is read but
+        its slot, for it nothing is written. A live lane whose position is negative or past its
+        block table is NaN. A lane's bits depend neither on other lanes nor on N.
+    """
+    lanes, heads = _check_query(q_NQE, kv, block_table_SB, rank)
+    rotated = q_NQE.shape[2] - rank
+    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be above 0")
+    arrivals = launch.arrivals
+    if arrivals is not None:
+        _check_arrivals(arrivals, lanes, heads)
+    out = checked_output(out, (lanes, heads, rank), like=q_NQE)
+    if not use_triton(q_NQE):
+        return latent_attention_reference(
+            q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale, out=out
+        )
+    tiles = _pick_tiles(q_NQE.dtype, heads)
+    splits = 1 if arrivals is None else _SPLITS
+    grid = (lanes, triton.cdiv(heads, tiles.rows), splits)
+    parts = None
+    if splits > 1:
+        size = math.prod(grid) * tiles.rows * (dot_columns(rank) + 2)
+        parts = torch.empty(size, dtype=torch.float32, device=q_NQE.device)
+    launcher(latent_attention_kernel, grid)(
+        q_NQE,
+        kv,
+        block_table_SB,
+        slot_N,
+        position_N,
+        arrivals,
+        parts,
+        out,
+        scale * math.log2(math.e),
+        kv.stride(0),
+        block_table_SB.stride(0),
+        token_capacity(kv, block_table_SB),
+        Q=heads,
+        R=rank,
+        P=rotated,
+        RANK_PADDED=dot_columns(rank),
+        ROTATED_PADDED=dot_columns(rotated),
+        BLOCK_SIZE=kv.shape[2],
+        ROWS=tiles.rows,
+        TILE=tiles.keys,
+        STAGES=tiles.stages,
+        SPLITS=splits,
+        LEAST_SPLIT=_LEAST_SPLIT,
+        num_warps=tiles.warps,
+        **launch_options(launch.pdl),
+    )
+    return out
+
+
+def _pick_tiles(dtype: torch.dtype, heads: int) -> _Tiles:
+    """What fixes the order of summation; depends only on dtype and heads."""
+    if dtype.itemsize > 2:
+        return _Tiles(rows=16, keys=LATENT_TILE // 2, warps=8, stages=1)
+    rows = min(dot_columns(heads), _MAX_ROWS)
+    return _Tiles(rows=rows, keys=LATENT_TILE, warps=8 if rows == _MAX_ROWS else 4, stages=2)
+
+
+def _head_tiles(heads: int) -> int:
+    """Tiles of a lane's heads, in the dtype that has most of them."""
+    return -(-heads // 16)
+
+
+def latent_attention_arrivals(lanes: int, *, num_heads: int) -> int:
+    """Int32 counters that `latent_attention` of `lanes` needs where it splits keys."""
+    return lanes * _head_tiles(num_heads)
+
+
+def latent_attention_workspace_bytes(lanes: int, *, num_heads: int, rank: int) -> int:
+    """The most that a launch of so many lanes works in, where it splits keys."""
+    heads = -(-num_heads // _MAX_ROWS) * _MAX_ROWS if num_heads > 16 else 16
+    return lanes * heads * _SPLITS * (dot_columns(rank) + 2) * 4
+
+
+def check_latent_cache(kv: torch.Tensor, block_table_SB: torch.Tensor, entry: int) -> None:
+    """Raise ValueError unless `kv` and `block_table_SB` can hold entries of this size."""
+    if kv.dim() != 4 or kv.shape[1] != 1:
+        raise ValueError(f"kv must be [blocks, 1, block_size, R + P], not {tuple(kv.shape)}")
+    block_size = kv.shape[2]
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size} is not one of {BLOCK_SIZES}")
+    if kv.shape[3] != entry:
+        raise ValueError(f"kv holds entries of {kv.shape[3]}, expected {entry}")
+    dense = (block_size * entry, entry, 1)
+    if kv.stride()[1:] != dense:
+        raise ValueError(f"kv must be dense within a block: strides {kv.stride()[1:]} != {dense}")
+    check_int32(block_table_SB=block_table_SB)
+    if block_table_SB.dim() != 2 or block_table_SB.stride(1) != 1:
+        raise ValueError(
+            f"block_table must be [S, B] with dense rows, not {tuple(block_table_SB.shape)} "
+            f"with strides {block_table_SB.stride()}"
+        )
+
+
+def check_latent_sizes(rank: int, rotated: int) -> None:
+    """Raise ValueError for latents or rotated keys that the kernels cannot hold."""
+    if not 1 <= rank <= MAX_LATENT:
+        raise ValueError(f"a latent of {rank} values is outside 1..{MAX_LATENT}")
+    if rotated % 2 or not 2 <= rotated <= MAX_ROTATED:
+        raise ValueError(f"a rotated key of {rotated} values must be even and in 2..{MAX_ROTATED}")
+
+
+def _check_append(
+    q_NX: torch.Tensor,
+    latent_NE: torch.Tensor,
+    norm_weight_R: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: torch.Tensor,
+    heads: int,
+) -> tuple[int, int, int]:
+    """Raise ValueError for a shape or dtype that does not fit; return (N, R, P)."""
+    check_rows(q_NX=q_NX, latent_NE=latent_NE)
+    lanes, rank = len(q_NX), len(norm_weight_R)
+    rotated = latent_NE.shape[1] - rank
+    check_latent_sizes(rank, rotated)
+    if len(latent_NE) != lanes or q_NX.shape[1] % heads or q_NX.shape[1] < heads * rotated:
+        raise ValueError(
+            f"q {tuple(q_NX.shape)} and latent {tuple(latent_NE.shape)} are not of {heads} heads "
+            f"with {rotated} rotated values each"
+        )
+    for name, tensor in (("latent", latent_NE), ("kv", kv)):
+        if tensor.dtype != q_NX.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, q {q_NX.dtype}")
+    check_vector("norm_weight_R", norm_weight_R, rank, q_NX.dtype)
+    for name, table in (("cos", cos), ("sin", sin)):
+        shape = (cos.shape[0], rotated // 2)
+        if table.dtype != torch.float32 or table.shape != shape or not table.is_contiguous():
+            raise ValueError(
+                f"{name} must be a dense float32 [T, {rotated // 2}], "
+                f"not {table.dtype} {tuple(table.shape)}"
+            )
+    return lanes, rank, rotated
+
+
+def _check_query(
+    q_NQE: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, rank: int
+) -> tuple[int, int]:
+    """Raise ValueError unless the queries fit the cache; return (N, Q)."""
+    if q_NQE.dim() != 3 or not q_NQE.is_contiguous():
+        raise ValueError(
+            f"q must be a dense [N, Q, R + P], not {tuple(q_NQE.shape)} with strides "
+            f"{q_NQE.stride()}"
+        )
+    lanes, heads, entry = q_NQE.shape
+    check_latent_sizes(rank, entry - rank)
+    if kv.dtype != q_NQE.dtype:
+        raise ValueError(f"kv is {kv.dtype}, q {q_NQE.dtype}")
+    check_latent_cache(kv, block_table_SB, entry)
+    return lanes, heads
+
+
+def _check_arrivals(arrivals: torch.Tensor, lanes: int, heads: int) -> None:
+    needed = latent_attention_arrivals(lanes, num_heads=heads)
+    check_int32(arrivals=arrivals)
+    if arrivals.dim() != 1 or len(arrivals) < needed or not arrivals.is_contiguous():
+        raise ValueError(
+            f"arrivals must be a dense vector of at least {needed}, not {tuple(arrivals.shape)}"
+        )

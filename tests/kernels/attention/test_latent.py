@@ -1,0 +1,378 @@
+"""Latent attention: kernels against references, and references against the plain form of MLA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extent import extent
+from graphengine.kernels.attention import latent as attention
+from graphengine.kernels.attention.head_product import head_product, head_product_reference
+from graphengine.kernels.attention.latent import (
+    latent_append,
+    latent_attention,
+    latent_attention_arrivals,
+    latent_attention_workspace_bytes,
+)
+from graphengine.kernels.attention.latent_reference import (
+    latent_append_reference,
+    latent_attention_reference,
+)
+from graphengine.kernels.core.launching import ALONE, Launch
+from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+
+SENTINEL = -555.0
+HUGE = 2**31 - 1
+EPS = 1e-6
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Case:
+    """Slot n has a token at position `positions[n]`; the older ones are cached."""
+
+    positions: tuple[int, ...]
+    heads: int = 5
+    rank: int = 48
+    rotated: int = 16
+    plain: int = 24
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+        slots, entry = len(self.positions), self.rank + self.rotated
+        columns = max(self.positions) // self.block_size + 1
+        blocks = slots * columns + 1
+        order = torch.randperm(blocks - 1, generator=generator) + 1
+        self.table = order.view(slots, columns).int().to(self.device)
+        self.entries = random(slots, columns * self.block_size, entry)
+        self.q = random(slots, self.heads * (self.plain + self.rotated))
+        self.latent = random(slots, entry)
+        self.norm = 1 + 0.2 * random(self.rank)
+        self.absorbed = random(slots, self.heads, entry)
+        self.tables = rope_tables(
+            RopeConfig(), head_dim=self.rotated, max_positions=4096, device=self.device
+        )
+
+    def cache(self, ahead: int = 1) -> torch.Tensor:
+        """NaN but for the slots' older entries, and those of `ahead` tokens from the position."""
+        kv = torch.full(
+            (self.table.numel() + 1, 1, self.block_size, self.entries.shape[2]),
+            math.nan,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        for slot, position in enumerate(self.positions):
+            for token in range(position + ahead):
+                block = int(self.table[slot, token // self.block_size])
+                kv[block, 0, token % self.block_size] = self.entries[slot, token]
+        return kv
+
+    def ints(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def attend(
+        self,
+        function: Callable[..., torch.Tensor],
+        kv: torch.Tensor,
+        slots: list[int],
+        positions: list[int],
+        *options: Launch,
+    ) -> torch.Tensor:
+        shape = (len(slots), self.heads, self.rank)
+        out = torch.full(shape, SENTINEL, dtype=self.dtype, device=self.device)
+        q = self.absorbed[[max(slot, 0) for slot in slots]].contiguous()
+        q[[index for index, slot in enumerate(slots) if slot < 0]] = math.nan
+        launch = {"launch": options[0]} if options else {}
+        return function(
+            q,
+            kv,
+            self.table,
+            self.ints(slots),
+            self.ints(positions),
+            rank=self.rank,
+            scale=0.17,
+            out=out,
+            **launch,
+        )
+
+
+def counters(case: Case, lanes: int, pdl: bool = False) -> Launch:
+    needed = latent_attention_arrivals(lanes, num_heads=case.heads)
+    return Launch(arrivals=torch.zeros(needed, dtype=torch.int32, device=case.device), pdl=pdl)
+
+
+@settings(deadline=None, max_examples=extent(6, 40))
+@given(
+    positions=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
+    heads=st.sampled_from([1, 5, 16, 20]),
+    sizes=st.sampled_from([(48, 16), (32, 6), (20, 8)]),
+    block_size=st.sampled_from([8, 32]),
+    split=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attention_is_as_the_reference(
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    positions: tuple[int, ...],
+    heads: int,
+    sizes: tuple[int, int],
+    block_size: int,
+    split: bool,
+    seed: int,
+) -> None:
+    rank, rotated = sizes
+    for dtype in dtypes:
+        case = Case(
+            positions, heads, rank, rotated, block_size=block_size, dtype=dtype, seed=seed,
+            device=device,
+        )  # fmt: skip
+        slots = [*range(len(positions)), -1]
+        at = [*positions, HUGE]
+        launch = counters(case, len(slots), pdl=True) if split else ALONE
+        kv = case.cache()
+        actual = case.attend(latent_attention, kv, slots, at, launch)
+        expected = case.attend(latent_attention_reference, kv, slots, at)
+        torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert bool((actual[-1] == SENTINEL).all())
+        if split:
+            assert launch.arrivals is not None and not launch.arrivals.any()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_lane_knows_of_no_other(
+    device: str, dtypes: tuple[torch.dtype, ...], split: bool
+) -> None:
+    """Alone, among others, and as one of a row whose later tokens are cached already."""
+    for dtype in dtypes:
+        case = Case((2200, 0, 63, 64, 700), dtype=dtype, device=device, block_size=32)
+        positions = list(case.positions)
+        kv = case.cache()
+        slots = list(range(len(positions)))
+
+        def launch(lanes: int, case: Case = case) -> Launch:
+            return counters(case, lanes) if split else ALONE
+
+        together = case.attend(
+            latent_attention, kv, [-1, *slots, -1, *slots], [HUGE, *positions, -7, *positions],
+            launch(12),
+        )  # fmt: skip
+        # Entries of tokens that come later do not show.
+        ahead = Case(tuple(p + 3 for p in positions), dtype=dtype, device=device, block_size=32)
+        assert bool((together[1:6] == together[7:]).all())
+        for slot, position in enumerate(positions):
+            alone = case.attend(latent_attention, kv, [slot], [position], launch(1))
+            assert torch.equal(alone[0], together[1 + slot]), f"{slot=} {dtype=}"
+        row_slots, row_at = [4, 4, 4], [700, 701, 702]
+        full = ahead.cache()
+        row = ahead.attend(latent_attention, full, row_slots, row_at, launch(3))
+        for index, position in enumerate(row_at):
+            one = ahead.attend(latent_attention, full, [4], [position], launch(1))
+            assert torch.equal(one[0], row[index]), f"{position=} {dtype=}"
+
+
+def test_positions_that_no_table_has_are_nan(device: str) -> None:
+    case = Case((5, 9), device=device)
+    kv = case.cache()
+    slots, at = [0, 1, 1, -1], [5, -1, 16, 3]
+    for launch in (ALONE, counters(case, 4)):
+        out = case.attend(latent_attention, kv, slots, at, launch)
+        reference = case.attend(latent_attention_reference, kv, slots, at)
+        for result in (out, reference):
+            assert result[1:3].isnan().all() and not result[0].isnan().any()
+            assert bool((result[3] == SENTINEL).all())
+
+
+@settings(deadline=None, max_examples=extent(6, 40))
+@given(
+    lanes=st.integers(1, 6),
+    heads=st.sampled_from([1, 5, 70]),
+    sizes=st.sampled_from([(48, 16, 24), (20, 6, 0), (64, 64, 8)]),
+    seed=st.integers(0, 99),
+)
+def test_append_is_as_the_reference(
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    lanes: int,
+    heads: int,
+    sizes: tuple[int, int, int],
+    seed: int,
+) -> None:
+    rank, rotated, plain = sizes
+    for dtype in dtypes:
+        case = Case(
+            tuple(range(3, 3 + lanes * 7, 7)), heads, rank, rotated, plain, dtype=dtype, seed=seed,
+            device=device,
+        )  # fmt: skip
+        # One is padded, one is past the tables.
+        slots, positions = [*range(lanes), -1, 0], [*case.positions, HUGE, HUGE]
+        results = []
+        for name in ("kernel", "reference"):
+            kv = case.cache(ahead=0)
+            out = kv.new_full((lanes + 2, heads, rank + rotated), SENTINEL)
+            # The product has other columns on both sides.
+            product = torch.cat((case.q, case.latent), dim=1)
+            product = torch.cat((product, product.new_full((2, product.shape[1]), 3.0)))
+            product[-2] = math.nan
+            q, latent = product.split([case.q.shape[1], case.latent.shape[1]], dim=1)
+            arguments = (
+                q, latent, case.norm, *case.tables, kv, case.table, case.ints(slots),
+                case.ints(positions),
+            )  # fmt: skip
+            if name == "kernel":
+                latent_append(*arguments, num_heads=heads, eps=EPS, out=out, pdl=True)
+            else:
+                limit = case.table.shape[1] * case.block_size
+                latent_append_reference(*arguments, num_heads=heads, eps=EPS, limit=limit, out=out)
+            assert bool((out[-2] == SENTINEL).all()) and bool((out[:, :, :rank] == SENTINEL).all())
+            assert bool(out[-1, :, rank:].isnan().all())
+            results.append((out, kv))
+        for actual, expected in zip(*results, strict=True):
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(
+                actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True
+            )
+
+
+def test_absorbed_attention_is_attention() -> None:
+    """In float64's place float32: expanded keys and values, by the formulas of the paper."""
+    case = Case((40, 7), heads=3)
+    plain, rank, heads = case.plain, case.rank, case.heads
+    generator = torch.Generator().manual_seed(1)
+    to_keys = torch.randn(heads, plain, rank, generator=generator) / rank**0.5
+    to_values = torch.randn(heads, 10, rank, generator=generator) / rank**0.5
+    slots, positions = case.ints([0, 1]), case.ints(case.positions)
+    kv = case.cache(ahead=0)
+    q_absorbed = torch.empty(2, heads, rank + case.rotated)
+    latent_append_reference(
+        case.q, case.latent, case.norm, *case.tables, kv, case.table, slots, positions,
+        num_heads=heads, eps=EPS, limit=4096, out=q_absorbed,
+    )  # fmt: skip
+    q = case.q.view(2, heads, -1)
+    head_product_reference(q[:, :, :plain], to_keys, slots, out=q_absorbed[:, :, :rank])
+    attended = torch.empty(2, heads, rank)
+    latent_attention_reference(
+        q_absorbed, kv, case.table, slots, positions, rank=rank, scale=0.2, out=attended
+    )
+    out = torch.empty(2, heads, 10)
+    head_product_reference(attended, to_values.transpose(1, 2), slots, out=out)
+    for slot, position in enumerate(case.positions):
+        normed = case.latent[slot, :rank]
+        normed = normed / (normed.square().mean() + EPS).sqrt() * case.norm
+        latents = torch.cat((case.entries[slot, :position, :rank], normed[None]))
+        angle = [table[position] for table in case.tables]
+
+        def turned(x: torch.Tensor, angle: list[torch.Tensor] = angle) -> torch.Tensor:
+            whole = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(whole * torch.complex(*angle)).flatten(-2)
+
+        own_key = turned(case.latent[slot, rank:])
+        shared = torch.cat((case.entries[slot, :position, rank:], own_key[None]))
+        for head in range(heads):
+            keys = torch.cat((latents @ to_keys[head].t(), shared), dim=1)
+            query = torch.cat((q[slot, head, :plain], turned(q[slot, head, plain:])))
+            weights = torch.softmax(keys @ query * 0.2, dim=0)
+            expected = weights @ (latents @ to_values[head].t())
+            torch.testing.assert_close(out[slot, head], expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=extent(6, 40))
+@given(
+    lanes=st.integers(1, 40),
+    heads=st.integers(1, 4),
+    columns=st.sampled_from([7, 24, 130]),
+    outputs=st.sampled_from([5, 48, 70]),
+    transposed=st.booleans(),
+)
+def test_head_product_is_as_the_reference(
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    lanes: int,
+    heads: int,
+    columns: int,
+    outputs: int,
+    transposed: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(lanes)
+    x = torch.randn(lanes, heads, columns + 3, generator=generator)[:, :, :columns]
+    shape = (heads, outputs, columns) if transposed else (heads, columns, outputs)
+    weight = torch.randn(shape, generator=generator) / columns**0.5
+    slot = torch.where(torch.rand(lanes, generator=generator) < 0.3, -1, 0).int().to(device)
+    x[slot.cpu() < 0] = math.nan
+    for dtype in dtypes:
+        w = weight.to(device, dtype)
+        w = w.transpose(1, 2) if transposed else w
+        outs = [torch.full((lanes, heads, outputs + 9), SENTINEL).to(device, dtype) for _ in "ab"]
+        views = [out[:, :, 9:] for out in outs]
+        head_product(x.to(device, dtype), w, slot, out=views[0], pdl=True)
+        head_product_reference(x.to(device, dtype), w, slot, out=views[1])
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(*outs, rtol=tolerance, atol=tolerance)
+        assert bool((outs[0][:, :, :9] == SENTINEL).all())
+        assert bool((outs[0][slot < 0] == SENTINEL).all())
+
+
+def test_lanes_of_a_head_product_keep_their_bits(device: str) -> None:
+    """The first lanes without the others; on a GPU also each one alone, in another row."""
+    x = torch.randn(37, 3, 24, generator=torch.Generator().manual_seed(0)).to(device)
+    weight = torch.randn(3, 24, 33, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        slot = torch.zeros(len(x), dtype=torch.int32, device=device)
+        return head_product(x, weight, slot, out=x.new_empty(len(x), 3, 33))
+
+    whole = run(x)
+    for count in (1, 5, 16, 17):
+        assert torch.equal(run(x[:count]), whole[:count]), f"{count=}"
+    if device == "cuda":
+        assert torch.equal(torch.cat([run(lane[None]) for lane in x]), whole)
+
+
+def test_workspace_holds_every_part() -> None:
+    for dtype in (torch.float32, torch.float16):
+        for heads in (1, 16, 17, 33, 100, 128):
+            tiles = attention._pick_tiles(dtype, heads)
+            rows = -(-heads // tiles.rows) * tiles.rows
+            needed = 3 * rows * attention._SPLITS * (512 + 2) * 4
+            assert latent_attention_workspace_bytes(3, num_heads=heads, rank=500) >= needed
+            assert latent_attention_arrivals(3, num_heads=heads) >= 3 * rows // tiles.rows
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv": torch.empty(3, 2, 16, 1, 64)}, "kv must be"),
+        ({"kv": torch.empty(3, 1, 12, 64)}, "block_size=12"),
+        ({"kv": torch.empty(3, 1, 16, 60)}, "entries of 60, expected 64"),
+        ({"kv": torch.empty(3, 1, 16, 64, dtype=torch.float8_e4m3fn)}, "kv is torch.float8_e4m3fn"),
+        ({"rank": 49}, "a rotated key of 15 values"),
+        ({"rank": 0}, "a latent of 0 values"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"launch": Launch(arrivals=torch.zeros(1, dtype=torch.int32))}, "at least 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "kv": torch.empty(3, 1, 16, 64),
+        "block_table_SB": torch.zeros(2, 2, dtype=torch.int32),
+        "slot_N": torch.zeros(2, dtype=torch.int32),
+        "position_N": torch.zeros(2, dtype=torch.int32),
+        "rank": 48,
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        latent_attention(torch.zeros(2, 5, 64), **(arguments | change))
