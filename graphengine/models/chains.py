@@ -36,11 +36,12 @@ def new_chain(
     if (
         not isinstance(config, DecoderConfig)
         or config.expert_layers
+        or config.latent
         or len(bases) < len(config.linears)
     ):
         raise ValueError(
             f"the layers of a {config.architecture} with the linears {', '.join(config.linears)} "
-            f"are not all alike, or have experts: there is no chain of them"
+            f"are not all alike, or have latents, or have experts: there is no chain of them"
         )
     first = {
         name.removeprefix(layer_prefix(0)): form

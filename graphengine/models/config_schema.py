@@ -93,6 +93,29 @@ EXPERT_KEYS = (
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """What `layer_types` may say, and what RoPE's settings may be told apart by."""
 
+LATENT_KEYS = (
+    Key("kv_lora_rank", "integer", (1, 2**16), default=512),
+    # None: queries have no latent.
+    Key("q_lora_rank", "integer", (1, 2**16), default=1536, null=False),
+    Key("qk_nope_head_dim", "integer", (1, 4096), default=128),
+    Key("qk_rope_head_dim", "integer", (1, 4096), default=64),
+    Key("v_head_dim", "integer", (1, 4096), default=128, null=True),
+    Key("rope_interleave", "flag", default=True, null=True),
+    Key("n_routed_experts", "integer", (0, 2**16), default=None, null=True),
+    Key("n_shared_experts", "integer", (0, 1024), default=None, null=True),
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=None, null=True),
+    Key("moe_intermediate_size", "integer", (1, 2**22), default=None, null=True),
+    Key("first_k_dense_replace", "integer", (0, 1024), default=None, null=True),
+    Key("moe_layer_freq", "integer", (1, 1024), default=1, null=True),
+    Key("n_group", "integer", (1, 2**16), default=None, null=True),
+    Key("topk_group", "integer", (1, 2**16), default=None, null=True),
+    Key("topk_method", "text", default=None, null=True),
+    Key("scoring_func", "text", default=None, null=True),
+    Key("norm_topk_prob", "flag", default=None, null=True),
+    Key("routed_scaling_factor", "number", (1e-6, 1e6), default=None, null=True),
+)
+"""The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -241,6 +264,7 @@ _HARMLESS = """
     initializer_cutoff_factor initializer_factor initializer_range init_std
     rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
     output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
+    aux_loss_alpha seq_aux ep_size qk_head_dim
     model_max_length seq_length seq_len
 
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder
@@ -306,7 +330,7 @@ def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
 
 def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
-    read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS)}
+    read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS, *LATENT_KEYS)}
     known = read | NEUTRAL.keys() | HARMLESS
     names = [name for name in config if name not in known]
     rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, "finetuned", *NEUTRAL_ROPE}

@@ -202,7 +202,8 @@ class Paged(NamedTuple):
     """An entry for each token, in blocks of the cache.
 
     parts  entries a token: 2 are keys and values
-    entry  shape of one: `(G, D)` of grouped-query attention
+    entry  shape of one: `(G, D)` of grouped-query attention, `(E,)` of a latent that all heads
+           share with its rotated key
     """
 
     parts: int
@@ -211,6 +212,11 @@ class Paged(NamedTuple):
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Shape of one layer's block: `[parts, block_size, *entry]`."""
         return (self.parts, block_size, *self.entry)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that an fp8 cache has scales of; 0: it cannot be one."""
+        return self.entry[0] if len(self.entry) > 1 else 0
 
 
 class Recurrent(NamedTuple):
@@ -232,7 +238,7 @@ LayerStates = tuple[Paged | Recurrent, ...]
 def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
     """Bytes of the layers' `kv_scales`: a float32 for each part of each kv head."""
     paged = [state for layer in layers for state in layer if isinstance(state, Paged)]
-    return sum(4 * state.parts * state.entry[0] for state in paged)
+    return sum(4 * state.parts * state.kv_heads for state in paged)
 
 
 def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:

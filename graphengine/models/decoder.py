@@ -1,10 +1,11 @@
-"""A decoder: layers of grouped-query attention and SwiGLU, an RMSNorm before each of them.
+"""A decoder: layers of attention and SwiGLU, an RMSNorm before each of them.
 
 Layers differ in their attention's window and, with it, their RoPE, and in whether they have a
 mixture of experts instead of one SwiGLU. Llama 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE are this
-composition with other settings; their files map a checkpoint's config onto `DecoderConfig`.
-`decode` runs a few rows through five fused kernels a layer; `prefill` runs the tokens of a chunk
-through the BLAS, but for gate and up where `linear_swiglu` is faster.
+composition with grouped-query attention and other settings; their files map a checkpoint's config
+onto `DecoderConfig`. DeepSeek-V2 and V3 have latent attention. `decode` runs a few rows through
+five fused kernels a layer, and through more with experts or latents; `prefill` runs the tokens of a
+chunk through the BLAS, but for gate and up where `linear_swiglu` is faster.
 The bits of both depend on the number of lanes, which for a chunk follows from the prompt alone.
 
 Letters: N lanes, T tokens of a chunk, H hidden, Q query heads, G kv heads, D head_dim,
@@ -35,6 +36,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     coded_columns,
@@ -85,6 +87,8 @@ class DecoderConfig:
     """Of q, k and v alone."""
     mlp_bias: bool = False
     qk_norm: bool = False
+    latent: LatentAttention | None = None
+    """Of every layer, in place of grouped-query attention."""
     experts: Experts | None = None
     """Of the layers that have experts in place of `mlp`."""
     expert_layers: tuple[int, ...] = ()
@@ -105,8 +109,10 @@ class DecoderConfig:
         return self.local_rope is not None and any(self.windows)
 
     @property
-    def attention(self) -> GroupedQueryAttention:
+    def attention(self) -> GroupedQueryAttention | LatentAttention:
         """Of every layer, but for its window."""
+        if self.latent is not None:
+            return self.latent
         return GroupedQueryAttention(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
@@ -168,7 +174,9 @@ class DecoderConfig:
         return in_formats(linears, formats)
 
     def _formats(
-        self, block: GroupedQueryAttention | Swiglu | Experts, prefixes: Sequence[str]
+        self,
+        block: GroupedQueryAttention | LatentAttention | Swiglu | Experts,
+        prefixes: Sequence[str],
     ) -> dict[str, list[WeightFormat | None]]:
         """How blocks with these prefixes in the checkpoint store the weights of each linear."""
         formats: dict[str, list[WeightFormat | None]] = {name: [None] for name in block.linears}
@@ -178,7 +186,7 @@ class DecoderConfig:
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """Each layer keeps keys and values."""
+        """Each layer keeps keys and values, or latents."""
         return ((self.attention.state,),) * self.num_layers
 
     def arrivals(self, lanes: int) -> int:
@@ -192,7 +200,7 @@ class DecoderConfig:
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of the cosines and sines of this many positions."""
         tables = 2 if self.has_local_tables else 1
-        return tables * RopeTables.nbytes(self.head_dim, max_seq_len)
+        return tables * RopeTables.nbytes(self.attention.table_dim, max_seq_len)
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
@@ -256,7 +264,7 @@ class LayerWeights:
 
     prefix: str
     input_norm: Tensor
-    attention: AttentionWeights
+    attention: AttentionWeights | LatentAttentionWeights
     ffn_norm: Tensor
     mlp: SwigluWeights | ExpertsWeights
 
@@ -322,8 +330,9 @@ class DecoderWeights(ModelWeights):
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every layer's keys and values, by the prefix of its attention."""
         return {
-            f"model.layers.{index}.self_attn.": layer.attention.kv_scales
+            f"model.layers.{index}.self_attn.": scales
             for index, layer in enumerate(self.layers)
+            if (scales := layer.attention.kv_scales) is not None
         }
 
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
@@ -443,7 +452,7 @@ class DecoderModel:
     def _new_tables(self, rope: RopeConfig, max_seq_len: int) -> RopeTables:
         return RopeTables.of(
             rope,
-            head_dim=self.config.head_dim,
+            head_dim=self.config.attention.table_dim,
             max_seq_len=max_seq_len,
             device=self.weights.embedding.device,
         )
@@ -491,6 +500,7 @@ class DecoderModel:
         of_layer = self.weights.layers[layer]
         attention, mlp = of_layer.attention, of_layer.mlp
         assert isinstance(mlp, SwigluWeights), f"a chain of experts: {layer=}"
+        assert isinstance(attention, AttentionWeights), f"a chain of latent attention: {layer=}"
         there: dict[str, tuple[AnyWeight, Tensor | None, Tensor | None]] = {
             "qkv": (attention.qkv, attention.qkv_bias, None),
             "output": (attention.output, attention.output_bias, of_layer.ffn_norm),

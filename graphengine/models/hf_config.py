@@ -40,12 +40,14 @@ class FamilyDefaults:
               "switched": only with `use_sliding_window`, and of the layers that `layer_types`, or
               else `max_window_layers`, names
     keys      that it reads besides `config_schema.KEYS`
+    latent    whether attention is latent: head_dim is then of no head, and not looked at
     """
 
     max_positions: int
     head_dim: int | None = None
     windows: Literal["none", "all", "switched"] = "none"
     keys: tuple[Key, ...] = ()
+    latent: bool = False
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
         )
     if settings["head_dim"] is None:
         settings["head_dim"] = family.head_dim or settings["hidden_size"] // heads
-    if settings["head_dim"] not in HEAD_DIMS:
+    if settings["head_dim"] not in HEAD_DIMS and not family.latent:
         raise ValueError(
             f"config.json gives head_dim={settings['head_dim']}: supported: {HEAD_DIMS}"
         )

@@ -177,7 +177,7 @@ class MtpConfig:
     @classmethod
     def of_target(cls, target: ModelConfig, layout: MtpLayout, prefixes: tuple[str, ...]) -> Self:
         """Modules with the target's kind of layer; ValueError where the target has no such kind."""
-        if not isinstance(target, DecoderConfig) or target.expert_layers:
+        if not isinstance(target, DecoderConfig) or target.expert_layers or target.latent:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
                 f"not those of a plain decoder"
@@ -419,8 +419,9 @@ class MtpWeights(StoredWeights):
         """Of every module's keys and values, by the prefix of its attention."""
         layer = self.config.layout.layer
         return {
-            f"{prefix}{layer}self_attn.": module.layer.attention.kv_scales
+            f"{prefix}{layer}self_attn.": scales
             for module, prefix in zip(self.modules, self.config.prefixes, strict=True)
+            if (scales := module.layer.attention.kv_scales) is not None
         }
 
 

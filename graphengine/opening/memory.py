@@ -29,8 +29,10 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.contract import (
+    LayerStates,
     Linear,
     ModelConfig,
+    Paged,
     cache_shape,
     kv_scale_bytes,
     most_arrival_counters,
@@ -156,6 +158,7 @@ def plan_memory(
     kv_dtype = FP8_KV if config.kv_dtype == "fp8" else dtype
     if kv_dtype == FP8_KV:
         _check_fp8(device)
+        _check_fp8_states(model.architecture, (*model.states, *drafter.needs.states))
     _check_packed(model, device, dtype)
     if config.activations is not None and not _coded_linears(model):
         raise ValueError(
@@ -260,6 +263,16 @@ def _check_fp8(device: torch.device) -> None:
         raise ValueError(
             f"kv_dtype='fp8' needs a GPU of compute capability "
             f"{'.'.join(map(str, _LEAST_FP8))} or more: {device} has {major}.{minor}"
+        )
+
+
+def _check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
+    paged = [state for layer in layers for state in layer if isinstance(state, Paged)]
+    latent = next((state for state in paged if not state.kv_heads), None)
+    if latent is not None:
+        raise ValueError(
+            f"kv_dtype='fp8' is for caches of keys and values: layers of this {architecture} keep "
+            f"latents of {math.prod(latent.entry)} values, which have no scales"
         )
 
 

@@ -37,7 +37,7 @@ def latent_append_reference(
     angles = [
         table[position].masked_fill(~inside[:, None], math.nan)[:, None] for table in (cos, sin)
     ]
-    q = q_NX[live].view(len(live), num_heads, -1)[:, :, -rotated:]
+    q = q_NX[live].unflatten(1, (num_heads, q_NX.shape[1] // num_heads))[:, :, -rotated:]
     out[live, :, rank:] = _rotate_neighbours(q, *angles)
 
     latent, key = latent_NE[live].split([rank, rotated], dim=1)

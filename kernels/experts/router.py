@@ -39,8 +39,8 @@ class Router:
                 probabilities among the chosen ones alone
     normalised  whether the weights of a lane are divided by their sum
     scale       factor of the weights
-    groups      groups of as many experts each; only those of the best `top_groups` can be chosen. A
-                group is as good as the sum of its best two
+    groups      groups of as many experts each; only those of the best `top_groups` can be chosen
+    group_best  how many of its experts a group is as good as: the best one, or the sum of two
     """
 
     top_k: int
@@ -49,6 +49,7 @@ class Router:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
 
     def check(self, experts: int) -> None:
         """ValueError unless it can choose among so many experts."""
@@ -63,8 +64,13 @@ class Router:
                 f"{experts} experts in {self.groups} groups, of which {self.top_groups} are taken"
             )
         size = experts // self.groups
-        if self.groups > 1 and size < 2:
-            raise ValueError(f"a group needs 2 experts, and {self.groups} of {experts} have {size}")
+        if self.group_best not in (1, 2):
+            raise ValueError(f"group_best={self.group_best} is neither 1 nor 2")
+        if self.groups > 1 and size < self.group_best:
+            raise ValueError(
+                f"a group needs {self.group_best} experts, and {self.groups} of {experts} have "
+                f"{size}"
+            )
         if not 1 <= self.top_k <= self.top_groups * size:
             raise ValueError(
                 f"top_k={self.top_k} of {self.top_groups * size} experts that can be chosen"
@@ -135,6 +141,7 @@ def route(
         GROUPS=router.groups,
         BLOCK_G=triton.next_power_of_2(router.groups),
         TOP_GROUPS=router.top_groups,
+        GROUP_BEST=router.group_best,
         num_warps=1 if experts <= 128 else 4,
         **launch_options(pdl),
     )
@@ -159,6 +166,7 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane."""
@@ -188,7 +196,9 @@ def _route_kernel(
         by = scores + correction
     allowed = there
     if GROUPS > 1:
-        allowed = there & _in_best_groups(by, expert, E // GROUPS, GROUPS, TOP_GROUPS, BLOCK_G)
+        allowed = there & _in_best_groups(
+            by, expert, E // GROUPS, GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK_G
+        )
     keys = tl.where(allowed, _sort_keys(by), _TAKEN)
 
     rank = tl.arange(0, BLOCK_K)
@@ -251,9 +261,10 @@ def _in_best_groups(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Which experts [BLOCK_E] are in the groups whose two best have the largest sums."""
+    """Which experts [BLOCK_E] are in the groups whose best GROUP_BEST have the largest sums."""
     keys = _sort_keys(by)
     group_of = expert // SIZE
     groups = tl.arange(0, BLOCK_G)
@@ -261,8 +272,10 @@ def _in_best_groups(
     for group in tl.static_range(GROUPS):
         inside = tl.where(group_of == group, keys, _TAKEN)
         first = _best(inside, expert)
-        second = _best(tl.where(expert == first, _TAKEN, inside), expert)
-        value = tl.sum(tl.where((expert == first) | (expert == second), by, 0.0), axis=0)
+        best_of = expert == first
+        if GROUP_BEST == 2:
+            best_of = best_of | (expert == _best(tl.where(best_of, _TAKEN, inside), expert))
+        value = tl.sum(tl.where(best_of, by, 0.0), axis=0)
         group_keys = tl.where(groups == group, _sort_keys(value), group_keys)
     allowed = expert < 0
     for _ in tl.static_range(TOP_GROUPS):
@@ -301,8 +314,10 @@ def route_reference(
     order = by.sort(dim=1, descending=True, stable=True).indices
     if router.groups > 1:
         grouped = by.unflatten(1, (router.groups, -1))
-        best_two = grouped.sort(dim=2, descending=True).values[:, :, :2]
-        value = best_two[:, :, 0] + best_two[:, :, 1]
+        ranked = grouped.sort(dim=2, descending=True).values
+        value = ranked[:, :, 0]
+        if router.group_best == 2:
+            value = value + ranked[:, :, 1]
         value = torch.where(torch.isnan(value), -torch.inf, value)
         best = value.sort(dim=1, descending=True, stable=True).indices[:, : router.top_groups]
         group_of = order // (experts // router.groups)

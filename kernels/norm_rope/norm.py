@@ -33,6 +33,7 @@ def rms_norm(
     eps: float,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """y = weight * x / sqrt(mean(x**2) + eps) of each live lane.
 
@@ -41,6 +42,7 @@ def rms_norm(
         weight_H: any float dtype.
         slot_N: int32, -1 = padded lane.
         out: [N, H] of `out_dtype`; may be `x` itself, and must not overlap it otherwise.
+        pdl: the launch before, whatever it is, may still run; it does not write the weight.
 
     Returns:
         [N, H] of `out_dtype`. Statistics are float32; the normalised value is rounded to
@@ -63,6 +65,7 @@ def rms_norm(
         out.stride(0),
         eps,
         **_row_options(H),
+        **launch_options(pdl),
     )
     return out
 
@@ -90,12 +93,14 @@ def _rms_norm_kernel(
     eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a lane."""
     lane = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     # Loaded early: after the sum of squares its latency would be added.
     weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
+    wait_for_inputs(PDL)
     if tl.load(slot_ptr + lane) < 0:
         return
     source = x_ptr + lane * x_stride

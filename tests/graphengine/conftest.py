@@ -26,6 +26,10 @@ from graphengine.program.graph_key import GraphKey
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -75,6 +79,16 @@ def _qwen3_moe(**options: Any) -> Qwen3MoeForCausalLM:
     # Transformers' own loop over experts, in every dtype.
     config = Qwen3MoeConfig(max_position_embeddings=512, **options)
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+
+
+def _deepseek_v2(**options: Any) -> DeepseekV2ForCausalLM:
+    config = DeepseekV2Config(max_position_embeddings=512, **options)
+    return DeepseekV2ForCausalLM._from_config(config, experts_implementation="eager")
+
+
+def _deepseek_v3(**options: Any) -> DeepseekV3ForCausalLM:
+    config = DeepseekV3Config(max_position_embeddings=512, **options)
+    return DeepseekV3ForCausalLM._from_config(config, experts_implementation="eager")
 
 
 # Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
@@ -136,6 +150,44 @@ EXPERT_MODELS = {
 }  # fmt: skip
 
 
+LATENT_MODELS = {
+    # Queries have no latent, as in DeepSeek-V2-Lite.
+    "latent-lite": lambda: _deepseek_v2(
+        vocab_size=277, hidden_size=70, intermediate_size=100, moe_intermediate_size=36,
+        num_hidden_layers=3, num_attention_heads=5, kv_lora_rank=48, q_lora_rank=None,
+        qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20, first_k_dense_replace=1,
+        n_routed_experts=5, num_experts_per_tok=3, n_shared_experts=2, topk_method="greedy",
+        routed_scaling_factor=1.0, tie_word_embeddings=False, eos_token_id=7,
+        rope_parameters=YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "latent-groups": lambda: _deepseek_v2(
+        vocab_size=261, hidden_size=57, intermediate_size=60, moe_intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=3, kv_lora_rank=40, q_lora_rank=36,
+        qk_nope_head_dim=16, qk_rope_head_dim=10, v_head_dim=28, first_k_dense_replace=0,
+        n_routed_experts=9, num_experts_per_tok=3, n_shared_experts=1, n_group=3, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=1.7,
+        tie_word_embeddings=True, eos_token_id=2,
+    ),
+    "latent-corrected": lambda: _deepseek_v3(
+        vocab_size=269, hidden_size=64, intermediate_size=68, moe_intermediate_size=28,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=48,
+        q_lora_rank=44, qk_nope_head_dim=20, qk_rope_head_dim=16, v_head_dim=24,
+        first_k_dense_replace=1, n_routed_experts=10, num_experts_per_tok=3, n_shared_experts=1,
+        n_group=5, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5,
+        tie_word_embeddings=False, eos_token_id=3,
+        rope_parameters=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "latent-five-experts": lambda: _deepseek_v3(
+        vocab_size=259, hidden_size=48, intermediate_size=52, moe_intermediate_size=20,
+        num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=5, kv_lora_rank=32,
+        q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=1, n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1,
+        n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.3,
+        tie_word_embeddings=False, eos_token_id=3,
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Oracle:
     """A checkpoint directory and transformers' float32 reading of it on the CPU."""
@@ -189,7 +241,7 @@ class Oracle:
 
 def write_checkpoint(name: str, path: Path) -> Oracle:
     """A checkpoint of the model of this name."""
-    return write_random_model((MODELS | EXPERT_MODELS)[name], path, len(name))
+    return write_random_model((MODELS | EXPERT_MODELS | LATENT_MODELS)[name], path, len(name))
 
 
 def write_random_model(make: Callable[[], PreTrainedModel], path: Path, seed: int) -> Oracle:
@@ -200,6 +252,9 @@ def write_random_model(make: Callable[[], PreTrainedModel], path: Path, seed: in
         for parameter_name, parameter in model.named_parameters():
             scale = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
             parameter.add_(torch.randn_like(parameter) * scale)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(path, max_shard_size="60KB")
     return Oracle(path)
 
@@ -221,6 +276,12 @@ def expert_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Or
 def write_model() -> Callable[..., Oracle]:
     """`write_random_model`."""
     return write_random_model
+
+
+@pytest.fixture(scope="session")
+def latent_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("latents")
+    return {name: write_checkpoint(name, folder / name) for name in LATENT_MODELS}
 
 
 @pytest.fixture(params=list(MODELS))

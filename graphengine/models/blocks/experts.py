@@ -29,7 +29,8 @@ from graphengine.kernels import (
     linear,
     route,
 )
-from graphengine.models.blocks.streams import PrefillScratch
+from graphengine.models.blocks.streams import PrefillScratch, tensors_of
+from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import (
     DecodeLaunch,
     Linear,
@@ -41,12 +42,17 @@ from graphengine.models.contract import (
 )
 from graphengine.models.routing import tell_routes
 
+SHARED = "shared_experts."
+"""Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """Sizes of the block; `norm_eps` is of the norm that its input needs.
 
-    ffn_size  of each expert
+    ffn_size   of each expert
+    shared     a SwiGLU of every token, whose output is added after that of the chosen experts
+    corrected  whether experts are chosen by scores with a correction
     """
 
     hidden_size: int
@@ -54,25 +60,39 @@ class Experts:
     experts: int
     router: Router
     norm_eps: float
+    shared: Swiglu | None = None
+    corrected: bool = False
 
     @property
     def linears(self) -> Linears:
         """In the order of a step; every expert's weights have one shape, and one plan."""
         hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
         chosen = self.router.top_k
-        return {
+        routed = {
             "router": Linear("store", count, hidden),
             "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count, chosen=chosen),
             "expert_down": Linear("residual", hidden, ffn, experts=count, chosen=chosen),
         }
+        if self.shared is None:
+            return routed
+        (first, gate_up), (last, down) = self.shared.linears.items()
+        return {first: gate_up, **routed, last: down}
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """None of the weights is packed."""
-        return {}
+        """None of the weights is packed but the shared ones."""
+        shared = {} if self.shared is None else self.shared.first_linears
+        return {name: SHARED + first for name, first in shared.items()}
 
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`: of each of its pairs, what the products leave."""
+        if self.shared is None:
+            return self.routed_width
+        return self.routed_width + self.hidden_size + self.shared.prefill_width()
+
+    @property
+    def routed_width(self) -> int:
+        """The same without the shared SwiGLU, which has its place past it."""
         return self.router.top_k * (self.ffn_size + self.hidden_size)
 
     @property
@@ -96,6 +116,16 @@ class Experts:
             block=self,
             prefix=prefix,
             gate=new(self.experts, hidden),
+            correction=(
+                torch.empty(self.experts, device=device, dtype=torch.float32)
+                if self.corrected
+                else None
+            ),
+            shared=(
+                None
+                if self.shared is None
+                else self.shared.allocate(prefix + SHARED, forms, device=device, dtype=dtype)
+            ),
             gate_up=new(self.experts, 2 * ffn, hidden),
             down=new(self.experts, hidden, ffn),
         )
@@ -105,7 +135,8 @@ class Experts:
 class ExpertsWeights:
     """The block's weights: the router's `[E, H]`, and `[gate F | up F]` and down of each expert.
 
-    prefix  of the names in the checkpoint, those of Hugging Face's Qwen3-MoE
+    prefix      of the names in the checkpoint, those of Hugging Face's Qwen3-MoE and DeepSeek-V3
+    correction  float32 `[E]`
     """
 
     block: Experts
@@ -113,10 +144,12 @@ class ExpertsWeights:
     gate: Tensor
     gate_up: Tensor
     down: Tensor
+    correction: Tensor | None = None
+    shared: SwigluWeights | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """None: neither the router nor, as yet, an expert is packed."""
-        return []
+        """Those of the shared ones: neither the router nor, as yet, an expert is packed."""
+        return [] if self.shared is None else self.shared.linears()
 
     def stored(self) -> dict[str, Weight]:
         """Every tensor, by its name."""
@@ -127,11 +160,16 @@ class ExpertsWeights:
             names[f"{expert}gate_proj.weight"] = Weight(gate, 0)
             names[f"{expert}up_proj.weight"] = Weight(up, 0)
             names[f"{expert}down_proj.weight"] = Weight(down, 1)
+        if self.correction is not None:
+            names[f"{self.prefix}gate.e_score_correction_bias"] = Weight(self.correction)
+        if self.shared is not None:
+            names |= self.shared.stored()
         return names
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        return [self.gate, self.gate_up, self.down]
+        routed = tensors_of(self.gate, self.gate_up, self.down, self.correction)
+        return routed + ([] if self.shared is None else self.shared.tensors())
 
     def prefill_width(self, lanes: int) -> int:
         """Values of each of so many lanes in `PrefillScratch`."""
@@ -140,13 +178,15 @@ class ExpertsWeights:
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
     ) -> Residual:
-        """The block for `row`'s tokens: four kernels, or six.
+        """The block for `row`'s tokens: four kernels, or six; two more for those that are shared.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares.
         """
         _check_one_rank(launch.reduce)
         block, slot = self.block, row.slot
+        # The sum of the chosen experts overwrites what all of these read.
+        shared = None if self.shared is None else self.shared.gate(row, residual, launch)
         logits = linear(
             residual.scaled,
             self.gate,
@@ -157,7 +197,7 @@ class ExpertsWeights:
             plan=launch.plan("router", self.gate),
             launch=launch,
         )
-        routes = route(logits, slot, block.router, pdl=launch.pdl)
+        routes = route(logits, slot, block.router, correction_E=self.correction, pdl=launch.pdl)
         tell_routes(routes, slot)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
@@ -179,7 +219,7 @@ class ExpertsWeights:
             grouping=grouping,
             pdl=launch.pdl,
         )
-        return expert_residual(
+        residual = expert_residual(
             gated,
             self.down,
             slot,
@@ -190,6 +230,9 @@ class ExpertsWeights:
             grouping=grouping,
             pdl=launch.pdl,
         )
+        if self.shared is None or shared is None:
+            return residual
+        return self.shared.add(shared, row, residual, next_norm, launch)
 
     def prefill(
         self, stream: Tensor, next_norm: Tensor, slot: Tensor, scratch: PrefillScratch
@@ -203,7 +246,11 @@ class ExpertsWeights:
         experts, top_k, ffn = block.experts, block.router.top_k, block.ffn_size
         lanes, hidden = h.shape
         tile = chunk_tile(lanes, top_k, experts, hidden, h.dtype)
-        routes = route(_router_logits(h, self.gate), slot, block.router, pdl=pdl)
+        logits = _router_logits(h, self.gate)
+        routes = route(logits, slot, block.router, correction_E=self.correction, pdl=pdl)
+        shared = None
+        if self.shared is not None:
+            shared = self._shared_chunk(slot, scratch)
         grouping = group_pairs(routes.expert, slot, experts=experts, size=tile.lanes, pdl=pdl)
         gated = expert_swiglu(
             h,
@@ -227,7 +274,16 @@ class ExpertsWeights:
             pdl=pdl,
         )
         eps = block.norm_eps
-        add_rms_norm(stream, summed, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
+        for y in (summed,) if shared is None else (summed, shared):
+            add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
+
+    def _shared_chunk(self, slot: Tensor, scratch: PrefillScratch) -> Tensor:
+        """The shared SwiGLU of the normed `scratch.h`, in `scratch` past what the others take."""
+        assert self.shared is not None
+        start, hidden = self.block.routed_width, self.block.hidden_size
+        gated = self.shared.gate_chunk(slot, scratch, after=start + hidden)
+        out = scratch.take(hidden, after=start)
+        return scratch.product(gated, self.shared.down, None, out=out)
 
 
 def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:

@@ -127,6 +127,11 @@ class GroupedQueryAttention:
         return Paged(2, (self.num_kv_heads, self.head_dim))
 
     @property
+    def table_dim(self) -> int:
+        """Values that RoPE's tables are for."""
+        return self.head_dim
+
+    @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
         return self.qkv_size + max(self.q_size, self.hidden_size)

@@ -39,25 +39,33 @@ from graphengine.models.contract import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swiglu:
-    """Sizes and switches of the block; `norm_eps` is of the norm that its input needs."""
+    """Sizes and switches of the block; `norm_eps` is of the norm that its input needs.
+
+    role  what names of its linears begin with
+    """
 
     hidden_size: int
     ffn_size: int
     norm_eps: float
     bias: bool = False
+    role: str = ""
 
     @property
     def linears(self) -> Linears:
         """In the order of a step."""
         return {
-            "gate_up": Linear("swiglu", 2 * self.ffn_size, self.hidden_size, shard="rows"),
-            "down": Linear("residual", self.hidden_size, self.ffn_size, shard="columns"),
+            f"{self.role}gate_up": Linear(
+                "swiglu", 2 * self.ffn_size, self.hidden_size, shard="rows"
+            ),
+            f"{self.role}down": Linear(
+                "residual", self.hidden_size, self.ffn_size, shard="columns"
+            ),
         }
 
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has."""
-        return {"gate_up": "gate_proj", "down": "down_proj"}
+        return {f"{self.role}gate_up": "gate_proj", f"{self.role}down": "down_proj"}
 
     def prefill_width(self, *, fused: bool = False) -> int:
         """Values of a lane in `PrefillScratch`."""
@@ -75,7 +83,7 @@ class Swiglu:
             return torch.empty(shape, device=device, dtype=dtype)
 
         def weight(name: str, rows: int, columns: int, swiglu: bool = False) -> AnyWeight:
-            first = prefix + self.first_linears[name]
+            first = prefix + self.first_linears[self.role + name]
             shape = (rows, columns)
             return new_weight(forms, first, shape, swiglu=swiglu, device=device, dtype=dtype)
 
@@ -147,7 +155,12 @@ class SwigluWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares.
         """
-        gated = linear(
+        gated = self.gate(row, residual, launch)
+        return self.add(gated, row, residual, next_norm, launch)
+
+    def gate(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
+        """What `add` multiplies by down, of a `residual` that is scaled for the block's norm."""
+        return linear(
             residual.scaled,
             self.gate_up,
             row.slot,
@@ -155,9 +168,19 @@ class SwigluWeights:
             eps=self.block.norm_eps,
             bias=self.gate_up_bias,
             swiglu=True,
-            plan=launch.plan("gate_up", self.gate_up),
+            plan=launch.plan(f"{self.block.role}gate_up", self.gate_up),
             launch=launch,
         )
+
+    def add(
+        self,
+        gated: Tensor,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: Tensor,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """The other half: `residual` plus the block's output, scaled for `next_norm`."""
         return add_product(
             gated,
             self.down,
@@ -165,7 +188,7 @@ class SwigluWeights:
             residual,
             next_norm,
             bias=self.down_bias,
-            plan=launch.plan("down", self.down),
+            plan=launch.plan(f"{self.block.role}down", self.down),
             launch=launch,
         )
 
@@ -176,19 +199,8 @@ class SwigluWeights:
 
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
-        ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
-        if not isinstance(self.gate_up, Tensor):
-            gated = scratch.take(ffn)
-            scratch.product(h, self.gate_up, self.gate_up_bias, out=gated, swiglu=True)
-        elif self.is_fused(len(h)):
-            gated = scratch.take(ffn)
-            linear_swiglu(h, self.gate_up, out=gated, pdl=pdl)
-        else:
-            gate_up = scratch.take(2 * ffn)
-            scratch.product(h, self.gate_up, self.gate_up_bias, out=gate_up)
-            gated = swiglu(gate_up, slot, out=gate_up[:, :ffn], pdl=pdl)
         add_chunk_product(
-            gated,
+            self.gate_chunk(slot, scratch),
             self.down,
             self.down_bias,
             stream,
@@ -196,5 +208,17 @@ class SwigluWeights:
             slot,
             scratch,
             eps=self.block.norm_eps,
-            out=h,
+            out=scratch.h,
         )
+
+    def gate_chunk(self, slot: Tensor, scratch: PrefillScratch, *, after: int = 0) -> Tensor:
+        """Of the normed `scratch.h`, what down multiplies, in `scratch` past so many columns."""
+        ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
+        if not isinstance(self.gate_up, Tensor):
+            gated = scratch.take(ffn, after=after)
+            return scratch.product(h, self.gate_up, self.gate_up_bias, out=gated, swiglu=True)
+        if self.is_fused(len(h)):
+            return linear_swiglu(h, self.gate_up, out=scratch.take(ffn, after=after), pdl=pdl)
+        gate_up = scratch.take(2 * ffn, after=after)
+        scratch.product(h, self.gate_up, self.gate_up_bias, out=gate_up)
+        return swiglu(gate_up, slot, out=gate_up[:, :ffn], pdl=pdl)

@@ -1,0 +1,409 @@
+"""Multi-head latent attention (DeepSeek-V2): a latent and one rotated key a token, for all heads.
+
+Both decode and prefill run the absorbed form, which `kernels/attention/latent.py` describes: six
+kernels and products in decode, eight where queries have a latent of their own.
+
+Letters: N lanes, H hidden, Q heads, R values of a latent, P values of a rotated key, E = R + P,
+C values of a query that are not rotated, V values of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    LATENT_TILE,
+    AnyWeight,
+    DecodeLanes,
+    Launch,
+    PrefillLanes,
+    Residual,
+    RowFamily,
+    check_latent_sizes,
+    head_product,
+    latent_append,
+    latent_attention,
+    latent_attention_arrivals,
+    latent_attention_workspace_bytes,
+    linear,
+    rms_norm,
+)
+from graphengine.models.blocks.gqa import RopeTables
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    add_chunk_product,
+    add_product,
+    new_weight,
+    tensors_of,
+)
+from graphengine.models.contract import (
+    ChunkAttention,
+    DecodeLaunch,
+    Linear,
+    Linears,
+    Paged,
+    Reduce,
+    StoredLinear,
+    Weight,
+    WeightForms,
+)
+
+# Of the norms of latents, whatever the config says of the others.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Sizes of the block.
+
+    kv_rank      values of the latent of keys and values
+    q_rank       values of the latent of queries; None: they have none
+    plain_dim    values of a head's query and key that are not rotated
+    rotated_dim  values of a head's query that are, and of the key that all heads share
+    value_dim    values of a head
+    scale        factor on the scores
+    norm_eps     of the norm that the block's input needs
+    """
+
+    hidden_size: int
+    num_heads: int
+    kv_rank: int
+    q_rank: int | None
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+    scale: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        check_latent_sizes(self.kv_rank, self.rotated_dim)
+
+    @property
+    def entry(self) -> int:
+        """Values of a token in the cache."""
+        return self.kv_rank + self.rotated_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * (self.plain_dim + self.rotated_dim)
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def first_size(self) -> int:
+        """Values that the first product has for queries: their latent, or themselves."""
+        return self.q_size if self.q_rank is None else self.q_rank
+
+    @property
+    def linears(self) -> Linears:
+        """In the order of a step."""
+        rows = self.first_size + self.entry
+        linears = {"q_kv_a": Linear("store", rows, self.hidden_size)}
+        if self.q_rank is not None:
+            linears["q_b"] = Linear("store", self.q_size, self.q_rank)
+        return {**linears, "output": Linear("residual", self.hidden_size, self.value_size)}
+
+    @property
+    def first_linears(self) -> Mapping[str, str]:
+        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        if self.q_rank is None:
+            return {"q_kv_a": "q_proj", "output": "o_proj"}
+        return {"q_kv_a": "q_a_proj", "q_b": "q_b_proj", "output": "o_proj"}
+
+    @property
+    def state(self) -> Paged:
+        """A latent and a rotated key a token."""
+        return Paged(1, (self.entry,))
+
+    @property
+    def table_dim(self) -> int:
+        """Values that RoPE's tables are for."""
+        return self.rotated_dim
+
+    @property
+    def projected_width(self) -> int:
+        """Values of a lane in `PrefillScratch` before its queries are absorbed."""
+        through = 0 if self.q_rank is None else self.q_rank + self.q_size
+        return max(self.first_size + self.entry + through, self.value_size + self.hidden_size)
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch`."""
+        return self.projected_width + self.num_heads * (self.entry + self.kv_rank)
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, for this many decode lanes."""
+        return latent_attention_arrivals(lanes, num_heads=self.num_heads)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+        """Tokens that a program of attention reads at a time."""
+        return LATENT_TILE
+
+    def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
+        """Bytes of partial results, for this many decode lanes."""
+        return latent_attention_workspace_bytes(rows, num_heads=self.num_heads, rank=self.kv_rank)
+
+    def allocate(
+        self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
+    ) -> LatentAttentionWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing.
+
+        prefix  of the block's tensors in the checkpoint
+        """
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        weights = {
+            name: new_weight(
+                forms,
+                prefix + self.first_linears[name],
+                (linear.rows, linear.columns),
+                device=device,
+                dtype=dtype,
+            )
+            for name, linear in self.linears.items()
+        }
+        of_head = self.plain_dim + self.value_dim
+        return LatentAttentionWeights(
+            block=self,
+            prefix=prefix,
+            q_kv_a=weights["q_kv_a"],
+            q_norm=None if self.q_rank is None else new(self.q_rank),
+            q_b=weights.get("q_b"),
+            kv_norm=new(self.kv_rank),
+            kv_b=new(self.num_heads * of_head, self.kv_rank),
+            output=weights["output"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionWeights:
+    """The block's weights; the first products of queries and of latents are one matrix.
+
+    prefix  of the names in the checkpoint, those of Hugging Face's DeepSeek-V2
+    kv_b    `[Q * (C + V), R]`, from a latent to each head's key and value
+    """
+
+    block: LatentAttention
+    prefix: str
+    q_kv_a: AnyWeight
+    q_norm: Tensor | None
+    q_b: AnyWeight | None
+    kv_norm: Tensor
+    kv_b: Tensor
+    output: AnyWeight
+
+    @property
+    def kv_scales(self) -> None:
+        """Latents are in the model's dtype."""
+        return None
+
+    def linears(self) -> list[StoredLinear]:
+        """The block's products, but for those of each head, which are not packed."""
+        block, prefix = self.block, self.prefix
+        first = (prefix + block.first_linears["q_kv_a"], block.first_size)
+        linears = [StoredLinear(self.q_kv_a, (first, (f"{prefix}kv_a_proj_with_mqa", block.entry)))]
+        if self.q_b is not None:
+            linears.append(StoredLinear(self.q_b, ((f"{prefix}q_b_proj", block.q_size),)))
+        output = (f"{prefix}o_proj", block.hidden_size)
+        return [*linears, StoredLinear(self.output, (output,))]
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
+        names = {name: view for each in self.linears() for name, view in each.views().items()}
+        names[f"{self.prefix}kv_a_layernorm.weight"] = Weight(self.kv_norm)
+        names[f"{self.prefix}kv_b_proj.weight"] = Weight(self.kv_b)
+        if self.q_norm is not None:
+            names[f"{self.prefix}q_a_layernorm.weight"] = Weight(self.q_norm)
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        plain = (self.q_norm, self.kv_norm, self.kv_b)
+        return tensors_of(self.q_kv_a, self.q_b, self.output, *plain)
+
+    def _of_heads(self) -> tuple[Tensor, Tensor]:
+        """`[Q, C, R]`, which takes queries to latents, and `[Q, R, V]`, latents to values."""
+        block = self.block
+        whole = self.kv_b.view(block.num_heads, -1, block.kv_rank)
+        to_latents, to_values = torch.split(whole, [block.plain_dim, block.value_dim], dim=1)
+        return to_latents, to_values.transpose(1, 2)
+
+    def decode(
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: Tensor,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """The block for `row`'s tokens: six kernels, or eight.
+
+        `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
+        place but for its squares. `kv`, the layer's cache `[blocks, 1, block_size, E]`, receives
+        each live lane's entry at its position, through `block_table` `[S, B]`.
+        """
+        _check_one_rank(launch.reduce)
+        block, slot, pdl = self.block, row.slot, launch.pdl
+        projected = linear(
+            residual.scaled,
+            self.q_kv_a,
+            slot,
+            squares_TN=residual.squares,
+            eps=block.norm_eps,
+            plan=launch.plan("q_kv_a", self.q_kv_a),
+            launch=launch,
+        )
+        q, latent = torch.split(projected, [block.first_size, block.entry], dim=1)
+        if self.q_norm is not None and self.q_b is not None:
+            q = rms_norm(q, self.q_norm, slot, eps=_EPS, out_dtype=q.dtype, pdl=pdl)
+            q = linear(q, self.q_b, slot, plan=launch.plan("q_b", self.q_b), launch=launch)
+        lanes, heads = len(q), block.num_heads
+        absorbed = q.new_empty(lanes, heads, block.entry)
+        latent_append(
+            q,
+            latent,
+            self.kv_norm,
+            tables.cos,
+            tables.sin,
+            kv,
+            block_table,
+            slot,
+            row.position,
+            num_heads=heads,
+            eps=_EPS,
+            out=absorbed,
+            pdl=pdl,
+        )
+        to_latents, to_values = self._of_heads()
+        plain = q.view(len(q), heads, -1)[:, :, : block.plain_dim]
+        head_product(plain, to_latents, slot, out=absorbed[:, :, : block.kv_rank], pdl=pdl)
+        attended = latent_attention(
+            absorbed,
+            kv,
+            block_table,
+            slot,
+            row.position,
+            rank=block.kv_rank,
+            scale=block.scale,
+            launch=launch,
+        )
+        values = q.new_empty(lanes, heads, block.value_dim)
+        head_product(attended, to_values, slot, out=values, pdl=pdl)
+        return add_product(
+            values.flatten(1),
+            self.output,
+            slot,
+            residual,
+            next_norm,
+            bias=None,
+            plan=launch.plan("output", self.output),
+            launch=launch,
+        )
+
+    def attend(
+        self,
+        lanes: PrefillLanes,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        attention: ChunkAttention,
+        scratch: PrefillScratch,
+    ) -> Tensor:
+        """The first half of the block for a chunk: `[N, Q*V]` attention of the normed `scratch.h`.
+
+        `kv` receives the entries of the live lanes; each lane attends by its own slot and position,
+        not by the chunk's `attention`. The result lies in `scratch`, before what the product of
+        `add_output` writes.
+        """
+        _check_one_rank(scratch.launch.reduce)
+        block, slot, pdl = self.block, lanes.slot, scratch.launch.pdl
+        heads, rank = block.num_heads, block.kv_rank
+        width = block.first_size + block.entry
+        projected = scratch.product(scratch.h, self.q_kv_a, None, out=scratch.take(width))
+        q, latent = torch.split(projected, [block.first_size, block.entry], dim=1)
+        if self.q_norm is not None and self.q_b is not None:
+            normed = scratch.take(block.first_size, after=width)
+            rms_norm(q, self.q_norm, slot, eps=_EPS, out_dtype=q.dtype, out=normed, pdl=pdl)
+            q = scratch.take(block.q_size, after=width + block.first_size)
+            scratch.product(normed, self.q_b, None, out=q)
+        absorbed = scratch.take(heads * block.entry, after=block.projected_width)
+        absorbed = absorbed.view(-1, heads, block.entry)
+        latent_append(
+            q,
+            latent,
+            self.kv_norm,
+            tables.cos,
+            tables.sin,
+            kv,
+            block_table,
+            slot,
+            lanes.position,
+            num_heads=heads,
+            eps=_EPS,
+            out=absorbed,
+            pdl=pdl,
+        )
+        to_latents, to_values = self._of_heads()
+        plain = q.view(len(q), heads, -1)[:, :, : block.plain_dim]
+        _chunk_head_product(plain, to_latents, out=absorbed[:, :, :rank])
+        attended = scratch.take(heads * rank, after=block.projected_width + heads * block.entry)
+        attended = attended.view(-1, heads, rank)
+        latent_attention(
+            absorbed,
+            kv,
+            block_table,
+            slot,
+            lanes.position,
+            rank=rank,
+            scale=block.scale,
+            out=attended,
+            launch=Launch(pdl=pdl),
+        )
+        values = scratch.take(block.value_size)
+        _chunk_head_product(attended, to_values, out=values.view(-1, heads, block.value_dim))
+        return values
+
+    def add_output(
+        self,
+        attended: Tensor,
+        stream: Tensor,
+        next_norm: Tensor,
+        slot: Tensor,
+        scratch: PrefillScratch,
+    ) -> None:
+        """The other half: `stream`, float32, in place, and `scratch.h` of it after `next_norm`.
+
+        `attended` is lost where it lies in `scratch`.
+        """
+        block = self.block
+        add_chunk_product(
+            attended,
+            self.output,
+            None,
+            stream,
+            next_norm,
+            slot,
+            scratch,
+            eps=block.norm_eps,
+            out=scratch.take(block.hidden_size, after=block.value_size),
+        )
+
+
+def _chunk_head_product(x_NQK: Tensor, weight_QKM: Tensor, *, out: Tensor) -> None:
+    """`head_product` of a chunk, by the BLAS, padded lanes too."""
+    torch.bmm(x_NQK.transpose(0, 1), weight_QKM, out=out.transpose(0, 1))
+
+
+def _check_one_rank(reduce: Reduce | None) -> None:
+    if reduce is not None:
+        raise ValueError("latent attention is not split among ranks")

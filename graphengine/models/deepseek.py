@@ -1,0 +1,182 @@
+"""DeepSeek-V2 and V3: latent attention, and experts in all layers but the first.
+
+Where a key is missing, transformers' configs of the two say what it means. They leave out what
+DeepSeek's own code has: `moe_layer_freq` is read as there, and what would change their results and
+is not computed here is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphengine.kernels import MAX_EXPERTS, MAX_LATENT, MAX_ROTATED, RopeConfig, Router
+from graphengine.models import hf_config
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.mla import LatentAttention
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.config_schema import LATENT_KEYS, HfConfig, unsupported
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.llama import decoder_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Version:
+    """What the two differ in: methods of routing, their scores, and values of missing keys."""
+
+    defaults: hf_config.FamilyDefaults
+    methods: tuple[str, ...]
+    scores: str
+    missing: dict[str, Any]
+
+
+_V2 = _Version(
+    defaults=hf_config.FamilyDefaults(max_positions=2048, keys=LATENT_KEYS, latent=True),
+    methods=("greedy", "group_limited_greedy"),
+    scores="softmax",
+    missing={
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+)
+_V3 = _Version(
+    defaults=hf_config.FamilyDefaults(max_positions=4096, keys=LATENT_KEYS, latent=True),
+    methods=("noaux_tc",),
+    scores="sigmoid",
+    missing={
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+)
+
+
+def read_v2(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `DeepseekV2ForCausalLM` checkpoint."""
+    return _read(config, architecture, _V2)
+
+
+def read_v3(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `DeepseekV3ForCausalLM` checkpoint."""
+    return _read(config, architecture, _V3)
+
+
+def _read(config: HfConfig, architecture: str, version: _Version) -> DecoderConfig:
+    # null means something here, which a key alone cannot say.
+    has_no_q_rank = "q_lora_rank" in config and config["q_lora_rank"] is None
+    given = {**config}
+    if has_no_q_rank:
+        del given["q_lora_rank"]
+    settings = hf_config.read_settings(given, version.defaults)
+    for name, value in version.missing.items():
+        if settings[name] is None:
+            settings[name] = value
+    for name, supported in (("attention_bias", False), ("rope_interleave", True)):
+        if settings[name] is not supported:
+            raise unsupported(name, settings[name], str(supported))
+    settings["head_dim"] = settings["qk_rope_head_dim"]
+    model = decoder_config(settings, architecture)
+    q_rank = None if has_no_q_rank else settings["q_lora_rank"]
+    latent = _attention(settings, model, q_rank)
+    return _with_experts(settings, replace(model, latent=latent), version)
+
+
+def _attention(
+    settings: dict[str, Any], model: DecoderConfig, q_rank: int | None
+) -> LatentAttention:
+    plain, rotated = settings["qk_nope_head_dim"], settings["qk_rope_head_dim"]
+    if settings["kv_lora_rank"] > MAX_LATENT:
+        raise unsupported("kv_lora_rank", settings["kv_lora_rank"], f"at most {MAX_LATENT}")
+    if rotated % 2 or rotated > MAX_ROTATED:
+        raise unsupported("qk_rope_head_dim", rotated, f"even, at most {MAX_ROTATED}")
+    return LatentAttention(
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        kv_rank=settings["kv_lora_rank"],
+        q_rank=q_rank,
+        plain_dim=plain,
+        rotated_dim=rotated,
+        value_dim=settings["v_head_dim"],
+        scale=(plain + rotated) ** -0.5 * _scale_of(model.rope),
+        norm_eps=model.norm_eps,
+    )
+
+
+def _scale_of(rope: RopeConfig) -> float:
+    """What scaled RoPE with `mscale_all_dim` does to the scores, besides what its tables have."""
+    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+
+
+def _with_experts(
+    settings: dict[str, Any], model: DecoderConfig, version: _Version
+) -> DecoderConfig:
+    count, first = settings["n_routed_experts"], settings["first_k_dense_replace"]
+    layers = tuple(
+        index for index in range(first, model.num_layers) if index % settings["moe_layer_freq"] == 0
+    )
+    if not count or not layers:
+        return model
+    if count > MAX_EXPERTS:
+        raise unsupported("n_routed_experts", count, f"at most {MAX_EXPERTS}")
+    width, shared = settings["moe_intermediate_size"], settings["n_shared_experts"]
+    router = _router(settings, version)
+    router.check(count)
+    experts = Experts(
+        hidden_size=model.hidden_size,
+        ffn_size=width,
+        experts=count,
+        router=router,
+        norm_eps=model.norm_eps,
+        shared=Swiglu(
+            hidden_size=model.hidden_size,
+            ffn_size=width * shared,
+            norm_eps=model.norm_eps,
+            role="shared_",
+        )
+        if shared
+        else None,
+        corrected=version.scores == "sigmoid",
+    )
+    return replace(model, experts=experts, expert_layers=layers)
+
+
+def _router(settings: dict[str, Any], version: _Version) -> Router:
+    """ValueError for a method that is not this version's."""
+    method = settings["topk_method"] or version.methods[0]
+    if method not in version.methods:
+        raise unsupported("topk_method", method, ", ".join(map(repr, version.methods)))
+    scores = settings["scoring_func"] or version.scores
+    if scores != version.scores:
+        raise unsupported("scoring_func", scores, repr(version.scores))
+    normalised = settings["norm_topk_prob"]
+    if normalised and version.scores == "softmax":
+        # DeepSeek's code divides by the sum instead of scaling, and transformers does not.
+        raise unsupported("norm_topk_prob", normalised, "False")
+    chosen = settings["num_experts_per_tok"]
+    if chosen is None:
+        raise ValueError("config.json lacks 'num_experts_per_tok'")
+    grouped = method != "greedy"
+    return Router(
+        top_k=chosen,
+        scores="sigmoid" if version.scores == "sigmoid" else "softmax",
+        normalised=normalised,
+        scale=settings["routed_scaling_factor"],
+        groups=settings["n_group"] if grouped else 1,
+        top_groups=settings["topk_group"] if grouped else 1,
+        group_best=2 if version.scores == "sigmoid" else 1,
+    )
