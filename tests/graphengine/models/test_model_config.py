@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
@@ -18,6 +26,7 @@ from graphengine.models.config_schema import (
     EXPERT_KEYS,
     HARMLESS,
     KEYS,
+    LATENT_KEYS,
     NEUTRAL,
     ROPE_KEYS,
     unknown_keys,
@@ -59,6 +68,8 @@ ODD: list[Any] = [
 ]  # fmt: skip
 NAMES = sorted({key.name for key in KEYS} | NEUTRAL.keys() | HARMLESS | {"nobody_knows"})
 EXPERT_NAMES = [key.name for key in EXPERT_KEYS]
+LATENT_NAMES = [key.name for key in LATENT_KEYS]
+DEEPSEEK = {"num_experts_per_tok": 2}
 ROPE_NAMES = [key.name for key in ROPE_KEYS] + ["full_attention", "nobody_knows"]
 
 
@@ -79,6 +90,9 @@ def check_read(config: dict[str, Any]) -> None:
     if model.expert_layers:
         assert model.experts is not None and model.num_layers > model.expert_layers[-1]
         model.experts.router.check(model.experts.experts)
+    if model.latent:
+        assert model.attention.linears and math.isfinite(model.latent.scale)
+        assert model.attention.prefill_width > 0
     frequencies, factor = rope_frequencies(model.rope, head_dim=model.head_dim)
     assert frequencies.isfinite().all() and math.isfinite(factor)
     unknown_keys(config)
@@ -91,6 +105,10 @@ def each_odd_config() -> Iterator[dict[str, Any]]:
     for name in EXPERT_NAMES:
         for value in [*ODD, [0], [0, 1, 7], 512, 513]:
             yield small("Qwen3Moe", **{name: value})
+    for name in LATENT_NAMES:
+        for value in [*ODD, "greedy", "group_limited_greedy", "noaux_tc", "sigmoid", 512, 513]:
+            for family in ("DeepseekV2", "DeepseekV3"):
+                yield small(family, **DEEPSEEK | {name: value})
     for kind in ("default", "linear", "llama3", "yarn"):
         for place in ("rope_parameters", "rope_scaling"):
             for name in ROPE_NAMES:
@@ -119,8 +137,12 @@ values = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    family=st.sampled_from(["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo"]),
-    changes=st.dictionaries(st.sampled_from(NAMES + EXPERT_NAMES), values, max_size=3),
+    family=st.sampled_from(
+        ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV2", "DeepseekV3"]
+    ),
+    changes=st.dictionaries(
+        st.sampled_from(NAMES + EXPERT_NAMES + LATENT_NAMES), values, max_size=3
+    ),
 )
 @example(family="Llama", changes={"rope_scaling": YARN | {"factor": None, "beta_slow": 0}})
 def test_any_json_value_is_read_or_refused(family: str, changes: dict[str, Any]) -> None:
@@ -247,6 +269,27 @@ REAL: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
         "use_sliding_window": False,
     },
+    "DeepseekV2-Lite": {
+        "attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 512, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_experts_per_tok": 6, "pretraining_tp": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+            "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+    },
+    "DeepseekV3": {
+        "ep_size": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+    },
 }  # fmt: skip
 
 
@@ -258,7 +301,13 @@ def test_keys_of_real_checkpoints_are_known(name: str) -> None:
     assert unknown_keys(config) == []
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config(), Qwen3MoeConfig()])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(LlamaConfig(), Qwen2Config(), Qwen3Config(), Qwen3MoeConfig()),
+        *(DeepseekV2Config(), DeepseekV3Config()),
+    ],
+)
 def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
     assert unknown_keys(config.to_dict()) == []
     assert unknown_keys(SMALL | {"scale_sinks": 1, "rope_scaling": {"alpha": 2}}) == [
@@ -331,10 +380,12 @@ DEFAULTED = {
         ("Qwen2", Qwen2Config),
         ("Qwen3", Qwen3Config),
         ("Qwen3Moe", Qwen3MoeConfig),
+        ("DeepseekV2", DeepseekV2Config),
+        ("DeepseekV3", DeepseekV3Config),
     ],
 )
 def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> None:
-    config = small(family)
+    config = small(family, **(DEEPSEEK if "Deep" in family else {}))
     del config["max_position_embeddings"]
     if family == "Qwen3":
         assert read_model_config(config).head_dim == theirs.from_dict(config).head_dim == 128
@@ -357,6 +408,86 @@ def test_experts_that_a_config_says_nothing_of_are_transformers_default() -> Non
     assert model.head_dim == 64
 
 
+@pytest.mark.parametrize(
+    ("family", "theirs"), [("DeepseekV2", DeepseekV2Config), ("DeepseekV3", DeepseekV3Config)]
+)
+def test_latents_that_a_config_says_nothing_of_are_transformers_default(
+    family: str, theirs: Any
+) -> None:
+    layers = {"num_hidden_layers": 5}
+    model = read_model_config(small(family, **DEEPSEEK, **layers))
+    oracle = theirs.from_dict(SMALL | DEEPSEEK | layers)
+    assert isinstance(model, DecoderConfig) and model.latent and model.experts
+    latent, experts, router = model.latent, model.experts, model.experts.router
+    assert (latent.kv_rank, latent.q_rank) == (oracle.kv_lora_rank, oracle.q_lora_rank)
+    assert (latent.plain_dim, latent.rotated_dim, latent.value_dim) == (
+        oracle.qk_nope_head_dim,
+        oracle.qk_rope_head_dim,
+        oracle.v_head_dim,
+    )
+    assert model.expert_layers == tuple(range(oracle.first_k_dense_replace, 5))
+    assert experts.shared and experts.shared.ffn_size == (
+        oracle.n_shared_experts * oracle.moe_intermediate_size
+    )
+    assert (experts.experts, experts.ffn_size) == (
+        oracle.n_routed_experts,
+        oracle.moe_intermediate_size,
+    )
+    assert (router.groups, router.top_groups) == (oracle.n_group or 1, oracle.topk_group or 1)
+    assert router.scale == oracle.routed_scaling_factor
+    assert router.normalised == oracle.norm_topk_prob
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("DeepseekV2", {"num_experts_per_tok": None}, "config.json lacks 'num_experts_per_tok'"),
+        ("DeepseekV2", {"topk_method": "noaux_tc"}, "'greedy', 'group_limited_greedy'"),
+        ("DeepseekV2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': .*'softmax'"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob=True: supported: False"),
+        ("DeepseekV2", {"attention_bias": True}, "attention_bias=True: supported: False"),
+        ("DeepseekV2", {"kv_lora_rank": 513}, "kv_lora_rank=513: supported: at most 512"),
+        ("DeepseekV2", {"q_lora_rank": 0}, "q_lora_rank=0: must be an integer"),
+        ("DeepseekV2", {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63: supported: even, at most"),
+        ("DeepseekV2", {"n_routed_experts": 513}, "n_routed_experts=513: supported: at most 512"),
+        ("DeepseekV3", {"topk_method": "greedy"}, "topk_method='greedy': supported: 'noaux_tc'"),
+        ("DeepseekV3", {"rope_interleave": False}, "rope_interleave=False: supported: True"),
+        ("DeepseekV3", {"n_group": 7}, "256 experts in 7 groups"),
+        ("DeepseekV3", {"num_experts_per_tok": 129}, "top_k=129 of 128 experts"),
+        ("Qwen3", {"kv_lora_rank": 512}, "kv_lora_rank=512: supported: null or 0"),
+    ],
+)
+def test_latents_and_routes_that_are_not_supported(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    refused(message, small(family, **({"num_hidden_layers": 4} | DEEPSEEK | changes)))
+
+
+def test_layers_with_experts_are_as_deepseek_counts_them() -> None:
+    def layers(**changes: Any) -> tuple[int, ...]:
+        model = read_model_config(small("DeepseekV3", num_hidden_layers=7, **changes))
+        assert isinstance(model, DecoderConfig)
+        return model.expert_layers
+
+    assert layers(first_k_dense_replace=2, moe_layer_freq=2) == (2, 4, 6)
+    assert layers(first_k_dense_replace=1, moe_layer_freq=3) == (3, 6)
+    assert layers(first_k_dense_replace=7) == layers(n_routed_experts=0) == ()
+
+
+def test_scores_are_scaled_as_yarn_wants_them() -> None:
+    yarn = YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}
+    for family, theirs in (("DeepseekV2", DeepseekV2Config), ("DeepseekV3", DeepseekV3Config)):
+        for rope in (yarn, YARN, YARN | {"factor": 0.5, "mscale_all_dim": 1.0}):
+            config = small(family, **DEEPSEEK, rope_scaling=rope)
+            model = read_model_config(config)
+            assert isinstance(model, DecoderConfig) and model.latent
+            oracle = theirs.from_dict({**config, "rope_scaling": dict(rope)})
+            module = import_module(f"transformers.models.{oracle.model_type}")
+            modeling = getattr(module, f"modeling_{oracle.model_type}")
+            attention = getattr(modeling, f"{family}Attention")(oracle, 0)
+            assert model.latent.scale == pytest.approx(attention.scaling, rel=1e-12)
+
+
 def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
     """transformers ignores the key: the architecture has biases on q, k and v."""
     for told in (True, False, None):
@@ -365,9 +496,9 @@ def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
 
 
 @pytest.mark.parametrize("architectures", [None, [], "missing", ["base"]])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV3"])
 def test_the_model_type_says_what_architectures_do_not(family: str, architectures: Any) -> None:
-    model_type = {"Qwen3Moe": "qwen3_moe"}.get(family, family.lower())
+    model_type = {"Qwen3Moe": "qwen3_moe", "DeepseekV3": "deepseek_v3"}.get(family, family.lower())
     config = small(family, model_type=model_type, architectures=architectures)
     if architectures == "missing":
         del config["architectures"]
@@ -377,8 +508,8 @@ def test_the_model_type_says_what_architectures_do_not(family: str, architecture
 
 
 def test_neither_architecture_nor_model_type_lists_the_known() -> None:
-    refused("has no architectures, and model_type=None; known: Llama", small(architectures=None))
-    refused("model_type='gpt2'; known: Llama", small(architectures=[], model_type="gpt2"))
+    refused("has no architectures, and model_type=None; known: Deepseek", small(architectures=None))
+    refused("model_type='gpt2'; known: Deepseek", small(architectures=[], model_type="gpt2"))
     refused(
         "'LlamaForTokenClassification'; known", small(architectures=["LlamaForTokenClassification"])
     )

@@ -27,6 +27,7 @@ ROUTERS = {
     "deepseek-v3": Router(
         top_k=4, scores="sigmoid", normalised=True, scale=2.5, groups=4, top_groups=2
     ),
+    "deepseek-v2": Router(top_k=4, scale=1.7, groups=4, top_groups=2, group_best=1),
     "gpt-oss": Router(top_k=4, scores="softmax_of_chosen"),
 }
 
@@ -78,6 +79,7 @@ def test_matches_reference(
     experts = min(groups * size, 512 // groups * groups)
     top_groups = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, min(10, top_groups * (experts // groups))))
+    group_best = data.draw(st.sampled_from([1, 2]))
     router = Router(
         top_k=top_k,
         scores=scores,
@@ -85,6 +87,7 @@ def test_matches_reference(
         scale=scale,
         groups=groups,
         top_groups=top_groups,
+        group_best=group_best,
     )
     padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     logits = random_logits(lanes, experts, seed, device, ties=ties)
@@ -178,6 +181,21 @@ def transformers_router(name, router, bias):
         )
         made = module.DeepseekV3TopkRouter(config)
         made.e_score_correction_bias.copy_(bias)
+    elif name == "deepseek-v2":
+        from transformers.models.deepseek_v2 import modeling_deepseek_v2 as module
+
+        config = module.DeepseekV2Config(
+            hidden_size=32,
+            n_routed_experts=24,
+            num_experts_per_tok=router.top_k,
+            n_group=router.groups,
+            topk_group=router.top_groups,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=router.scale,
+        )
+        made = module.DeepseekV2TopkRouter(config)
+        made.hidden_dim = 24
+        made.weight = torch.nn.Parameter(torch.empty(24, 24))
     elif name == "gpt-oss":
         from transformers.models.gpt_oss import modeling_gpt_oss as module
 
@@ -243,6 +261,7 @@ def test_strided_logits(device):
         (Router(top_k=1, groups=3), torch.zeros(2, 8), None, "8 experts in 3 groups"),
         (Router(top_k=1, groups=2, top_groups=3), torch.zeros(2, 8), None, "of which 3 are taken"),
         (Router(top_k=5, groups=2), torch.zeros(2, 8), None, "top_k=5 of 4 experts"),
+        (Router(top_k=1, group_best=3), torch.zeros(2, 8), None, "group_best=3 is neither"),
         (Router(top_k=1, groups=8), torch.zeros(2, 8), None, "8 of 8 have 1"),
         (Router(top_k=1), torch.zeros(2, 8).half(), None, "float32 with dense rows, not torch.flo"),
         (Router(top_k=1), torch.zeros(3, 8), None, r"\[3\], not \(2,\)"),
