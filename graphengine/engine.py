@@ -292,7 +292,10 @@ class Engine:
 
     @property
     def cache(self) -> torch.Tensor:
-        """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`."""
+        """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
+
+        Of a model with latents `[layers, blocks, 1, block_size, values]`.
+        """
         return self.runtime.caches[0][0]
 
     @property
