@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,16 @@ from graphengine.kernels.attention.latent_reference import (
     latent_append_reference,
     latent_attention_reference,
 )
+from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import ALONE, Launch
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from launches.compilation import (
+    RecordedLaunch,
+    assert_waits_before_it_shows,
+    compile_kernel,
+    global_loads,
+    record_launch,
+)
 
 SENTINEL = -555.0
 HUGE = 2**31 - 1
@@ -386,3 +395,66 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     }
     with pytest.raises(ValueError, match=message):
         latent_attention(torch.zeros(2, 5, 64), **(arguments | change))
+
+
+# What is compiled for a GPU.
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def indices(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def launches() -> dict[str, RecordedLaunch]:
+    """Those of DeepSeek-V2-Lite's decode step, and attention of V3's many heads."""
+    lanes, rank, entry = 4, 512, 576
+    at = (indices(4, 8), indices(lanes), indices(lanes))
+    kv, pdl = meta(9, 1, 16, entry), {"pdl": True}
+    tables = [meta(99, 32, dtype=torch.float32)] * 2
+    product = importlib.import_module("graphengine.kernels.attention.head_product")
+    modules = {"latent": attention, "product": product}
+
+    def attend(heads: int, split: bool) -> torch.Tensor:
+        arrivals = indices(latent_attention_arrivals(lanes, num_heads=heads)) if split else None
+        launch = Launch(arrivals=arrivals, pdl=True)
+        q = meta(lanes, heads, entry)
+        return latent_attention(q, kv, *at, rank=rank, scale=0.1, launch=launch)
+
+    def append() -> None:
+        out = meta(lanes, 16, entry)
+        product = meta(lanes, 16 * 192 + entry)
+        q, latent = product.split([16 * 192, entry], dim=1)
+        norm = meta(rank)
+        latent_append(q, latent, norm, *tables, kv, *at, num_heads=16, eps=EPS, out=out, **pdl)
+
+    def multiply(weight: torch.Tensor) -> None:
+        heads, columns, outputs = weight.shape
+        x, out = meta(lanes, heads, columns), meta(lanes, heads, outputs)
+        head_product(x, weight, at[1], out=out, **pdl)
+
+    calls: dict[str, tuple[str, Callable[[], Any]]] = {
+        "append": ("latent", append),
+        "attend in splits": ("latent", lambda: attend(16, True)),
+        "attend with 128 heads": ("latent", lambda: attend(128, False)),
+        "to latents": ("product", lambda: multiply(meta(16, 128, rank))),
+        "to values": ("product", lambda: multiply(meta(16, 128, rank).transpose(1, 2))),
+    }
+    return {name: record_launch(modules[module], call) for name, (module, call) in calls.items()}
+
+
+@compiles
+def test_kernels_wait_before_they_load_or_show_anything() -> None:
+    for name, launch in launches().items():
+        compiled, names = compile_kernel(launch)
+        ptx = compiled.asm["ptx"]
+        assert_waits_before_it_shows(ptx)
+        early = [load for load in global_loads(ptx, names) if not load.after_wait]
+        assert not early, f"{name}: {early}"
+        # Two programs to an SM, but for the tiles of many heads.
+        limit = 227 if "128" in name else 113
+        assert compiled.metadata.shared <= limit * 1024, name
