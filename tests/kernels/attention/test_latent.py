@@ -179,29 +179,28 @@ def test_a_lane_knows_of_no_other(
         positions = list(case.positions)
         kv = case.cache()
         slots = list(range(len(positions)))
-
-        def launch(lanes: int, case: Case = case) -> Launch:
-            return counters(case, lanes) if split else ALONE
+        launch = counters(case, 12) if split else ALONE
 
         together = case.attend(
             latent_attention, kv, [-1, *slots, -1, *slots], [HUGE, *positions, -7, *positions],
-            launch(12),
+            launch,
         )  # fmt: skip
         # Entries of tokens that come later do not show.
         ahead = Case(tuple(p + 3 for p in positions), dtype=dtype, device=device, block_size=32)
         assert bool((together[1:6] == together[7:]).all())
         for slot, position in enumerate(positions):
-            alone = case.attend(latent_attention, kv, [slot], [position], launch(1))
+            alone = case.attend(latent_attention, kv, [slot], [position], launch)
             assert torch.equal(alone[0], together[1 + slot]), f"{slot=} {dtype=}"
         row_slots, row_at = [4, 4, 4], [70, 71, 72]
         full = ahead.cache()
-        row = ahead.attend(latent_attention, full, row_slots, row_at, launch(3))
+        row = ahead.attend(latent_attention, full, row_slots, row_at, launch)
         for index, position in enumerate(row_at):
             before = full.clone()
             for token in range(position + 1, 74):
                 before[ahead.table[4, token // 32], 0, token % 32] = math.nan
-            one = ahead.attend(latent_attention, before, [4], [position], launch(1))
+            one = ahead.attend(latent_attention, before, [4], [position], launch)
             assert torch.equal(one[0], row[index]), f"{position=} {dtype=}"
+        assert launch.arrivals is None or not launch.arrivals.any()
 
 
 def test_positions_that_no_table_has_are_nan(device: str) -> None:

@@ -107,6 +107,15 @@ def test_matches_reference(
 
 
 @pytest.mark.parametrize("function", [route, route_reference])
+def test_a_group_is_as_good_as_its_best_or_as_its_best_two(device, function):
+    logits = torch.tensor([[1.0, -4.0, 0.8, 0.7, -3.0, -3.0]], device=device)
+    for group_best, chosen in ((1, [0, 1]), (2, [2, 3])):
+        router = Router(top_k=2, scores="sigmoid", groups=3, group_best=group_best)
+        routes = run(function, logits, live_slots(1, device=device), router)
+        assert routes.expert.tolist() == [chosen]
+
+
+@pytest.mark.parametrize("function", [route, route_reference])
 def test_equal_scores_go_to_the_lower_ids(device, function):
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, -0.0, 0.0]], device=device)
     routes = run(function, logits, live_slots(1, device=device), Router(top_k=6))
