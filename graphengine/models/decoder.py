@@ -353,7 +353,9 @@ def allocate_layer(
     index; `device="meta"` allocates nothing.
     """
     forms = config.forms
-    attention = replace(config.attention, window=window)
+    attention = config.attention
+    if isinstance(attention, GroupedQueryAttention):
+        attention = replace(attention, window=window)
     input_norm, ffn_norm = (
         torch.empty(config.hidden_size, device=device, dtype=dtype) for _ in range(2)
     )
