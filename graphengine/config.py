@@ -262,6 +262,12 @@ class EngineConfig:
         "processed_logprobs", those after penalties, bias and bans (but, unlike vLLM's, before
         min_tokens, temperature and filters)""",
     )
+    record_routing: bool = option(
+        False,
+        doc="""whether each `Result` has `routing`, the experts that every token took, and a request
+        may replay such a record with its own `routing`: for a model with experts. Of prompts the
+        last layer is then computed for all tokens""",
+    )
     pdl: bool = option(True, doc="programmatic dependent launch between the kernels of a GPU")
     row_family: RowFamily | None = option(
         None,

@@ -156,6 +156,12 @@ class EngineOptions(TypedDict, total=False):
     filters)
     """
 
+    record_routing: bool
+    """whether each `Result` has `routing`, the experts that every token took, and a request may
+    replay such a record with its own `routing`: for a model with experts. Of prompts the last
+    layer is then computed for all tokens
+    """
+
     pdl: bool
     """programmatic dependent launch between the kernels of a GPU"""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from numpy.typing import ArrayLike
 
 from graphengine.checks import INT32_MAX, is_int
 from graphengine.kernels import MAX_LOGPROBS, USES_COUNTS, USES_REPETITION
@@ -37,6 +38,7 @@ from graphengine.options import (
     rows,
     within,
 )
+from graphengine.requests.routes import RoutingRecord
 from graphengine.structured_outputs import StructuredOutputsParams
 
 FLOAT32_MAX = 3.4028234e38
@@ -230,6 +232,16 @@ class SamplingParams:
         sequences, `min_tokens` and `ignore_eos` are refused at submit""",
     )
 
+    routing: RoutingRecord | ArrayLike | None = option(
+        None,
+        doc="""expert ids [tokens, layers with experts, experts of a token], such as the `routing`
+        of a `Result`: from the prompt's first token on, tokens take these experts in place of the
+        router's choice, with the router's own scores as weights; tokens past the record, and those
+        whose ids are all -1, are routed as usual; for an engine opened with `record_routing`; it
+        begins with no KV of other requests; None: the router chooses""",
+        hashed=False,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -253,6 +265,8 @@ class SamplingParams:
                 "stop_token_sequences", self.stop_token_sequences
             ),
         }
+        if self.routing is not None:
+            frozen["routing"] = RoutingRecord(self.routing)
         if self.allowed_token_ids is not None:
             frozen["allowed_token_ids"] = frozen_ids("allowed_token_ids", self.allowed_token_ids)
         for name, value in frozen.items():
@@ -264,6 +278,12 @@ class SamplingParams:
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise ValueError(f"{name}={value!r} must be {meaning}")
         object.__setattr__(self, name, tuple(value))
+
+    @property
+    def routing_record(self) -> RoutingRecord | None:
+        """`routing`, as it was kept."""
+        assert self.routing is None or isinstance(self.routing, RoutingRecord), f"{self.routing=}"
+        return self.routing
 
     @property
     def filtered(self) -> bool:

@@ -97,6 +97,7 @@ from graphengine.kernels.experts.plans import (
     expert_plan,
     groups_pairs,
 )
+from graphengine.kernels.experts.records import given_routes, publish_routes, route_items
 from graphengine.kernels.experts.router import (
     MAX_EXPERTS,
     Router,
@@ -362,6 +363,7 @@ __all__ = [
     "gather_and_embed",
     "gather_and_embed_reference",
     "gather_prefill",
+    "given_routes",
     "group_pairs",
     "groups_pairs",
     "hand_over",
@@ -415,6 +417,7 @@ __all__ = [
     "publish",
     "publish_logprobs",
     "publish_logprobs_reference",
+    "publish_routes",
     "quantise_lanes",
     "quantise_lanes_reference",
     "rank_logits",
@@ -432,6 +435,7 @@ __all__ = [
     "rope_append_reference",
     "rope_tables",
     "route",
+    "route_items",
     "route_reference",
     "row_family",
     "sample",

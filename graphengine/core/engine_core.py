@@ -106,6 +106,7 @@ class EngineCore:
             vocabulary=runtime.model.lm_head.shape[0],
             eos_ids=eos_ids,
             prompts_only=drafter.needs.prompts_only,
+            routed=runtime.model.weights.routed,
             cancelled=self.delivery.cancelled,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
@@ -217,6 +218,8 @@ class EngineCore:
             self.recorder.loading()
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
+        if plan.slots_changed and self.runtime.routing is not None:
+            updates |= self.runtime.routing.table.updates(self.scheduler.slots)
         if plan.masks_changed:
             # Before the host's drafts are used up.
             updates |= self.runtime.masks.updates(plan, self.scheduler.slots)
@@ -302,6 +305,8 @@ class EngineCore:
                     logprobs = runtime.wait_logprobs(replay, record, left)
                     if logprobs is None:
                         return
+                if runtime.wait_routes(replay, record, left) is None:
+                    return
                 records.append((replay, record, logprobs))
         except Exception as error:
             self._break(error)

@@ -9,6 +9,7 @@ from typing import TypedDict, Unpack
 from graphengine.checks import check_callable, is_finite, is_int, is_number
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
+from graphengine.models.contract import RoutedExperts
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
 from graphengine.requests.caller_drafts import CallerDrafts
@@ -20,6 +21,7 @@ from graphengine.requests.processing import (
     single_stop_ids,
 )
 from graphengine.requests.request import Event, Request
+from graphengine.requests.routes import Ids, RecordedRoutes
 from graphengine.requests.stops import Stops
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
@@ -45,6 +47,7 @@ class Intake:
     vocabulary    ids that can be sampled, the first of the `vocab_size` of the model
     eos_ids       tokens that end every request, unless it ignores them
     prompts_only  a request has one new token
+    routed        the model's experts; None without
     cancelled     where requests put themselves that their owners end
 
     `tokenizer` may be taken away: requests made from then on have no text.
@@ -60,6 +63,7 @@ class Intake:
         vocabulary: int,
         eos_ids: tuple[int, ...],
         prompts_only: bool,
+        routed: RoutedExperts | None = None,
         cancelled: list[Request],
     ) -> None:
         self.tokenizer = tokenizer
@@ -71,6 +75,9 @@ class Intake:
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._prompts_only = prompts_only
+        self._routed = routed
+        self._recorded = memory.routed
+        self._block_size = memory.block_size
         self._cancelled = cancelled
         self._seeds = random.Random(config.seed)
         self._grammars = Grammars(
@@ -163,6 +170,7 @@ class Intake:
                 )
             assert processing is not None
             guide = self._grammars.guide(params, self.tokenizer, processing.mask)
+        given_routes = self._given_routes(params)
         room = 1 if self._prompts_only else self._max_seq_len - len(ids)
         self.made += 1
         return Request(
@@ -190,8 +198,29 @@ class Intake:
                 deadline=None if deadline_s is None else submitted + float(deadline_s),
                 stream=self._stream(params),
                 guide=guide,
+                given_routes=None if given_routes is None else given_routes[: self._max_seq_len],
+                routes=self._new_routes(),
             ),
         )
+
+    def _given_routes(self, params: SamplingParams) -> Ids | None:
+        """The ids of the experts that a request's tokens take; ValueError if they cannot."""
+        record, routed = params.routing_record, self._routed
+        if record is None:
+            return None
+        if routed is None:
+            raise ValueError("routing is for a model with experts: this one has none")
+        record.check(routed.layers, routed.experts, routed.chosen)
+        if self._recorded is None:
+            raise ValueError("routing is for an engine that is opened with record_routing=True")
+        return record.ids
+
+    def _new_routes(self) -> RecordedRoutes | None:
+        """What keeps the experts of a request's tokens, if anything does."""
+        recorded = self._recorded
+        if recorded is None:
+            return None
+        return RecordedRoutes(self._block_size, recorded.layers, recorded.chosen)
 
     def draft(
         self,

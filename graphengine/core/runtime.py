@@ -62,6 +62,7 @@ class Runtime:
     mailbox       tokens and flags of each replay; `logprobs` has the log-probabilities that
                   requests asked for
     masks         the host's side of the masks for grammars and allowed ids
+    routing       records of experts, of tokens and for them; None without
     program       the captured steps
     plans         the plan of each linear; `plan_sources` says where each came from
     graphs        graphs by key; `replaced` puts others in their places
@@ -85,7 +86,7 @@ class Runtime:
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
-        self.masks = held.masks
+        self.masks, self.routing = held.masks, held.routing
         self.caches, self.program = held.caches, held.program
         self.stream = held.stream
         self.launched = 0
@@ -151,6 +152,8 @@ class Runtime:
         self.synchronize()
         self.mailbox.clear()
         self.logprobs.clear()
+        if self.routing is not None:
+            self.routing.clear()
 
     # Calls of a step.
 
@@ -200,6 +203,22 @@ class Runtime:
             mode=self._mode,
             limit=self._limit,
             stream=self.stream,
+        )
+
+    def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
+        """True once the requests of a replay that published `record` have their tokens' experts."""
+        if self.routing is None:
+            return True
+        return (
+            self.routing.wait(
+                replay,
+                record,
+                timeout=timeout,
+                mode=self._mode,
+                limit=self._limit,
+                stream=self.stream,
+            )
+            or None
         )
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
@@ -261,7 +280,7 @@ class Runtime:
             graph.close()
         self.buffers.close()
         del self.graphs, self.captured, self.program, self.model, self.caches
-        del self.masks, self.mailbox, self.logprobs, self.buffers
+        del self.masks, self.mailbox, self.logprobs, self.routing, self.buffers
 
 
 def _bits(cache: Tensor) -> Tensor:

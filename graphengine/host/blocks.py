@@ -22,6 +22,16 @@ from collections.abc import Callable, Sequence
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
+from graphengine.requests.routes import Ids
+
+
+def _needs_every_token(request: Request) -> bool:
+    """Whether its prompt is to be prefilled as a whole.
+
+    The log-probabilities of a prompt need the logits after each of its tokens, and other experts
+    than the router's lead to other KV.
+    """
+    return request.params.prompt_logprobs is not None or request.job.given_routes is not None
 
 
 class BlockPool:
@@ -32,6 +42,7 @@ class BlockPool:
     unwanted  the idle blocks that only the index keeps, longest idle first
     evict     called with a number of idle blocks that it must make vacant
     max_idle  more idle blocks than this are evicted at once; None: as many as there are
+    routes    of kept blocks, the page with the experts of their tokens, where these are recorded
     """
 
     def __init__(self, count: int, *, first: int = 0, max_idle: int | None = None) -> None:
@@ -42,6 +53,7 @@ class BlockPool:
         # Unlike a dict, it finds its first item quickly after many items before it were deleted.
         self.unwanted: OrderedDict[int, None] = OrderedDict()
         self.evict: Callable[[int], None] | None = None
+        self.routes: dict[int, Ids] = {}
         self._vacant = list(range(first + count - 1, first - 1, -1))
         self._users = [0] * (first + count)
         self._keepers = [0] * (first + count)
@@ -70,6 +82,7 @@ class BlockPool:
         blocks = [self._vacant.pop() for _ in range(count)]
         for block in blocks:
             self._users[block] = 1
+            self.routes.pop(block, None)
         return blocks
 
     def use(self, blocks: Sequence[int]) -> None:
@@ -174,7 +187,7 @@ class Reuse:
         prompt.
         """
         found, context = self.find(request), request.job.context
-        if context is not None and request.params.prompt_logprobs is None:
+        if context is not None and not _needs_every_token(request):
             own = context.blocks[: self._most(request.job)]
             if own and len(own) >= len(found):
                 return own, True
@@ -182,8 +195,7 @@ class Reuse:
 
     def find(self, request: Request) -> list[int]:
         """Blocks in the index for the request's first tokens, all but one of them at most."""
-        # The log-probabilities of a prompt need the logits after each of its tokens.
-        if not self.prefixes or request.params.prompt_logprobs is not None:
+        if not self.prefixes or _needs_every_token(request):
             return []
         found = []
         for key in self._keys(request)[: self._most(request.job)]:
@@ -199,11 +211,28 @@ class Reuse:
         # What it writes after a reply's blocks is not a prefill of its tokens alone.
         request.job.placed.indexed = request.job.prompt_len
 
+    def share_routes(self, request: Request) -> None:
+        """The request has just been given these blocks to begin with: it has their records, too."""
+        routes = request.job.routes
+        if routes is not None:
+            kept = request.job.placed.blocks[: request.cached_tokens // self._block_size]
+            routes.share([self._pool.routes.get(block) for block in kept])
+
+    def _keep_routes(self, request: Request, first: int, last: int) -> None:
+        """What is recorded for blocks `first .. last - 1` of the request stays with them."""
+        routes = request.job.routes
+        if routes is not None:
+            pages = routes.pages_until(last)[first:]
+            self._pool.routes |= zip(request.job.placed.blocks[first:last], pages, strict=True)
+
     def begun(self, request: Request) -> None:
         """The request is about to be prefilled, with the blocks the index has of its prompt."""
         cached = request.cached_tokens
         request.job.placed.indexed = cached // self._block_size
-        if request.params.prompt_logprobs is None:
+        if request.job.given_routes is not None:
+            # Others would not find what the router itself leads to.
+            request.job.placed.indexed = request.job.prompt_len
+        if not _needs_every_token(request):
             self._counters["prefix/queries"] += 1
             self._counters["prefix/queried_tokens"] += request.job.prompt_len
             self._counters["prefix/hits"] += cached > 0
@@ -221,6 +250,7 @@ class Reuse:
             if key not in self._block_of:
                 self._block_of[key], self._key_of[block] = block, key
                 self._pool.keep([block])
+                self._keep_routes(request, index, index + 1)
         placement.indexed = done
 
     def ended(self, request: Request) -> None:
@@ -241,6 +271,7 @@ class Reuse:
         # The last sampled token has no KV.
         count = self.whole_blocks(known - 1 + min(1, self._tokens_after))
         if len(blocks) >= count > len(context.blocks):
+            self._keep_routes(request, 0, count)
             self.give(context, blocks[:count])
 
     # Contexts of sessions.

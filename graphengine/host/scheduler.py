@@ -448,6 +448,7 @@ class Scheduler:
                 noted=0 if self._is_noted(job) else cached,
             )
             request.cached_tokens = cached
+            self.reuse.share_routes(request)
             if own:
                 self.reuse.took(request)
             request.phase = Phase.PREFILL
@@ -504,6 +505,7 @@ class Scheduler:
             if not self._is_noted(request.job):
                 placement.noted = cached
             placement.prefilled = request.cached_tokens = cached
+            self.reuse.share_routes(request)
             self._changes.tables = True
         self.reuse.begun(request)
 

@@ -43,6 +43,7 @@ from graphengine.kernels import (
     packed_plan,
     residual_groups,
 )
+from graphengine.models.routing import StepRoutes
 
 Destinations = dict[str, Tensor]
 """Names of a checkpoint's tensors -> the views that are to hold them."""
@@ -323,7 +324,8 @@ class StoredLinear(NamedTuple):
 class RoutedExperts(NamedTuple):
     """The experts of a model, of which a token meets a few in each of their layers.
 
-    layers      that have experts
+    layers      that have experts; each step runs them in their order, and routes in each once. The
+                last one may follow in `prefill_logits` for the chunk's last lane
     experts     of a layer; `chosen` of them are a token's
     parameters  values of the weights of one
     """
@@ -414,10 +416,12 @@ class PrefillLaunch(Launch):
 
     reduce       where its ranks meet; None: there is one
     activations  what inputs of linears are rounded to that take it; None: nothing
+    routes       what keeps, and may give, the experts of each lane; None: nothing does
     """
 
     reduce: Reduce | None = None
     activations: ActivationKind | None = None
+    routes: StepRoutes | None = None
 
 
 ONE_RANK = PrefillLaunch()
@@ -431,7 +435,8 @@ class DecodeLaunch(Launch):
     `split_tokens` is attention's. Each `tokens_per_row` lanes are tokens of one slot, at
     consecutive positions. `reduce` is where the ranks' parts of a product meet before it is added
     to the residual stream; with None there is one rank, and product and sum are one kernel.
-    `activations` are those of prefill: in decode they stay as they are.
+    `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
+    those of a chunk have their own.
     """
 
     plans: LinearPlans
@@ -439,6 +444,7 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     reduce: Reduce | None = None
     activations: ActivationKind | None = None
+    routes: StepRoutes | None = None
 
     def plan(self, name: str, weight: AnyWeight) -> LinearPlan:
         """Of the linear of this name, where its weight is stored so."""

@@ -1,4 +1,7 @@
-"""Who is told which experts a decode step takes."""
+"""Which experts a step's lanes take: who is told, what keeps them, and what gives them.
+
+Letters: N lanes, L layers with experts, E experts, k chosen of a lane.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
-from graphengine.kernels import Routes
+from graphengine.kernels import Router, Routes, route
 
 Observer = Callable[[Routes, Tensor], None]
 """Gets the routes of the lanes of a layer, and their slots `[N]`, -1 for a padded lane."""
@@ -34,3 +38,61 @@ def tell_routes(routes: Routes, slot_N: Tensor) -> None:
     observer = _observer.get()
     if observer is not None:
         observer(routes, slot_N)
+
+
+class StepRoutes:
+    """The experts of all layers of one step, layer after layer, as they are launched.
+
+    expert  int32 [L, N, k], which the layers write; padded lanes hold anything
+    given   int32 [L, N, k]: ids in place of the router's choice; -1 where there is none
+    """
+
+    def __init__(self, given: Tensor) -> None:
+        self.given = given
+        self.expert = torch.empty_like(given)
+        self._layer = 0
+
+    def route(
+        self,
+        logits_NE: Tensor,
+        slot_N: Tensor,
+        router: Router,
+        *,
+        correction_E: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Routes:
+        """What `kernels.route` does, for the next layer."""
+        layer, self._layer = self._layer, self._layer + 1
+        assert layer < len(self.given), f"{layer=} of {len(self.given)} layers with experts"
+        return route(
+            logits_NE,
+            slot_N,
+            router,
+            correction_E=correction_E,
+            given_Nk=self.given[layer],
+            expert_Nk=self.expert[layer],
+            pdl=pdl,
+        )
+
+    def of_last_layer(self, lane_1: Tensor) -> StepRoutes:
+        """For the last layer with experts, which is run again for one lane, int32 [1]."""
+        return StepRoutes(self.given[-1:].index_select(1, lane_1))
+
+    def replace_last_layer(self, routes: StepRoutes, lane_1: Tensor) -> None:
+        """Take over what `of_last_layer` has come to, if its layer was run at all."""
+        if routes._layer:
+            self.expert[-1].index_copy_(0, lane_1.long(), routes.expert[0])
+
+
+def routed(
+    routes: StepRoutes | None,
+    logits_NE: Tensor,
+    slot_N: Tensor,
+    router: Router,
+    *,
+    correction_E: Tensor | None = None,
+    pdl: bool = False,
+) -> Routes:
+    """`route` for a layer of a step that keeps its routes, or of one that does not."""
+    choose = route if routes is None else routes.route
+    return choose(logits_NE, slot_N, router, correction_E=correction_E, pdl=pdl)

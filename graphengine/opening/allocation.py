@@ -16,6 +16,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
 from graphengine.host.masks import MaskTable
+from graphengine.host.routes import RouteMailbox, RouteTable, Routing
 from graphengine.kernels import (
     KernelCompilation,
     compile_kernels,
@@ -38,6 +39,7 @@ from graphengine.program.fields import engine_fields, recurrent_field
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
+from graphengine.program.routing_step import RoutingStep
 from graphengine.program.step import StepProgram
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Allocation:
 
     caches  (KV of every block of the pool, the dummy block 0 included, its swap area): the
             target's, then the drafter's if it has any
+    routing  records of experts; None without
     stream  of all replays and copies; None on a CPU
     """
 
@@ -58,6 +61,7 @@ class Allocation:
     mailbox: Mailbox
     logprobs: Logprobs
     masks: MaskTable
+    routing: Routing | None
     caches: tuple[tuple[Tensor, Tensor], ...]
     program: StepProgram
     stream: torch.cuda.Stream | None
@@ -76,9 +80,11 @@ def allocate(
         config,
         tokens_per_step=memory.tokens_per_step,
         prefill_tokens=memory.prefill_ladder.sizes[-1],
+        routed=memory.routed,
     )
     mailbox = Mailbox(*rings.tokens, device=memory.device)
     logprobs = _new_logprobs(rings, config.max_logprobs, memory.device)
+    routing = _new_routing(rings, memory)
     states = model.config.states
     caches = [_new_cache(memory, *cache_shape(states, memory.block_size))]
     launch = DecodeLaunch(
@@ -112,6 +118,7 @@ def allocate(
         ),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
+        routing=_routing_step(buffers, routing),
         forced_acceptance=config.forced_acceptance,
     )
     stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -124,6 +131,7 @@ def allocate(
         mailbox=mailbox,
         logprobs=logprobs,
         masks=MaskTable(buffers, host_drafts=drafter.needs.host_drafts),
+        routing=routing,
         caches=tuple(caches),
         program=program,
         stream=stream,
@@ -164,6 +172,27 @@ def _new_logprobs(rings: Rings, top: int, device: torch.device) -> Logprobs:
     tokens = LogprobMailbox(*rings.logprobs, top, device=device)
     prompts = rings.prompt_logprobs
     return Logprobs(tokens, prompts and LogprobMailbox(*prompts, top, device=device))
+
+
+def _new_routing(rings: Rings, memory: MemoryPlan) -> Routing | None:
+    """The mailboxes of experts, of as many entries as that of the tokens, and the records."""
+    routed = memory.routed
+    if routed is None:
+        return None
+    assert rings.routes is not None and rings.prompt_routes is not None, f"{rings=}"
+    slots = memory.ladder.max_batch
+    return Routing(
+        RouteMailbox(*rings.routes, routed, device=memory.device),
+        RouteMailbox(*rings.prompt_routes, routed, device=memory.device),
+        RouteTable(slots, memory.max_seq_len, routed, device=memory.device),
+    )
+
+
+def _routing_step(buffers: StaticBuffers, routing: Routing | None) -> RoutingStep | None:
+    if routing is None:
+        return None
+    tensors = (routing.tokens.tensor, routing.prompts.tensor, routing.table.tensor)
+    return RoutingStep(buffers, *tensors)
 
 
 def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:

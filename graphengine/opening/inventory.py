@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from graphengine.buckets import BucketLadder
 from graphengine.config import EngineConfig
-from graphengine.kernels import logprob_items
+from graphengine.kernels import logprob_items, route_items
+from graphengine.models.contract import RoutedExperts
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
@@ -73,18 +74,35 @@ class Rings(NamedTuple):
     tokens: RingShape
     logprobs: RingShape
     prompt_logprobs: RingShape | None
+    routes: RingShape | None = None
+    prompt_routes: RingShape | None = None
 
 
-def mailboxes(config: EngineConfig, *, tokens_per_step: int, prefill_tokens: int) -> Rings:
-    """Tokens and the state of each lane; log-probabilities of new tokens, and of prompts'.
+def mailboxes(
+    config: EngineConfig,
+    *,
+    tokens_per_step: int,
+    prefill_tokens: int,
+    routed: RoutedExperts | None = None,
+) -> Rings:
+    """Tokens and the state of each lane; log-probabilities of new tokens, and of prompts'; the
+    same of experts.
 
     prefill_tokens  tokens of the largest prefill bucket
+    routed          the model's experts, where they are recorded
     """
     entries, lanes = config.mailbox_entries, config.max_batch
     items = logprob_items(config.max_logprobs)
     of_prompts = RingShape(entries, prefill_tokens, items)
+    routes = prompt_routes = None
+    if routed is not None:
+        of_token = route_items(routed.layers, routed.chosen)
+        routes = RingShape(entries, lanes, tokens_per_step * of_token)
+        prompt_routes = RingShape(entries, prefill_tokens, of_token)
     return Rings(
         tokens=RingShape(entries, lanes, tokens_per_step + 1),
         logprobs=RingShape(entries, lanes, tokens_per_step * items),
         prompt_logprobs=of_prompts if config.prompt_logprobs else None,
+        routes=routes,
+        prompt_routes=prompt_routes,
     )

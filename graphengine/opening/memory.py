@@ -33,6 +33,7 @@ from graphengine.models.contract import (
     Linear,
     ModelConfig,
     Paged,
+    RoutedExperts,
     cache_shape,
     kv_scale_bytes,
     most_arrival_counters,
@@ -68,6 +69,7 @@ class MemoryPlan:
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     graphs         all that are captured, in that order
+    routed         the model's experts, where they are recorded
     """
 
     device: torch.device
@@ -85,6 +87,7 @@ class MemoryPlan:
     draft_lengths: tuple[int, ...]
     graphs: tuple[GraphKey, ...]
     budget: MemoryBudget
+    routed: RoutedExperts | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -183,11 +186,13 @@ def plan_memory(
     where: Where = "device" if on_gpu else "host"
     pinned: Where = "pinned" if on_gpu else "host"
     budget = MemoryBudget()
-    kinds = model.allocate(device="meta", dtype=dtype).bytes_by_kind(dtype)
+    weights = model.allocate(device="meta", dtype=dtype)
+    routed = _recorded_experts(model, config, weights.routed)
+    kinds = weights.bytes_by_kind(dtype)
     for kind, size in kinds.items():
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, where)
     sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
-    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu)
+    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu, routed)
     if config.mode is not None:
         # What was asked for has its lines, also where it holds nothing.
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
@@ -195,8 +200,17 @@ def plan_memory(
     if config.prompt_logprobs:
         lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
     workspace = _workspace_bytes(
-        model, lanes, prefill_ladder, dtype, max_seq_len, modules=needs.wants_hidden
+        model,
+        lanes,
+        prefill_ladder,
+        dtype,
+        max_seq_len,
+        modules=needs.wants_hidden or routed is not None,
     )
+    if routed is not None:
+        # What a step takes and what it is given, as 32-bit ids.
+        widest_step = max(lanes, prefill_ladder.sizes[-1])
+        workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
     if config.activations is not None:
         widest = max(linear.columns for linear in _coded_linears(model))
         workspace += code_bytes(prefill_ladder.sizes[-1], widest)
@@ -230,6 +244,11 @@ def plan_memory(
         name = f"calibration (KV of {calibration_tokens} tokens in {dtype}, beyond the caches)"
         budget.add(name.replace("torch.", ""), max(0, then - later), where)
         budget.check(available, where)
+    if routed is not None:
+        # Pages of requests, and those of kept blocks.
+        tokens = (kv_blocks + config.max_batch * table_blocks) * config.block_size
+        name = "experts of tokens on the device and of requests (at most)"
+        budget.add(name, tokens * routed.layers * routed.chosen * 2, "host")
     budget.check(on_host, pinned)
     return MemoryPlan(
         device=device,
@@ -247,12 +266,26 @@ def plan_memory(
         draft_lengths=draft_lengths,
         graphs=graphs,
         budget=budget,
+        routed=routed,
     )
 
 
 def calibration_blocks(tokens: int, block_size: int) -> int:
     """Blocks, without the dummy, of the cache that a prompt of so many tokens is calibrated in."""
     return -(-tokens // block_size)
+
+
+def _recorded_experts(
+    model: ModelConfig, config: EngineConfig, routed: RoutedExperts | None
+) -> RoutedExperts | None:
+    """The model's experts, where they are recorded; ValueError if they are asked for in vain."""
+    if not config.record_routing:
+        return None
+    if routed is None:
+        raise ValueError(
+            f"record_routing=True, but no layer of this {model.architecture} has experts"
+        )
+    return routed
 
 
 def _check_fp8(device: torch.device) -> None:
@@ -377,6 +410,7 @@ def _add_state(
     sizes: FieldSizes,
     table_blocks: int,
     on_gpu: bool,
+    routed: RoutedExperts | None,
 ) -> None:
     """What `allocate` makes beside weights and caches, up to the longest possible swap."""
     where: Where = "device" if on_gpu else "host"
@@ -421,13 +455,25 @@ def _add_state(
     budget.add("staging", config.staging_blocks * staged, pinned)
     masks = config.max_batch * (1 + length) * -(-model.vocab_size // 32) * 4
     budget.add("images of what the host owns", sum(groups) + masks, "host")
-    rings = mailboxes(config, tokens_per_step=1 + length, prefill_tokens=sizes.prefill_tokens)
+    rings = mailboxes(
+        config,
+        tokens_per_step=1 + length,
+        prefill_tokens=sizes.prefill_tokens,
+        routed=routed,
+    )
     # With the table of drafts that the masks of a grammar follow.
     held = [rings.tokens.nbytes, 4 * config.max_batch * length]
     budget.add("mailbox", sum(_host_bytes(size, on_gpu) for size in held), pinned)
     reported = [ring.nbytes for ring in (rings.logprobs, rings.prompt_logprobs) if ring]
     logprob_bytes = sum(_host_bytes(size, on_gpu) for size in reported)
     budget.add("log-probabilities", logprob_bytes, pinned)
+    if routed is not None:
+        ids = routed.layers * routed.chosen
+        published = [ring.nbytes for ring in (rings.routes, rings.prompt_routes) if ring]
+        route_bytes = sum(_host_bytes(size, on_gpu) for size in published)
+        budget.add("experts of tokens", route_bytes, pinned)
+        table = 2 * config.max_batch * sizes.max_seq_len * ids
+        budget.add("experts that requests replay", _host_bytes(table, on_gpu), pinned)
 
 
 def _workspace_bytes(

@@ -35,12 +35,14 @@ def field_table(
     drafts: int = 0,
     host_drafts: bool = False,
     prompt_logprobs: bool = False,
+    record_routing: bool = False,
 ) -> list[Field]:
     """Every tensor a replay can see; not the weights, the KV cache, and what a drafter adds.
 
     drafts           K, drafts of a step at most
     host_drafts      whether the host writes them, rather than a drafter on the device
     prompt_logprobs  whether requests may ask for log-probabilities of their prompts
+    record_routing   whether requests may replay records of experts
     """
     int32, int64 = torch.int32, torch.int64
 
@@ -51,14 +53,17 @@ def field_table(
         return Field(name=name, shape=shape, dtype=dtype, owner="device", pad=0, meaning=meaning)
 
     S = slots
-    speculation: list[Field] = []
+    optional: list[Field] = []
     if prompt_logprobs or drafts:
         meaning = "prompt token after the chunk"
-        speculation.append(host("prefill_next", 1, dtype=int32, pad=-1, meaning=meaning))
+        optional.append(host("prefill_next", 1, dtype=int32, pad=-1, meaning=meaning))
+    if record_routing:
+        meaning = "positions whose experts are given"
+        optional.append(host("routing_len", S, dtype=int32, pad=0, meaning=meaning))
     if drafts:
         meaning = "drafts that the slot's next step verifies; -1 for none"
         owner: Owner = "host" if host_drafts else "device"
-        speculation.append(
+        optional.append(
             Field(
                 name="draft_tokens",
                 shape=(S, drafts),
@@ -69,7 +74,7 @@ def field_table(
             )
         )
     return [
-        *speculation,
+        *optional,
         host("slot_of_row", S, dtype=int32, pad=-1, meaning="slot of each decode row"),
         host("block_table", S, table_blocks, dtype=int32, pad=0, meaning="KV blocks of each slot"),
         host("command_epoch", S, dtype=int32, pad=0, meaning="a new epoch resets the slot"),
@@ -137,6 +142,7 @@ def engine_fields(
         drafts=drafts,
         host_drafts=drafter.needs.host_drafts,
         prompt_logprobs=config.prompt_logprobs,
+        record_routing=config.record_routing,
     )
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts

@@ -49,9 +49,11 @@ from graphengine.kernels import (
     verify_commit_publish,
 )
 from graphengine.models.contract import DecodeLaunch, Model, StateTensors, stream_groups
+from graphengine.models.routing import StepRoutes
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation
+from graphengine.program.routing_step import RoutingStep
 
 
 class StepOutputs(NamedTuple):
@@ -79,10 +81,12 @@ class StepProgram:
         *,
         drafter: Drafter,
         relaxation: Relaxation | None = None,
+        routing: RoutingStep | None = None,
         forced_acceptance: int | None = None,
     ) -> None:
         self.drafter = drafter
         self.relaxation = relaxation
+        self.routing = routing
         self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
         self.model = model
@@ -121,7 +125,10 @@ class StepProgram:
             num_speculative_tokens=drafts,
             pdl=pdl,
         )
-        launch = replace(self.launch, tokens_per_row=1 + drafts)
+        routes = None
+        if self.routing is not None:
+            routes = self.routing.begin(lanes.slot, lanes.position, pdl=pdl)
+        launch = replace(self.launch, tokens_per_row=1 + drafts, routes=routes)
         residual = model.decode(lanes, residual, self.states, launch)
         processed, best, health = self._sample(lanes, residual, sampler, drafts)
         relaxed = None
@@ -147,6 +154,8 @@ class StepProgram:
         )
         if processed is not None:
             options.report(processed, step.token_N, step.count_R, pdl=pdl)
+        if self.routing is not None and routes is not None:
+            self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
         self.drafter.propose(Verified(lanes, residual, step, drafts))
@@ -195,16 +204,8 @@ class StepProgram:
         apply_commands(self.state, buffers["command_epoch"])
         chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
         attention = self._prefill_attention(chunk)
-        drafter, launch = self.drafter, self.launch.prefill
-        end = self.model.prefill(
-            chunk,
-            self.states,
-            attention,
-            all_lanes=drafter.needs.wants_hidden or kind == "prompt",
-            streams=drafter.streams,
-            launch=launch,
-        )
-        logits = self.model.prefill_logits(end, slot, launch=launch)
+        drafter = self.drafter
+        logits, hidden, routes = self._prefill_model(chunk, attention, kind)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":
@@ -217,17 +218,44 @@ class StepProgram:
         if processed is not None:
             self.logits_step.report(processed, sampled, flags & EMITTED)
         if kind == "prompt":
-            assert end.hidden is not None, f"{kind=}"
+            assert hidden is not None, f"{kind=}"
             next_tokens = following_tokens(chunk, buffers["prefill_next"])
-            self.logits_step.report_prompt(
-                chunk, end.hidden, self.model.lm_head, next_tokens, final
-            )
+            self.logits_step.report_prompt(chunk, hidden, self.model.lm_head, next_tokens, final)
+        if self.routing is not None and routes is not None:
+            self.routing.publish_prompt(routes, chunk)
         following = buffers["prefill_next"] if self._drafts else None
-        prefilled = Prefilled(chunk, following, end.hidden, sampled, final, attention)
+        prefilled = Prefilled(chunk, following, hidden, sampled, final, attention)
         if self.relaxation is not None:
             self.relaxation.follow_prompt(prefilled)
         drafter.prepare(prefilled)
         return StepOutputs(logits, sampled, flags)
+
+    def _prefill_model(
+        self, chunk: PrefillLanes, attention: Callable[..., Tensor], kind: PrefillKind
+    ) -> tuple[Tensor, Tensor | None, StepRoutes | None]:
+        """Logits of the chunk's last lane, hidden states and experts of all, if they are asked for.
+
+        The last layer's experts of all lanes are those of a model that computes all of them; the
+        last lane's are those that its logits come from.
+        """
+        routes = last = None
+        if self.routing is not None:
+            routes = self.routing.begin(chunk.slot, chunk.position)
+            last = routes.of_last_layer(chunk.last)
+        launch = self.launch.prefill
+        end = self.model.prefill(
+            chunk,
+            self.states,
+            attention,
+            all_lanes=self.drafter.needs.wants_hidden or kind == "prompt" or routes is not None,
+            streams=self.drafter.streams,
+            launch=replace(launch, routes=routes),
+        )
+        slot = self.buffers["prefill_slot"]
+        logits = self.model.prefill_logits(end, slot, launch=replace(launch, routes=last))
+        if routes is not None and last is not None:
+            routes.replace_last_layer(last, chunk.last)
+        return logits, end.hidden, routes
 
     def note(self, tokens: int) -> None:
         """Take in a part of a prompt, of at most `tokens`, whose KV already exists.

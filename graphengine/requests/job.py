@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graphengine.requests.context import Context
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
+    from graphengine.requests.routes import Ids, RecordedRoutes
     from graphengine.text.tokenizer import TextStream
 
 
@@ -68,12 +69,14 @@ class Job:
     context      KV of its session, if it is a turn of one
     placement    what it has been allocated; None while it holds no slot
     block_keys   keys of the prompt's blocks, by which prefixes are found; None until they are made
+    given_routes ids [T, L, k] of experts that its tokens take; None: the router's choice
 
     For its output:
 
     stream       turns it into text and finds stop strings; None without a tokenizer
     guide        its state in a grammar; None without one
     drafts       what its caller proposes for the tokens to come
+    routes       the experts that its tokens took; None where nothing keeps them
     private      whether only its callback gets its events: no step returns them
     """
 
@@ -88,9 +91,11 @@ class Job:
     context: Context | None = None
     placement: Placement | None = None
     block_keys: list[bytes] | None = None
+    given_routes: Ids | None = None
     stream: TextStream | None = None
     guide: Guide | None = None
     drafts: CallerDrafts = NO_DRAFTS
+    routes: RecordedRoutes | None = None
     private: bool = False
 
     def __post_init__(self) -> None:

@@ -6,6 +6,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.job import Job
 from graphengine.requests.result import FinishReason, Result, Timings, TokenLogprobs
@@ -159,4 +162,13 @@ class Request:
             cached_tokens=self.cached_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            routing=self._routing(),
         )
+
+    def _routing(self) -> NDArray[np.int16] | None:
+        """The experts of every token that was fed, None where nothing keeps them."""
+        routes = self.job.routes
+        if routes is None:
+            return None
+        said = len(self.token_ids)
+        return routes.array(len(self.prompt_token_ids) + said - 1 if said else routes.fed)

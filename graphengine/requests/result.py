@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphengine.requests.acceptance import Acceptance
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "deadline"]
@@ -71,6 +74,11 @@ class Result:
     logprobs     an entry for each of `token_ids`, if the request asked for them
     prompt_logprobs  the same for the prompt's tokens; the first entry is None, as no token precedes
                      it
+    routing      with `record_routing`, int16 [tokens, layers with experts, experts of a token]: the
+                 ids that every token which was fed took, the best first: the prompt's tokens and
+                 the new ones but the last, which never is. Prompt tokens that were not prefilled
+                 have those of the prefill that their KV is from, or -1 where the engine does not
+                 know them: in a session that was restored
     """
 
     request_id: int
@@ -86,6 +94,7 @@ class Result:
     text_ends: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    routing: NDArray[np.int16] | None = field(default=None, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -123,6 +132,8 @@ class Result:
         logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
                           token's own entry, then those of the most probable tokens
         prompt_logprobs   null, or the same for the prompt's tokens, with null for the first
+        routing           null, or for each token that was fed, of each layer with experts, the list
+                          of their ids
         """
         submitted, finished = self.timings.submitted, self.timings.finished
         reason = self.stop_reason
@@ -144,6 +155,7 @@ class Result:
             "acceptance": self.acceptance.as_dict(),
             "logprobs": _lists_of(self.logprobs),
             "prompt_logprobs": _lists_of(self.prompt_logprobs),
+            "routing": None if self.routing is None else self.routing.tolist(),
         }
 
 

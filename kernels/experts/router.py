@@ -92,6 +92,8 @@ def route(
     router: Router,
     *,
     correction_E: torch.Tensor | None = None,
+    given_Nk: torch.Tensor | None = None,
+    expert_Nk: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routes:
     """Choose each live lane's experts: one kernel on the current stream, without a host sync.
@@ -101,6 +103,10 @@ def route(
         slot_N: int32, -1 = padded lane.
         correction_E: float32, added to the scores by which experts are chosen; their weights are
             without it.
+        given_Nk: int32, in place of the choice: a lane whose first id is not -1 takes these ids,
+            different ones in [0, E), in this order. Their weights follow from the lane's own
+            logits, as if they had been chosen.
+        expert_Nk: int32, where the ids go; None: into a new tensor.
         pdl: the launch before may still run; it does not write the correction.
 
     Returns:
@@ -121,15 +127,23 @@ def route(
         check_vector("correction_E", correction_E, experts, torch.float32)
         if router.scores == "softmax_of_chosen":
             raise ValueError("a correction is of scores, and softmax_of_chosen has none of all")
-    routes = Routes(slot_N.new_empty(lanes, router.top_k), logits_NE.new_empty(lanes, router.top_k))
+    for name, ids in (("given", given_Nk), ("expert", expert_Nk)):
+        if ids is not None:
+            check_vector(name, ids.view(-1), lanes * router.top_k, torch.int32)
+    if expert_Nk is None:
+        expert_Nk = slot_N.new_empty(lanes, router.top_k)
+    routes = Routes(expert_Nk, logits_NE.new_empty(lanes, router.top_k))
     if not use_triton(logits_NE):
-        return route_reference(logits_NE, slot_N, router, correction_E=correction_E, out=routes)
+        return route_reference(
+            logits_NE, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
+        )
     launcher(_route_kernel, (lanes,))(
         logits_NE,
         correction_E,
         slot_N,
         routes.expert,
         routes.weight,
+        given_Nk,
         logits_NE.stride(0),
         router.scale,
         E=experts,
@@ -155,6 +169,7 @@ def _route_kernel(
     slot_ptr,
     expert_ptr,
     weight_ptr,
+    given_ptr,
     logits_stride,
     scale,
     E: tl.constexpr,
@@ -207,6 +222,9 @@ def _route_kernel(
         best = _best(keys, expert)
         keys = tl.where(expert == best, _TAKEN, keys)
         chosen = tl.where(rank == index, best, chosen)
+    if given_ptr is not None:
+        given = tl.load(given_ptr + lane * TOP_K + rank, mask=rank < TOP_K, other=0)
+        chosen = tl.where(tl.load(given_ptr + lane * TOP_K) >= 0, given, chosen)
     # Looked up again all at once: a sum for each would take as long as the choice.
     weights = tl.load(logits_ptr + lane * logits_stride + chosen, mask=rank < TOP_K, other=0.0)
     if SCORES == "sigmoid":
@@ -215,6 +233,9 @@ def _route_kernel(
         weights = tl.exp(weights - most) / power_sum
     else:
         first = tl.sum(tl.where(rank == 0, weights, 0.0), axis=0)
+        if given_ptr is not None:
+            # The first of given ids need not be the best.
+            first = tl.max(tl.where(rank < TOP_K, weights, float("-inf")), axis=0)
         weights = tl.exp(weights - first)
     if SCORES == "softmax_of_chosen":
         weights = weights / _sum_of_weights(weights, rank, TOP_K)
@@ -291,6 +312,7 @@ def route_reference(
     router: Router,
     *,
     correction_E: torch.Tensor | None = None,
+    given_Nk: torch.Tensor | None = None,
     out: Routes | None = None,
 ) -> Routes:
     """`route` in plain PyTorch, for any number of lanes."""
@@ -326,9 +348,13 @@ def route_reference(
         places = allowed.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
         order = order.gather(1, places)
     chosen = order[:, : router.top_k]
+    if given_Nk is not None:
+        given = given_Nk[live].long()
+        chosen = given.where(given[:, :1] >= 0, chosen)
     weights = scores.gather(1, chosen)
     if router.scores == "softmax_of_chosen":
-        weights = _exp(weights - weights[:, :1])
+        best = weights[:, :1] if given_Nk is None else weights.amax(dim=1, keepdim=True)
+        weights = _exp(weights - best)
         weights = weights / _sum_of_ranks(weights)[:, None]
     elif router.normalised:
         weights = weights / (_sum_of_ranks(weights) + _LEAST_SUM)[:, None]

@@ -46,6 +46,7 @@ VLLM_DEFAULTS = {
     "logprobs": None,
     "prompt_logprobs": None,
     "structured_outputs": None,
+    "routing": None,
 }
 # What vLLM has no name for: it changes nothing unless it is given.
 OWN_DEFAULTS = {
@@ -294,6 +295,7 @@ def test_engine_defaults() -> None:
         "max_logprobs": 20,
         "prompt_logprobs": False,
         "logprobs_mode": "raw_logprobs",
+        "record_routing": False,
         "pdl": True,
         "row_family": None,
         "speculative": None,

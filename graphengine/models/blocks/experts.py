@@ -27,7 +27,6 @@ from graphengine.kernels import (
     group_pairs,
     groups_pairs,
     linear,
-    route,
 )
 from graphengine.models.blocks.streams import PrefillScratch, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
@@ -40,7 +39,7 @@ from graphengine.models.contract import (
     Weight,
     WeightForms,
 )
-from graphengine.models.routing import tell_routes
+from graphengine.models.routing import routed, tell_routes
 
 SHARED = "shared_experts."
 """Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""
@@ -197,7 +196,14 @@ class ExpertsWeights:
             plan=launch.plan("router", self.gate),
             launch=launch,
         )
-        routes = route(logits, slot, block.router, correction_E=self.correction, pdl=launch.pdl)
+        routes = routed(
+            launch.routes,
+            logits,
+            slot,
+            block.router,
+            correction_E=self.correction,
+            pdl=launch.pdl,
+        )
         tell_routes(routes, slot)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
@@ -247,7 +253,9 @@ class ExpertsWeights:
         lanes, hidden = h.shape
         tile = chunk_tile(lanes, top_k, experts, hidden, h.dtype)
         logits = _router_logits(h, self.gate)
-        routes = route(logits, slot, block.router, correction_E=self.correction, pdl=pdl)
+        routes = routed(
+            scratch.launch.routes, logits, slot, block.router, correction_E=self.correction, pdl=pdl
+        )
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)

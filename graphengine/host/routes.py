@@ -1,0 +1,172 @@
+"""Experts on the host: the mailboxes of what tokens took, and the table of what they are to take.
+
+`kernels/experts/records.py` has the layouts. Only the items that a replay has written are read:
+which these are follows from its record in the first mailbox, and from its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graphengine.buckets import Mailbox
+from graphengine.buckets.mailbox import TAG_MASK, Payloads
+from graphengine.host.replay import Replay
+from graphengine.kernels import route_items, unpack_state
+from graphengine.kernels.step.record import EPOCH_MASK, EPOCH_SHIFT
+from graphengine.models.contract import RoutedExperts
+from graphengine.requests.request import Request
+from graphengine.requests.routes import RecordedRoutes
+
+
+class RouteMailbox(Mailbox):
+    """A ring in step with the engine's mailbox: entry for entry, tag for tag.
+
+    tokens  of a lane, at most
+    routed  whose layers and chosen experts a token has ids of
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        lanes: int,
+        items: int,
+        routed: RoutedExperts,
+        *,
+        device: torch.device,
+    ) -> None:
+        super().__init__(entries, lanes, items, device=device)
+        self._shape = (routed.layers, routed.chosen)
+        self._of_token = route_items(*self._shape)
+        self._counts: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._ids: NDArray[np.int16] = np.zeros(0, np.int16)
+
+    def wait_ids(
+        self, sequence: int, counts: Sequence[int], **how: Any
+    ) -> NDArray[np.int16] | None:
+        """The ids [lanes, tokens, L, k] of as many lanes as `counts`, of which each has so many
+        tokens; the rest is undefined. Waits like `Mailbox.wait`: None if something has not arrived
+        in time.
+        """
+        self._counts = np.asarray(counts)
+        if not self._counts.any():
+            return np.zeros((len(counts), 0, *self._shape), np.int16)
+        return None if self.wait(sequence, len(counts), **how) is None else self._ids
+
+    def ready(self, sequence: int, lanes: int) -> bool:
+        """True if everything written has arrived."""
+        return self._take(sequence, lanes) is not None
+
+    def _take(self, sequence: int, lanes: int) -> Payloads | None:
+        width, tag = int(self._counts.max()), sequence & TAG_MASK
+        entry = self._items[sequence % self.entries, :lanes, : width * self._of_token]
+        last = int(self._counts.nonzero()[0][-1])
+        if int(entry[last, self._counts[last] * self._of_token - 1]) >> 32 != tag:
+            # Most of what a chunk has is not copied again and again while it arrives.
+            return None
+        # Copied first, then judged, as in the mailbox of the tokens.
+        halves = entry.copy().view(np.uint32).reshape(lanes, width, self._of_token, 2)
+        written = np.arange(width) < self._counts[:, None]
+        if (halves[..., 1] != tag)[written].any():
+            return None
+        ids = np.ascontiguousarray(halves[..., 0]).view(np.int16)
+        layers, top_k = self._shape
+        found = ids.reshape(lanes, width, -1)[..., : layers * top_k]
+        self._ids = found.reshape(lanes, width, layers, top_k)
+        return []
+
+
+class RouteTable:
+    """The records that slots replay: `tensor`, int16 [S, P, L, k], which the device only reads.
+
+    Pinned for a CUDA device. Replays in flight may read a slot's record while the next one's is
+    written: nobody takes the tokens of a request that has left.
+    """
+
+    def __init__(
+        self, slots: int, positions: int, routed: RoutedExperts, *, device: torch.device
+    ) -> None:
+        self.tensor = torch.zeros(
+            (slots, positions, routed.layers, routed.chosen),
+            dtype=torch.int16,
+            pin_memory=device.type == "cuda",
+        )
+        self._records: NDArray[np.int16] = self.tensor.numpy()
+        self._held: list[Request | None] = [None] * slots
+
+    def updates(self, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """The fields of the requests' records, once those are in the table."""
+        lengths = []
+        for slot, request in enumerate(slots):
+            given = None if request is None else request.job.given_routes
+            length = 0 if given is None else len(given)
+            if given is not None and self._held[slot] is not request:
+                self._records[slot, :length] = given
+            self._held[slot] = request
+            lengths.append(length)
+        return {"routing_len": lengths}
+
+
+class Routing:
+    """What an engine holds for records of its experts: the mailboxes of new tokens and of prompts,
+    and the table.
+
+    In `prompts` a lane stands for a token of a prompt's chunk.
+    """
+
+    def __init__(self, tokens: RouteMailbox, prompts: RouteMailbox, table: RouteTable) -> None:
+        self.tokens, self.prompts, self.table = tokens, prompts, table
+
+    def clear(self) -> None:
+        """Forget everything; only with no replay in flight."""
+        self.tokens.clear()
+        self.prompts.clear()
+
+    def wait(self, replay: Replay, record: Payloads, **how: Any) -> bool:
+        """Give the requests of a replay with this record what their tokens took; call it before
+        they get the tokens. It may be called again. Waits like `Mailbox.wait`: False if something
+        has not arrived in time.
+        """
+        lanes = zip(replay.requests, replay.epochs, record, strict=True)
+        live = [_is_live(*lane) for lane in lanes]
+        chunk = replay.chunk
+        if chunk is not None:
+            # A chunk that is only noted has been through no layer.
+            if chunk.noted or not live[0]:
+                return True
+            found = self.prompts.wait_ids(replay.sequence, [1] * chunk.count, **how)
+            if found is None:
+                return False
+            _routes_of(chunk.request).put(chunk.start, found[:, 0])
+            return True
+        counts = [
+            unpack_state(items[-1]).emitted if lives else 0
+            for items, lives in zip(record, live, strict=True)
+        ]
+        found = self.tokens.wait_ids(replay.sequence, counts, **how)
+        if found is None:
+            return False
+        for request, count, ids in zip(replay.requests, counts, found, strict=True):
+            if count:
+                # Fed were its last token, which has just been read, and accepted drafts.
+                start = request.job.prompt_len + len(request.token_ids) - 1
+                _routes_of(request).put(start, ids[:count])
+        return True
+
+
+def _is_live(request: Request, epoch: int, items: tuple[int, ...]) -> bool:
+    """Whether the lane's record is of this stay of a request that has not ended."""
+    if request.finish_reason is not None:
+        return False
+    # A chunk that is not a prompt's last one emits nothing, and has its slot's epoch all the same.
+    return items[-1] >> EPOCH_SHIFT == epoch & EPOCH_MASK
+
+
+def _routes_of(request: Request) -> RecordedRoutes:
+    routes = request.job.routes
+    assert routes is not None, f"{request!r} keeps no experts"
+    return routes

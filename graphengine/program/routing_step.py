@@ -1,0 +1,45 @@
+"""How a step keeps the experts that its tokens take, and replays those of a record.
+
+Letters: S slots, P positions, N lanes, L layers with experts, k chosen of a lane.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import StaticBuffers
+from graphengine.kernels import PrefillLanes, given_routes, publish_routes
+from graphengine.models.routing import StepRoutes
+
+
+class RoutingStep:
+    """The mailboxes of ids and the table of records, as the step's graphs use them.
+
+    mailbox  where ids of new tokens go, and `prompt_mailbox` those of prompts
+    table    int16 [S, P, L, k] of the host's memory: the records that slots replay
+    """
+
+    def __init__(
+        self, buffers: StaticBuffers, mailbox: Tensor, prompt_mailbox: Tensor, table: Tensor
+    ) -> None:
+        self._mailbox, self._prompt_mailbox = mailbox, prompt_mailbox
+        self._table, self._length = table, buffers["routing_len"]
+        self._sequence = buffers["sequence"]
+
+    def begin(self, slot: Tensor, position: Tensor, *, pdl: bool = False) -> StepRoutes:
+        """For the lanes of a step, before the model runs; slots and positions are int32 [N]."""
+        return StepRoutes(given_routes(self._table, self._length, slot, position, pdl=pdl))
+
+    def publish(
+        self, routes: StepRoutes, count: Tensor, slot: Tensor, *, pdl: bool = False
+    ) -> None:
+        """Publish the ids of the tokens that rows have taken in, `count` of each. The step itself
+        has already published.
+        """
+        publish_routes(self._mailbox, self._sequence, count, slot, routes.expert, pdl=pdl)
+
+    def publish_prompt(self, routes: StepRoutes, chunk: PrefillLanes) -> None:
+        """Publish those of a prompt's chunk; the step has already published."""
+        count = (chunk.slot >= 0).to(torch.int32)
+        publish_routes(self._prompt_mailbox, self._sequence, count, chunk.slot, routes.expert)

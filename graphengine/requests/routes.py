@@ -1,0 +1,142 @@
+"""The experts that a request's tokens took, and a record of them that a request replays.
+
+Letters: T tokens, L layers with experts, E experts of a layer, k chosen of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphengine.checks import shown
+
+Ids = NDArray[np.int16]
+UNKNOWN = -1
+"""In place of the ids of a token whose experts were not recorded."""
+
+
+class RecordedRoutes:
+    """Of each token that was fed: in pages of as many tokens as a KV block has.
+
+    A page belongs to whoever holds the block: requests and sessions with the same blocks share it,
+    and see what is written there later.
+
+    pages  int16 [block_size, L, k] each, UNKNOWN where nothing has been recorded
+    fed    tokens of which a record was read, up to the last one
+    """
+
+    def __init__(self, block_size: int, layers: int, top_k: int) -> None:
+        self.pages: list[Ids] = []
+        self.fed = 0
+        self._shape = (block_size, layers, top_k)
+
+    def share(self, pages: Sequence[Ids | None]) -> None:
+        """Begin with the pages of kept blocks; None for a block of which nothing is known."""
+        self.pages = [self._new_page() if page is None else page for page in pages]
+
+    def pages_until(self, count: int) -> list[Ids]:
+        """The first `count` pages, made where they are not there yet."""
+        while len(self.pages) < count:
+            self.pages.append(self._new_page())
+        return self.pages[:count]
+
+    def put(self, start: int, ids: Ids) -> None:
+        """Note the ids [T, L, k] of the tokens from position `start` on."""
+        size, done = self._shape[0], 0
+        while done < len(ids):
+            index, offset = divmod(start + done, size)
+            page = self.pages_until(index + 1)[index]
+            part = ids[done : done + size - offset]
+            page[offset : offset + len(part)] = part
+            done += len(part)
+        self.fed = start + done
+
+    def array(self, tokens: int) -> Ids:
+        """A copy of the first `tokens`."""
+        size, layers, top_k = self._shape
+        used = self.pages[: -(-tokens // size)]
+        assert len(used) * size >= tokens, f"{tokens=} of {len(self.pages)} pages"
+        if not used:
+            return np.zeros((0, layers, top_k), np.int16)
+        return np.concatenate(used)[:tokens]
+
+    def _new_page(self) -> Ids:
+        return np.full(self._shape, UNKNOWN, np.int16)
+
+
+class RoutingRecord:
+    """The `routing` of `SamplingParams`, once they are made: `ids`, int16 [T, L, k], read-only."""
+
+    __slots__ = ("ids",)
+    ids: Ids
+
+    def __init__(self, given: object) -> None:
+        """ValueError unless it is an array [tokens, layers, k] of integers that int16 holds."""
+        if isinstance(given, RoutingRecord):
+            self.ids = given.ids
+            return
+        # A tensor of a GPU is copied by its own method.
+        if hasattr(given, "detach") and hasattr(given, "cpu"):
+            given = given.detach().cpu()
+        try:
+            ids: NDArray[Any] = np.asarray(given)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"routing={shown(given)} must be expert ids: {error}") from error
+        if ids.ndim != 3 or 0 in ids.shape:
+            raise ValueError(
+                f"routing of shape {ids.shape} must be [tokens, layers with experts, experts of a "
+                f"token], none of them 0"
+            )
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"routing must hold integers, not {ids.dtype}")
+        least, most = int(ids.min()), int(ids.max())
+        if least < UNKNOWN or most > np.iinfo(np.int16).max:
+            wrong = least if least < UNKNOWN else most
+            raise ValueError(f"routing holds {wrong}, which is no expert's id")
+        self.ids = np.array(ids, dtype=np.int16, order="C")
+        self.ids.flags.writeable = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RoutingRecord) and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.ids.shape, self.ids.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"RoutingRecord(shape={self.ids.shape})"
+
+    def check(self, layers: int, experts: int, top_k: int) -> None:
+        """ValueError unless the ids are those of a model with so many."""
+        ids = self.ids
+        for name, count, wanted in (("layers", ids.shape[1], layers), ("ids", ids.shape[2], top_k)):
+            if count != wanted:
+                raise ValueError(
+                    f"routing of shape {ids.shape} has {count} {name} of a token: the model has "
+                    f"{layers} layers with experts, and takes {top_k} in each"
+                )
+        if (most := int(ids.max())) >= experts:
+            where = _first(ids == most)
+            raise ValueError(f"routing{where} holds {most}: a layer has {experts} experts")
+        ordered = np.sort(ids, axis=2)
+        unknown = ordered == UNKNOWN
+        in_part = unknown.any(axis=2) & ~unknown.all(axis=2)
+        if in_part.any():
+            where = _first(in_part)
+            raise ValueError(
+                f"routing{where} holds {UNKNOWN}, which stands for a token whose experts are not "
+                f"known: then all of them are {UNKNOWN}"
+            )
+        twice = ((np.diff(ordered, axis=2) == 0) & (ordered[..., 1:] != UNKNOWN)).any(axis=2)
+        if twice.any():
+            where = _first(twice)
+            token, layer = np.argwhere(twice)[0]
+            raise ValueError(f"routing{where} holds an expert twice: {ids[token, layer].tolist()}")
+
+
+def _first(found: NDArray[np.bool_]) -> str:
+    """`[token][layer]` of the first place that was found."""
+    token, layer = np.argwhere(found)[0][:2]
+    return f"[{token}][{layer}]"
