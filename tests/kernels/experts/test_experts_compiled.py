@@ -11,6 +11,7 @@ import torch
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.grouping import Grouping, group_pairs, most_blocks
 from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_plan
+from graphengine.kernels.experts.records import given_routes, publish_routes, route_items
 from graphengine.kernels.experts.router import Router, Routes, route
 from graphengine.kernels.linear.residual import Residual
 from launches.compilation import (
@@ -175,3 +176,48 @@ def test_router_and_grouping_wait():
         ),
     )
     assert_waits_before_it_shows(compile_launch(grouping)[0])
+
+
+def test_kernels_of_records_wait_and_store_whole_words():
+    def new(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    records = importlib.import_module("graphengine.kernels.experts.records")
+    layers, rows, drafts = 48, 4, 3
+    lanes = rows * (1 + drafts)
+    expert = new(layers, lanes, TOP_K)
+    mailbox = new(6, rows, (1 + drafts) * route_items(layers, TOP_K), dtype=torch.int64)
+    publishing = record_launch(
+        records,
+        lambda: publish_routes(
+            mailbox, new(1, dtype=torch.int64), new(rows), new(lanes), expert, pdl=True
+        ),
+    )
+    ptx, names = compile_launch(publishing)
+    assert_waits_before_it_shows(ptx)
+    assert all(load.after_wait for load in global_loads(ptx, names))
+    # Two aligned words in a store are as whole as one.
+    stores = set(re.findall(r"st\.global\S*", ptx))
+    assert stores and stores <= {"st.global.b64", "st.global.v2.b64"}, f"{stores=}"
+    table = new(rows, 4096, layers, TOP_K, dtype=torch.int16)
+    fetching = record_launch(
+        records,
+        lambda: given_routes(table, new(rows), new(lanes), new(lanes), pdl=True),
+    )
+    ptx, names = compile_launch(fetching)
+    assert_waits_before_it_shows(ptx)
+    assert all(load.after_wait for load in global_loads(ptx, names))
+
+
+def test_a_router_without_given_ids_has_no_code_for_them():
+    module = importlib.import_module("graphengine.kernels.experts.router")
+    lanes, router = Operands(8), Router(top_k=TOP_K, normalised=True)
+    logits = torch.empty((8, EXPERTS), device="meta")
+    loads = []
+    for given in (None, lanes.routes.expert):
+        launch = record_launch(
+            module,
+            lambda given=given: route(logits, lanes.slot, router, given_Nk=given, pdl=True),
+        )
+        loads.append({load.argument for load in global_loads(*compile_launch(launch))})
+    assert loads == [{"slot_ptr", "logits_ptr"}, {"slot_ptr", "logits_ptr", "given_ptr"}]
