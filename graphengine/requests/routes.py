@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from graphengine.checks import shown
 
 Ids = NDArray[np.int16]
+_SHAPE = "[tokens, layers with experts, experts of a token]"
 UNKNOWN = -1
 """In place of the ids of a token whose experts were not recorded."""
 
@@ -79,23 +81,18 @@ class RoutingRecord:
             self.ids = given.ids
             return
         # A tensor of a GPU is copied by its own method.
-        if hasattr(given, "detach") and hasattr(given, "cpu"):
-            given = given.detach().cpu()
+        array = given.detach().cpu() if isinstance(given, torch.Tensor) else given
         try:
-            ids: NDArray[Any] = np.asarray(given)
+            ids: NDArray[Any] = np.asarray(array)
         except (ValueError, TypeError, OverflowError) as error:
-            raise ValueError(f"routing={shown(given)} must be expert ids: {error}") from error
+            raise _wrong(given, f"expert ids: {error}") from error
         if ids.ndim != 3 or 0 in ids.shape:
-            raise ValueError(
-                f"routing of shape {ids.shape} must be [tokens, layers with experts, experts of a "
-                f"token], none of them 0"
-            )
+            raise _wrong(given, f"{_SHAPE}, none of them 0: it is of shape {ids.shape}")
         if ids.dtype.kind not in "iu":
-            raise ValueError(f"routing must hold integers, not {ids.dtype}")
-        least, most = int(ids.min()), int(ids.max())
-        if least < UNKNOWN or most > np.iinfo(np.int16).max:
-            wrong = least if least < UNKNOWN else most
-            raise ValueError(f"routing holds {wrong}, which is no expert's id")
+            raise _wrong(given, f"integers, not {ids.dtype}")
+        for value in (int(ids.min()), int(ids.max())):
+            if not UNKNOWN <= value <= np.iinfo(np.int16).max:
+                raise _wrong(given, f"expert ids, which {value} is not")
         self.ids = np.array(ids, dtype=np.int16, order="C")
         self.ids.flags.writeable = False
 
@@ -134,6 +131,10 @@ class RoutingRecord:
             where = _first(twice)
             token, layer = np.argwhere(twice)[0]
             raise ValueError(f"routing{where} holds an expert twice: {ids[token, layer].tolist()}")
+
+
+def _wrong(given: object, must_be: str) -> ValueError:
+    return ValueError(f"routing={shown(given)} must be {must_be}")
 
 
 def _first(found: NDArray[np.bool_]) -> str:

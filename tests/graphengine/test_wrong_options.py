@@ -66,6 +66,10 @@ WRONG: dict[str, list[Any]] = {
         5, "[a-z]+", b"a", True, [], ["yes", "no"], {}, {"regex": "a"}, {"type": "object"},
         object(), StructuredOutputsParams, [StructuredOutputsParams(regex="a")],
     ],
+    "routing": [
+        5, 1.5, "5", b"5", True, {5}, {5: 1}, object(), [], [5], [[1, 2]], [[["5"]]], [[[1.0]]],
+        [[[True]]], [[[None]]], [[[-2]]], [[[2**15]]], [[[10**20]]], [[[1, 2], [3]]],
+    ],
 }  # fmt: skip
 """By option: values that `SamplingParams` refuses."""
 

@@ -5,8 +5,10 @@ Alone a request's pairs of lane and expert are taken one by one, in a crowd they
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from graphengine import Engine, SamplingParams
@@ -53,6 +55,45 @@ def test_a_crowd_drafts_and_pauses_change_no_token(
         drafted = engine.generate(prompts, [param for _, param in jobs])
         assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
     assert [result.token_ids for result in drafted] == alone
+
+
+@pytest.mark.parametrize("name", ["moe-even", "moe-some-layers"])
+def test_records_of_a_crowd_with_drafts_and_pauses_are_those_of_requests_alone(
+    expert_checkpoints: dict[str, Any], name: str
+) -> None:
+    oracle = expert_checkpoints[name]
+    prompts = oracle.prompts(LENGTHS)
+    prompts[2] = prompts[1] * 4
+    jobs = [(prompt, params(index)) for index, prompt in enumerate(prompts)]
+    with open_engine(oracle) as engine:
+        unrecorded = [engine.generate(*job).token_ids for job in jobs]
+    with open_engine(oracle, record_routing=True) as engine:
+        alone = [engine.generate(*job) for job in jobs]
+        crowd = engine.generate(prompts, [param for _, param in jobs])
+    assert [result.token_ids for result in alone] == unrecorded
+    pool = {"kv_blocks": 48, "swap_blocks": 200}
+    options = {"record_routing": True, "speculative": NGram(k=3)}
+    # The same ids are given back, and then others, of which the last tokens have none.
+    given = [
+        replace(param, routing=each.routing) for (_, param), each in zip(jobs, alone, strict=True)
+    ]
+    other = [
+        replace(param, routing=each.routing[:-9, :, ::-1])
+        for (_, param), each in zip(jobs, alone, strict=True)
+    ]
+    with open_engine(oracle, **pool, **options) as engine:
+        drafted = engine.generate(prompts, [param for _, param in jobs])
+        assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+        replayed = engine.generate(prompts, given)
+        changed = engine.generate(prompts, other)
+    for results in (crowd, drafted, replayed):
+        assert [result.token_ids for result in results] == unrecorded
+        for result, expected in zip(results, alone, strict=True):
+            np.testing.assert_array_equal(result.routing, expected.routing)
+    for result, param in zip(changed, other, strict=True):
+        record = param.routing_record
+        assert record is not None and result.routing is not None
+        np.testing.assert_array_equal(result.routing[: len(record.ids)], record.ids)
 
 
 @pytest.mark.parametrize("max_batch", [1, 8])

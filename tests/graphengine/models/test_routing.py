@@ -226,6 +226,10 @@ def test_kept_blocks_keep_what_was_recorded_when_they_were_computed(
         for turn in turns:
             assert_recorded(oracle, turn)
     with open_engine(oracle, device=device) as engine:
+        # Whose blocks these were before does not matter.
+        with engine.session() as session:
+            session.append(more[0] * 8)
+            session.generate(greedy(20))
         restored = engine.restore_session(snapshot)
         restored.append(more[0])
         result = restored.generate(greedy(4))

@@ -124,10 +124,10 @@ class Owners:
         """Options that no request with tokens had, and ways to end that no request took."""
         usual = SamplingParams()
         asked = [request.params for request in self.requests if request.token_ids]
-        # Prompts are token ids here.
-        left_out = (
-            {"add_bos", "seed"} if HAS_GRAMMARS else {"add_bos", "seed", "structured_outputs"}
-        )
+        # Prompts are token ids here, and no model has experts.
+        left_out = {"add_bos", "seed", "routing"}
+        if not HAS_GRAMMARS:
+            left_out.add("structured_outputs")
         options = [each.name for each in dataclasses.fields(SamplingParams)]
         return [
             *(
