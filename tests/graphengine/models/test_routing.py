@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine import Engine, Result, SamplingParams
+from graphengine.kernels import Router
+from graphengine.models.routing import StepRoutes, routed
 from graphengine.speculative import NGram
 
 NAME = "moe-every-layer"
@@ -261,3 +263,28 @@ def test_prompts_that_share_a_prefix_at_the_same_time(
         after = engine.generate(other, greedy(6))
         assert after.cached_tokens == 0
         assert_recorded(oracle, after)
+
+
+def test_a_chunks_last_lane_has_the_experts_that_its_logits_come_from(device: str) -> None:
+    """The last layer is run twice for it; a model whose last layer has no experts runs it once."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 6, generator=generator).to(device)
+    slot = torch.zeros(3, dtype=torch.int32, device=device)
+    last = torch.tensor([2], dtype=torch.int32, device=device)
+    router = Router(top_k=2)
+    given = torch.full((2, 3, 2), -1, dtype=torch.int32, device=device)
+    given[1, 1] = torch.tensor([5, 0])
+    for again in (False, True):
+        step = StepRoutes(given)
+        one = step.of_last_layer(last)
+        chosen = [routed(step, layer[:3], slot, router).expert.tolist() for layer in logits[:2]]
+        assert chosen[1][1] == [5, 0]
+        if again:
+            other = routed(one, logits[2, 3:], slot[:1], router).expert.tolist()
+            assert other != chosen[1][2:]
+            chosen[1][2:] = other
+        step.replace_last_layer(one, last)
+        assert step.expert.tolist() == chosen
+    lane_1 = torch.tensor([1], dtype=torch.int32, device=device)
+    one = step.of_last_layer(lane_1)
+    assert routed(one, logits[2, :1], slot[:1], router).expert.tolist() == [[5, 0]]
