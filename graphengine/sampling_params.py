@@ -38,7 +38,7 @@ from graphengine.options import (
     rows,
     within,
 )
-from graphengine.requests.routes import RoutingRecord
+from graphengine.routing_record import RoutingRecord
 from graphengine.structured_outputs import StructuredOutputsParams
 
 FLOAT32_MAX = 3.4028234e38

@@ -21,8 +21,9 @@ from graphengine.requests.processing import (
     single_stop_ids,
 )
 from graphengine.requests.request import Event, Request
-from graphengine.requests.routes import Ids, RecordedRoutes
+from graphengine.requests.routes import RecordedRoutes
 from graphengine.requests.stops import Stops
+from graphengine.routing_record import Ids
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
-from graphengine.requests.routes import Ids
+from graphengine.routing_record import Ids
 
 
 def _needs_every_token(request: Request) -> bool:

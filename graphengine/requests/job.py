@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from graphengine.requests.context import Context
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
-    from graphengine.requests.routes import Ids, RecordedRoutes
+    from graphengine.requests.routes import RecordedRoutes
+    from graphengine.routing_record import Ids
     from graphengine.text.tokenizer import TextStream
 
 

@@ -23,10 +23,10 @@ PACKAGES = {
 """The package that each folder is."""
 
 ROOMS = (
-    "checks", "options", "paths", "logits_params", "speculative", "structured_outputs",
-    "sampling_params", "prefill_cut", "config", "engine_options", "demo", "testing", "models",
-    "text", "prompts", "requests", "host", "drafters", "program", "observe", "opening", "core",
-    "sessions", "engine", "", "cli", "__main__",
+    "checks", "options", "paths", "logits_params", "routing_record", "speculative",
+    "structured_outputs", "sampling_params", "prefill_cut", "config", "engine_options", "demo",
+    "testing", "models", "text", "prompts", "requests", "host", "drafters", "program", "observe",
+    "opening", "core", "sessions", "engine", "", "cli", "__main__",
 )  # fmt: skip
 """The rooms and the flat modules of `graphengine/`, from the ground up; "" is the package itself.
 
