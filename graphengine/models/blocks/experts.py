@@ -67,15 +67,15 @@ class Experts:
         """In the order of a step; every expert's weights have one shape, and one plan."""
         hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
         chosen = self.router.top_k
-        routed = {
+        of_experts = {
             "router": Linear("store", count, hidden),
             "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count, chosen=chosen),
             "expert_down": Linear("residual", hidden, ffn, experts=count, chosen=chosen),
         }
         if self.shared is None:
-            return routed
+            return of_experts
         (first, gate_up), (last, down) = self.shared.linears.items()
-        return {first: gate_up, **routed, last: down}
+        return {first: gate_up, **of_experts, last: down}
 
     @property
     def first_linears(self) -> Mapping[str, str]:
