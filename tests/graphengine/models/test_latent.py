@@ -213,10 +213,12 @@ def test_packed_weights_around_latents(
     sizes |= {"v_head_dim": 32, "initializer_range": 0.1}
     DeepseekV3ForCausalLM(DeepseekV3Config.from_dict(source | sizes)).save_pretrained(tmp_path)
     options: dict[str, Any] = {"device": device, "max_seq_len": 64, "lookahead": 0}
+    # Packed weights are not for float32 on a GPU.
+    dtype = "float32" if device == "cpu" else "float16"
     rows = []
     for quantize in (None, "int8"):
         with Engine.from_pretrained(
-            tmp_path, dtype="float32", max_batch=2, quantize=quantize, **options
+            tmp_path, dtype=dtype, max_batch=2, quantize=quantize, **options
         ) as engine:
             seen = eager(engine)
             engine.generate([5, 9, 77, 3, 150], greedy(2))
