@@ -27,8 +27,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files of over 90 s on an H200 with 30 processes beside each other, the longest first.
 SHARDS = {
+    "tests/kernels/attention/test_scores.py": 5,
     "tests/kernels/attention/test_prefill.py": 6,
     "tests/graphengine/drafters/test_speculation.py": 3,
+    "tests/graphengine/models/test_windows.py": 3,
+    "tests/kernels/linear/test_packed_chunk.py": 2,
     "tests/kernels/attention/test_decode_rows.py": 4,
     "tests/graphengine/testing/test_planted_faults.py": 3,
     "tests/graphengine/drafters/test_speculation_churn.py": 2,
@@ -38,6 +41,10 @@ SHARDS = {
     "tests/kernels/sample/test_sampling.py": 2,
     "tests/graphengine/opening/test_compilation.py": 2,
     "tests/kernels/linear/test_linear.py": 2,
+    "tests/graphengine/models/test_experts_gpu.py": 2,
+    "tests/kernels/attention/test_prefill_gluon.py": 2,
+    "tests/kernels/linear/test_packed_linear.py": 2,
+    "tests/kernels/linear/test_packed_chunk_fp8.py": 2,
 }
 ALONE = re.compile(r"\bmark\.alone\b")
 """What a file with a test that runs alone has in it."""
