@@ -106,6 +106,7 @@ from graphengine.kernels.experts.router import (
     route,
     route_reference,
 )
+from graphengine.kernels.experts.router_product import route_product
 from graphengine.kernels.linear.lane_codes import (
     ActivationKind,
     LaneCodes,
@@ -436,6 +437,7 @@ __all__ = [
     "rope_tables",
     "route",
     "route_items",
+    "route_product",
     "route_reference",
     "row_family",
     "sample",

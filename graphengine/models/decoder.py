@@ -190,8 +190,10 @@ class DecoderConfig:
         return ((self.attention.state,),) * self.num_layers
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, for this many decode lanes and for a chunk."""
-        return self.attention.arrivals(lanes)
+        """Counters that attention uses, for this many decode lanes and for a chunk, or the router:
+        one a lane.
+        """
+        return max(self.attention.arrivals(lanes), lanes if self.expert_layers else 0)
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
         """Tokens that a program of decode attention reads."""

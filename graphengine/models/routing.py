@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from graphengine.kernels import Router, Routes, route
+from graphengine.kernels import Routes
 
 Observer = Callable[[Routes, Tensor], None]
 """Gets the routes of the lanes of a layer, and their slots `[N]`, -1 for a padded lane."""
@@ -52,27 +52,11 @@ class StepRoutes:
         self.expert = torch.empty_like(given)
         self._layer = 0
 
-    def route(
-        self,
-        logits_NE: Tensor,
-        slot_N: Tensor,
-        router: Router,
-        *,
-        correction_E: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Routes:
-        """What `kernels.route` does, for the next layer."""
+    def next_layer(self) -> tuple[Tensor, Tensor]:
+        """Ids given to the next layer, and where its own go: int32 [N, k] each."""
         layer, self._layer = self._layer, self._layer + 1
         assert layer < len(self.given), f"{layer=} of {len(self.given)} layers with experts"
-        return route(
-            logits_NE,
-            slot_N,
-            router,
-            correction_E=correction_E,
-            given_Nk=self.given[layer],
-            expert_Nk=self.expert[layer],
-            pdl=pdl,
-        )
+        return self.given[layer], self.expert[layer]
 
     def of_last_layer(self, lane_1: Tensor) -> StepRoutes:
         """For the last layer with experts, which is run again for one lane, int32 [1]."""
@@ -84,15 +68,6 @@ class StepRoutes:
             self.expert[-1].index_copy_(0, lane_1.long(), routes.expert[0])
 
 
-def routed(
-    routes: StepRoutes | None,
-    logits_NE: Tensor,
-    slot_N: Tensor,
-    router: Router,
-    *,
-    correction_E: Tensor | None = None,
-    pdl: bool = False,
-) -> Routes:
-    """`route` for a layer of a step that keeps its routes, or of one that does not."""
-    choose = route if routes is None else routes.route
-    return choose(logits_NE, slot_N, router, correction_E=correction_E, pdl=pdl)
+def layer_ids(routes: StepRoutes | None) -> tuple[Tensor | None, Tensor | None]:
+    """`next_layer` of a step that keeps its routes; None twice of one that does not."""
+    return (None, None) if routes is None else routes.next_layer()

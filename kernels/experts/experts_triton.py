@@ -81,7 +81,7 @@ def product_kernel(
         there = row == 0
         pair = tl.full((L,), block, tl.int32)
     lane = pair // TOP_K
-    squares = _load_squares(squares_ptr, lane, there, lanes, GROUPS, L)
+    squares = load_squares(squares_ptr, lane, there, lanes, GROUPS, L)
     source = lane if SWIGLU else pair
     x_ptrs = x_ptr + source.to(tl.int64) * x_stride
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, SWIGLU)
@@ -254,13 +254,11 @@ def fma_product_kernel(
     if tl.load(slot_ptr + lane) < 0:
         return
     row_ptrs = _row_ptrs(weight_ptr, tl.load(expert_ptr + pair), tile, M, K, BLOCK_M, True)
-    weights = _load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
-    squares = _load_squares(
+    weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+    squares = load_squares(
         squares_ptr, tl.full((1,), lane, tl.int32), tl.full((1,), 1, tl.int1), lanes, GROUPS, 1
     )
-    y = tl.sum(
-        _multiply_rows(weights, x_ptr + lane.to(tl.int64) * x_stride, K, BLOCK_M, BLOCK_K), 1
-    )
+    y = tl.sum(multiply_rows(weights, x_ptr + lane.to(tl.int64) * x_stride, K, BLOCK_M, BLOCK_K), 1)
     if GROUPS > 0:
         y = y * (1.0 / tl.sqrt_rn(tl.sum(squares) / K + eps))
     gate, up = tl.split(tl.reshape(y, (B, 2)))
@@ -300,7 +298,7 @@ def fma_down_kernel(
         # The ids of a padded lane are no ids, and nothing may end before the wait.
         expert = tl.where(slot < 0, 0, expert)
         row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
-        weights += _load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+        weights += load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
     wait_for_inputs(PDL, OVERLAP)
     if slot < 0:
         return
@@ -309,7 +307,7 @@ def fma_down_kernel(
     for rank in tl.static_range(TOP_K):
         pair = lane * TOP_K + rank
         own = weights[rank * TILES : (rank + 1) * TILES]
-        part = _multiply_rows(own, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K)
+        part = multiply_rows(own, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K)
         sums += part * tl.load(share_ptr + pair)
     y = tl.sum(sums, axis=1)[None, :]
     live = tl.full((1,), 1, tl.int1)
@@ -318,7 +316,7 @@ def fma_down_kernel(
 
 
 @triton.jit
-def _load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """All columns of weight rows, as tiles [BLOCK_M, BLOCK_K]."""
     k = tl.arange(0, BLOCK_K)
     tiles = ()
@@ -334,7 +332,7 @@ def _load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def _multiply_rows(tiles, x_row_ptr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def multiply_rows(tiles, x_row_ptr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Products of the tiles of weight rows with a row of inputs, summed over the tiles."""
     k = tl.arange(0, BLOCK_K)
     sums = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -398,7 +396,7 @@ def _chunk(groups):
 
 
 @triton.jit
-def _load_squares(squares_ptr, lane, there, lanes, GROUPS: tl.constexpr, L: tl.constexpr):
+def load_squares(squares_ptr, lane, there, lanes, GROUPS: tl.constexpr, L: tl.constexpr):
     """Partial sums of squares of each lane [L, chunk], later chunks added to the first."""
     CHUNK: tl.constexpr = _chunk(GROUPS)
     squares = tl.zeros((L, CHUNK), tl.float32)

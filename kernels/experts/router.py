@@ -121,18 +121,7 @@ def route(
             f"{tuple(logits_NE.shape)} with strides {logits_NE.stride()}"
         )
     lanes, experts = logits_NE.shape
-    router.check(experts)
-    check_lanes(lanes, slot_N=slot_N)
-    if correction_E is not None:
-        check_vector("correction_E", correction_E, experts, torch.float32)
-        if router.scores == "softmax_of_chosen":
-            raise ValueError("a correction is of scores, and softmax_of_chosen has none of all")
-    for name, ids in (("given", given_Nk), ("expert", expert_Nk)):
-        if ids is not None:
-            check_vector(name, ids.view(-1), lanes * router.top_k, torch.int32)
-    if expert_Nk is None:
-        expert_Nk = slot_N.new_empty(lanes, router.top_k)
-    routes = Routes(expert_Nk, logits_NE.new_empty(lanes, router.top_k))
+    routes = check_route(lanes, experts, slot_N, router, correction_E, given_Nk, expert_Nk)
     if not use_triton(logits_NE):
         return route_reference(
             logits_NE, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
@@ -160,6 +149,30 @@ def route(
         **launch_options(pdl),
     )
     return routes
+
+
+def check_route(
+    lanes: int,
+    experts: int,
+    slot_N: torch.Tensor,
+    router: Router,
+    correction_E: torch.Tensor | None,
+    given_Nk: torch.Tensor | None,
+    expert_Nk: torch.Tensor | None,
+) -> Routes:
+    """Where the routes go. ValueError unless a router of so many experts can take these."""
+    router.check(experts)
+    check_lanes(lanes, slot_N=slot_N)
+    if correction_E is not None:
+        check_vector("correction_E", correction_E, experts, torch.float32)
+        if router.scores == "softmax_of_chosen":
+            raise ValueError("a correction is of scores, and softmax_of_chosen has none of all")
+    for name, ids in (("given", given_Nk), ("expert", expert_Nk)):
+        if ids is not None:
+            check_vector(name, ids.view(-1), lanes * router.top_k, torch.int32)
+    if expert_Nk is None:
+        expert_Nk = slot_N.new_empty(lanes, router.top_k)
+    return Routes(expert_Nk, torch.empty_like(expert_Nk, dtype=torch.float32))
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -195,7 +208,53 @@ def _route_kernel(
     wait_for_inputs(PDL)
     if tl.load(slot_ptr + lane) < 0:
         return
-    logits = tl.load(logits_ptr + lane * logits_stride + expert, mask=there, other=float("-inf"))
+    choose(
+        logits_ptr + lane * logits_stride,
+        correction,
+        lane,
+        expert_ptr,
+        weight_ptr,
+        given_ptr,
+        scale,
+        E,
+        BLOCK_E,
+        TOP_K,
+        BLOCK_K,
+        SCORES,
+        NORMALISED,
+        correction_ptr is not None,
+        GROUPS,
+        BLOCK_G,
+        TOP_GROUPS,
+        GROUP_BEST,
+    )
+
+
+@triton.jit
+def choose(
+    row_ptr,
+    correction,
+    lane,
+    expert_ptr,
+    weight_ptr,
+    given_ptr,
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+):
+    """A lane's experts by its logits `row_ptr`, and their weights."""
+    expert = tl.arange(0, BLOCK_E)
+    there = expert < E
+    logits = tl.load(row_ptr + expert, mask=there, other=float("-inf"))
     scores = logits
     if SCORES == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -207,7 +266,7 @@ def _route_kernel(
 
     # Logits order experts as softmax and sigmoid do, but for what those round to the same.
     by = logits
-    if correction_ptr is not None or GROUPS > 1:
+    if CORRECTED or GROUPS > 1:
         by = scores + correction
     allowed = there
     if GROUPS > 1:
@@ -226,7 +285,7 @@ def _route_kernel(
         given = tl.load(given_ptr + lane * TOP_K + rank, mask=rank < TOP_K, other=0)
         chosen = tl.where(tl.load(given_ptr + lane * TOP_K) >= 0, given, chosen)
     # Looked up again all at once: a sum for each would take as long as the choice.
-    weights = tl.load(logits_ptr + lane * logits_stride + chosen, mask=rank < TOP_K, other=0.0)
+    weights = tl.load(row_ptr + chosen, mask=rank < TOP_K, other=0.0)
     if SCORES == "sigmoid":
         weights = 1.0 / (1.0 + tl.exp(-weights))
     elif SCORES == "softmax":

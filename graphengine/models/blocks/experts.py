@@ -1,6 +1,6 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
 
-Decode runs the router's product, the router, and two kernels over the chosen experts, or four where
+Decode runs the router with its product, and two kernels over the chosen experts, or four where
 pairs of lane and expert are grouped; a chunk of a prompt always groups them.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
@@ -26,7 +26,8 @@ from graphengine.kernels import (
     expert_swiglu,
     group_pairs,
     groups_pairs,
-    linear,
+    route,
+    route_product,
 )
 from graphengine.models.blocks.streams import PrefillScratch, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
@@ -39,7 +40,7 @@ from graphengine.models.contract import (
     Weight,
     WeightForms,
 )
-from graphengine.models.routing import routed, tell_routes
+from graphengine.models.routing import layer_ids, tell_routes
 
 SHARED = "shared_experts."
 """Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""
@@ -64,11 +65,10 @@ class Experts:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step; every expert's weights have one shape, and one plan."""
+        """In the order of a step, without the router; all experts have one shape, and one plan."""
         hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
         chosen = self.router.top_k
         of_experts = {
-            "router": Linear("store", count, hidden),
             "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count, chosen=chosen),
             "expert_down": Linear("residual", hidden, ffn, experts=count, chosen=chosen),
         }
@@ -177,7 +177,7 @@ class ExpertsWeights:
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
     ) -> Residual:
-        """The block for `row`'s tokens: four kernels, or six; two more for those that are shared.
+        """The block for `row`'s tokens: three kernels, or five; two more for those that are shared.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares.
@@ -186,22 +186,18 @@ class ExpertsWeights:
         block, slot = self.block, row.slot
         # The sum of the chosen experts overwrites what all of these read.
         shared = None if self.shared is None else self.shared.gate(row, residual, launch)
-        logits = linear(
+        given, kept = layer_ids(launch.routes)
+        routes = route_product(
             residual.scaled,
             self.gate,
             slot,
+            block.router,
+            arrivals=launch.arrivals,
             squares_TN=residual.squares,
             eps=block.norm_eps,
-            out_dtype=torch.float32,
-            plan=launch.plan("router", self.gate),
-            launch=launch,
-        )
-        routes = routed(
-            launch.routes,
-            logits,
-            slot,
-            block.router,
             correction_E=self.correction,
+            given_Nk=given,
+            expert_Nk=kept,
             pdl=launch.pdl,
         )
         tell_routes(routes, slot)
@@ -253,8 +249,15 @@ class ExpertsWeights:
         lanes, hidden = h.shape
         tile = chunk_tile(lanes, top_k, experts, hidden, h.dtype)
         logits = _router_logits(h, self.gate)
-        routes = routed(
-            scratch.launch.routes, logits, slot, block.router, correction_E=self.correction, pdl=pdl
+        given, kept = layer_ids(scratch.launch.routes)
+        routes = route(
+            logits,
+            slot,
+            block.router,
+            correction_E=self.correction,
+            given_Nk=given,
+            expert_Nk=kept,
+            pdl=pdl,
         )
         shared = None
         if self.shared is not None:

@@ -101,7 +101,7 @@ def test_experts_are_as_the_config_says(expert_checkpoints: dict[str, Any]) -> N
         True,
     ]
     some, every, second = (list(model.linears) for model in models)
-    of_experts = ["router", "expert_gate_up", "expert_down"]
+    of_experts = ["expert_gate_up", "expert_down"]
     assert some == ["qkv", "output", "gate_up", "down", *of_experts, "lm_head"]
     assert every == ["qkv", "output", *of_experts, "lm_head"]
     # The last layer has no experts: what it leaves is what the final norm reads.

@@ -150,7 +150,7 @@ def test_entries_are_a_latent_and_a_rotated_key(latent_checkpoints: dict[str, An
 
 
 def test_linears_are_in_the_order_of_a_step(latent_checkpoints: dict[str, Any]) -> None:
-    experts = ["shared_gate_up", "router", "expert_gate_up", "expert_down", "shared_down"]
+    experts = ["shared_gate_up", "expert_gate_up", "expert_down", "shared_down"]
     lite, groups, corrected, _ = (read_config(latent_checkpoints[name]) for name in NAMES)
     dense = ["gate_up", "down"]
     assert list(lite.linears) == ["q_kv_a", "output", *dense, *experts, "lm_head"]

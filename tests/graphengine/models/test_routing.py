@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine import Engine, Result, SamplingParams
-from graphengine.kernels import Router
-from graphengine.models.routing import StepRoutes, routed
+from graphengine.kernels import Router, route
+from graphengine.models.routing import StepRoutes, layer_ids
 from graphengine.speculative import NGram
 
 NAME = "moe-every-layer"
@@ -274,17 +274,23 @@ def test_a_chunks_last_lane_has_the_experts_that_its_logits_come_from(device: st
     router = Router(top_k=2)
     given = torch.full((2, 3, 2), -1, dtype=torch.int32, device=device)
     given[1, 1] = torch.tensor([5, 0])
+
+    def routed(step: StepRoutes, logits: torch.Tensor) -> Any:
+        own, kept = layer_ids(step)
+        lanes = slot[: len(logits)]
+        return route(logits, lanes, router, given_Nk=own, expert_Nk=kept).expert.tolist()
+
     for again in (False, True):
         step = StepRoutes(given)
         one = step.of_last_layer(last)
-        chosen = [routed(step, layer[:3], slot, router).expert.tolist() for layer in logits[:2]]
+        chosen = [routed(step, layer[:3]) for layer in logits[:2]]
         assert chosen[1][1] == [5, 0]
         if again:
-            other = routed(one, logits[2, 3:], slot[:1], router).expert.tolist()
+            other = routed(one, logits[2, 3:])
             assert other != chosen[1][2:]
             chosen[1][2:] = other
         step.replace_last_layer(one, last)
         assert step.expert.tolist() == chosen
     lane_1 = torch.tensor([1], dtype=torch.int32, device=device)
     one = step.of_last_layer(lane_1)
-    assert routed(one, logits[2, :1], slot[:1], router).expert.tolist() == [[5, 0]]
+    assert routed(one, logits[2, :1]) == [[5, 0]]

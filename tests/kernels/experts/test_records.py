@@ -150,7 +150,7 @@ def test_given_experts_have_their_own_scores_and_other_lanes_their_own_choice(
     else:
         out = Routes(expert, logits.new_zeros(5, 3))
         routes = route_reference(logits, slot, router, given_Nk=given, out=out)
-    free = route(logits, slot, router)
+    free = function(logits, slot, router)
     for lane in (0, 3):
         assert torch.equal(routes.expert[lane], free.expert[lane])
         assert torch.equal(routes.weight[lane], free.weight[lane])

@@ -334,7 +334,7 @@ def test_step_bytes_count_the_experts_that_are_read() -> None:
     assert read == eight < 6.2e9
     # What is multiplied whatever the router says.
     names = {read.name: None for read in linear_reads(model, torch.bfloat16)}
-    assert list(names) == ["qkv", "output", "router", "lm_head"]
+    assert list(names) == ["qkv", "output", "lm_head"]
 
 
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
