@@ -88,7 +88,12 @@ from graphengine.kernels.draft.vanilla import (
     begin_vanilla_draft_reference,
     new_draft_chain,
 )
-from graphengine.kernels.experts.experts import expert_residual, expert_sum, expert_swiglu
+from graphengine.kernels.experts.experts import (
+    expert_residual,
+    expert_sum,
+    expert_swiglu,
+    residual_arrivals,
+)
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
 from graphengine.kernels.experts.plans import (
     DECODE_BLOCK,
@@ -427,6 +432,7 @@ __all__ = [
     "relaxed_acceptance_reference",
     "relaxed_delta_prompt",
     "relaxed_delta_prompt_reference",
+    "residual_arrivals",
     "residual_groups",
     "rewind_kv_cache",
     "rewind_kv_cache_reference",

@@ -60,8 +60,8 @@ class Linear(NamedTuple):
     weight   how it is stored in 8 or 4 bits; None: in the model's dtype
     shard    along what ranks split it; None: each has all of it. `reduce` sums the products of a
              weight that is split by columns
-    experts  how many weights of this shape a layer has, of which each lane takes as many as are
-             `chosen`; 0: there is one, for all lanes
+    experts  how many weights of this shape a layer has, of which each lane takes some; 0: there is
+             one, for all lanes
     """
 
     kind: LinearKind
@@ -70,7 +70,6 @@ class Linear(NamedTuple):
     weight: WeightFormat | None = None
     shard: ShardAxis | None = None
     experts: int = 0
-    chosen: int = 0
 
 
 Linears = Mapping[str, Linear]
@@ -132,7 +131,7 @@ class LinearPlans(ByLinear[LinearPlan]):
 
     @property
     def family(self) -> RowFamily:
-        """The row family, which all linears of an engine share."""
+        """The row family, which all linears of an engine share but for some of experts."""
         return next(iter(self.values())).family
 
 
@@ -146,8 +145,7 @@ def heuristic_plans(linears: Linears, dtype: torch.dtype, family: RowFamily) -> 
 def heuristic_linear_plan(linear: Linear, dtype: torch.dtype, family: RowFamily) -> LinearPlan:
     """The plan of a linear that no tuning table knows."""
     if linear.experts:
-        rows, columns, chosen = linear.rows, linear.columns, linear.chosen
-        return expert_plan(linear.kind, rows, columns, chosen, dtype, family)
+        return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family)
     if linear.weight is None:
         return heuristic_plan(linear.kind, linear.rows, linear.columns, dtype, family)
     return packed_plan(linear.weight, linear.rows, linear.columns, family)

@@ -32,6 +32,7 @@ from graphengine.kernels import (
     embed,
     first_rows,
     linear,
+    residual_arrivals,
     rms_norm,
 )
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
@@ -190,10 +191,12 @@ class DecoderConfig:
         return ((self.attention.state,),) * self.num_layers
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, for this many decode lanes and for a chunk, or the router:
-        one a lane.
-        """
-        return max(self.attention.arrivals(lanes), lanes if self.expert_layers else 0)
+        """Counters that attention uses, for this many decode lanes and for a chunk, or experts."""
+        counters = self.attention.arrivals(lanes)
+        if not self.expert_layers:
+            return counters
+        # The router has one a lane, which is less.
+        return max(counters, residual_arrivals(lanes, self.hidden_size))
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
         """Tokens that a program of decode attention reads."""

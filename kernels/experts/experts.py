@@ -5,12 +5,12 @@
     expert_sum         that sum alone; for prefill
 
 A pair's products are one chain over K, and a lane's experts are added by rank, so that no bit of a
-lane follows from its neighbours. Where pairs are not grouped, each program takes one pair (or one
-lane) straight from the router's ids. Where they are (`grouping.group_pairs`), one program takes the
-pairs of a block, for which weights are read once. In blocks of `DECODE_BLOCK` pairs both forms have
-the same bits; which is faster depends on how many pairs there are. The row family `fma` takes pairs
-one by one. Experts that no live lane has chosen are not read, but for the first one, of which
-nothing is used.
+lane follows from its neighbours. Where pairs are not grouped, each program takes one pair straight
+from the router's ids. Where they are (`grouping.group_pairs`), one program takes the pairs of a
+block, for which weights are read once. In blocks of `DECODE_BLOCK` pairs both forms have the same
+bits; which is faster depends on how many pairs there are. Gates and ups of the row family `fma`
+take pairs one by one, with weights in registers; down is multiplied by the tensor cores in both
+families. Experts that no live lane has chosen are not read.
 
 The weights of all experts are one dense tensor [E, M, K]; of a SwiGLU M is F gates, then F ups.
 
@@ -33,7 +33,6 @@ from graphengine.kernels.experts.experts_triton import (
     StreamArgs,
     combine_kernel,
     down_kernel,
-    fma_down_kernel,
     fma_product_kernel,
     product_kernel,
 )
@@ -51,6 +50,8 @@ from graphengine.kernels.linear.residual import (
     check_squares,
 )
 
+# Of a plan: the least that the tensor cores take.
+_LEAST_ROWS = 16
 _SUM_LANES = 4
 _SUM_COLUMNS = 256
 
@@ -133,19 +134,22 @@ def expert_residual(
     next_norm_H: torch.Tensor,
     *,
     plan: LinearPlan,
+    arrivals: torch.Tensor | None,
     grouping: Grouping | None = None,
     pdl: bool = False,
 ) -> Residual:
     """residual.x += the weighted sum of each lane's experts, and what the norm after it needs.
 
-    One kernel, and two with a grouping: then the products of pairs are float32 in memory.
+    One kernel: the last of a lane's experts to be done adds them up.
 
     Args:
         a_PF: as `expert_swiglu` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
         next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
-        routes: with `pdl` they are not of the launch before, but of an earlier one.
-        grouping: in blocks of `DECODE_BLOCK`; None: lane by lane.
+        plan: of the family `dot`.
+        arrivals: int32, at least `residual_arrivals(N, H)` zeros, which are zeros again afterwards.
+            None: on a CPU alone.
+        grouping: in blocks of `DECODE_BLOCK`; None: pair by pair.
         The others as of `expert_swiglu`.
 
     Returns:
@@ -169,54 +173,44 @@ def expert_residual(
     if not use_triton(a_PF):
         y = expert_sum_reference(a_PF, weight_EHF, slot_N, routes, out_dtype=torch.float32)
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
-    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares)
-    width = a_PF.shape[1]
-    if plan.family == "fma" and grouping is None:
-        launcher(fma_down_kernel, (lanes, triton.cdiv(hidden, plan.block_m)))(
-            a_PF,
-            weight_EHF,
-            slot_N,
-            routes.expert,
-            routes.weight,
-            stream,
-            lanes,
-            M=hidden,
-            K=width,
-            TOP_K=routes.expert.shape[1],
-            BLOCK_M=plan.block_m,
-            BLOCK_K=plan.block_k,
-            OVERLAP=plan.overlap,
-            num_warps=plan.warps,
-            **launch_options(pdl),
-        )
-        return residual
-    tile = _tile(plan, grouping)
-    if grouping is None:
-        launcher(down_kernel, (lanes, triton.cdiv(hidden, tile.block_m)))(
-            a_PF,
-            weight_EHF,
-            slot_N,
-            routes.expert,
-            routes.weight,
-            stream,
-            lanes,
-            M=hidden,
-            K=width,
-            TOP_K=routes.expert.shape[1],
-            L=tile.lanes,
-            BLOCK_M=tile.block_m,
-            BLOCK_K=tile.block_k,
-            EVEN_K=width % tile.block_k == 0,
-            OVERLAP=tile.overlap,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **launch_options(pdl),
-        )
-        return residual
-    y = residual.x.new_empty(len(a_PF), hidden)
-    _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, out=y, pdl=pdl)
-    _launch_sum(y, slot_N, routes, stream=stream, out=None, columns=tile.block_m, pdl=pdl)
+    tile, width = _tile(plan, grouping), a_PF.shape[1]
+    tiles = triton.cdiv(hidden, tile.block_m)
+    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < lanes * tiles:
+        found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
+        raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
+    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
+    count = len(a_PF) if blocks is None else blocks.shape[1]
+    launcher(down_kernel, (count, tiles))(
+        a_PF,
+        weight_EHF,
+        slot_N,
+        routes.expert,
+        routes.weight,
+        order,
+        blocks,
+        residual.x.new_empty(len(a_PF), hidden),
+        arrivals,
+        StreamArgs(residual.x, next_norm_H, residual.scaled, squares),
+        lanes,
+        M=hidden,
+        K=width,
+        TOP_K=routes.expert.shape[1],
+        BLOCKS=0 if blocks is None else count,
+        L=tile.lanes,
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        EVEN_K=width % tile.block_k == 0,
+        OVERLAP=tile.overlap,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **launch_options(pdl),
+    )
     return residual
+
+
+def residual_arrivals(lanes: int, hidden: int) -> int:
+    """Counters that `expert_residual` uses at most, whatever its plan."""
+    return lanes * -(-hidden // _LEAST_ROWS)
 
 
 def expert_sum(
@@ -250,7 +244,21 @@ def expert_sum(
     y = _output(products, (len(a_PF), hidden), a_PF.dtype, a_PF)
     tile = _tile(tile, grouping)
     _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, out=y, pdl=pdl)
-    _launch_sum(y, slot_N, routes, stream=None, out=out, columns=_SUM_COLUMNS, pdl=pdl)
+    grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
+    launcher(combine_kernel, grid)(
+        y,
+        slot_N,
+        routes.weight,
+        out,
+        lanes,
+        out.stride(0),
+        M=hidden,
+        TOP_K=routes.expert.shape[1],
+        L=_SUM_LANES,
+        BLOCK_M=_SUM_COLUMNS,
+        num_warps=4,
+        **launch_options(pdl),
+    )
     return out
 
 
@@ -330,34 +338,6 @@ def _launch_fma_product(
         BLOCK_K=plan.block_k,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
-        **launch_options(pdl),
-    )
-
-
-def _launch_sum(
-    y_PH: torch.Tensor,
-    slot_N: torch.Tensor,
-    routes: Routes,
-    *,
-    stream: StreamArgs | None,
-    out: torch.Tensor | None,
-    columns: int,
-    pdl: bool,
-) -> None:
-    lanes, hidden = len(slot_N), y_PH.shape[1]
-    launcher(combine_kernel, (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, columns)))(
-        y_PH,
-        slot_N,
-        routes.weight,
-        stream,
-        out,
-        lanes,
-        0 if out is None else out.stride(0),
-        M=hidden,
-        TOP_K=routes.expert.shape[1],
-        L=_SUM_LANES,
-        BLOCK_M=columns,
-        num_warps=4,
         **launch_options(pdl),
     )
 

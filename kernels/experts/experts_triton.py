@@ -3,7 +3,8 @@
 In the `dot` family a product has a lane's bits from its own operands alone: a tile of lanes goes
 through K in one order of `tl.dot`, whatever the other lanes of the tile are, so it does not matter
 whether a tile holds all pairs of an expert or a single one. The `fma` family takes single pairs,
-and has all weights of a program in registers at once.
+and has all weights of a program in registers at once; it has no kernel of its own for down, whose
+weights would be too many.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L lanes of a tile, K input features, M rows
 of an expert's weight, B outputs of a program.
@@ -63,35 +64,19 @@ def product_kernel(
     """
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
     B: tl.constexpr = BLOCK_M // 2 if SWIGLU else BLOCK_M
-    block = tl.program_id(0)
     tile = tl.program_id(1)
-    row = tl.arange(0, L)
     wait_for_inputs(PDL, OVERLAP)
-    if BLOCKS > 0:
-        expert = tl.load(blocks_ptr + block)
-        if expert < 0:
-            return
-        start = tl.load(blocks_ptr + BLOCKS + block)
-        there = row < tl.load(blocks_ptr + 2 * BLOCKS + block)
-        pair = tl.load(order_ptr + start + row, mask=there, other=0)
-    else:
-        if tl.load(slot_ptr + block // TOP_K) < 0:
-            return
-        expert = tl.load(expert_ptr + block)
-        there = row == 0
-        pair = tl.full((L,), block, tl.int32)
+    expert, pair, there = _pairs_of_block(
+        slot_ptr, expert_ptr, order_ptr, blocks_ptr, TOP_K, BLOCKS, L
+    )
+    if expert < 0:
+        return
     lane = pair // TOP_K
     squares = load_squares(squares_ptr, lane, there, lanes, GROUPS, L)
     source = lane if SWIGLU else pair
     x_ptrs = x_ptr + source.to(tl.int64) * x_stride
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, SWIGLU)
-    k = tl.arange(0, BLOCK_K)
-    y = tl.zeros((L, BLOCK_M), dtype=tl.float32)
-    for _ in range((K + BLOCK_K - 1) // BLOCK_K):
-        x = _lane_tile(x_ptrs, there, k, K, EVEN_K)
-        weight = _weight_tile(row_ptrs, k, K, EVEN_K)
-        y = tl.dot(x, weight, y, input_precision="ieee")
-        k += BLOCK_K
+    y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
     if GROUPS > 0:
         total = _sum_of_rows(squares, L, squares.shape[1])
         y = y * (1.0 / tl.sqrt_rn(total / K + eps))[:, None]
@@ -104,6 +89,55 @@ def product_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=stored)
 
 
+@triton.jit
+def _pairs_of_block(
+    slot_ptr,
+    expert_ptr,
+    order_ptr,
+    blocks_ptr,
+    TOP_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    L: tl.constexpr,
+):
+    """The program's expert, -1 where it has none, its pairs [L], and which of them are there."""
+    block = tl.program_id(0)
+    row = tl.arange(0, L)
+    if BLOCKS > 0:
+        expert = tl.load(blocks_ptr + block)
+        start = tl.load(blocks_ptr + BLOCKS + block, mask=expert >= 0, other=0)
+        count = tl.load(blocks_ptr + 2 * BLOCKS + block, mask=expert >= 0, other=0)
+        there = row < count
+        pair = tl.load(order_ptr + start + row, mask=there, other=0)
+    else:
+        live = tl.load(slot_ptr + block // TOP_K) >= 0
+        expert = tl.load(expert_ptr + block, mask=live, other=-1)
+        there = row == 0
+        pair = tl.full((L,), block, tl.int32)
+    return expert, pair, there
+
+
+@triton.jit
+def _chain(
+    x_ptrs,
+    row_ptrs,
+    there,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Products [L, BLOCK_M] of lanes with weight rows, in float32."""
+    k = tl.arange(0, BLOCK_K)
+    y = tl.zeros((L, BLOCK_M), dtype=tl.float32)
+    for _ in range((K + BLOCK_K - 1) // BLOCK_K):
+        x = _lane_tile(x_ptrs, there, k, K, EVEN_K)
+        weight = _weight_tile(row_ptrs, k, K, EVEN_K)
+        y = tl.dot(x, weight, y, input_precision="ieee")
+        k += BLOCK_K
+    return y
+
+
 @triton.jit(do_not_specialize=["lanes"])
 def down_kernel(
     x_ptr,
@@ -111,11 +145,16 @@ def down_kernel(
     slot_ptr,
     expert_ptr,
     share_ptr,
+    order_ptr,
+    blocks_ptr,
+    y_ptr,
+    arrivals_ptr,
     stream,
     lanes,
     M: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
     L: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,63 +162,57 @@ def down_kernel(
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program for a lane and BLOCK_M outputs: its experts by rank, one after the other.
+    """As `product_kernel`; the last of a lane's pairs to arrive adds all of them to the stream.
 
-    All of them are one loop over tiles of K, so that an expert's weights are on the way while the
-    one before is multiplied.
+    A block has a lane once at most, as a lane's experts are different ones.
     """
-    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    lane = tl.program_id(0)
     tile = tl.program_id(1)
-    row = tl.arange(0, L)
-    there = row == 0
     wait_for_inputs(PDL, OVERLAP)
-    if tl.load(slot_ptr + lane) < 0:
+    expert, pair, there = _pairs_of_block(
+        slot_ptr, expert_ptr, order_ptr, blocks_ptr, TOP_K, BLOCKS, L
+    )
+    if expert < 0:
         return
-    first_pair = lane * TOP_K
-    ids = _load_ids(expert_ptr + first_pair, TOP_K)
-    total = tl.zeros((L, BLOCK_M), dtype=tl.float32)
-    y = tl.zeros((L, BLOCK_M), dtype=tl.float32)
-    for step in range(TOP_K * TILES):
-        rank = step // TILES
-        pair = first_pair + rank
-        expert = _id_of_rank(ids, rank, TOP_K)
-        share = tl.load(share_ptr + pair)
-        k = step % TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + tl.full((L,), pair, tl.int64) * K
-        x = _lane_tile(x_ptrs, there, k, K, EVEN_K)
-        row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
-        weight = _weight_tile(row_ptrs, k, K, EVEN_K)
-        y = tl.dot(x, weight, y, input_precision="ieee")
-        done = step % TILES == TILES - 1
-        total = tl.where(done, tl.fma(tl.full(y.shape, share, tl.float32), y, total), total)
-        y = tl.where(done, 0.0, y)
-    _add_to_stream(total, tl.full((L,), lane, tl.int32), there, tile, lanes, stream, M, L, BLOCK_M)
+    x_ptrs = x_ptr + pair.to(tl.int64) * K
+    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
+    y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
+    output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (output < M)[None, :]
+    y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
+    tl.store(y_ptrs, y, mask=there[:, None] & inside)
+    tl.debug_barrier()
+    lane = pair // TOP_K
+    arrival_ptrs = arrivals_ptr + lane * tl.num_programs(1) + tile
+    arrived = tl.atomic_add(arrival_ptrs, tl.full((L,), 1, tl.int32), mask=there, sem="acq_rel")
+    done = there & (arrived == TOP_K - 1)
+    if tl.max(done.to(tl.int32), axis=0) > 0:
+        tl.store(arrival_ptrs, tl.zeros((L,), tl.int32), mask=done)
+        total = _sum_of_pairs(y_ptr, share_ptr, lane, done, output, M, TOP_K, L, BLOCK_M)
+        _add_to_stream(total, lane, done, tile, lanes, stream, M, L, BLOCK_M)
 
 
 @triton.jit
-def _load_ids(expert_ptr, TOP_K: tl.constexpr):
-    """The experts of a lane, 4 of them in an int64.
-
-    A loop that loaded one of them for its next weights would have half as many tiles on the way.
-    """
-    words = ()
-    for first in tl.static_range(0, TOP_K, 4):
-        word = tl.zeros((), tl.int64)
-        for rank in tl.static_range(first, min(first + 4, TOP_K)):
-            expert = tl.load(expert_ptr + rank).to(tl.int64)
-            word = word | (expert << (16 * (rank - first)))
-        words += (word,)  # type: ignore[assignment]
-    return words
-
-
-@triton.jit
-def _id_of_rank(words, rank, TOP_K: tl.constexpr):
-    """The expert of a rank."""
-    word = words[0]
-    for index in tl.static_range(1, (TOP_K + 3) // 4):
-        word = tl.where(rank // 4 == index, words[index], word)
-    return (word >> (rank % 4 * 16)) & 0xFFFF
+def _sum_of_pairs(
+    y_ptr,
+    share_ptr,
+    lane,
+    live,
+    output,
+    M: tl.constexpr,
+    TOP_K: tl.constexpr,
+    L: tl.constexpr,
+    B: tl.constexpr,
+):
+    """The products [L, B] of lanes' pairs, each by its share, summed by rank."""
+    mask = live[:, None] & (output < M)[None, :]
+    total = tl.zeros((L, B), dtype=tl.float32)
+    for rank in range(TOP_K):
+        pair = lane * TOP_K + rank
+        share = tl.load(share_ptr + pair, mask=live, other=0.0)
+        y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
+        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        total = tl.fma(tl.broadcast_to(share[:, None], (L, B)), y, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["lanes"])
@@ -187,7 +220,6 @@ def combine_kernel(
     y_ptr,
     slot_ptr,
     share_ptr,
-    stream,
     out_ptr,
     lanes,
     out_stride,
@@ -197,31 +229,15 @@ def combine_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for L lanes and BLOCK_M outputs: the products of their pairs, summed by rank.
-
-    The sum goes to the residual stream, or without one to `out`.
-    """
+    """One program for L lanes and BLOCK_M outputs: the products of their pairs, summed by rank."""
     lane = tl.program_id(0) * L + tl.arange(0, L)
-    tile = tl.program_id(1)
-    output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (output < M)[None, :]
+    output = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for_inputs(PDL)
     live = tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0
-    total = tl.zeros((L, BLOCK_M), dtype=tl.float32)
-    for rank in range(TOP_K):
-        pair = lane * TOP_K + rank
-        share = tl.load(share_ptr + pair, mask=live, other=0.0)
-        y = tl.load(
-            y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :],
-            mask=live[:, None] & inside,
-            other=0.0,
-        ).to(tl.float32)
-        total = tl.fma(tl.broadcast_to(share[:, None], (L, BLOCK_M)), y, total)
-    if stream is not None:
-        _add_to_stream(total, lane, live, tile, lanes, stream, M, L, BLOCK_M)
-    else:
-        out_ptrs = out_ptr + lane.to(tl.int64)[:, None] * out_stride + output[None, :]
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside)
+    total = _sum_of_pairs(y_ptr, share_ptr, lane, live, output, M, TOP_K, L, BLOCK_M)
+    out_ptrs = out_ptr + lane.to(tl.int64)[:, None] * out_stride + output[None, :]
+    stored = live[:, None] & (output < M)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
@@ -265,54 +281,6 @@ def fma_product_kernel(
     output = tile * B + tl.arange(0, B)
     out_ptrs = out_ptr + pair.to(tl.int64) * OUTPUTS + output
     tl.store(out_ptrs, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
-
-
-@triton.jit(do_not_specialize=["lanes"])
-def fma_down_kernel(
-    x_ptr,
-    weight_ptr,
-    slot_ptr,
-    expert_ptr,
-    share_ptr,
-    stream,
-    lanes,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program for a lane and BLOCK_M outputs, with the weights of all its experts.
-
-    The launch before leaves the inputs, and the one before that, or an earlier one, the ids: so
-    weights are on the way before it ends.
-    """
-    lane = tl.program_id(0)
-    tile = tl.program_id(1)
-    slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
-    weights = ()
-    for rank in tl.static_range(TOP_K):
-        expert = tl.load(expert_ptr + lane * TOP_K + rank, cache_modifier=".cg")
-        # The ids of a padded lane are no ids, and nothing may end before the wait.
-        expert = tl.where(slot < 0, 0, expert)
-        row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
-        weights += load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
-    wait_for_inputs(PDL, OVERLAP)
-    if slot < 0:
-        return
-    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    sums = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for rank in tl.static_range(TOP_K):
-        pair = lane * TOP_K + rank
-        own = weights[rank * TILES : (rank + 1) * TILES]
-        part = multiply_rows(own, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K)
-        sums += part * tl.load(share_ptr + pair)
-    y = tl.sum(sums, axis=1)[None, :]
-    live = tl.full((1,), 1, tl.int1)
-    lane_1 = tl.full((1,), lane, tl.int32)
-    _add_to_stream(y, lane_1, live, tile, lanes, stream, M, 1, BLOCK_M)
 
 
 @triton.jit

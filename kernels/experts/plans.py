@@ -37,37 +37,35 @@ class ProductTile(NamedTuple):
 
 
 def expert_plan(
-    kind: LinearKind, M: int, K: int, chosen: int, dtype: torch.dtype, family: RowFamily
+    kind: LinearKind, M: int, K: int, dtype: torch.dtype, family: RowFamily
 ) -> LinearPlan:
-    """The plan of experts' weights [M, K] each, of which a lane takes `chosen`, for decode.
+    """The plan of experts' weights [M, K] each, for decode.
 
-    A `fma` program of `down` has rows of all experts of a lane in registers. Where even a single
-    row of them does not fit, the plan is one of `dot`, which any engine can run.
+    That of `down` is one of `dot` in both families, as any engine can run it, and so is that of
+    gates and ups of which not even a single row fits the registers of a `fma` program.
     """
     check_kind(kind, family)
-    if family == "fma":
-        plan = _fma_plan(kind, K, 1 if kind == "swiglu" else chosen, dtype)
+    if family == "fma" and kind == "swiglu":
+        plan = _fma_plan(K, dtype)
         if plan is not None:
             return plan
     if dtype == torch.float32:
         return LinearPlan("dot", block_m=32, block_k=min(32, dot_columns(K)), stages=2)
+    block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
     if kind == "swiglu":
-        block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
         return LinearPlan("dot", block_m=32, block_k=block_k, stages=6)
-    # A lane's programs share its experts: few rows each keep all SMs busy, with wide tiles.
-    block_k = next((width for width in (256, 128, 64) if K % width == 0), min(128, dot_columns(K)))
-    return LinearPlan("dot", block_m=16, block_k=block_k, stages=6)
+    return LinearPlan("dot", block_m=64, block_k=block_k, stages=4)
 
 
-def _fma_plan(kind: LinearKind, K: int, held: int, dtype: torch.dtype) -> LinearPlan | None:
-    """The most rows of `held` experts that fit 4 warps, at most 4 for gates and ups, 2 for down."""
+def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
+    """The most rows that fit 4 warps, at most 4."""
     block_k = min(2048, dot_columns(K))
     while block_k > 256 and -(-K // block_k) * block_k * 4 > 5 * K:
         # A quarter of the columns would be none.
         block_k //= 2
-    row_bytes = held * -(-K // block_k) * block_k * dtype.itemsize
+    row_bytes = -(-K // block_k) * block_k * dtype.itemsize
     for warps in (4, 8, 16):
-        for block_m in (4, 2) if kind == "swiglu" else (2, 1):
+        for block_m in (4, 2):
             if block_m * row_bytes <= FMA_THREAD_BYTES * 32 * warps:
                 return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
     return None

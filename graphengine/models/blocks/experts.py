@@ -1,7 +1,7 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
 
-Decode runs the router with its product, and two kernels over the chosen experts, or four where
-pairs of lane and expert are grouped; a chunk of a prompt always groups them.
+Decode runs the router with its product, and two kernels over the chosen experts, and one between
+them where pairs of lane and expert are grouped; a chunk of a prompt always groups them.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
 """
@@ -67,10 +67,9 @@ class Experts:
     def linears(self) -> Linears:
         """In the order of a step, without the router; all experts have one shape, and one plan."""
         hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
-        chosen = self.router.top_k
         of_experts = {
-            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count, chosen=chosen),
-            "expert_down": Linear("residual", hidden, ffn, experts=count, chosen=chosen),
+            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count),
+            "expert_down": Linear("residual", hidden, ffn, experts=count),
         }
         if self.shared is None:
             return of_experts
@@ -177,7 +176,7 @@ class ExpertsWeights:
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels, or five; two more for those that are shared.
+        """The block for `row`'s tokens: three kernels, or four; two more for those that are shared.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares.
@@ -202,9 +201,8 @@ class ExpertsWeights:
         )
         tell_routes(routes, slot)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
-        down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
-        in_dot = {gate_up_plan.family, down_plan.family} == {"dot"}
+        in_dot = gate_up_plan.family == "dot"
         grouping = None
         if in_dot and groups_pairs(len(slot), block.router.top_k, block.experts):
             grouping = group_pairs(
@@ -228,7 +226,8 @@ class ExpertsWeights:
             routes,
             residual,
             next_norm,
-            plan=down_plan,
+            plan=launch.plan("expert_down", self.down),
+            arrivals=launch.arrivals,
             grouping=grouping,
             pdl=launch.pdl,
         )

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.experts.experts import expert_residual, expert_sum, expert_swiglu
+from graphengine.kernels.experts.experts import (
+    expert_residual,
+    expert_sum,
+    expert_swiglu,
+    residual_arrivals,
+)
 from graphengine.kernels.experts.grouping import group_pairs
 from graphengine.kernels.experts.plans import (
     DECODE_BLOCK,
@@ -127,6 +132,8 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
     before = Residual(
         case.stream.clone(), torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype), None
     )
+    counters = residual_arrivals(lanes, case.stream.shape[1])
+    arrivals = torch.zeros(counters, dtype=torch.int32, device=case.x.device)
     after = expert_residual(
         a,
         case.down,
@@ -135,8 +142,10 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
         before,
         case.next_norm,
         plan=down_plan,
+        arrivals=arrivals,
         grouping=grouping,
     )
+    assert not arrivals.any(), "the next launch finds zeros"
     assert after.x is before.x and after.scaled is before.scaled, "written in place"
     return a, after.x, after.scaled, after.squares.t()
 
@@ -202,9 +211,8 @@ def test_decode_matches_reference(
     case = make_case(
         lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, groups=groups
     )
-    plan = FMA if form == "fma" else SMALL
-    plans = {"gate_up_plan": plan, "down_plan": plan}
-    a, x, scaled, squares = decode(case, grouped=form == "grouped", **plans)
+    gate_up_plan = FMA if form == "fma" else SMALL
+    a, x, scaled, squares = decode(case, grouped=form == "grouped", gate_up_plan=gate_up_plan)
     expected_a, expected_x = decode_reference(case, a, squares.shape[1])
     assert_products_close(a, expected_a, dtype)
     assert_products_close(x, expected_x, dtype)
@@ -213,7 +221,7 @@ def test_decode_matches_reference(
     assert torch.equal(scaled[live], wanted[live])
     assert (scaled[~live] == SENTINEL).all()
     assert torch.equal(x[~live], case.stream[~live])
-    of_each = [part.double().square().sum(1) for part in x[live].split(plan.block_m, dim=1)]
+    of_each = [part.double().square().sum(1) for part in x[live].split(SMALL.block_m, dim=1)]
     torch.testing.assert_close(
         squares[live].double(), torch.stack(of_each, dim=1), rtol=1e-5, atol=1e-6
     )
@@ -232,10 +240,10 @@ def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes):
     hidden, ffn = (12, 8) if INTERPRETED else (136, 72)
     for dtype in dtypes:
         plans = {
-            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, 3, dtype, "fma"),
-            "down_plan": expert_plan("residual", hidden, ffn, 3, dtype, "fma"),
+            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
+            "down_plan": expert_plan("residual", hidden, ffn, dtype, "fma"),
         }
-        assert {plan.family for plan in plans.values()} == {"fma"}
+        assert [plan.family for plan in plans.values()] == ["fma", "dot"]
         case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40)
         a, *stream = decode(case, grouped=False, **plans)
         for order in ([0], [1], [1, 0]):
@@ -256,8 +264,8 @@ def test_grouped_pairs_have_the_bits_of_single_ones(device, dtypes, shape):
         pytest.skip("natively")
     for dtype in dtypes[:1] if INTERPRETED else dtypes:
         plans = {
-            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, 3, dtype, "dot"),
-            "down_plan": expert_plan("residual", hidden, ffn, 3, dtype, "dot"),
+            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
+            "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
         }
         lanes = 6 if INTERPRETED else 40
         case = make_case(lanes, hidden, ffn, 6, 3, dtype, device, used=4, groups=5)
@@ -296,12 +304,12 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     """Their code for sm_90 is run in numpy, where copies come as late or as early as they may."""
     case = make_case(3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1)
     plans = {
-        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, top_k, dtype, "dot"),
-        "down_plan": expert_plan("residual", hidden, ffn, top_k, dtype, "dot"),
+        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
+        "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
     }
     fma = {
-        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, top_k, dtype, "fma"),
-        "down_plan": expert_plan("residual", hidden, ffn, top_k, dtype, "fma"),
+        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
+        "down_plan": expert_plan("residual", hidden, ffn, dtype, "fma"),
     }
     module = importlib.import_module("graphengine.kernels.experts.experts")
     with launches_handed_to(partial(run_launch, late=late), module):
@@ -400,12 +408,14 @@ def test_reference_is_the_formula():
 
 
 def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
-    plan = expert_plan("swiglu", 1536, 2048, 8, torch.bfloat16, "dot")
-    assert plan.splits == 1 and 1536 % plan.block_m == 0 and 2048 % plan.block_k == 0
-    fma = expert_plan("residual", 2048, 768, 8, torch.bfloat16, "fma")
-    assert fma == LinearPlan("fma", block_m=2, block_k=256)
-    # Rows of 16 experts of a wide layer fit no thread's registers.
-    assert expert_plan("residual", 7168, 32768, 16, torch.float32, "fma").family == "dot"
+    for kind, M, K in (("swiglu", 1536, 2048), ("residual", 2048, 768)):
+        plan = expert_plan(kind, M, K, torch.bfloat16, "dot")
+        assert plan.splits == 1 and M % plan.block_m == 0 and K % plan.block_k == 0
+        assert (expert_plan(kind, M, K, torch.bfloat16, "fma") == plan) == (kind == "residual")
+    fma = expert_plan("swiglu", 1536, 2048, torch.bfloat16, "fma")
+    assert fma == LinearPlan("fma", block_m=4, block_k=2048)
+    # Rows of a wide layer fit no thread's registers.
+    assert expert_plan("swiglu", 7168, 131072, torch.float32, "fma").family == "dot"
     sizes = [
         chunk_tile(lanes, 8, 128, 2048, torch.bfloat16).lanes
         for lanes in (1, 16, 256, 512, 1024, 4096)
@@ -451,3 +461,12 @@ def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
         expert_swiglu(*operands, tile=SMALL._replace(splits=2))
     with pytest.raises(ValueError, match="the fma family takes pairs one by one"):
         expert_swiglu(*operands, tile=FMA, grouping=case.grouping())
+    a = case.x.new_zeros(6, 8)
+    stream = Residual(case.stream, case.x.clone(), None)
+    down = (a, case.down, case.slot, case.routes, stream, case.next_norm)
+    for arrivals, found in (
+        (None, "None"),
+        (torch.zeros(2, dtype=torch.int32), "2 of torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=f"3 lanes want 3 int32 arrivals, not {found}"):
+            expert_residual(*down, plan=SMALL, arrivals=arrivals)

@@ -44,6 +44,7 @@ class Operands:
         )
         self.squares = new(64, lanes, dtype=torch.float32)
         self.stream = Residual(new(lanes, HIDDEN, dtype=torch.float32), new(lanes, HIDDEN), None)
+        self.arrivals = new(experts.residual_arrivals(lanes, HIDDEN), dtype=torch.int32)
         self.grouping = None
         if size:
             blocks = most_blocks(pairs, EXPERTS, size)
@@ -69,7 +70,6 @@ def of_gate_up(operands, tile, squares=True):
 
 
 def of_down(operands, plan):
-    """The only kernel of lane by lane."""
     return record_launch(
         experts,
         lambda: experts.expert_residual(
@@ -80,6 +80,7 @@ def of_down(operands, plan):
             operands.stream,
             operands.norm,
             plan=plan,
+            arrivals=operands.arrivals,
             grouping=operands.grouping,
             pdl=True,
         ),
@@ -96,7 +97,7 @@ def products(ptx):
 @pytest.mark.parametrize("size", [0, DECODE_BLOCK])
 def test_decode_multiplies_in_one_order(size):
     """A `wgmma`, or another shape of `mma.sync`, would sum a pair's products otherwise."""
-    plan = expert_plan("swiglu", 2 * FFN, HIDDEN, TOP_K, torch.bfloat16, "dot")
+    plan = expert_plan("swiglu", 2 * FFN, HIDDEN, torch.bfloat16, "dot")
     ptx, names = compile_launch(of_gate_up(Operands(8, size), plan))
     assert_waits_before_it_shows(ptx)
     assert products(ptx) == {"mma.sync.aligned.m16n8k16"}
@@ -106,34 +107,20 @@ def test_decode_multiplies_in_one_order(size):
     assert {load.size for load in loads if load.argument == "weight_ptr"} == {16}
 
 
-def test_a_lanes_experts_are_on_the_way_in_all_stages():
-    """Ids that are loaded in the loop would halve them."""
-    plan = expert_plan("residual", HIDDEN, FFN, TOP_K, torch.bfloat16, "dot")
-    compiled, _ = compile_kernel(of_down(Operands(1), plan))
-    assert_waits_before_it_shows(compiled.asm["ptx"])
-    assert products(compiled.asm["ptx"]) == {"mma.sync.aligned.m16n8k16"}
+@pytest.mark.parametrize("size", [0, DECODE_BLOCK])
+def test_down_multiplies_in_one_order_and_adds_up_in_the_last_program(size):
+    plan = expert_plan("residual", HIDDEN, FFN, torch.bfloat16, "dot")
+    compiled, _ = compile_kernel(of_down(Operands(8, size), plan))
+    ptx = compiled.asm["ptx"]
+    assert_waits_before_it_shows(ptx)
+    assert products(ptx) == {"mma.sync.aligned.m16n8k16"}
+    assert re.search(r"atom\.\S*acq_rel\S*add", ptx)
     stage = (DECODE_BLOCK + plan.block_m) * plan.block_k * 2
     assert compiled.metadata.shared >= (plan.stages - 1) * stage
 
 
-def test_fma_has_the_weights_of_down_on_the_way_before_it_waits():
-    """Ids are older than the launch before, and come past the L1 cache; inputs come after."""
-    plan = expert_plan("residual", HIDDEN, FFN, TOP_K, torch.bfloat16, "fma")
-    assert plan.family == "fma"
-    ptx, names = compile_launch(of_down(Operands(1), plan))
-    assert_waits_before_it_shows(ptx)
-    loads = list(global_loads(ptx, names))
-    weights = [load for load in loads if load.argument == "weight_ptr" and load.size >= 4]
-    early = [load for load in loads if not load.after_wait]
-    threads = 32 * plan.warps
-    assert sum(load.size for load in weights) == plan.block_m * TOP_K * FFN * 2 // threads
-    assert set(weights) < set(early)
-    assert {load.argument for load in early} == {"weight_ptr", "expert_ptr", "slot_ptr"}
-    assert all(load.past_l1 for load in early if load.argument != "weight_ptr")
-
-
 def test_fma_waits_for_the_ids_of_gate_and_up():
-    plan = expert_plan("swiglu", 2 * FFN, HIDDEN, TOP_K, torch.bfloat16, "fma")
+    plan = expert_plan("swiglu", 2 * FFN, HIDDEN, torch.bfloat16, "fma")
     assert plan.family == "fma"
     ptx, names = compile_launch(of_gate_up(Operands(1), plan))
     assert_waits_before_it_shows(ptx)
