@@ -7,7 +7,6 @@ shape, dtype and device always gets the same values.
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -69,6 +68,34 @@ def _qwen3_moe(**sizes: Any) -> dict[str, Any]:
     return _qwen3(**fixed, **sizes) | {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
+def _deepseek_v2(**sizes: Any) -> dict[str, Any]:
+    fixed = {
+        "model_type": "deepseek_v2",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "q_lora_rank": None,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 163840,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    return {"architectures": ["DeepseekV2ForCausalLM"], **fixed, **sizes}
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-1b": _llama(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -94,6 +121,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _qwen3_moe(
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "deepseek-v2-lite": _deepseek_v2(
+        hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16,
+        num_key_value_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408,
+        vocab_size=102400,
     ),
     "tiny-moe": _qwen3_moe(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -282,11 +315,7 @@ def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
     Experts are left out: how many of them a step reads follows from its lanes. Empty for a model
     whose layers have different linears.
     """
-    dense = {name: linear for name, linear in model.linears.items() if not linear.experts}
-    if all(linear.weight is None for linear in dense.values()):
-        sizes = {name: each.rows * each.columns * dtype.itemsize for name, each in dense.items()}
-        *layer, head = itertools.starmap(LinearRead, sizes.items())
-        return layer * model.num_layers + [head]
+    dense = [name for name, linear in model.linears.items() if not linear.experts]
     weights = model.allocate(device="meta", dtype=dtype)
     *names, last = dict.fromkeys(name.partition(".")[0] for name in dense)
     held = [linear.weight for linear in weights.linears()]
