@@ -208,6 +208,12 @@ class EngineConfig:
         doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a longer
         session keeps its first; None: all that no request needs""",
     )
+    window_rings: bool = option(
+        True,
+        doc="""whether layers with a window keep the newest tokens alone, in a ring for each slot,
+        where that is less than their part of the pool; False, or with prefix_caching: they keep
+        all, which forks, snapshots and far rewinds of sessions go on from""",
+    )
     lookahead: int = option(
         1,
         Bound("be 0 or 1", lambda steps: steps in (0, 1)),

@@ -111,6 +111,12 @@ class EngineOptions(TypedDict, total=False):
     keeps its first; None: all that no request needs
     """
 
+    window_rings: bool
+    """whether layers with a window keep the newest tokens alone, in a ring for each slot, where
+    that is less than their part of the pool; False, or with prefix_caching: they keep all,
+    which forks, snapshots and far rewinds of sessions go on from
+    """
+
     lookahead: int
     """replays launched before the oldest one is collected, 0 or 1; it is 0 while a request with a
     grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0

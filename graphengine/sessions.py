@@ -90,9 +90,8 @@ class Session:
 
         With `prefix_caching` the turn may find more, if others have prefilled the same tokens.
         """
-        size = self._core.memory.block_size
-        whole = min(len(self._context.blocks), max(0, len(self) - 1) // size)
-        return whole * size
+        usable = self._core.scheduler.reuse.reusable(self._context, len(self))
+        return len(usable) * self._core.memory.block_size
 
     @property
     def evicted(self) -> bool:
@@ -145,11 +144,16 @@ class Session:
             self._core.scheduler.reuse.cut(self._context, len(self._tokens))
 
     def fork(self) -> Session:
-        """Another session with the same tokens, which shares the blocks: nothing is copied."""
+        """Another session with the same tokens, which shares the blocks: nothing is copied.
+
+        It has none where KV is in rings (`EngineConfig.window_rings`): there can be one user.
+        """
         self._check_idle()
-        context = Context(evicted=self._context.evicted)
-        if self._context.blocks:
-            self._core.scheduler.reuse.give(context, self._context.blocks)
+        context, reuse = Context(evicted=self._context.evicted), self._core.scheduler.reuse
+        if self._context.blocks and reuse.rings:
+            context.evicted = True
+        elif self._context.blocks:
+            reuse.give(context, self._context.blocks)
         return Session(self._core, list(self._tokens), context)
 
     # Turns.
@@ -212,10 +216,13 @@ class Session:
         """A copy of tokens and KV in host memory, and in a safetensors file if `path` is given.
 
         Waits for the device. `Engine.restore_session` makes a session of either, in this process or
-        another. OSError where the file cannot be written; it appears whole or not at all.
+        another. No KV is copied where layers keep theirs in rings (`EngineConfig.window_rings`):
+        the first turn of the session that is restored prefills everything. OSError where the file
+        cannot be written; it appears whole or not at all.
         """
         self._check_idle()
-        made = copy_out(self._core, self._tokens, self._context.blocks)
+        rings = self._core.scheduler.reuse.rings
+        made = copy_out(self._core, self._tokens, [] if rings else self._context.blocks)
         if path is not None:
             made.save(path)
         return made
@@ -294,6 +301,11 @@ def session_of(
     """
     scheduler, context = core.scheduler, Context()
     pool, most = scheduler.pool, core.config.session_blocks
+    if count and scheduler.reuse.rings:
+        raise ValueError(
+            f"a session of {count} KV blocks, but layers with windows keep their KV in rings, "
+            f"which cannot be filled: open the engine with window_rings=False"
+        )
     if count > pool.free:
         raise ValueError(
             f"a session of {count} KV blocks, but {pool.free} of the pool's {pool.count} are free"

@@ -63,6 +63,7 @@ class ChunkTimer:
         self._loads = 0
         self._load(
             block_table=[[1 + at % self._blocks for at in range(memory.table_blocks)]],
+            **{ring.table: [ring.table_row(0, memory.table_blocks)] for ring in memory.rings},
             command_epoch=[1],
             max_len=[memory.max_seq_len],
             logprobs_wanted=[config.max_logprobs],

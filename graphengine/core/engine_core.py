@@ -30,7 +30,7 @@ from graphengine.models.contract import recurrent_states
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import draft_updates, host_updates
+from graphengine.program.fields import draft_updates, host_updates, ring_updates
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
@@ -218,6 +218,9 @@ class EngineCore:
             self.recorder.loading()
         drafts = self.memory.tokens_per_step > 1
         updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
+        if plan.slots_changed and self.memory.rings:
+            slots, blocks = self.scheduler.slots, self.memory.table_blocks
+            updates |= ring_updates(slots, self.memory.rings, blocks)
         if plan.slots_changed and self.runtime.routing is not None:
             updates |= self.runtime.routing.table.updates(self.scheduler.slots)
         if plan.masks_changed:
@@ -379,6 +382,7 @@ def new_scheduler(
         kept_blocks=0 if recurrent else config.session_blocks,
         tokens_after=needs.tokens_after,
         note_all=config.relaxed_acceptance is not None or needs.notes,
+        rings=memory.rings,
     )
 
 

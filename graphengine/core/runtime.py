@@ -241,12 +241,7 @@ class Runtime:
         with self.on_stream():
             index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
             # A layer at a time, as the gathered blocks take device memory outside the budget.
-            return tuple(
-                torch.stack([layer.index_select(0, index).cpu() for layer in _bits(cache)]).view(
-                    cache.dtype
-                )
-                for cache, _ in self.caches
-            )
+            return tuple(_read_cache(cache, index) for cache, _ in self.caches)
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
         """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
@@ -281,6 +276,14 @@ class Runtime:
         self.buffers.close()
         del self.graphs, self.captured, self.program, self.model, self.caches
         del self.masks, self.mailbox, self.logprobs, self.routing, self.buffers
+
+
+def _read_cache(cache: Tensor, index: Tensor) -> Tensor:
+    read = [layer.index_select(0, index).cpu() for layer in _bits(cache)]
+    if not read:
+        # All layers have rings.
+        return cache.new_empty((0, len(index), *cache.shape[2:]), device="cpu")
+    return torch.stack(read).view(cache.dtype)
 
 
 def _bits(cache: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
-from graphengine.requests.context import Context
+from graphengine.host.rings import NO_RINGS, WindowRings
+from graphengine.requests.context import Context, HeldRing
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 from graphengine.routing_record import Ids
@@ -151,6 +152,7 @@ class Reuse:
     tokens_after  tokens after a position on which its entries depend, in the engine's caches
     prefixes      whether prompts find blocks of earlier prompts by their tokens
     counters      where `prefix/...` and `sessions/...` are counted
+    rings         the KV of layers with a window that is not in the pool
 
     A prefix is found by a chain of SHA-256: a block's key is the hash of the previous block's key,
     the block's tokens, and the `tokens_after` tokens that follow, so that equal keys mean equal
@@ -167,8 +169,11 @@ class Reuse:
         tokens_after: int,
         prefixes: bool,
         counters: Counter[str],
+        rings: WindowRings = NO_RINGS,
     ) -> None:
+        assert not (prefixes and rings), "a ring holds no prefix"
         self.prefixes = prefixes
+        self.rings = rings
         self.contexts: dict[Context, None] = {}
         self._pool = pool
         self._block_size = block_size
@@ -188,10 +193,15 @@ class Reuse:
         """
         found, context = self.find(request), request.job.context
         if context is not None and not _needs_every_token(request):
-            own = context.blocks[: self._most(request.job)]
+            own = self.reusable(context, request.job.prompt_len)
             if own and len(own) >= len(found):
                 return own, True
         return found, False
+
+    def reusable(self, context: Context, tokens: int) -> list[int]:
+        """Blocks of a session that a turn of so many tokens can begin with."""
+        count = min(len(context.blocks), max(0, tokens - 1) // self._block_size)
+        return context.blocks[: self.rings.reusable(context.ring, count)]
 
     def find(self, request: Request) -> list[int]:
         """Blocks in the index for the request's first tokens, all but one of them at most."""
@@ -274,6 +284,55 @@ class Reuse:
             self._keep_routes(request, 0, count)
             self.give(context, blocks[:count])
 
+    # Rings.
+
+    def take_ring(self, request: Request, *, own: bool) -> HeldRing | None:
+        """A ring for a request that is admitted: its session's, or a vacant one.
+
+        Each request in a slot has one, and there are as many as slots. So either one is vacant or
+        an idle session keeps one, and the session that was used last longest ago is evicted.
+
+        own  whether it goes on where its session's ring has come to
+        """
+        if not self.rings:
+            return None
+        context = request.job.context
+        ring = None if context is None else context.ring
+        if ring is None:
+            if not self.rings.vacant:
+                idle = (each for each in self.contexts if each.ring and not each.ring.used)
+                self._evict_session(next(idle), 0)
+            return self.rings.take()
+        ring.used = True
+        if not own:
+            ring.tokens = ring.written = 0
+        return ring
+
+    def end_ring(self, request: Request, written: int) -> None:
+        """The request, which may have written positions below `written`, gives its ring back.
+
+        A session that has blocks keeps it. They are those of the turn, or of an earlier one whose
+        tokens the turn began with.
+        """
+        job, placement = request.job, request.job.placed
+        ring, placement.ring = placement.ring, None
+        if ring is None:
+            return
+        context = job.context
+        ring.tokens = placement.prefilled
+        if ring.tokens >= job.prompt_len:
+            # The last sampled token has no KV.
+            ring.tokens = job.prompt_len + max(0, len(request.token_ids) - 1)
+        ring.written = max(ring.written, written)
+        if context is not None and context.blocks and context.ring is None:
+            ring.kept, context.ring = True, ring
+        self.rings.give_back(ring)
+
+    def _drop_ring(self, context: Context) -> None:
+        ring, context.ring = context.ring, None
+        if ring is not None:
+            self.rings.let_go(ring)
+
     # Contexts of sessions.
 
     def whole_blocks(self, tokens: int) -> int:
@@ -304,11 +363,16 @@ class Reuse:
         self._pool.let_go(context.blocks[count:])
         del context.blocks[count:]
         if not context.blocks:
+            self._drop_ring(context)
             self.contexts.pop(context, None)
+        elif not self.reusable(context, tokens + 1):
+            # Its ring does not reach back to there.
+            self._evict_session(context, 0)
 
     def close(self, context: Context) -> None:
         """Release all blocks; may be called again."""
         self._pool.let_go(context.blocks)
+        self._drop_ring(context)
         context.blocks = []
         context.closed = True
         self.contexts.pop(context, None)
@@ -346,6 +410,7 @@ class Reuse:
         self._pool.let_go(context.blocks[left:])
         del context.blocks[left:]
         if not left:
+            self._drop_ring(context)
             context.evicted = True
             del self.contexts[context]
             self._counters["sessions/evicted"] += 1

@@ -32,12 +32,14 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from graphengine.buckets import BucketLadder
 from graphengine.host.blocks import BlockPool, Reuse
 from graphengine.host.plan import NOTHING, Plan, PrefillChunk
+from graphengine.host.rings import WindowRing, WindowRings
 from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, QueueFull, Request
@@ -74,6 +76,7 @@ class Scheduler:
     prefix_caching    whether prompts find blocks of earlier prompts by their tokens
     kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
     tokens_after      tokens after a position on which its entries in the caches depend
+    rings             how layers with a window keep the newest tokens alone; each slot has a ring
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
@@ -101,6 +104,7 @@ class Scheduler:
         kept_blocks: int | None = None,
         tokens_after: int = 0,
         note_all: bool = False,
+        rings: Sequence[WindowRing] = (),
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
@@ -121,6 +125,7 @@ class Scheduler:
             tokens_after=tokens_after,
             prefixes=prefix_caching,
             counters=self.counters,
+            rings=WindowRings(rings, count=slots, block_size=block_size),
         )
         self.moves: list[tuple[Move, int]] = []
         self.guided = 0
@@ -214,6 +219,9 @@ class Scheduler:
             self.active.remove(request)
             self.slots[placement.slot] = None
             self.reuse.ended(request)
+            # Drafts that were rejected since lie up to a step past the bound.
+            written = _kv_len(placement) + self._tokens_per_step - 1
+            self.reuse.end_ring(request, min(written, job.max_len - 1))
             self.pool.give_back(placement.blocks)
             self.swap.give_back(placement.swap_blocks)
             job.placement = None
@@ -439,11 +447,13 @@ class Scheduler:
             if job.context is not None:
                 self.reuse.touch(job.context)
             cached = len(found) * self.block_size
+            ring = self.reuse.take_ring(request, own=own)
             job.placement = Placement(
                 slot=slot,
                 epoch=self._epoch,
                 reach=self._reach(job, job.max_len),
                 blocks=found + self.pool.take(need),
+                ring=ring,
                 prefilled=cached,
                 noted=0 if self._is_noted(job) else cached,
             )

@@ -203,10 +203,12 @@ class Paged(NamedTuple):
     parts  entries a token: 2 are keys and values
     entry  shape of one: `(G, D)` of grouped-query attention, `(E,)` of a latent that all heads
            share with its rotated key
+    window tokens that a query sees, its own among them: nobody reads the others; 0: all
     """
 
     parts: int
     entry: tuple[int, ...]
+    window: int = 0
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Shape of one layer's block: `[parts, block_size, *entry]`."""
@@ -236,8 +238,7 @@ LayerStates = tuple[Paged | Recurrent, ...]
 
 def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
     """Bytes of the layers' `kv_scales`: a float32 for each part of each kv head."""
-    paged = [state for layer in layers for state in layer if isinstance(state, Paged)]
-    return sum(4 * state.parts * state.kv_heads for state in paged)
+    return sum(4 * state.parts * state.kv_heads for state in paged_states(layers))
 
 
 def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:
@@ -245,13 +246,18 @@ def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ..
 
     ValueError unless there is such a layer, and all have blocks of one shape.
     """
-    paged = [state for layer in states for state in layer if isinstance(state, Paged)]
-    if len(set(paged)) != 1:
+    paged = paged_states(states)
+    if len({state.block_shape(block_size) for state in paged}) != 1:
         raise ValueError(
             f"the paged layers of a model must share one shape of blocks, and there must be one: "
             f"{len(states)} layers have {', '.join(map(str, dict.fromkeys(paged))) or 'none'}"
         )
     return (len(paged), *paged[0].block_shape(block_size))
+
+
+def paged_states(states: Sequence[LayerStates]) -> list[Paged]:
+    """Those of the paged layers, in their order."""
+    return [state for layer in states for state in layer if isinstance(state, Paged)]
 
 
 def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Recurrent]:
@@ -264,17 +270,47 @@ def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Rec
     }
 
 
+class RingTensors(NamedTuple):
+    """What layers of one window keep the newest tokens in.
+
+    layers       which of the paged layers they are
+    cache        `[L, blocks, *block]` of these layers; block 0 is the dummy
+    block_table  int32 `[S, B]`, whose rows repeat the blocks of a ring
+    """
+
+    layers: tuple[int, ...]
+    cache: Tensor
+    block_table: Tensor
+
+
 class StateTensors(NamedTuple):
     """What the layers' states are kept in.
 
-    cache        `[L, blocks, *block]` of the L paged layers, in their order; block 0 is the dummy
+    cache        `[L, blocks, *block]` of the L paged layers that are in no ring, in their order;
+                 block 0 is the dummy
     block_table  int32 `[S, B]`
     recurrent    `[S, *shape]` of each recurrent state, by its layer's index and its name
+    rings        of paged layers that keep the newest tokens alone
     """
 
     cache: Tensor
     block_table: Tensor
     recurrent: Mapping[tuple[int, str], Tensor] = MappingProxyType({})
+    rings: tuple[RingTensors, ...] = ()
+
+    def paged(self) -> list[tuple[Tensor, Tensor]]:
+        """Cache `[blocks, *block]` and block table of each paged layer, in their order."""
+        found = {
+            layer: (kv, ring.block_table)
+            for ring in self.rings
+            for layer, kv in zip(ring.layers, ring.cache.unbind(0), strict=True)
+        }
+        others = (layer for layer in range(len(self.cache) + len(found)) if layer not in found)
+        found |= {
+            layer: (kv, self.block_table)
+            for layer, kv in zip(others, self.cache.unbind(0), strict=True)
+        }
+        return [found[layer] for layer in range(len(found))]
 
 
 # Weights.
@@ -462,6 +498,7 @@ class ChunkAttention(Protocol):
         q_NQD: Tensor,
         kv: Tensor,
         *,
+        block_table_SB: Tensor,
         scale: float,
         kv_scales: Tensor | None = None,
         window: int = 0,

@@ -188,7 +188,9 @@ class DecoderConfig:
     @property
     def states(self) -> tuple[LayerStates, ...]:
         """Each layer keeps keys and values, or latents."""
-        return ((self.attention.state,),) * self.num_layers
+        state = self.attention.state
+        windows = (self.window_of(layer) for layer in range(self.num_layers))
+        return tuple((state._replace(window=window),) for window in windows)
 
     def arrivals(self, lanes: int) -> int:
         """Counters that attention uses, for this many decode lanes and for a chunk, or experts."""
@@ -526,18 +528,18 @@ class DecoderModel:
         """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
 
         `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
-        place. `states.cache` is `[L, blocks, 2, block_size, G, D]`; each live lane's keys and
-        values are written at its position through `states.block_table` `[S, B]`.
+        place. A layer's cache is `[blocks, 2, block_size, G, D]`; each live lane's keys and values
+        are written at its position through the layer's block table `[S, B]`.
         """
-        caches = states.cache.unbind(0)
-        for index, (layer, kv) in enumerate(zip(self.weights.layers, caches, strict=True)):
+        caches = states.paged()
+        for index, (layer, (kv, table)) in enumerate(zip(self.weights.layers, caches, strict=True)):
             residual = decode_layer(
                 layer,
                 self.norm_after(index),
                 row,
                 residual,
                 kv,
-                states.block_table,
+                table,
                 self.tables_of(index),
                 launch,
             )
@@ -568,10 +570,10 @@ class DecoderModel:
         x = embed(lanes.token, weights.embedding, slot)
         scratch = prefill_scratch(config, weights.layers, len(x), launch=launch, outlived=all_lanes)
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
-        caches = states.cache.unbind(0)
-        for index, (layer, kv) in enumerate(zip(weights.layers, caches, strict=True)):
+        caches = states.paged()
+        for index, (layer, (kv, table)) in enumerate(zip(weights.layers, caches, strict=True)):
             attended = layer.attention.attend(
-                lanes, kv, states.block_table, self.tables_of(index), attention, scratch
+                lanes, kv, table, self.tables_of(index), attention, scratch
             )
             if index == last:
                 break

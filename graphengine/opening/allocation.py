@@ -16,6 +16,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
 from graphengine.host.masks import MaskTable
+from graphengine.host.rings import WindowRing
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
 from graphengine.kernels import (
     KernelCompilation,
@@ -26,6 +27,7 @@ from graphengine.models.contract import (
     DecodeLaunch,
     LinearPlans,
     Model,
+    RingTensors,
     StateTensors,
     arrival_counters,
     cache_shape,
@@ -86,7 +88,9 @@ def allocate(
     logprobs = _new_logprobs(rings, config.max_logprobs, memory.device)
     routing = _new_routing(rings, memory)
     states = model.config.states
-    caches = [_new_cache(memory, *cache_shape(states, memory.block_size))]
+    layers, *block = cache_shape(states, memory.block_size)
+    in_rings = sum(len(ring.layers) for ring in memory.rings)
+    caches = [_new_cache(memory, layers - in_rings, *block)]
     launch = DecodeLaunch(
         plans=plans,
         split_tokens=model.config.split_tokens(plans.family, memory.dtype),
@@ -106,6 +110,7 @@ def allocate(
             caches[0][0],
             buffers["block_table"],
             {key: buffers[recurrent_field(*key)] for key in recurrent_states(states)},
+            tuple(_new_ring(memory, ring, buffers, *block) for ring in memory.rings),
         ),
         mailbox,
         launch,
@@ -155,6 +160,7 @@ def _new_buffers(
         states=model.config.states,
         vocab_size=model.config.vocab_size,
         table_blocks=memory.table_blocks,
+        rings=memory.rings,
         # Requests that share blocks copy each its own, so these may be more than the pool has.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         arrivals=max(
@@ -208,11 +214,24 @@ def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Te
     )
 
 
+def _new_ring(
+    memory: MemoryPlan, ring: WindowRing, buffers: StaticBuffers, *block: int
+) -> RingTensors:
+    shape = (len(ring.layers), memory.ladder.max_batch * ring.blocks + 1, *block)
+    cache = torch.zeros(shape, dtype=memory.kv_dtype, device=memory.device)
+    return RingTensors(ring.layers, cache, buffers[ring.table])
+
+
 def swap_blocks(
     caches: Sequence[tuple[Tensor, Tensor]], buffers: StaticBuffers, out: int, back: int
 ) -> None:
-    """Copy the first `out` of `swap_pairs` from the pool to the swap area, or `back` from there."""
+    """Copy the first `out` of `swap_pairs` from the pool to the swap area, or `back` from there.
+
+    A cache without layers, of a model whose KV is in rings, has nothing to copy.
+    """
     for cache, area in caches:
+        if not len(cache):
+            continue
         if out:
             copy_blocks(cache, area, buffers["swap_pairs"], out)
         if back:

@@ -96,7 +96,7 @@ def _measure(
 ) -> None:
     """Allocate, prefill and set the scales; afterwards nothing refers to what was allocated."""
     blocks = calibration_blocks(len(ids), memory.block_size)
-    plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0)
+    plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0, rings=())
     held = allocate(model, plan, config, drafter)
     with _on_stream(held):
         held.buffers.reset()

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from graphengine.buckets import BucketLadder
 from graphengine.config import EngineConfig
+from graphengine.host.rings import WindowRing, ring_blocks
 from graphengine.kernels import logprob_items, route_items
-from graphengine.models.contract import RoutedExperts
+from graphengine.models.contract import ModelConfig, RoutedExperts, paged_states
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
@@ -106,3 +107,31 @@ def mailboxes(
         routes=routes,
         prompt_routes=prompt_routes,
     )
+
+
+def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple[WindowRing, ...]:
+    """Rings that are shorter than the longest request, of each window one; none if the KV of whole
+    prompts is asked for.
+
+    drafts  of a step, at most
+    """
+    if config.prefix_caching or not config.window_rings:
+        return ()
+    layers: dict[int, list[int]] = {}
+    for index, state in enumerate(paged_states(model.states)):
+        if state.window:
+            layers.setdefault(state.window, []).append(index)
+    max_seq_len, size = config.sequence_limit(model.max_positions), config.block_size
+    launch = max(1 + drafts, prefill_ladder(config, max_seq_len).sizes[-1])
+    rings = (
+        WindowRing(window, tuple(of_window), ring_blocks(window, launch, size))
+        for window, of_window in layers.items()
+    )
+    return tuple(ring for ring in rings if ring.blocks < -(-max_seq_len // size))
+
+
+def prefill_ladder(config: EngineConfig, max_seq_len: int) -> BucketLadder:
+    """Tokens of the prefill graphs, none more than a chunk may have."""
+    longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
+    sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
+    return BucketLadder(max(sizes), tuple(sorted(sizes)))

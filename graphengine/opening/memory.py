@@ -20,6 +20,7 @@ from graphengine.buckets import (
 )
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
+from graphengine.host.rings import WindowRing
 from graphengine.kernels import (
     FP8_KV,
     MAX_LANES,
@@ -32,16 +33,16 @@ from graphengine.models.contract import (
     LayerStates,
     Linear,
     ModelConfig,
-    Paged,
     RoutedExperts,
     cache_shape,
     kv_scale_bytes,
     most_arrival_counters,
+    paged_states,
     recurrent_states,
 )
 from graphengine.models.tuning import MAX_SPLITS
 from graphengine.opening.host_memory import available_host_bytes
-from graphengine.opening.inventory import graph_keys, mailboxes
+from graphengine.opening.inventory import graph_keys, mailboxes, prefill_ladder, window_rings
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import engine_fields
 from graphengine.program.graph_key import GraphKey
@@ -64,8 +65,12 @@ class MemoryPlan:
 
     dtype          of weights and activations; `kv_dtype` of the caches
     activations    what prefill rounds the inputs of linears to that take it; None: nothing
-    block_bytes    of one block in all caches: the target's and the drafter's
+    block_bytes    of one block of the pool in all caches, the target's and the drafter's; 0 where
+                   all KV is in rings
     kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
+    rings          how layers with a window keep the newest tokens alone; their KV is not in the
+                   pool. Each slot has a ring of each
+    ring_bytes     of a slot's rings
     swap_blocks    pinned host blocks
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     graphs         all that are captured, in that order
@@ -88,6 +93,8 @@ class MemoryPlan:
     graphs: tuple[GraphKey, ...]
     budget: MemoryBudget
     routed: RoutedExperts | None = None
+    rings: tuple[WindowRing, ...] = ()
+    ring_bytes: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -106,7 +113,7 @@ class MemoryPlan:
         return min(self.ladder.max_batch, self.kv_blocks // self.table_blocks)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens in all caches."""
+        """Bytes of so many tokens in the caches of the pool."""
         return tokens * self.block_bytes // self.block_size
 
     def describe_kv(self) -> str:
@@ -115,10 +122,20 @@ class MemoryPlan:
         holds = f"{whole} of {slots} requests of max_seq_len {self.max_seq_len:,}"
         if whole < slots:
             holds += f", or {slots} of {self.kv_blocks // slots * size:,} tokens"
-        return (
+        described = (
             f"KV takes {format_bytes(self.kv_bytes(1000))} per 1,000 tokens; the pool holds "
             f"{self.kv_blocks * size:,} tokens: {holds}"
         )
+        if not self.rings:
+            return described
+        kept = ", ".join(
+            f"{len(ring.layers)} layers with a window of {ring.window:,} their last "
+            f"{ring.blocks * size:,} tokens"
+            for ring in self.rings
+        )
+        if not self.block_bytes:
+            described = f"KV takes no more for longer requests: {holds}"
+        return f"{described}; beside it {kept} a slot, {format_bytes(self.ring_bytes)}"
 
 
 def available_bytes(device: torch.device) -> int:
@@ -139,7 +156,43 @@ def plan_memory(
     drafter: Drafter,
     calibration_tokens: int = 0,
 ) -> MemoryPlan:
-    """Sizes and budget of an engine. OutOfBudget carries the table if they do not fit.
+    """Sizes and budget of an engine, as `_plan` has it, with rings where they are smaller.
+
+    The pool is shared by all slots, and may have less than each could need; each slot has its own
+    ring. So layers get rings if these have no more blocks than the pool would have for them.
+    """
+
+    def plan(rings: tuple[WindowRing, ...]) -> MemoryPlan:
+        return _plan(
+            model,
+            config,
+            rings,
+            checkpoint_dtype=checkpoint_dtype,
+            drafter=drafter,
+            calibration_tokens=calibration_tokens,
+        )
+
+    rings = window_rings(model, config, drafter.needs.length)
+    try:
+        whole = plan(())
+    except OutOfBudget:
+        if not rings:
+            raise
+        return plan(rings)
+    rings = tuple(ring for ring in rings if config.max_batch * ring.blocks <= whole.kv_blocks)
+    return plan(rings) if rings else whole
+
+
+def _plan(
+    model: ModelConfig,
+    config: EngineConfig,
+    rings: tuple[WindowRing, ...],
+    *,
+    checkpoint_dtype: torch.dtype,
+    drafter: Drafter,
+    calibration_tokens: int,
+) -> MemoryPlan:
+    """Sizes and budget with these rings. OutOfBudget carries the table if they do not fit.
 
     ValueError for prefix caching of a model whose recurrent layers need every token, and for an
     fp8 KV cache on a GPU that cannot convert it. Also for packed weights that the kernels of a GPU
@@ -170,13 +223,13 @@ def plan_memory(
         )
     max_seq_len = config.sequence_limit(model.max_positions)
     ladder = BucketLadder(config.max_batch, config.buckets)
-    longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
-    prefill_sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
-    prefill_ladder = BucketLadder(max(prefill_sizes), tuple(sorted(prefill_sizes)))
+    chunks = prefill_ladder(config, max_seq_len)
     if config.prefill_cut is not None:
-        PrefillCut(config.prefill_cut).check_sizes(prefill_ladder.sizes)
+        PrefillCut(config.prefill_cut).check_sizes(chunks.sizes)
     table_blocks = -(-max_seq_len // config.block_size)
-    own_block_bytes = math.prod(cache_shape(model.states, config.block_size)) * kv_dtype.itemsize
+    layers, *block = cache_shape(model.states, config.block_size)
+    layer_bytes = math.prod(block) * kv_dtype.itemsize
+    own_block_bytes = (layers - sum(len(ring.layers) for ring in rings)) * layer_bytes
     needs = drafter.needs
     drafter_block = math.prod(needs.kv_block_shape(config.block_size)) * kv_dtype.itemsize
     block_bytes = own_block_bytes + drafter_block
@@ -191,42 +244,51 @@ def plan_memory(
     kinds = weights.bytes_by_kind(dtype)
     for kind, size in kinds.items():
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, where)
-    sizes = FieldSizes(config.max_batch, max_seq_len, prefill_ladder.sizes[-1], dtype)
-    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu, routed)
+    sizes = FieldSizes(config.max_batch, max_seq_len, chunks.sizes[-1], dtype)
+    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu, routed, rings)
     if config.mode is not None:
         # What was asked for has its lines, also where it holds nothing.
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
     lanes = max(config.max_batch, config.draft_rows * needs.lanes_of_row)
     if config.prompt_logprobs:
-        lanes = max(lanes, min(MAX_LANES, prefill_ladder.sizes[-1]))
+        lanes = max(lanes, min(MAX_LANES, chunks.sizes[-1]))
     workspace = _workspace_bytes(
         model,
         lanes,
-        prefill_ladder,
+        chunks,
         dtype,
         max_seq_len,
         modules=needs.wants_hidden or routed is not None,
     )
     if routed is not None:
         # What a step takes and what it is given, as 32-bit ids.
-        widest_step = max(lanes, prefill_ladder.sizes[-1])
+        widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
     if config.activations is not None:
         widest = max(linear.columns for linear in _coded_linears(model))
-        workspace += code_bytes(prefill_ladder.sizes[-1], widest)
+        workspace += code_bytes(chunks.sizes[-1], widest)
     budget.add("workspace (estimate)", workspace, where)
-    graphs = graph_keys(config, ladder, prefill_ladder, draft_lengths, own_graph=needs.own_graph)
+    graphs = graph_keys(config, ladder, chunks, draft_lengths, own_graph=needs.own_graph)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
+    kind = "fp8 blocks" if kv_dtype == FP8_KV else "blocks"
+    for ring in rings:
+        count = config.max_batch * ring.blocks
+        name = f"KV of window {ring.window} ({config.max_batch} rings of {ring.blocks} {kind}"
+        size = (count + 1) * len(ring.layers) * layer_bytes
+        budget.add(f"{name} of {config.block_size} tokens, and a dummy)", size, where)
     kv_blocks = config.kv_blocks
     left = available - budget.total(where)
-    if kv_blocks is None:
+    if not block_bytes:
+        # Its blocks are only counted.
+        kv_blocks = config.max_batch * table_blocks
+    elif kv_blocks is None:
         fitting = left // block_bytes - 1
         kv_blocks = max(table_blocks, min(config.max_batch * table_blocks, fitting))
-    kind = "fp8 blocks" if kv_dtype == FP8_KV else "blocks"
-    kv_name = f"KV cache ({kv_blocks} {kind} of {config.block_size} tokens, and a dummy)"
-    budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
-    if config.kv_blocks is None:
+    if block_bytes:
+        kv_name = f"KV cache ({kv_blocks} {kind} of {config.block_size} tokens, and a dummy)"
+        budget.add(kv_name, (kv_blocks + 1) * block_bytes, where)
+    if config.kv_blocks is None and block_bytes:
         _check_one_request(config, max_seq_len, block_bytes, left, budget, where)
     budget.check(available, where)
     areas = [own_block_bytes, drafter_block]
@@ -239,7 +301,9 @@ def plan_memory(
     budget.add(f"swap ({swap_blocks} blocks)", swap_bytes, pinned)
     if calibration_tokens:
         blocks = 1 + calibration_blocks(calibration_tokens, config.block_size)
-        then = blocks * block_bytes * dtype.itemsize // kv_dtype.itemsize
+        # Without rings.
+        whole_bytes = layers * layer_bytes + drafter_block
+        then = blocks * whole_bytes * dtype.itemsize // kv_dtype.itemsize
         later = (kv_blocks + 1) * block_bytes + (0 if on_gpu else swap_bytes)
         name = f"calibration (KV of {calibration_tokens} tokens in {dtype}, beyond the caches)"
         budget.add(name.replace("torch.", ""), max(0, then - later), where)
@@ -257,7 +321,7 @@ def plan_memory(
         activations=config.activations,
         max_seq_len=max_seq_len,
         ladder=ladder,
-        prefill_ladder=prefill_ladder,
+        prefill_ladder=chunks,
         block_size=config.block_size,
         block_bytes=block_bytes,
         table_blocks=table_blocks,
@@ -267,6 +331,8 @@ def plan_memory(
         graphs=graphs,
         budget=budget,
         routed=routed,
+        rings=rings,
+        ring_bytes=sum(ring.blocks * len(ring.layers) for ring in rings) * layer_bytes,
     )
 
 
@@ -300,8 +366,7 @@ def _check_fp8(device: torch.device) -> None:
 
 
 def _check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
-    paged = [state for layer in layers for state in layer if isinstance(state, Paged)]
-    latent = next((state for state in paged if not state.kv_heads), None)
+    latent = next((state for state in paged_states(layers) if not state.kv_heads), None)
     if latent is not None:
         raise ValueError(
             f"kv_dtype='fp8' is for caches of keys and values: layers of this {architecture} keep "
@@ -411,6 +476,7 @@ def _add_state(
     table_blocks: int,
     on_gpu: bool,
     routed: RoutedExperts | None,
+    of_windows: tuple[WindowRing, ...],
 ) -> None:
     """What `allocate` makes beside weights and caches, up to the longest possible swap."""
     where: Where = "device" if on_gpu else "host"
@@ -436,6 +502,7 @@ def _add_state(
         states=model.states,
         vocab_size=model.vocab_size,
         table_blocks=table_blocks,
+        rings=of_windows,
         swap_pairs=swap_pairs,
         arrivals=arrivals,
     )

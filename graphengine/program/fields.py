@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphengine.buckets import Field, Owner
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan
+from graphengine.host.rings import WindowRing
 from graphengine.models.contract import LayerStates, recurrent_states
 from graphengine.program.relaxed import relaxed_field
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
@@ -119,6 +121,23 @@ def _recurrent_fields(states: Sequence[LayerStates], slots: int) -> list[Field]:
     ]
 
 
+def _ring_fields(rings: Sequence[WindowRing], slots: int, table_blocks: int) -> list[Field]:
+    """The block tables of layers that keep the newest tokens alone."""
+    return [
+        Field(
+            name=ring.table,
+            shape=(slots, table_blocks),
+            dtype=torch.int32,
+            owner="host",
+            pad=0,
+            meaning=f"blocks of each slot's ring, of window {ring.window}",
+            # They change with the requests in the slots alone.
+            group="rings",
+        )
+        for ring in rings
+    ]
+
+
 def engine_fields(
     config: EngineConfig,
     drafter: Drafter,
@@ -129,6 +148,7 @@ def engine_fields(
     table_blocks: int,
     swap_pairs: int,
     arrivals: int,
+    rings: Sequence[WindowRing] = (),
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -148,6 +168,7 @@ def engine_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
     )
     fields += _recurrent_fields(states, sizes.slots)
+    fields += _ring_fields(rings, sizes.slots, table_blocks)
     fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:
         fields.append(relaxed_field(sizes.slots))
@@ -187,6 +208,19 @@ def host_updates(
             updates["prefill_next"] = following or [-1]
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
+    return updates
+
+
+def ring_updates(
+    slots: Sequence[Request | None], rings: Sequence[WindowRing], table_blocks: int
+) -> dict[str, Any]:
+    """The block tables of rings, which change with the requests in the slots."""
+    updates = {ring.table: np.zeros((len(slots), table_blocks), np.int32) for ring in rings}
+    for slot, request in enumerate(slots):
+        held = None if request is None else request.job.placed.ring
+        if held is not None:
+            for ring in rings:
+                updates[ring.table][slot] = ring.table_row(held.number, table_blocks)
     return updates
 
 

@@ -9,7 +9,7 @@ from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
 if TYPE_CHECKING:
-    from graphengine.requests.context import Context
+    from graphengine.requests.context import Context, HeldRing
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
@@ -27,6 +27,7 @@ class Placement:
     blocks         pool blocks of positions 0, block_size, ...; empty while paused. Others may hold
                    the first of them, too
     swap_blocks    host blocks while paused
+    ring           what it keeps in rings, paused or not; None without any
     prefilled      prompt tokens whose prefill was launched or not needed
     noted          prompt tokens whose prefill was not needed, and that were noted on the device or
                    need not be
@@ -41,6 +42,7 @@ class Placement:
     reach: int
     blocks: list[int] = field(default_factory=list)
     swap_blocks: list[int] = field(default_factory=list)
+    ring: HeldRing | None = None
     prefilled: int = 0
     noted: int = 0
     begun: bool = False

@@ -123,8 +123,8 @@ class GroupedQueryAttention:
 
     @property
     def state(self) -> Paged:
-        """A key and a value a token; beyond a window they stay, though nobody reads them."""
-        return Paged(2, (self.num_kv_heads, self.head_dim))
+        """A key and a value a token."""
+        return Paged(2, (self.num_kv_heads, self.head_dim), self.window)
 
     @property
     def table_dim(self) -> int:
@@ -334,6 +334,7 @@ class AttentionWeights:
         return attention(
             heads,
             kv,
+            block_table_SB=block_table,
             scale=block.scale,
             kv_scales=self._scales_of(kv),
             window=block.window,

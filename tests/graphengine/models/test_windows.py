@@ -170,11 +170,15 @@ def test_half_precision_replays_what_it_computes_eagerly(
 def test_sessions_rewind_and_snapshots(
     windowed: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
-    """A turn says what a request of the whole says: after a rewind to before the window, too."""
+    """A turn says what a request of the whole says: after a rewind to before the window, too.
+
+    So it is with all of the layers' KV; `test_window_rings.py` has rings.
+    """
+    options = {"device": device, "window_rings": False}
     oracle = windowed[ALTERNATING]
     first, second, third = oracle.prompts((45, 6, 9))
     file = tmp_path / "session.safetensors"
-    with open_engine(oracle.path, device=device) as engine:
+    with open_engine(oracle.path, **options) as engine:
         with engine.session() as session:
             session.append(first)
             reply = session.generate(greedy(20))
@@ -190,7 +194,7 @@ def test_sessions_rewind_and_snapshots(
         continued = engine.generate(first[:30] + third, greedy(30))
         assert again.token_ids == continued.token_ids
         oracle.assert_greedy(continued)
-    with open_engine(oracle.path, device=device) as engine, engine.restore_session(file) as session:
+    with open_engine(oracle.path, **options) as engine, engine.restore_session(file) as session:
         assert session.cached_tokens > 0
         assert session.generate(greedy(30)).token_ids == again.token_ids
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from graphengine import SamplingParams
 from graphengine.host.plan import Plan, PrefillChunk
+from graphengine.host.rings import WindowRing
 from graphengine.host.scheduler import Scheduler
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
@@ -75,6 +76,7 @@ class Sharing:
         max_seq_len: int = 40,
         prefix_caching: bool = True,
         kept_blocks: int | None = None,
+        rings: Sequence[WindowRing] = (),
     ) -> None:
         self.lookahead, self.tokens_after = lookahead, tokens_after
         self.scheduler = Scheduler(
@@ -88,6 +90,7 @@ class Sharing:
             prefix_caching=prefix_caching,
             kept_blocks=kept_blocks,
             tokens_after=tokens_after,
+            rings=rings,
         )
         self.kept_blocks, self.max_chunk = kept_blocks, max_chunk
         self.has_cut = cut is not None

@@ -1,0 +1,119 @@
+"""Rings: the KV of layers with a window, of which a request keeps the newest tokens alone.
+
+A layer with a window reads its window only. So its KV needs as many blocks as a window and the
+tokens of one launch lie in, however long the request is: block b of a sequence is number b mod R of
+its R blocks. The kernels know nothing of it. They find each block through a table, as they do in
+the pool, and a ring's row of the table repeats its R blocks.
+
+A request takes a ring with its slot, and keeps it while it is paused: nothing is copied out. When a
+turn of a session ends, the session keeps the ring, and its next turn goes on in it. A ring can go
+back as far as it has not been overwritten: `WindowRings.reusable` says how far that is. What needs
+a whole prompt's KV cannot use one: shared prefixes, forks and snapshots of sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphengine.requests.context import HeldRing
+
+IntArray = NDArray[np.int32]
+
+
+class WindowRing(NamedTuple):
+    """How the layers of one window keep the KV of a request.
+
+    window  tokens that a query sees, its own among them
+    layers  which of the paged layers they are
+    blocks  R, of a ring
+    """
+
+    window: int
+    layers: tuple[int, ...]
+    blocks: int
+
+    @property
+    def table(self) -> str:
+        """Name of the static field with the table of these layers."""
+        return f"ring_table_{self.window}"
+
+    def table_row(self, number: int, table_blocks: int) -> IntArray:
+        """Where each block of a sequence lies whose ring has this number; block 0 is the dummy."""
+        block = np.arange(table_blocks, dtype=np.int32) % self.blocks
+        return 1 + number * self.blocks + block
+
+
+def ring_blocks(window: int, launch_tokens: int, block_size: int) -> int:
+    """Blocks that a launch of so many tokens of a sequence needs at most.
+
+    It writes all of its tokens before the first of them reads its window: these lie in one range.
+    """
+    return -(-(window + launch_tokens - 2) // block_size) + 1
+
+
+class WindowRings:
+    """Which rings are taken. One number is of one ring for each window.
+
+    shapes  the rings of each window; none for a model whose KV is all in the pool
+    count   rings of each
+    """
+
+    def __init__(self, shapes: Sequence[WindowRing], *, count: int, block_size: int) -> None:
+        self._shapes = tuple(shapes)
+        self._block_size = block_size
+        self._vacant = list(range(count - 1, -1, -1)) if shapes else []
+
+    def __bool__(self) -> bool:
+        return bool(self._shapes)
+
+    @property
+    def vacant(self) -> int:
+        return len(self._vacant)
+
+    def take(self) -> HeldRing:
+        """A ring without a holder, for a request that begins at position 0."""
+        return HeldRing(number=self._vacant.pop())
+
+    def give_back(self, ring: HeldRing) -> None:
+        """Its request has ended."""
+        assert ring.used, f"{ring=}"
+        ring.used = False
+        self._free(ring)
+
+    def let_go(self, ring: HeldRing) -> None:
+        """Its session needs it no more."""
+        assert ring.kept, f"{ring=}"
+        ring.kept = False
+        self._free(ring)
+
+    def _free(self, ring: HeldRing) -> None:
+        if not ring.used and not ring.kept:
+            self._vacant.append(ring.number)
+
+    def reusable(self, ring: HeldRing | None, blocks: int) -> int:
+        """Blocks, at most `blocks`, of a sequence after which a request can go on in `ring`.
+
+        0 where its windows there would reach into what has been overwritten.
+        """
+        if not self._shapes:
+            return blocks
+        if ring is None:
+            return 0
+        blocks = min(blocks, ring.tokens // self._block_size)
+        return blocks if self._holds(ring, blocks * self._block_size) else 0
+
+    def _holds(self, ring: HeldRing, start: int) -> bool:
+        """Whether every token is there that one at `start` sees, or a later one."""
+        newest = (ring.written - 1) // self._block_size
+        return all(
+            max(0, start - shape.window + 1) // self._block_size > newest - shape.blocks
+            for shape in self._shapes
+        )
+
+
+NO_RINGS = WindowRings((), count=0, block_size=1)
+"""Of a model whose KV is all in the pool."""
