@@ -181,6 +181,7 @@ def info(options: argparse.Namespace) -> None:
         "kv_bytes_per_1000_tokens": memory.kv_bytes(1000),
         "kv_tokens": memory.kv_blocks * memory.block_size,
         "kv_requests": memory.whole_requests,
+        "kv_ring_bytes_per_slot": memory.ring_bytes,
     }
     if options.json:
         budget = [asdict(line) for line in memory.budget.lines]

@@ -1,9 +1,10 @@
 """Rings: the KV of layers with a window, of which a request keeps the newest tokens alone.
 
-A layer with a window reads its window only. So its KV needs as many blocks as a window and the
-tokens of one launch lie in, however long the request is: block b of a sequence is number b mod R of
-its R blocks. The kernels know nothing of it. They find each block through a table, as they do in
-the pool, and a ring's row of the table repeats its R blocks.
+A layer with a window reads its window only. So its KV needs as many blocks as hold a window and the
+tokens of one launch, however long the request is: block b of a sequence is number b mod R of its R
+blocks, so that any R * block_size tokens in a row have places of their own. The kernels know
+nothing of it. They find each block through a table, as they do in the pool, and a ring's row of the
+table repeats its R blocks.
 
 A request takes a ring with its slot, and keeps it while it is paused: nothing is copied out. When a
 turn of a session ends, the session keeps the ring, and its next turn goes on in it. A ring can go
@@ -48,11 +49,11 @@ class WindowRing(NamedTuple):
 
 
 def ring_blocks(window: int, launch_tokens: int, block_size: int) -> int:
-    """Blocks that a launch of so many tokens of a sequence needs at most.
+    """Blocks for launches of so many tokens of a sequence.
 
-    It writes all of its tokens before the first of them reads its window: these lie in one range.
+    A launch writes all of its tokens before the first of them reads its window, of which it is one.
     """
-    return -(-(window + launch_tokens - 2) // block_size) + 1
+    return -(-(window - 1 + launch_tokens) // block_size)
 
 
 class WindowRings:
@@ -108,9 +109,8 @@ class WindowRings:
 
     def _holds(self, ring: HeldRing, start: int) -> bool:
         """Whether every token is there that one at `start` sees, or a later one."""
-        newest = (ring.written - 1) // self._block_size
         return all(
-            max(0, start - shape.window + 1) // self._block_size > newest - shape.blocks
+            max(0, start - shape.window + 1) >= ring.written - shape.blocks * self._block_size
             for shape in self._shapes
         )
 

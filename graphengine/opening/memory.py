@@ -129,13 +129,13 @@ class MemoryPlan:
         if not self.rings:
             return described
         kept = ", ".join(
-            f"{len(ring.layers)} layers with a window of {ring.window:,} their last "
-            f"{ring.blocks * size:,} tokens"
+            f"{ring.blocks * size:,} tokens of {len(ring.layers)} "
+            f"layer{'s' if len(ring.layers) > 1 else ''} with a window of {ring.window:,}"
             for ring in self.rings
         )
         if not self.block_bytes:
-            described = f"KV takes no more for longer requests: {holds}"
-        return f"{described}; beside it {kept} a slot, {format_bytes(self.ring_bytes)}"
+            described = f"KV takes no more for longer requests: the slots hold {holds}"
+        return f"{described}; each slot keeps {kept}, in {format_bytes(self.ring_bytes)}"
 
 
 def available_bytes(device: torch.device) -> int:
@@ -272,11 +272,12 @@ def _plan(
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     available = int(available_bytes(device) * config.memory_fraction)
     kind = "fp8 blocks" if kv_dtype == FP8_KV else "blocks"
+    in_rings = 0
     for ring in rings:
-        count = config.max_batch * ring.blocks
         name = f"KV of window {ring.window} ({config.max_batch} rings of {ring.blocks} {kind}"
-        size = (count + 1) * len(ring.layers) * layer_bytes
+        size = (config.max_batch * ring.blocks + 1) * len(ring.layers) * layer_bytes
         budget.add(f"{name} of {config.block_size} tokens, and a dummy)", size, where)
+        in_rings += size
     kv_blocks = config.kv_blocks
     left = available - budget.total(where)
     if not block_bytes:
@@ -304,7 +305,7 @@ def _plan(
         # Without rings.
         whole_bytes = layers * layer_bytes + drafter_block
         then = blocks * whole_bytes * dtype.itemsize // kv_dtype.itemsize
-        later = (kv_blocks + 1) * block_bytes + (0 if on_gpu else swap_bytes)
+        later = (kv_blocks + 1) * block_bytes + in_rings + (0 if on_gpu else swap_bytes)
         name = f"calibration (KV of {calibration_tokens} tokens in {dtype}, beyond the caches)"
         budget.add(name.replace("torch.", ""), max(0, then - later), where)
         budget.check(available, where)

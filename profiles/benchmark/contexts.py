@@ -83,6 +83,8 @@ class Contexts:
             "max_seq_len": need if self.max_seq_len is None else self.max_seq_len,
             "kv_blocks": work.live * (table_blocks + 1),
             "swap_blocks": 0,
+            # Every row begins at the KV that a session keeps, which no ring does for several.
+            "window_rings": False,
             "buckets": tuple(sorted({work.live, slots})),
         }
 

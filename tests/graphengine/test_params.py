@@ -283,7 +283,7 @@ def test_engine_defaults() -> None:
         "kv_calibration": None,
         "prefix_caching": False,
         "session_blocks": None,
-            "window_rings": True,
+        "window_rings": True,
         "lookahead": 1,
         "memory_fraction": 0.9,
         "max_waiting": None,

@@ -14,21 +14,24 @@ from engines.simulated_blocks import ALPHABET, DECODED, Sharing, entries
 from graphengine import Request, SamplingParams
 from graphengine.host.plan import Plan
 from graphengine.host.rings import WindowRing, WindowRings, ring_blocks
+from graphengine.host.scheduler import Scheduler
 from graphengine.program.fields import ring_updates
-from graphengine.requests.context import HeldRing
+from graphengine.requests.context import Context, HeldRing
+from graphengine.requests.job import Job
 
 SIZE = 4
 
 
 @pytest.mark.parametrize(("window", "tokens"), [*product((1, 2, 3, 4, 5, 8, 13), (1, 2, 4, 7, 16))])
-def test_a_ring_has_the_blocks_of_a_launch_and_its_windows_and_no_more(
-    window: int, tokens: int
-) -> None:
-    spans = []
-    for start in range(window - 1, window - 1 + SIZE):
-        first, last = (start - window + 1) // SIZE, (start + tokens - 1) // SIZE
-        spans.append(last - first + 1)
-    assert ring_blocks(window, tokens, SIZE) == max(spans)
+def test_a_ring_has_room_for_a_launch_and_its_windows_and_no_more(window: int, tokens: int) -> None:
+    """Whatever the launch begins at, no two of the tokens that must be there share a place."""
+    blocks = ring_blocks(window, tokens, SIZE)
+    for count in (blocks - 1, blocks):
+        row = WindowRing(window, (0,), max(1, count)).table_row(0, 40)
+        for start in range(window - 1, window - 1 + 2 * SIZE):
+            there = range(start - window + 1, start + tokens)
+            places = {(row[position // SIZE], position % SIZE) for position in there}
+            assert (len(places) == len(there)) == (count == blocks or len(there) <= SIZE)
 
 
 def test_a_row_of_the_table_repeats_the_blocks_of_its_ring() -> None:
@@ -42,11 +45,12 @@ def test_a_row_of_the_table_repeats_the_blocks_of_its_ring() -> None:
     [
         # All that was ever written is still there.
         (20, 20, 5, 5),
-        # Block 6 has replaced block 3: a window of 3 at 20 sees 18 and 19, at 16 also 14.
+        # Those from 15 on are: a window of 3 at 20 sees 18 and 19, at 16 also 14.
         (27, 27, 5, 5),
         (27, 27, 4, 0),
-        # Entries up to 29 may have been overwritten by drafts.
-        (27, 29, 5, 0),
+        # Drafts may have overwritten those up to 18.
+        (27, 30, 5, 5),
+        (27, 31, 5, 0),
         # Only what was written in turn counts.
         (19, 20, 5, 4),
         (3, 20, 5, 0),
@@ -58,7 +62,7 @@ def test_a_ring_is_reusable_as_far_as_its_windows_are_there(
     rings = WindowRings([WindowRing(3, (0,), 3)], count=1, block_size=SIZE)
     held = HeldRing(number=0, tokens=tokens, written=written)
     assert rings.reusable(held, blocks) == found
-    # Another window of 11 tokens sees those from 10 on, which three blocks do not have.
+    # Another window of 11 tokens sees those from 10 on, too.
     longer = [WindowRing(3, (0,), 3), WindowRing(11, (1,), 3)]
     assert not WindowRings(longer, count=1, block_size=SIZE).reusable(held, 5) or written == 20
     assert rings.reusable(None, blocks) == 0
@@ -138,7 +142,7 @@ def test_what_an_earlier_turn_has_overwritten_stays_lost() -> None:
     session = world.session([1 + index % 7 for index in range(40)])
     session.submit(SamplingParams(max_tokens=1))
     world.run()
-    # Blocks 6 to 9 are there. A turn goes on at 32 and writes no more than that.
+    # Tokens from 28 on are there. A turn goes on at 32 and writes no more than that.
     session.rewind(len(session) - 33)
     assert session.cached_tokens == 32
     turn = session.submit(SamplingParams(max_tokens=4))
@@ -147,8 +151,8 @@ def test_what_an_earlier_turn_has_overwritten_stays_lost() -> None:
     turn.cancel()
     world.run()
     assert len(session) == 33 and session.cached_tokens == 32
-    # A token at 24 sees block 5, in whose place block 9 was.
-    session.rewind(6)
+    # A token at 28 sees 24, in whose place 36 was.
+    session.rewind(3)
     assert session.cached_tokens == 0 and session.evicted
     turn = session.submit(SamplingParams(max_tokens=4))
     world.finish()
@@ -165,11 +169,43 @@ def test_a_ring_that_is_begun_again_can_be_gone_back_in() -> None:
     turn = session.submit(SamplingParams(max_tokens=1, prompt_logprobs=0))
     world.run()
     assert turn.cached_tokens == 0
-    session.rewind(len(session) - 27)
-    assert session.cached_tokens == 24
+    session.rewind(len(session) - 29)
+    assert session.cached_tokens == 28
     turn = session.submit(SamplingParams(max_tokens=4))
     world.finish()
-    assert turn.cached_tokens == 24
+    assert turn.cached_tokens == 28
+
+
+@pytest.mark.parametrize(("max_len", "written"), [(40, 14), (13, 12)])
+def test_rejected_drafts_count_as_written(max_len: int, written: int) -> None:
+    """Of a step of 4 tokens after a prompt of 10, one is accepted: positions 10 to 13 were written,
+    but none past the request's end."""
+    scheduler = Scheduler(
+        slots=1, kv_blocks=10, swap_blocks=0, block_size=SIZE, max_chunk=16, tokens_per_step=4,
+        max_seq_len=40, rings=[WindowRing(5, (0,), 6)],
+    )  # fmt: skip
+    context = Context()
+    job = Job(prompt_len=10, max_len=max_len, context=context)
+    request = Request(
+        request_id=0,
+        prompt_token_ids=range(10),
+        params=SamplingParams(),
+        seed=0,
+        submitted=0.0,
+        cancelled=[],
+        job=job,
+    )
+    scheduler.submit(request)
+    prefill = scheduler.plan()
+    assert prefill is not None and prefill.prefill is not None
+    step = scheduler.plan()
+    assert step is not None and step.rows == (request,)
+    scheduler.collected(request, 4, 1)
+    request.token_ids += [1, 2]
+    request.finish_reason = "stop"
+    scheduler.retire(request)
+    assert context.ring is not None and not context.ring.used
+    assert (context.ring.tokens, context.ring.written) == (11, written)
 
 
 @pytest.mark.parametrize(
