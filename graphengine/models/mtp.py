@@ -148,14 +148,15 @@ LAYOUTS = (
     ),
 )
 
-# Names below a decoder layer that show that `decoder.py` cannot run it.
-_OTHER_LAYERS = {
-    "self_attn.kv_a_proj": "latent attention (MLA)",
-    "self_attn.kv_b_proj": "latent attention (MLA)",
-    "self_attn.q_a_proj": "latent attention (MLA)",
-    "mlp.experts.": "experts (MoE)",
-    "mlp.shared_expert": "experts (MoE)",
-    "mlp.gate.": "experts (MoE)",
+_LATENT, _EXPERTS = "latent attention (MLA)", "experts (MoE)"
+# Names below a decoder layer that show what it has.
+_KINDS = {
+    "self_attn.kv_a_proj": _LATENT,
+    "self_attn.kv_b_proj": _LATENT,
+    "self_attn.q_a_proj": _LATENT,
+    "mlp.experts.": _EXPERTS,
+    "mlp.shared_expert": _EXPERTS,
+    "mlp.gate.": _EXPERTS,
 }
 
 
@@ -165,7 +166,8 @@ class MtpConfig:
 
     layout    one of `LAYOUTS`
     prefixes  of each module's tensors, in order
-    layer     of the decoder layer that each module has: the target's, with one layer
+    layer     of the decoder layer that each module has: the target's, with one layer; its
+              `expert_layers` are the modules that have experts
     norm_eps  of the norms before the projection
     """
 
@@ -175,19 +177,30 @@ class MtpConfig:
     norm_eps: float
 
     @classmethod
-    def of_target(cls, target: ModelConfig, layout: MtpLayout, prefixes: tuple[str, ...]) -> Self:
-        """Modules with the target's kind of layer; ValueError where the target has no such kind."""
-        if not isinstance(target, DecoderConfig) or target.expert_layers or target.latent:
+    def of_target(
+        cls,
+        target: ModelConfig,
+        layout: MtpLayout,
+        prefixes: tuple[str, ...],
+        expert_modules: tuple[int, ...] | None = None,
+    ) -> Self:
+        """Modules with the target's kind of layer; ValueError where the target has no such kind.
+
+        expert_modules  those that have experts; None: all, if the target has any
+        """
+        if not isinstance(target, DecoderConfig):
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
-                f"not those of a plain decoder"
+                f"not those of a decoder"
             )
         if any(target.windows):
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} with windows of "
                 f"{max(target.windows)} tokens are not supported: a module has none"
             )
-        layer = replace(target, num_layers=1)
+        if expert_modules is None:
+            expert_modules = () if target.experts is None else tuple(range(len(prefixes)))
+        layer = replace(target, num_layers=1, expert_layers=expert_modules)
         return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)
 
     @property
@@ -261,9 +274,9 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
         raise ValueError(_no_module(checkpoint, layers))
     prefixes = found[layout.name]
     _check_settings(checkpoint, layout, len(prefixes))
-    _check_layers(checkpoint, layout, prefixes)
     target = read_model_config(config)
-    mtp = MtpConfig.of_target(target, layout, prefixes)
+    experts = _expert_modules(checkpoint, target, layout, prefixes)
+    mtp = MtpConfig.of_target(target, layout, prefixes, experts)
     quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if quantisation is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
@@ -311,17 +324,30 @@ def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> No
             raise unsupported(name, settings[name], f"{kind!r} in every layer")
 
 
-def _check_layers(checkpoint: Checkpoint, layout: MtpLayout, prefixes: tuple[str, ...]) -> None:
-    """Refuse what is no plain decoder layer, with the reason rather than with a list of names."""
-    for prefix in prefixes:
+def _expert_modules(
+    checkpoint: Checkpoint, target: ModelConfig, layout: MtpLayout, prefixes: tuple[str, ...]
+) -> tuple[int, ...]:
+    """The modules that have experts.
+
+    Refuses what the target has no sizes of, with the reason rather than with a list of names.
+    """
+    there: set[str] = set()
+    if isinstance(target, DecoderConfig):
+        there |= {_LATENT} if target.latent else set()
+        there |= {_EXPERTS} if target.experts else set()
+    found: list[int] = []
+    for index, prefix in enumerate(prefixes):
         layer = prefix + layout.layer
-        for part, meaning in _OTHER_LAYERS.items():
-            shown = [name for name in checkpoint.tensors if name.startswith(layer + part)]
-            if shown:
+        for part, kind in _KINDS.items():
+            names = [name for name in checkpoint.tensors if name.startswith(layer + part)]
+            if names and kind not in there:
                 raise ValueError(
-                    f"{checkpoint.path} has a draft module with {meaning}, which is not "
-                    f"supported yet: {some(sorted(shown))}"
+                    f"{checkpoint.path} has a draft module with {kind}, and its target, a "
+                    f"{target.architecture}, has no layer with them: {some(sorted(names))}"
                 )
+            if names and kind == _EXPERTS and index not in found:
+                found.append(index)
+    return tuple(found)
 
 
 def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
@@ -444,11 +470,11 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
                 dtype=dtype,
             ),
             layer=allocate_layer(
-                config.layer, prefix + config.layout.layer, device=device, dtype=dtype
+                config.layer, prefix + config.layout.layer, index, device=device, dtype=dtype
             ),
             final_norm=new(hidden),
         )
-        for prefix in config.prefixes
+        for index, prefix in enumerate(config.prefixes)
     )
     return MtpWeights(config=config, modules=modules)
 
@@ -472,7 +498,8 @@ def mtp_decode(
     tables: RopeTables,
     launch: DecodeLaunch,
 ) -> Residual:
-    """A module for `row`'s lanes: six kernels. Its output, scaled for the final norm.
+    """A module for `row`'s lanes: its projection, and the kernels of a layer. Its output, scaled
+    for the final norm.
 
     combined_N2H  the normed embedding and hidden state, in the layout's order
     residual      `x` is zero in live lanes; updated in place. The other parts are not read.

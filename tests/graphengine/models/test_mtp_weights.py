@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from checkpoints.mtp_chains import HAS_CHAINS, Chains
 from checkpoints.mtp_modules import (
     FFN,
     HIDDEN,
@@ -25,7 +28,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
 from graphengine.models import mtp, tuning
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Linear, heuristic_plans
+from graphengine.models.contract import Linear, Paged, heuristic_plans
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import (
     MtpConfig,
@@ -170,19 +173,21 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "latent attention": (
         "deepseek",
         lambda config, tensors: rename(tensors, "3.self_attn.k_proj", "3.self_attn.kv_b_proj"),
-        "has a draft module with latent attention (MLA), which is not supported yet: "
-        "model.layers.3.self_attn.kv_b_proj.bias, model.layers.3.self_attn.kv_b_proj.weight",
+        "has a draft module with latent attention (MLA), and its target, a LlamaForCausalLM, has "
+        "no layer with them: model.layers.3.self_attn.kv_b_proj.bias, "
+        "model.layers.3.self_attn.kv_b_proj.weight",
     ),
     "experts": (
         "deepseek",
         lambda config, tensors: rename(tensors, "2.mlp.gate_proj", "2.mlp.experts.0.gate_proj"),
-        "has a draft module with experts (MoE), which is not supported yet: "
-        "model.layers.2.mlp.experts.0.gate_proj.weight",
+        "has a draft module with experts (MoE), and its target, a LlamaForCausalLM, has no layer "
+        "with them: model.layers.2.mlp.experts.0.gate_proj.weight",
     ),
     "a router": (
         "qwen3",
         lambda config, tensors: tensors.update({"mtp.layers.0.mlp.gate.weight": torch.ones(4)}),
-        "experts (MoE), which is not supported yet: mtp.layers.0.mlp.gate.weight",
+        "experts (MoE), and its target, a Qwen3ForCausalLM, has no layer with them: "
+        "mtp.layers.0.mlp.gate.weight",
     ),
     "incomplete": (
         "mimo",
@@ -227,15 +232,67 @@ def test_what_does_not_fit_says_why(tmp_path: Path, case: str) -> None:
         read_mtp_config(checkpoint)
 
 
-def test_deepseeks_own_architecture_is_refused_for_its_layer(tmp_path: Path) -> None:
-    """Rather than for its name: the reason is what a reader wants to know."""
+def write_deepseek(folder: Path, edit: Edit) -> tuple[Checkpoint, Chains]:
+    """DeepSeek-V3 with two modules, changed by `edit`."""
+    chains = Chains(folder / "whole", "deepseek-v3", 2)
+    config = json.loads((chains.path / "config.json").read_text())
+    tensors = load_file(chains.path / "model.safetensors")
+    edit(config, tensors)
+    return Checkpoint.open(write_checkpoint(folder / "edited", config, tensors)), chains
 
-    def change(config: dict[str, Any], tensors: Tensors) -> None:
-        config["architectures"] = ["DeepseekV3ForCausalLM"]
-        rename(tensors, "2.self_attn.k_proj", "2.self_attn.kv_a_proj_with_mqa")
 
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\)"):
-        read_mtp_config(edited(tmp_path, "deepseek", change))
+@pytest.mark.skipif(not HAS_CHAINS, reason="this version of transformers cannot run one module")
+def test_modules_with_experts_and_latents_have_the_targets_sizes(tmp_path: Path) -> None:
+    """As published: with copies of the embedding and of lm_head, which nobody reads."""
+
+    def copies(config: dict[str, Any], tensors: Tensors) -> None:
+        for index in (2, 3):
+            for name in ("embed_tokens", "shared_head.head"):
+                tensors[f"model.layers.{index}.{name}.weight"] = torch.ones(2, 2)
+
+    checkpoint, chains = write_deepseek(tmp_path, copies)
+    config = read_mtp_config(checkpoint)
+    assert config.modules == 2 and config.layer.expert_layers == (0, 1)
+    assert config.states == ((Paged(1, (64,)),),) * 2
+    own = [*chains.mtp.layers.parameters()]
+    own += [each for name, each in chains.mtp.layers.named_buffers() if "correction" in name]
+    weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
+    assert weights.parameters == sum(each.numel() for each in own)
+    named = list(config.linears())
+    assert named[0] == "projection" and named[-1] == "lm_head"
+    assert {"q_kv_a", "q_b", "router", "expert_gate_up", "shared_down"} <= {*named}
+
+
+@pytest.mark.skipif(not HAS_CHAINS, reason="this version of transformers cannot run one module")
+def test_a_module_may_be_dense_beside_one_with_experts(tmp_path: Path) -> None:
+    def dense(config: dict[str, Any], tensors: Tensors) -> None:
+        experts = [name for name in tensors if name.startswith("model.layers.3.mlp.")]
+        for name in experts:
+            del tensors[name]
+        for part in ("gate", "up", "down"):
+            name = f"mlp.{part}_proj.weight"
+            tensors[f"model.layers.3.{name}"] = tensors[f"model.layers.0.{name}"].clone()
+
+    config = read_mtp_config(write_deepseek(tmp_path, dense)[0])
+    assert config.layer.expert_layers == (0,)
+    assert {"gate_up", "expert_gate_up"} <= config.linears().keys()
+    assert config.first(1).layer.expert_layers == (0,)
+
+
+@pytest.mark.skipif(not HAS_CHAINS, reason="this version of transformers cannot run one module")
+def test_an_expert_that_is_missing_or_one_too_many_is_named(tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.experts.9.up_proj.weight"
+
+    def fewer(config: dict[str, Any], tensors: Tensors) -> None:
+        del tensors[name]
+
+    def more(config: dict[str, Any], tensors: Tensors) -> None:
+        tensors[name.replace(".9.", ".10.")] = tensors[name].clone()
+
+    with pytest.raises(ValueError, match=f"incomplete .* deepseek: it lacks {re.escape(name)}"):
+        read_mtp_config(write_deepseek(tmp_path / "fewer", fewer)[0])
+    with pytest.raises(ValueError, match=r"does not have: model\.layers\.2\.mlp\.experts\.10\.up"):
+        read_mtp_config(write_deepseek(tmp_path / "more", more)[0])
 
 
 # Qwen2, which MiMo is built from.
