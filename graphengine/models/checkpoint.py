@@ -134,7 +134,9 @@ class Checkpoint:
         """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
 
         destinations  for each name the tensor, or all tensors, that receive it whole; they may be
-                      views of fused parameters. Values are cast to the destination's dtype.
+                      views of fused parameters. Values are cast to the destination's dtype. One of
+                      four dimensions or more has its tensor's rows in several: so it may have them
+                      in another order.
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
@@ -222,7 +224,7 @@ class Checkpoint:
         wrong = [
             f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
             for name, tensor in pairs
-            if self.tensors[name].shape != tuple(tensor.shape)
+            if not _fits(self.tensors[name].shape, tuple(tensor.shape))
         ]
         if wrong:
             raise ValueError(
@@ -335,10 +337,22 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
+def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether a tensor of one shape goes into a destination of the other, whose rows may have
+    several dimensions.
+    """
+    rows = len(target) - len(stored) + 1
+    if len(target) < 4 or not stored or rows < 2:
+        return stored == target
+    return (math.prod(target[:rows]), *target[rows:]) == stored
+
+
 def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
     """Copy `source` into every target, a few rows at a time; yields the bytes of each part."""
     if source.ndim == 0:
         source, targets = source[None], [target[None] for target in targets]
+    elif targets:
+        source = source.view(targets[0].shape)
     widest = max((target.element_size() for target in targets), default=source.element_size())
     for rows in _row_ranges(source, itemsize=widest):
         part = source[rows]

@@ -116,6 +116,12 @@ LATENT_KEYS = (
 )
 """The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
 
+ROUTED_KEYS = (
+    *LATENT_KEYS[next(i for i, key in enumerate(LATENT_KEYS) if key.name == "n_routed_experts") :],
+    Key("use_qk_norm", "flag", default=False),
+)
+"""Those of GLM-4-MoE, which has DeepSeek-V3's experts without latent attention."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),

@@ -333,12 +333,15 @@ class StoredLinear(NamedTuple):
     parts   names without ".weight", and rows, of the linears whose rows it has one after the other
     swiglu  whether these are gates and ups
     axis    the dimension along which ranks split each part; None: each has all of it
+    order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
+            A weight in the model's dtype has views that say the same
     """
 
     weight: AnyWeight
     parts: tuple[tuple[str, int], ...]
     swiglu: bool = False
     axis: int | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from graphengine.models.llama import decoder_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Version:
+class Version:
     """What the two differ in: methods of routing, their scores, and values of missing keys."""
 
     defaults: hf_config.FamilyDefaults
@@ -31,7 +31,7 @@ class _Version:
     missing: dict[str, Any]
 
 
-_V2 = _Version(
+_V2 = Version(
     defaults=hf_config.FamilyDefaults(max_positions=2048, keys=LATENT_KEYS, latent=True),
     methods=("greedy", "group_limited_greedy"),
     scores="softmax",
@@ -46,7 +46,7 @@ _V2 = _Version(
         "routed_scaling_factor": 1.0,
     },
 )
-_V3 = _Version(
+_V3 = Version(
     defaults=hf_config.FamilyDefaults(max_positions=4096, keys=LATENT_KEYS, latent=True),
     methods=("noaux_tc",),
     scores="sigmoid",
@@ -74,7 +74,7 @@ def read_v3(config: HfConfig, architecture: str) -> DecoderConfig:
     return _read(config, architecture, _V3)
 
 
-def _read(config: HfConfig, architecture: str, version: _Version) -> DecoderConfig:
+def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfig:
     # null means something here, which a key alone cannot say.
     has_no_q_rank = "q_lora_rank" in config and config["q_lora_rank"] is None
     given = {**config}
@@ -91,7 +91,7 @@ def _read(config: HfConfig, architecture: str, version: _Version) -> DecoderConf
     model = decoder_config(settings, architecture)
     q_rank = None if has_no_q_rank else settings["q_lora_rank"]
     latent = _attention(settings, model, q_rank)
-    return _with_experts(settings, replace(model, latent=latent), version)
+    return with_experts(settings, replace(model, latent=latent), version)
 
 
 def _attention(
@@ -122,9 +122,8 @@ def _scale_of(rope: RopeConfig) -> float:
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
-def _with_experts(
-    settings: dict[str, Any], model: DecoderConfig, version: _Version
-) -> DecoderConfig:
+def with_experts(settings: dict[str, Any], model: DecoderConfig, version: Version) -> DecoderConfig:
+    """The model with the experts that `settings` give it, routed as in this version."""
     count, first = settings["n_routed_experts"], settings["first_k_dense_replace"]
     layers = tuple(
         index for index in range(first, model.num_layers) if index % settings["moe_layer_freq"] == 0
@@ -155,7 +154,7 @@ def _with_experts(
     return replace(model, experts=experts, expert_layers=layers)
 
 
-def _router(settings: dict[str, Any], version: _Version) -> Router:
+def _router(settings: dict[str, Any], version: Version) -> Router:
     """ValueError for a method that is not this version's."""
     method = settings["topk_method"] or version.methods[0]
     if method not in version.methods:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphengine.models import deepseek, llama, mistral, qwen2, qwen3, qwen3_moe
+from graphengine.models import deepseek, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import ModelConfig
 
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
+    "Glm4MoeForCausalLM": glm4_moe.read_config,
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "MistralForCausalLM": mistral.read_config,

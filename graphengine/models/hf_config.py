@@ -41,6 +41,7 @@ class FamilyDefaults:
               else `max_window_layers`, names
     keys      that it reads besides `config_schema.KEYS`
     latent    whether attention is latent: head_dim is then of no head, and not looked at
+    rotated   parts of a head that RoPE may turn
     """
 
     max_positions: int
@@ -48,6 +49,7 @@ class FamilyDefaults:
     windows: Literal["none", "all", "switched"] = "none"
     keys: tuple[Key, ...] = ()
     latent: bool = False
+    rotated: tuple[float, ...] = (1.0,)
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     if any(kind != "dense" for kind in types or ()):
         raise unsupported("mlp_layer_types", types, "'dense' in every layer")
     settings["windows"] = _read_windows(config, settings, family)
+    settings["rotated"] = family.rotated
     return settings
 
 
@@ -194,11 +197,13 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
         raise unsupported(f"{inside}.rope_type", named, known)
     rotated = values["partial_rotary_factor"]
     rotated = settings["partial_rotary_factor"] if rotated is None else rotated
-    if rotated != 1.0:
-        raise unsupported("partial_rotary_factor", rotated, "1.0")
+    if rotated not in settings["rotated"]:
+        raise unsupported(
+            "partial_rotary_factor", rotated, " or ".join(map(str, settings["rotated"]))
+        )
     theta = values["rope_theta"] or settings["rope_theta"]
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, rotated=rotated)
     positions = settings["max_position_embeddings"]
     # A key beside the RoPE settings takes precedence over one inside, as in transformers.
     original = settings["original_max_position_embeddings"]
@@ -219,6 +224,7 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
         theta=theta,
         original_max_position_embeddings=original,
         truncate=values["truncate"],
+        rotated=rotated,
         **{name: value for name, value in numbers.items() if value is not None},
     )
 

@@ -42,6 +42,8 @@ class RopeConfig:
     `high_freq_factor`, `original_max_position_embeddings`. yarn: `factor`, `beta_fast`,
     `beta_slow`, `truncate`, `original_max_position_embeddings`, and the attention factor, which
     follows from `factor` (and `mscale` over `mscale_all_dim` where both are given) unless stated.
+
+    `rotated` is the part of a head that turns; its other pairs stay as they are.
     """
 
     theta: float = 10_000.0
@@ -56,8 +58,11 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    rotated: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.rotated <= 1:
+            raise ValueError(f"rotated={self.rotated} must be above 0, and at most 1")
         if self.kind not in get_args(RopeKind):
             raise ValueError(f"rope kind {self.kind!r} is not one of {get_args(RopeKind)}")
         if not self.theta > 0 or not self.factor > 0:
@@ -79,15 +84,21 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of every position, float32 [max_positions, D/2] each.
 
+    Pairs that do not turn are last, and have the cosine 1 and the sine 0.
+
     The attention factor (YaRN) is multiplied into both. Computed on the CPU whatever the device, so
     that every device rotates by the same bits. Equal to transformers' rotary embedding.
     """
     if head_dim % 2 or head_dim <= 0 or max_positions <= 0:
         raise ValueError(f"head_dim={head_dim} must be even, max_positions={max_positions} above 0")
-    frequencies, attention_factor = rope_frequencies(config, head_dim=head_dim)
+    rotated = int(head_dim * config.rotated)
+    if rotated % 2 or rotated == 0:
+        raise ValueError(f"{rotated} of head_dim={head_dim} values turn: must be even, not 0")
+    frequencies, attention_factor = rope_frequencies(config, head_dim=rotated)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-    cos = angles.cos() * attention_factor
-    sin = angles.sin() * attention_factor
+    cos, sin = torch.ones(max_positions, head_dim // 2), torch.zeros(max_positions, head_dim // 2)
+    cos[:, : rotated // 2] = angles.cos() * attention_factor
+    sin[:, : rotated // 2] = angles.sin() * attention_factor
     return cos.to(device), sin.to(device)
 
 

@@ -30,6 +30,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -89,6 +91,11 @@ def _deepseek_v2(**options: Any) -> DeepseekV2ForCausalLM:
 def _deepseek_v3(**options: Any) -> DeepseekV3ForCausalLM:
     config = DeepseekV3Config(max_position_embeddings=512, **options)
     return DeepseekV3ForCausalLM._from_config(config, experts_implementation="eager")
+
+
+def _glm4_moe(**options: Any) -> Glm4MoeForCausalLM:
+    config = Glm4MoeConfig(max_position_embeddings=512, **options)
+    return Glm4MoeForCausalLM._from_config(config, experts_implementation="eager")
 
 
 # Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
@@ -188,6 +195,28 @@ LATENT_MODELS = {
 }  # fmt: skip
 
 
+# RoPE turns half of each head.
+GLM_MODELS = {
+    # As GLM-4.5: biases, and norms of queries and keys.
+    "glm-norms-biases": lambda: _glm4_moe(
+        vocab_size=271, hidden_size=72, intermediate_size=100, moe_intermediate_size=36,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        attention_bias=True, use_qk_norm=True, n_routed_experts=10, num_experts_per_tok=3,
+        n_shared_experts=1, n_group=5, topk_group=2, norm_topk_prob=True,
+        routed_scaling_factor=2.5, first_k_dense_replace=1, tie_word_embeddings=False,
+        eos_token_id=7,
+    ),
+    # As GLM-4.5-Air: neither; here with scaled RoPE, and heads of another size.
+    "glm-plain-yarn": lambda: _glm4_moe(
+        vocab_size=259, hidden_size=48, intermediate_size=52, moe_intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=80,
+        n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=2, norm_topk_prob=False,
+        routed_scaling_factor=1.3, first_k_dense_replace=0, tie_word_embeddings=True,
+        eos_token_id=3, rope_parameters=YARN_ROPE | {"partial_rotary_factor": 0.5},
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Oracle:
     """A checkpoint directory and transformers' float32 reading of it on the CPU."""
@@ -241,7 +270,7 @@ class Oracle:
 
 def write_checkpoint(name: str, path: Path) -> Oracle:
     """A checkpoint of the model of this name."""
-    return write_random_model((MODELS | EXPERT_MODELS | LATENT_MODELS)[name], path, len(name))
+    return write_random_model((MODELS | EXPERT_MODELS | LATENT_MODELS | GLM_MODELS)[name], path, len(name))
 
 
 def write_random_model(make: Callable[[], PreTrainedModel], path: Path, seed: int) -> Oracle:
@@ -282,6 +311,12 @@ def write_model() -> Callable[..., Oracle]:
 def latent_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     folder = tmp_path_factory.mktemp("latents")
     return {name: write_checkpoint(name, folder / name) for name in LATENT_MODELS}
+
+
+@pytest.fixture(scope="session")
+def glm_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("glm")
+    return {name: write_checkpoint(name, folder / name) for name in GLM_MODELS}
 
 
 @pytest.fixture(params=list(MODELS))

@@ -80,6 +80,7 @@ class GroupedQueryAttention:
     qk_norm   an RMSNorm on each head's query and key before RoPE
     norm_eps  of these norms, and of the one that the block's input needs
     window    tokens that a query sees, its own among them; 0: all up to its own
+    half      whether RoPE turns the first half of a head alone; `RopeConfig.rotated` is then 0.5
     """
 
     hidden_size: int
@@ -91,6 +92,7 @@ class GroupedQueryAttention:
     output_bias: bool = False
     qk_norm: bool = False
     window: int = 0
+    half: bool = False
 
     @property
     def q_size(self) -> int:
@@ -187,6 +189,10 @@ class GroupedQueryAttention:
 class AttentionWeights:
     """The block's weights; q, k and v are one matrix.
 
+    Where RoPE turns half of a head, the quarters 1 and 2 of queries and keys are exchanged: then
+    each value that turns is half a head from its partner, as the kernels have it, and so is each of
+    the others. Scores are sums over a head, and stay the same.
+
     prefix     of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until somebody sets them
     """
@@ -205,7 +211,23 @@ class AttentionWeights:
         """The block's products."""
         parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in self._qkv_rows())
         output = (f"{self.prefix}o_proj", self.block.hidden_size)
-        return [StoredLinear(self.qkv, parts, axis=0), StoredLinear(self.output, (output,), axis=1)]
+        qkv = StoredLinear(self.qkv, parts, axis=0, order=self._row_order())
+        return [qkv, StoredLinear(self.output, (output,), axis=1)]
+
+    def _row_order(self) -> Tensor | None:
+        """Of each row of `qkv`, the one that it is in a checkpoint; None: all are in its order."""
+        if not self.block.half:
+            return None
+        rows = torch.arange(self.block.qkv_size)
+        turned = self.block.q_size + self.block.kv_size
+        rows[:turned] = self._of_checkpoint(rows[:turned]).flatten()
+        return rows
+
+    def _of_checkpoint(self, rows: Tensor) -> Tensor:
+        """Rows of queries or keys as a checkpoint has them: a view `[heads, 2, 2, D / 4, ...]`."""
+        if not self.block.half:
+            return rows
+        return rows.view(-1, 2, 2, self.block.head_dim // 4, *rows.shape[1:]).transpose(1, 2)
 
     def _qkv_rows(self) -> list[tuple[str, int]]:
         return [("q", self.block.q_size), ("k", self.block.kv_size), ("v", self.block.kv_size)]
@@ -214,15 +236,19 @@ class AttentionWeights:
         """What is not packed, by its name."""
         prefix = self.prefix
         names = {name: view for each in self.linears() for name, view in each.views().items()}
+        for name in (f"{prefix}q_proj.weight", f"{prefix}k_proj.weight"):
+            if name in names:
+                names[name] = names[name]._replace(tensor=self._of_checkpoint(names[name].tensor))
         if self.qkv_bias is not None:
             named = self._qkv_rows()
             biases = torch.split(self.qkv_bias, [rows for _, rows in named])
             for (name, _), part in zip(named, biases, strict=True):
-                names[f"{prefix}{name}_proj.bias"] = Weight(part, 0)
+                turned = part if name == "v" else self._of_checkpoint(part)
+                names[f"{prefix}{name}_proj.bias"] = Weight(turned, 0)
         for name, whole in (
             ("o_proj.bias", self.output_bias),
-            ("q_norm.weight", self.q_norm),
-            ("k_norm.weight", self.k_norm),
+            ("q_norm.weight", None if self.q_norm is None else self._of_checkpoint(self.q_norm)),
+            ("k_norm.weight", None if self.k_norm is None else self._of_checkpoint(self.k_norm)),
         ):
             if whole is not None:
                 names[prefix + name] = Weight(whole)

@@ -105,3 +105,24 @@ def are_same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
+
+
+def in_order(weight: QuantisedWeight, order: Tensor | None) -> QuantisedWeight:
+    """The weight whose row i is row `order[i]`. ValueError where rows that share scales part."""
+    if order is None:
+        return weight
+    shared = weight.format.rows
+    blocks = order[::shared] // shared
+    if not torch.equal(order // shared, blocks.repeat_interleave(shared)[: len(order)]):
+        raise ValueError(
+            f"rows of heads that RoPE turns in part are stored in another order, and {shared} rows "
+            f"share a scale: they would part"
+        )
+    order, blocks = (index.to(weight.codes.device) for index in (order, blocks))
+    whole = weight.whole
+    return weight._replace(
+        codes=weight.codes[order],
+        scales=weight.scales[blocks],
+        whole=whole if whole is None or whole.ndim == 0 else whole[order],
+        zeros=None if weight.zeros is None else weight.zeros[blocks],
+    )

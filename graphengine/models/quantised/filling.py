@@ -17,7 +17,7 @@ from graphengine.kernels import PackedWeight, QuantisedWeight, pack
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.quantised.concatenate import concatenate
+from graphengine.models.quantised.concatenate import concatenate, in_order
 from graphengine.models.quantised.readers import read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
@@ -121,7 +121,7 @@ def _fill(path: Path, linear: StoredLinear, target: PackedWeight, read: Reader) 
     """The names that were read. What it was read into is freed before the next linear is."""
     found = read(linear, target.codes.device)
     try:
-        packed = pack(found.weight, swiglu=linear.swiglu)
+        packed = pack(in_order(found.weight, linear.order), swiglu=linear.swiglu)
     except ValueError as error:
         names = ", ".join(name for name, _ in linear.parts)
         raise ValueError(f"{path}: {names}: {error}") from error
