@@ -157,10 +157,21 @@ from graphengine.kernels.linear.products import (
     linear,
     linear_residual,
     linear_sample,
+    linear_squares,
 )
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
-from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
-from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
+from graphengine.kernels.linear.reference import (
+    linear_reference,
+    linear_residual_reference,
+    linear_squares_reference,
+)
+from graphengine.kernels.linear.residual import (
+    Product,
+    Residual,
+    add_to_residual_reference,
+    new_residual,
+    sums_of_squares,
+)
 from graphengine.kernels.logits.logits import (
     LogitsTensors,
     process_logits,
@@ -200,13 +211,19 @@ from graphengine.kernels.megatron.verify import (
     verify_speculative_tokens,
     verify_speculative_tokens_reference,
 )
-from graphengine.kernels.norm_rope.activation import swiglu, swiglu_reference
+from graphengine.kernels.norm_rope.activation import Activation, swiglu, swiglu_reference
 from graphengine.kernels.norm_rope.embedding import embed, embed_reference
 from graphengine.kernels.norm_rope.norm import (
     add_rms_norm,
     add_rms_norm_reference,
     rms_norm,
     rms_norm_reference,
+)
+from graphengine.kernels.norm_rope.post_norm import (
+    add_normed,
+    add_normed_reference,
+    add_normed_rms_norm,
+    add_normed_rms_norm_reference,
 )
 from graphengine.kernels.norm_rope.rope import (
     RopeConfig,
@@ -283,6 +300,7 @@ __all__ = [
     "USES_COUNTS",
     "USES_MASK",
     "USES_REPETITION",
+    "Activation",
     "ActivationKind",
     "AnyWeight",
     "DecodeLanes",
@@ -308,6 +326,7 @@ __all__ = [
     "PackedForm",
     "PackedWeight",
     "PrefillLanes",
+    "Product",
     "ProductTile",
     "QuantisedWeight",
     "RankedLogits",
@@ -326,6 +345,10 @@ __all__ = [
     "StopTensors",
     "TokenLogprobs",
     "WeightFormat",
+    "add_normed",
+    "add_normed_reference",
+    "add_normed_rms_norm",
+    "add_normed_rms_norm_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
     "add_to_residual_reference",
@@ -389,6 +412,8 @@ __all__ = [
     "linear_residual",
     "linear_residual_reference",
     "linear_sample",
+    "linear_squares",
+    "linear_squares_reference",
     "linear_swiglu",
     "linear_swiglu_reference",
     "logprob_items",
@@ -451,6 +476,7 @@ __all__ = [
     "sample_tiles",
     "sample_tiles_reference",
     "select_rows",
+    "sums_of_squares",
     "swiglu",
     "swiglu_reference",
     "takes_fp8",

@@ -131,9 +131,18 @@ class DraftModelDrafter(Drafter):
         """Feed each row's last two tokens, then draft `length` times."""
         model, limit, pdl = self._model, self._limit, launch.pdl
         embedding, norm = model.weights.embedding, model.first_norm
+        scale = model.weights.embedding_scale
         residual = self._new_stream(self.lanes_of(count_R.numel()))
         first = begin_model_draft(
-            token_N, count_R, lanes, embedding, norm, residual, limit=limit, pdl=pdl
+            token_N,
+            count_R,
+            lanes,
+            embedding,
+            norm,
+            residual,
+            limit=limit,
+            embedding_scale=scale,
+            pdl=pdl,
         )
         fed, rows = first.lanes, first.rows
         source: Tensor | None = first.source
@@ -163,6 +172,7 @@ class DraftModelDrafter(Drafter):
                 index=index,
                 limit=limit,
                 source_R=source,
+                embedding_scale=scale,
                 pdl=pdl,
             )
             fed, source = rows, None

@@ -57,6 +57,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _OTHER_DTYPES).items()
 # Parts of a model that may be saved alone, without their prefix in the whole model.
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
+# What names of a language model begin with beside a vision tower, and without one.
+_LANGUAGE_MODELS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 # safetensors itself refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
@@ -86,8 +92,9 @@ class Checkpoint:
     generation_config  `generation_config.json`, empty where there is none
     quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
     tensors            by name; with an index, only what the index names. Those of a base model
-                       saved alone ("layers.0.") have the names of the whole model
-                       ("model.layers.0.")
+                       saved alone ("layers.0."), and of a language model beside a vision tower
+                       ("language_model.model.layers.0."), have the names of the whole language
+                       model ("model.layers.0.")
     stored_names       names in the files, where they differ
     """
 
@@ -419,7 +426,12 @@ def _download(hub_id: str) -> Path:
 
 
 def _whole_name(name: str, names: Collection[str]) -> str:
-    """The name in the whole model of a base model's tensor, as `AutoModelForCausalLM` reads it."""
+    """The name in the whole model of a base model's tensor, as `AutoModelForCausalLM` reads it; and
+    in the language model of that of one with a vision tower.
+    """
+    for prefix, alone in _LANGUAGE_MODELS.items():
+        if name.startswith(prefix) and alone + name.removeprefix(prefix) not in names:
+            return alone + name.removeprefix(prefix)
     whole = _BASE_MODEL + name
     return whole if name.startswith(_BASE_MODEL_PARTS) and whole not in names else name
 

@@ -121,6 +121,14 @@ ROUTED_KEYS = (
     Key("use_qk_norm", "flag", default=False),
 )
 """Those of GLM-4-MoE, which has DeepSeek-V3's experts without latent attention."""
+GEMMA_KEYS = (
+    Key("hidden_activation", "text", default="gelu_pytorch_tanh"),
+    Key("query_pre_attn_scalar", "number", (1e-6, 1e6), default=256.0),
+    # Of so many layers the last has no window; read where there are no `layer_types`.
+    Key("sliding_window_pattern", "integer", (1, 1024), default=6),
+    Key("rope_local_base_freq", "number", (1.01, 1e30), default=None, null=True),
+)
+"""The keys of `config.json` that are read of Gemma 3."""
 
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
@@ -285,10 +293,19 @@ _HARMLESS = """
     suppress_tokens temperature top_k top_p typical_p
 
     mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
+
+    _sliding_window_pattern
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that change nothing here: of other programs, tokens, training, other tasks, generation and
 the count of draft modules."""
+
+
+_OF_IMAGES = (
+    "vision_config",
+    "mm_tokens_per_image",
+    *(f"{which}_token_{end}" for which in ("image", "boi", "eoi") for end in ("id", "index")),
+)
 
 
 def unsupported(
@@ -336,9 +353,15 @@ def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
 
 def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
-    read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS, *LATENT_KEYS)}
+    read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS)}
     known = read | NEUTRAL.keys() | HARMLESS
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        # Of the image, for a model of which the text is read.
+        known |= {"text_config", *_OF_IMAGES}
     names = [name for name in config if name not in known]
+    if isinstance(text, dict):
+        names += [f"text_config.{name}" for name in unknown_keys(text)]
     rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, "finetuned", *NEUTRAL_ROPE}
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)

@@ -619,6 +619,11 @@ class ModelWeights(StoredWeights):
     embedding: Tensor
     lm_head: AnyWeight
 
+    @property
+    def embedding_scale(self) -> float:
+        """What a token's embedding is multiplied by, the product being rounded to its dtype."""
+        return 1.0
+
     @abstractmethod
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:
         """The model of these weights, for sequences of at most this many tokens.

@@ -1,10 +1,11 @@
-"""A decoder: layers of attention and SwiGLU, an RMSNorm before each of them.
+"""A decoder: layers of attention and SwiGLU, an RMSNorm before each of them, or on both sides.
 
 Layers differ in their attention's window and, with it, their RoPE, and in whether they have a
 mixture of experts instead of one SwiGLU. Llama 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE are this
 composition with grouped-query attention and other settings; their files map a checkpoint's config
-onto `DecoderConfig`. DeepSeek-V2 and V3 have latent attention. `decode` runs a few rows through
-five fused kernels a layer, and through more with experts or latents; `prefill` runs the tokens of a
+onto `DecoderConfig`. DeepSeek-V2 and V3 have latent attention, Gemma 3 norms after blocks, too.
+`decode` runs a few rows through five fused kernels a layer, and through more with experts, latents
+or norms after blocks; `prefill` runs the tokens of a
 chunk through the BLAS, but for gate and up where `linear_swiglu` is faster.
 The bits of both depend on the number of lanes, which for a chunk follows from the prompt alone.
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    Activation,
     AnyWeight,
     DecodeLanes,
     PrefillLanes,
@@ -38,6 +40,7 @@ from graphengine.kernels import (
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
+from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     coded_columns,
@@ -99,6 +102,16 @@ class DecoderConfig:
     """Of each layer's attention, 0 for a layer without one; empty: no layer has a window."""
     local_rope: RopeConfig | None = None
     """Of the layers with a window; None: that of the others."""
+    post_norms: bool = False
+    """Whether norms also follow attention and the feed-forward, before their sums."""
+    norms_plus_one: bool = False
+    """Whether every norm multiplies by 1 + its weight."""
+    embedding_scale: float = 1.0
+    """Rounded to the model's dtype, as its product with an embedding is."""
+    activation: Activation = "silu"
+    """Of the gates of `mlp`."""
+    query_scalar: float = 0.0
+    """Attention's scores are divided by its root; 0: head_dim."""
 
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees; 0: all."""
@@ -124,6 +137,7 @@ class DecoderConfig:
             output_bias=self.attention_bias,
             qk_norm=self.qk_norm,
             half=self.rope.rotated < 1,
+            scale_of=self.query_scalar,
         )
 
     @property
@@ -134,6 +148,7 @@ class DecoderConfig:
             ffn_size=self.ffn_size,
             norm_eps=self.norm_eps,
             bias=self.mlp_bias,
+            activation=self.activation,
         )
 
     def feed_forward(self, layer: int) -> Swiglu | Experts:
@@ -206,9 +221,14 @@ class DecoderConfig:
         return self.attention.split_tokens(family, dtype)
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the cosines and sines of this many positions."""
+        """Bytes of the cosines and sines of this many positions, and of norms that lacked 1."""
         tables = 2 if self.has_local_tables else 1
-        return tables * RopeTables.nbytes(self.attention.table_dim, max_seq_len)
+        norms = 0
+        if self.norms_plus_one:
+            of_layer = (4 if self.post_norms else 2) * self.hidden_size
+            of_heads = 2 * self.head_dim if self.qk_norm else 0
+            norms = 4 * (self.num_layers * (of_layer + of_heads) + self.hidden_size)
+        return norms + tables * RopeTables.nbytes(self.attention.table_dim, max_seq_len)
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
@@ -267,7 +287,8 @@ def layer_prefix(index: int) -> str:
 class LayerWeights:
     """One layer's blocks, and the weights of the norms before them.
 
-    prefix  of the names in the checkpoint
+    prefix      of the names in the checkpoint
+    post_norms  of the norms after the blocks; None: there are none
     """
 
     prefix: str
@@ -275,6 +296,7 @@ class LayerWeights:
     attention: AttentionWeights | LatentAttentionWeights
     ffn_norm: Tensor
     mlp: SwigluWeights | ExpertsWeights
+    post_norms: PostNorms | None = None
 
     def linears(self) -> list[StoredLinear]:
         """The layer's products."""
@@ -283,16 +305,49 @@ class LayerWeights:
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         return {
-            f"{self.prefix}input_layernorm.weight": Weight(self.input_norm),
-            f"{self.prefix}post_attention_layernorm.weight": Weight(self.ffn_norm),
+            **{f"{self.prefix}{name}.weight": Weight(norm) for name, norm in self._norms().items()},
             **self.attention.stored(),
             **self.mlp.stored(),
         }
 
+    def _norms(self) -> dict[str, Tensor]:
+        if self.post_norms is None:
+            return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.ffn_norm}
+        return {
+            "input_layernorm": self.input_norm,
+            "post_attention_layernorm": self.post_norms.attention,
+            "pre_feedforward_layernorm": self.ffn_norm,
+            "post_feedforward_layernorm": self.post_norms.mlp,
+        }
+
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        norms = [self.input_norm, self.ffn_norm]
-        return norms + self.attention.tensors() + self.mlp.tensors()
+        return [*self._norms().values(), *self.attention.tensors(), *self.mlp.tensors()]
+
+    @property
+    def after_attention(self) -> NextNorm:
+        """What is between the attention and the feed-forward."""
+        if self.post_norms is None:
+            return self.ffn_norm
+        return Sandwich(self.post_norms.attention, self.ffn_norm, self.mlp.block.norm_eps)
+
+    def after_mlp(self, following: Tensor) -> NextNorm:
+        """What is between the feed-forward and the norm of the next layer."""
+        if self.post_norms is None:
+            return following
+        return Sandwich(self.post_norms.mlp, following, self.mlp.block.norm_eps)
+
+    def with_norms_plus_one(self) -> LayerWeights:
+        """The same where the checkpoint's norms lack 1."""
+        post, attention = self.post_norms, self.attention
+        assert isinstance(attention, AttentionWeights), "latents have norms that lack nothing"
+        return replace(
+            self,
+            input_norm=plus_one(self.input_norm),
+            attention=attention.with_norms_plus_one(),
+            ffn_norm=plus_one(self.ffn_norm),
+            post_norms=None if post is None else PostNorms(*map(plus_one, post)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,6 +398,11 @@ class DecoderWeights(ModelWeights):
             if (scales := layer.attention.kv_scales) is not None
         }
 
+    @property
+    def embedding_scale(self) -> float:
+        """What a token's embedding is multiplied by: a number of the model's dtype."""
+        return torch.tensor(self.config.embedding_scale, dtype=self.embedding.dtype).item()
+
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
         """The model, with RoPE for sequences of at most this many tokens."""
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
@@ -364,8 +424,9 @@ def allocate_layer(
     attention = config.attention
     if isinstance(attention, GroupedQueryAttention):
         attention = replace(attention, window=window)
-    input_norm, ffn_norm = (
-        torch.empty(config.hidden_size, device=device, dtype=dtype) for _ in range(2)
+    input_norm, ffn_norm, *post_norms = (
+        torch.empty(config.hidden_size, device=device, dtype=dtype)
+        for _ in range(4 if config.post_norms else 2)
     )
     return LayerWeights(
         prefix=prefix,
@@ -373,6 +434,7 @@ def allocate_layer(
         attention=attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
         ffn_norm=ffn_norm,
         mlp=config.feed_forward(index).allocate(prefix + MLP, forms, device=device, dtype=dtype),
+        post_norms=PostNorms(*post_norms) if post_norms else None,
     )
 
 
@@ -386,15 +448,17 @@ def decode_layer(
     tables: RopeTables,
     launch: DecodeLaunch,
 ) -> Residual:
-    """One layer for `row`'s tokens: five kernels.
+    """One layer for `row`'s tokens: five kernels, or seven where norms follow the blocks.
 
     `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`, updated
     in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`.
     """
     residual = layer.attention.decode(
-        row, residual, layer.ffn_norm, kv, block_table, tables, launch
+        row, residual, layer.after_attention, kv, block_table, tables, launch
     )
-    return layer.mlp.decode(row, residual, next_norm, launch)
+    if isinstance(layer.mlp, ExpertsWeights):
+        return layer.mlp.decode(row, residual, next_norm, launch)
+    return layer.mlp.decode(row, residual, layer.after_mlp(next_norm), launch)
 
 
 def finish_prefill_layer(
@@ -409,8 +473,11 @@ def finish_prefill_layer(
 
     `stream`, float32, is updated in place; `attended` is lost where it lies in `scratch`.
     """
-    layer.attention.add_output(attended, stream, layer.ffn_norm, slot, scratch)
-    layer.mlp.prefill(stream, next_norm, slot, scratch)
+    layer.attention.add_output(attended, stream, layer.after_attention, slot, scratch)
+    if isinstance(layer.mlp, ExpertsWeights):
+        layer.mlp.prefill(stream, next_norm, slot, scratch)
+    else:
+        layer.mlp.prefill(stream, layer.after_mlp(next_norm), slot, scratch)
 
 
 def prefill_scratch(
@@ -442,11 +509,18 @@ def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
 
 
 class DecoderModel:
-    """Weights and RoPE tables; logits have the first `vocabulary` ids, 0 for all."""
+    """Weights and RoPE tables; logits have the first `vocabulary` ids, 0 for all.
+
+    What it computes with are the weights, but for norms that lack 1: of these it has its own.
+    """
 
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
         self.config = config = weights.config
         self.weights = weights
+        self._layers, self._final_norm = weights.layers, weights.final_norm
+        if config.norms_plus_one:
+            self._layers = tuple(layer.with_norms_plus_one() for layer in weights.layers)
+            self._final_norm = plus_one(weights.final_norm)
         head = weights.lm_head
         self.lm_head: AnyWeight = head
         if vocabulary:
@@ -486,9 +560,10 @@ class DecoderModel:
 
     def norm_after(self, layer: int) -> Tensor:
         """Weight of the norm that reads the residual stream after a layer; -1: the embedding."""
-        layers = self.weights.layers
         following = layer + 1
-        return layers[following].input_norm if following < len(layers) else self.weights.final_norm
+        if following < len(self._layers):
+            return self._layers[following].input_norm
+        return self._final_norm
 
     def fuses(self, lanes: int) -> bool:
         """Whether in a chunk of this many lanes one kernel multiplies gates and ups that are not
@@ -515,7 +590,7 @@ class DecoderModel:
             "qkv": (attention.qkv, attention.qkv_bias, None),
             "output": (attention.output, attention.output_bias, of_layer.ffn_norm),
             "gate_up": (mlp.gate_up, mlp.gate_up_bias, None),
-            "down": (mlp.down, mlp.down_bias, self.norm_after(layer)),
+            "down": (mlp.down, mlp.down_bias, self.norm_after(layer).to(self.dtype)),
             "lm_head": (self.weights.lm_head, None, None),
         }
         for base, found in there.items():
@@ -533,7 +608,7 @@ class DecoderModel:
         are written at its position through the layer's block table `[S, B]`.
         """
         caches = states.paged()
-        for index, (layer, (kv, table)) in enumerate(zip(self.weights.layers, caches, strict=True)):
+        for index, (layer, (kv, table)) in enumerate(zip(self._layers, caches, strict=True)):
             residual = decode_layer(
                 layer,
                 self.norm_after(index),
@@ -567,12 +642,12 @@ class DecoderModel:
         its dtype; that of the last layer with `all_lanes` only.
         """
         config, weights, slot = self.config, self.weights, lanes.slot
-        last = len(weights.layers) - 1
-        x = embed(lanes.token, weights.embedding, slot)
+        last = len(self._layers) - 1
+        x = embed(lanes.token, weights.embedding, slot, scale=weights.embedding_scale)
         scratch = prefill_scratch(config, weights.layers, len(x), launch=launch, outlived=all_lanes)
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         caches = states.paged()
-        for index, (layer, (kv, table)) in enumerate(zip(weights.layers, caches, strict=True)):
+        for index, (layer, (kv, table)) in enumerate(zip(self._layers, caches, strict=True)):
             attended = layer.attention.attend(
                 lanes, kv, table, self.tables_of(index), attention, scratch
             )
@@ -583,7 +658,7 @@ class DecoderModel:
         x_1H, attended_1A = (rows.index_select(0, lanes.last) for rows in (x, attended))
         if all_lanes:
             finish_prefill_layer(
-                weights.layers[last], self.norm_after(last), x, attended, slot, scratch
+                self._layers[last], self.norm_after(last), x, attended, slot, scratch
             )
             _keep_stream(x, last, streams)
         return PrefillEnd((x_1H, attended_1A), scratch.h if all_lanes else None)
@@ -592,8 +667,8 @@ class DecoderModel:
         self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
     ) -> Tensor:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
-        last = self.weights.layers[-1]
+        last = self._layers[-1]
         x_1H, attended_1A = end.last
-        scratch = prefill_scratch(self.config, [last], 1, launch=launch)
-        finish_prefill_layer(last, self.weights.final_norm, x_1H, attended_1A, slot_1, scratch)
+        scratch = prefill_scratch(self.config, self.weights.layers[-1:], 1, launch=launch)
+        finish_prefill_layer(last, self._final_norm, x_1H, attended_1A, slot_1, scratch)
         return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphengine.models import deepseek, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from graphengine.models import deepseek, gemma3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import ModelConfig
 
@@ -12,6 +12,8 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
     "Glm4MoeForCausalLM": glm4_moe.read_config,
+    "Gemma3ForCausalLM": gemma3.read_config,
+    "Gemma3ForConditionalGeneration": gemma3.read_config,
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "MistralForCausalLM": mistral.read_config,
@@ -39,12 +41,14 @@ def _architecture(config: HfConfig) -> str:
         # A model saved without its lm_head has the weights of the whole one, where embeddings are
         # tied.
         base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
+        base_models["Gemma3TextModel"] = "Gemma3ForCausalLM"
         first: str = architectures[0]
         first = base_models.get(first, first)
         if first not in FAMILIES:
             raise ValueError(f"unknown architecture {first!r}; known: {known}")
         return first
     model_types = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+    model_types["gemma3text"] = "Gemma3ForCausalLM"
     # "qwen3_moe" is the type of a Qwen3Moe.
     name = model_types.get((model_type or "").replace("_", ""), "")
     if not name:

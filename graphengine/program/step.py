@@ -123,6 +123,7 @@ class StepProgram:
             draft_SK=table,
             max_len_S=self.stopping.max_len,
             num_speculative_tokens=drafts,
+            embedding_scale=model.weights.embedding_scale,
             pdl=pdl,
         )
         routes = None

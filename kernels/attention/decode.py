@@ -113,7 +113,8 @@ def decode_attention(
         max_seq_len: positions stay below it. It sets the grid and the workspace
             (`decode_attention_workspace_bytes`), never the result, unless it is above 2,048 splits.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
-            before the rotation, rounded where Qwen3's reference rounds.
+            before the rotation, rounded where Qwen3's reference rounds. In float32 they are those
+            of Gemma 3, whose reference rounds once.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
         window, sinks, softcap: as `scores.py` has them. Nothing is read of the cache before a
             lane's window, or before that of its row's first lane.

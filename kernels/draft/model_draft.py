@@ -58,6 +58,7 @@ def begin_model_draft(
     residual: Residual,
     *,
     limit: int,
+    embedding_scale: float = 1.0,
     pdl: bool = False,
 ) -> ModelDraft:
     """The last two tokens of each row after a verified step, fetched and embedded; one launch.
@@ -74,6 +75,7 @@ def begin_model_draft(
         embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of
             2 * R lanes.
         limit: positions that its cache has: no lane is put at it or past it.
+        embedding_scale: as for `gather_and_embed`.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
             and `count_R` may be as new as that one.
 
@@ -84,14 +86,21 @@ def begin_model_draft(
     check_embedding(embedding_VH, norm_weight_H, residual, 2 * rows)
     if not use_triton(token_N):
         return begin_model_draft_reference(
-            token_N, count_R, lanes, embedding_VH, norm_weight_H, residual, limit=limit
+            token_N,
+            count_R,
+            lanes,
+            embedding_VH,
+            norm_weight_H,
+            residual,
+            limit=limit,
+            embedding_scale=embedding_scale,
         )
     draft = ModelDraft(
         lanes=new_lanes(2 * rows, token_N),
         rows=new_lanes(rows, token_N),
         source=torch.empty_like(count_R),
     )
-    args, options = _embed_args(embedding_VH, norm_weight_H, residual)
+    args, options = _embed_args(embedding_VH, norm_weight_H, residual, embedding_scale)
     launcher(_begin_kernel, (2 * rows,))(
         token_N,
         count_R,
@@ -117,6 +126,7 @@ def begin_model_draft_reference(
     residual: Residual,
     *,
     limit: int,
+    embedding_scale: float = 1.0,
 ) -> ModelDraft:
     """`begin_model_draft` in plain PyTorch."""
     rows = count_R.numel()
@@ -131,7 +141,9 @@ def begin_model_draft_reference(
         slot=slot_R[:, None].where(live_R[:, None] & (position < limit), -1).flatten(),
         position=position.flatten(),
     )
-    embed_residual_reference(fed.token, embedding_VH, norm_weight_H, fed.slot, residual)
+    embed_residual_reference(
+        fed.token, embedding_VH, norm_weight_H, fed.slot, residual, scale=embedding_scale
+    )
     return ModelDraft(fed, DecodeLanes(*(field[1::2].clone() for field in fed)), 2 * row_R + 1)
 
 
@@ -146,6 +158,7 @@ def advance_model_draft(
     index: int,
     limit: int,
     source_R: torch.Tensor | None = None,
+    embedding_scale: float = 1.0,
     pdl: bool = False,
 ) -> DecodeLanes:
     """`commit_draft`, then each new lane's token embedded, in one launch.
@@ -153,7 +166,7 @@ def advance_model_draft(
     Args:
         tiles, rows, draft_SK, index, limit, source_R, pdl: as of `commit_draft`.
         embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of R
-            lanes.
+            lanes; and so its embedding_scale.
 
     Returns:
         New lanes, as of `commit_draft`. ValueError for a shape or dtype that does not fit.
@@ -164,10 +177,12 @@ def advance_model_draft(
         lanes = commit_draft_reference(
             tiles, rows, draft_SK, index=index, limit=limit, source_R=source_R
         )
-        embed_residual_reference(lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual)
+        embed_residual_reference(
+            lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual, scale=embedding_scale
+        )
         return lanes
     lanes = new_lanes(count, rows.slot)
-    args, options = _embed_args(embedding_VH, norm_weight_H, residual)
+    args, options = _embed_args(embedding_VH, norm_weight_H, residual, embedding_scale)
     launcher(_advance_kernel, (count,))(
         commit_args(tiles, rows, draft_SK, source_R, lanes),
         index,
@@ -196,7 +211,7 @@ class EmbedArgs(NamedTuple):
 
 
 def _embed_args(
-    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual
+    embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, scale: float
 ) -> tuple[EmbedArgs, dict[str, Any]]:
     """Operands, and the sizes and warps of a launch; these follow from H and T."""
     V, H = embedding_VH.shape
@@ -219,6 +234,7 @@ def _embed_args(
         "T": groups,
         "BLOCK_H": block_h,
         "BLOCK_T": triton.next_power_of_2(groups),
+        "SCALE": float(scale),
         "num_warps": min(max(block_h // 256, 4), 16),
     }
     return args, options
@@ -245,6 +261,7 @@ def _begin_kernel(
     T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane. Only the target's tokens and the counts are as new as the last launch."""
@@ -269,7 +286,7 @@ def _begin_kernel(
     if second == 1:
         store_lane(row_token_ptr, row_slot_ptr, row_position_ptr, row, token, slot, position, live)
         tl.store(source_ptr + row, lane)
-    _embed_lane(stream, weight, token, lane, live, H, T, BLOCK_H, BLOCK_T)
+    _embed_lane(stream, weight, token, lane, live, H, T, BLOCK_H, BLOCK_T, SCALE)
 
 
 @triton.jit(do_not_specialize=["index", "limit"])
@@ -284,6 +301,7 @@ def _advance_kernel(
     T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row. Of all that it reads only the tiles are as new as the launch before."""
@@ -293,7 +311,7 @@ def _advance_kernel(
     wait_for_inputs(PDL)
 
     token, live = commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
-    _embed_lane(stream, weight, token, row, live, H, T, BLOCK_H, BLOCK_T)
+    _embed_lane(stream, weight, token, row, live, H, T, BLOCK_H, BLOCK_T, SCALE)
 
 
 @triton.jit
@@ -307,6 +325,7 @@ def _embed_lane(
     T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """Write the stream of a live lane's token, as `gather_and_embed`; NaN for an unknown one."""
     x = load_embedding(stream.embedding, token, live, stream.embedding_stride, stream.V, H, BLOCK_H)
@@ -323,4 +342,5 @@ def _embed_lane(
         T,
         BLOCK_H,
         BLOCK_T,
+        SCALE,
     )

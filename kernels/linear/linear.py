@@ -20,7 +20,7 @@ weight is F gate rows, then F up rows), T groups of columns, C tiles of the voca
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -48,8 +48,13 @@ from graphengine.kernels.linear.plans import (
     check_kind,
     heuristic_plan,
 )
-from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
-from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.reference import (
+    linear_reference,
+    linear_residual_reference,
+    linear_squares_reference,
+)
+from graphengine.kernels.linear.residual import Product, Residual, new_product
+from graphengine.kernels.norm_rope.activation import Activation, gate_code
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
@@ -65,6 +70,7 @@ def linear(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     swiglu: bool = False,
+    activation: Activation = "silu",
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
@@ -83,6 +89,7 @@ def linear(
             `residual.Residual` has it. None: by nothing.
         bias: [M] in the weight's dtype.
         swiglu: weight rows are F gates, then F ups; the output is [N, F].
+        activation: of the gates, in place of silu.
         out_dtype: of the output; default x's dtype.
         out: [N, M] ([N, F]), dense rows; must not overlap `x`.
         plan: how the weight is cut; default `heuristic_plan` in the family `dot`, without splits.
@@ -113,6 +120,7 @@ def linear(
             eps=eps,
             bias=bias,
             swiglu=swiglu,
+            activation=activation,
             out=out,
         )
     _launch(
@@ -123,7 +131,7 @@ def linear(
         squares_TN=squares_TN,
         eps=eps,
         bias=bias,
-        swiglu=swiglu,
+        swiglu=swiglu and activation,
         out=out,
         launch=launch,
     )
@@ -173,6 +181,40 @@ def linear_residual(
         launch=launch,
     )
     return residual
+
+
+def linear_squares(
+    x_NK: torch.Tensor,
+    weight_MK: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    plan: LinearPlan | None = None,
+    launch: Launch = ALONE,
+) -> Product:
+    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs; arguments as of `linear`.
+
+    Returns:
+        New y [N, M] and squares [residual_groups(plan, M), N]. Padded lanes are not written. The
+        product's bits are those that `linear_residual` adds.
+
+    Raises:
+        ValueError: as of `linear`.
+    """
+    plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
+    product = new_product(x_NK, weight_MK.shape[0], residual_groups(plan, weight_MK.shape[0]))
+    if not use_triton(x_NK):
+        return linear_squares_reference(x_NK, weight_MK, slot_N, product, bias=bias)
+    _launch(
+        x_NK,
+        weight_MK,
+        slot_N,
+        plan,
+        bias=bias,
+        residual=ResidualArgs(product.y, None, None, product.squares),
+        launch=launch,
+    )
+    return product
 
 
 def linear_sample(
@@ -282,7 +324,7 @@ def _launch(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
-    swiglu: bool = False,
+    swiglu: Activation | Literal[False] = False,
     out: torch.Tensor | None = None,
     residual: ResidualArgs | None = None,
     sampler: SamplerArgs | None = None,
@@ -302,7 +344,7 @@ def _launch(
         "M": M,
         "K": K,
         "GROUPS": 0 if squares_TN is None else squares_TN.shape[0],
-        "SWIGLU": swiglu,
+        "SWIGLU": gate_code(swiglu),
         "BLOCK_M": plan.block_m,
         "BLOCK_K": plan.block_k,
         "OVERLAP": plan.overlap,
@@ -311,7 +353,7 @@ def _launch(
     }
     splits = min(plan.splits, triton.cdiv(K, plan.block_k))
     in_gluon = sampler is None and linear_gluon.takes(
-        weight_MK, plan, swiglu=swiglu, out_dtype=x_NK.dtype if out is None else out.dtype
+        weight_MK, plan, swiglu=bool(swiglu), out_dtype=x_NK.dtype if out is None else out.dtype
     )
     if in_gluon and not linear_gluon.is_aligned(x_NK):
         # Where the inputs lie is not to decide about their bits.

@@ -1,6 +1,8 @@
 """What the Gluon kernels of linears do apart from the product: other loads, the epilogue, and parts
 of sums.
 
+SWIGLU is 0, or the `gate_code` of a SwiGLU.
+
 Letters: N lanes, L lanes of a program, K input features, M weight rows, B outputs of a program.
 """
 
@@ -10,11 +12,11 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
-_silu = gluon.jit(silu.fn)
+_activated = gluon.jit(activated.fn)
 _best_of_tile = gluon.jit(best_of_tile.fn)
 
 
@@ -82,7 +84,7 @@ def epilogue(
         y += bias[None, :]
         up += up_bias[None, :]
     if SWIGLU:
-        y = _silu(y) * up
+        y = _activated(y, SWIGLU) * up
     live = slot >= 0
     in_row = (output < OUTPUTS)[None, :]
     stored = live[:, None] & in_row
@@ -113,8 +115,9 @@ def epilogue(
         at = wide_lane * OUTPUTS + output[None, :]
         x = base + y
         gl.store(residual.x + at, x, mask=stored)
-        scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
-        gl.store(residual.scaled + at, scaled, mask=stored)
+        if residual.scaled is not None:
+            scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
+            gl.store(residual.scaled + at, scaled, mask=stored)
         sums = gl.sum(gl.where(in_row, x * x, 0.0), axis=1)
         gl.store(residual.squares + tile * lanes + lane, sums, mask=live)
     else:
@@ -135,7 +138,7 @@ def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.cons
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm
     up_bias = norm
-    if residual is not None:
+    if residual is not None and residual.next_norm is not None:
         norm = gl.load(residual.next_norm + output, mask=inside, other=0.0).to(gl.float32)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
@@ -175,7 +178,7 @@ def load_lanes(
             other=0.0,
         )
     base = gl.zeros([L, B], gl.float32, row_layout(B, WARPS))
-    if residual is not None:
+    if residual is not None and residual.next_norm is not None:
         base = gl.load(
             residual.x + lane.to(gl.int64)[:, None] * OUTPUTS + output[None, :],
             mask=inside[:, None] & (output < OUTPUTS)[None, :],

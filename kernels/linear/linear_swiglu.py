@@ -31,7 +31,12 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.lanes import check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.norm_rope.activation import silu, silu_reference
+from graphengine.kernels.norm_rope.activation import (
+    Activation,
+    activated,
+    activated_reference,
+    gate_code,
+)
 
 LANES = 128
 """Lanes of a tile: two warp groups of 64."""
@@ -46,7 +51,7 @@ _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _STAGES = {128: 4, 64: 6}
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
-_silu = gluon.jit(silu.fn)
+_activated = gluon.jit(activated.fn)
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
@@ -90,6 +95,7 @@ def linear_swiglu(
     x_NK: torch.Tensor,
     weight_MK: torch.Tensor,
     *,
+    activation: Activation = "silu",
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -99,6 +105,7 @@ def linear_swiglu(
         x_NK: float16 or bfloat16, dense rows in memory that is aligned to 16 bytes, any aligned
             stride between them. Padded lanes hold anything, and so do their results.
         weight_MK: [2F, K] in x's dtype, laid out like x.
+        activation: of the gates, in place of silu.
         out: [N, F] in x's dtype, laid out like x; may not share memory with it.
         pdl: the launch before may still run, and does not write the weight.
 
@@ -116,14 +123,14 @@ def linear_swiglu(
         )
     out = output_rows(out, (N, M // 2), dtype=x_NK.dtype, like=x_NK)
     if not x_NK.is_cuda:
-        return linear_swiglu_reference(x_NK, weight_MK, out=out)
+        return linear_swiglu_reference(x_NK, weight_MK, activation=activation, out=out)
     for name, rows in {"x_NK": x_NK, "weight_MK": weight_MK, "out": out}.items():
         if not _fits(rows):
             raise ValueError(
                 f"{name} is {rows.dtype} in rows {rows.stride(0) * rows.itemsize} bytes apart from "
                 f"{rows.data_ptr():#x}: it must be 16-bit, in rows aligned to {_ALIGNMENT} bytes"
             )
-    _launch(x_NK, weight_MK, out, pdl)
+    _launch(x_NK, weight_MK, out, activation, pdl)
     return out
 
 
@@ -132,7 +139,13 @@ def _fits(rows: torch.Tensor) -> bool:
     return rows.dtype in _DTYPES and not apart % _ALIGNMENT and not rows.data_ptr() % _ALIGNMENT
 
 
-def _launch(x_NK: torch.Tensor, weight_MK: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+def _launch(
+    x_NK: torch.Tensor,
+    weight_MK: torch.Tensor,
+    out: torch.Tensor,
+    activation: Activation,
+    pdl: bool,
+) -> None:
     N, F = out.shape
     processors = torch.cuda.get_device_properties(out.device).multi_processor_count
     B = tile_outputs(N, F, processors) or 128
@@ -150,6 +163,7 @@ def _launch(x_NK: torch.Tensor, weight_MK: torch.Tensor, out: torch.Tensor, pdl:
         BLOCK_K=_COLUMNS,
         STAGES=_STAGES[B],
         WARPS=_WARPS,
+        ACTIVATION=gate_code(activation),
         num_warps=_WARPS,
         **options,
     )
@@ -174,6 +188,7 @@ def _swiglu_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Programs take tiles alternately, lanes first, so that running programs share weights."""
@@ -216,7 +231,7 @@ def _swiglu_kernel(
             step += 1
         both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
         gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
-        result = (_silu(gate) * up).to(dtype)
+        result = (_activated(gate, ACTIVATION) * up).to(dtype)
         # The tile before has left `y`.
         tma.store_wait(0)
         gl.thread_barrier()
@@ -281,10 +296,14 @@ def _ask_inputs(
 
 
 def linear_swiglu_reference(
-    x_NK: torch.Tensor, weight_MK: torch.Tensor, *, out: torch.Tensor | None = None
+    x_NK: torch.Tensor,
+    weight_MK: torch.Tensor,
+    *,
+    activation: Activation = "silu",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`linear_swiglu` in plain PyTorch."""
     shape = (len(x_NK), len(weight_MK) // 2)
     out = output_rows(out, shape, dtype=x_NK.dtype, like=x_NK)
     gate, up = (x_NK.float() @ weight_MK.float().t()).chunk(2, dim=1)
-    return out.copy_(silu_reference(gate) * up)
+    return out.copy_(activated_reference(gate, activation) * up)

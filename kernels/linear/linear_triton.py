@@ -3,7 +3,8 @@
 Both stream a weight [M, K] once for all lanes. `dot_kernel` runs a pipelined loop of `tl.dot` over
 the K tiles; K may be split among programs, of which the last to arrive sums the parts in order. It
 is for float32, for logits and for the interpreter: `linear_gluon.py` has what decode runs.
-`fma_kernel` holds whole weight rows in registers before it waits for its inputs.
+`fma_kernel` holds whole weight rows in registers before it waits for its inputs. SWIGLU is 0,
+or the `gate_code` of a SwiGLU.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, B outputs of a program.
 """
@@ -17,16 +18,19 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
-from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
 
 
 class ResidualArgs(NamedTuple):
-    """The residual stream that a product is added to, and what it becomes (`residual.Residual`)."""
+    """The residual stream that a product is added to, and what it becomes (`residual.Residual`).
+
+    Without `next_norm` and `scaled` it is a `residual.Product`: x becomes the product itself.
+    """
 
     x: torch.Tensor
-    next_norm: torch.Tensor
-    scaled: torch.Tensor
+    next_norm: torch.Tensor | None
+    scaled: torch.Tensor | None
     squares: torch.Tensor
 
 
@@ -333,7 +337,7 @@ def _load_lanes(
             other=0.0,
         )
     base = tl.zeros((L, B), tl.float32)
-    if residual is not None:
+    if residual is not None and residual.next_norm is not None:
         output = tile * B + tl.arange(0, B)
         base = tl.load(
             residual.x + lane.to(tl.int64)[:, None] * OUTPUTS + output[None, :],
@@ -358,10 +362,9 @@ def _inverse_rms(squares, eps, K: tl.constexpr, GROUPS: tl.constexpr):
 def _load_norm(residual, tile, OUTPUTS: tl.constexpr, B: tl.constexpr):
     """The weights [B] of the norm after the residual stream; zeros where there is no stream."""
     output = tile * B + tl.arange(0, B)
-    if residual is not None:
+    norm = tl.zeros((B,), tl.float32)
+    if residual is not None and residual.next_norm is not None:
         norm = tl.load(residual.next_norm + output, mask=output < OUTPUTS, other=0.0)
-    else:
-        norm = tl.zeros((B,), tl.float32)
     return norm
 
 
@@ -406,7 +409,7 @@ def _epilogue(
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + OUTPUTS + output, mask=output < OUTPUTS, other=0.0)
             up += bias.to(tl.float32)[None, :]
-        y = silu(y) * up
+        y = activated(y, SWIGLU) * up
 
     if sampler is not None:
         position = tl.load(sampler.position + lane, mask=live, other=0) + ahead
@@ -433,8 +436,9 @@ def _epilogue(
     elif residual is not None:
         x = base + y
         tl.store(residual.x + wide_lane * OUTPUTS + output[None, :], x, mask=stored)
-        scaled = (x * norm.to(tl.float32)[None, :]).to(residual.scaled.dtype.element_ty)
-        tl.store(residual.scaled + wide_lane * OUTPUTS + output[None, :], scaled, mask=stored)
+        if residual.scaled is not None:
+            scaled = (x * norm.to(tl.float32)[None, :]).to(residual.scaled.dtype.element_ty)
+            tl.store(residual.scaled + wide_lane * OUTPUTS + output[None, :], scaled, mask=stored)
         squares = tl.sum(tl.where(in_row, x * x, 0.0), axis=1)
         tl.store(residual.squares + tile * lanes + lane, squares, mask=live)
     else:

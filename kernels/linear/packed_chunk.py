@@ -12,7 +12,7 @@ Letters: N lanes, K input features, M weight rows, F ffn width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
 from graphengine.kernels.linear.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.packed_chunk_gluon import Factors, packed_chunk_kernel
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.kernels.norm_rope.activation import silu_reference
+from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 # Of shared memory, by the programs of a multiprocessor: what one of them may use.
@@ -73,6 +73,7 @@ def packed_chunk_product(
     *,
     out: torch.Tensor,
     swiglu: bool = False,
+    activation: Activation = "silu",
     pdl: bool = False,
     tile: ChunkTile | None = None,
 ) -> torch.Tensor:
@@ -84,6 +85,7 @@ def packed_chunk_product(
         bias: [M] in x's dtype.
         out: [N, M] in x's dtype, dense rows. Of a SwiGLU gates, then ups; or with `swiglu`, [N, F]:
             silu(gate) * up in float32, rounded once.
+        activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
 
     The kernel runs on Hopper GPUs, where x is float16 or bfloat16, K a multiple of 8, and columns
@@ -99,8 +101,10 @@ def packed_chunk_product(
         check_vector("bias", bias, M, x_NK.dtype)
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
     if not _is_launched(x_NK):
-        return packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu)
-    _launch(x_NK, weight, bias, out, swiglu, pdl, tile)
+        return packed_chunk_reference(
+            x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation
+        )
+    _launch(x_NK, weight, bias, out, swiglu and activation, pdl, tile)
     return out
 
 
@@ -117,6 +121,7 @@ def packed_chunk_reference(
     *,
     out: torch.Tensor,
     swiglu: bool = False,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """`packed_chunk_product` in plain PyTorch: products in float32, rounded once.
 
@@ -136,7 +141,7 @@ def packed_chunk_reference(
             y += torch.cat([bias[each] for each in rows]).float()
         if swiglu:
             gate, up = y.chunk(2, dim=1)
-            y, rows = silu_reference(gate) * up, rows[:1]
+            y, rows = activated_reference(gate, activation) * up, rows[:1]
         for each, values in zip(rows, y.chunk(len(rows), dim=1), strict=True):
             out[:, each] = values.to(out.dtype)
     return out
@@ -211,7 +216,7 @@ def _launch(
     weight: PackedWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    swiglu: bool,
+    swiglu: Activation | Literal[False],
     pdl: bool,
     tile: ChunkTile | None,
 ) -> None:
@@ -249,7 +254,7 @@ def _launch(
         CODE=kind.code,
         GROUP=form.group,
         FOLD=form.folded,
-        SWIGLU=swiglu,
+        SWIGLU=gate_code(swiglu),
         SPLIT_ROWS=weight.swiglu and not swiglu,
         WARP_GROUPS=tile.warp_groups,
         PART=form.units,

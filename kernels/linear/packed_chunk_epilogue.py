@@ -8,10 +8,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.norm_rope.activation import activated
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
-_silu = gluon.jit(silu.fn)
+_activated = gluon.jit(activated.fn)
 
 
 @gluon.jit
@@ -22,8 +22,9 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
     y        shared memory [L, ROWS] in the outputs' dtype
     factors  their `row_scales` and `bias`
     place    how many lanes there are, and the first lane and block of rows of these
-    outputs  M, SWIGLU, ROWS, BLOCKS: rows of the weight, whether one output is made of gate and up,
-             how many outputs the 64 rows are in one place (32 of a SwiGLU's), blocks of rows
+    outputs  M, SWIGLU, ROWS, BLOCKS: rows of the weight, the `gate_code` where one output is made
+             of gate and up, else 0, how many outputs the 64 rows are in one place (32 of a
+             SwiGLU's), blocks of rows
     """
     lanes, first_lane, first_block = place
     M: gl.constexpr = outputs[0]
@@ -51,7 +52,7 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
         gate = gate.reshape([32, L])
         up = up.reshape([32, L])
         if SWIGLU:
-            gate = _silu(gate) * up
+            gate = _activated(gate, SWIGLU) * up
         _store_rows(gate, y, out_ptr, out_stride, lanes, first_lane, first_block * 8, M // 2)
         if not SWIGLU:
             ups = out_ptr + M // 2

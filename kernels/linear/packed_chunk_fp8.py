@@ -13,7 +13,7 @@ Letters: N lanes, K input features, M weight rows, F ffn width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,7 @@ from graphengine.kernels.linear.packed_chunk import packed_chunk_reference
 from graphengine.kernels.linear.packed_chunk_fp8_gluon import LINES, STEP, packed_chunk_fp8_kernel
 from graphengine.kernels.linear.packed_chunk_gluon import Factors
 from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.norm_rope.activation import Activation, gate_code
 
 _DTYPES = (torch.float16, torch.bfloat16)
 # Of shared memory, by the programs of a multiprocessor: what one of them may use.
@@ -89,6 +90,7 @@ def packed_chunk_fp8_product(
     *,
     out: torch.Tensor,
     swiglu: bool = False,
+    activation: Activation = "silu",
     pdl: bool = False,
     tile: Fp8Tile | None = None,
 ) -> torch.Tensor:
@@ -100,6 +102,7 @@ def packed_chunk_fp8_product(
         bias: [M] in the dtype of `out`.
         out: [N, M] in float32 (on a CPU), float16 or bfloat16, dense rows. Of a SwiGLU gates, then
             ups; or with `swiglu`, [N, F]: silu(gate) * up in float32, rounded once.
+        activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
 
     The kernel runs on Hopper GPUs; elsewhere the reference does. ValueError for what does not fit.
@@ -121,8 +124,10 @@ def packed_chunk_fp8_product(
     width = M // 2 if swiglu else M
     out = output_rows(out, (lanes, width), dtype=out.dtype, like=x.scales)
     if not _is_launched(x.codes):
-        return packed_chunk_fp8_reference(x, weight, bias, out=out, swiglu=swiglu)
-    _launch(x, weight, bias, out, swiglu, pdl, tile)
+        return packed_chunk_fp8_reference(
+            x, weight, bias, out=out, swiglu=swiglu, activation=activation
+        )
+    _launch(x, weight, bias, out, swiglu and activation, pdl, tile)
     return out
 
 
@@ -139,9 +144,12 @@ def packed_chunk_fp8_reference(
     *,
     out: torch.Tensor,
     swiglu: bool = False,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """`packed_chunk_fp8_product` in plain PyTorch: what codes mean is multiplied in float32."""
-    return packed_chunk_reference(lane_values(x), weight, bias, out=out, swiglu=swiglu)
+    return packed_chunk_reference(
+        lane_values(x), weight, bias, out=out, swiglu=swiglu, activation=activation
+    )
 
 
 def fp8_tile(M: int, lanes: int, processors: int) -> Fp8Tile:
@@ -162,7 +170,7 @@ def _launch(
     weight: PackedWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    swiglu: bool,
+    swiglu: Activation | Literal[False],
     pdl: bool,
     tile: Fp8Tile | None,
 ) -> None:
@@ -194,7 +202,7 @@ def _launch(
         M=M,
         K=K,
         GROUP=weight.format.columns,
-        SWIGLU=swiglu,
+        SWIGLU=gate_code(swiglu),
         SPLIT_ROWS=weight.swiglu and not swiglu,
         WARP_GROUPS=tile.warp_groups,
         PARTS=tile.parts,

@@ -28,8 +28,13 @@ from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_co
 from graphengine.kernels.linear.packed_gluon import PackedArgs, packed_kernel
 from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
-from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
-from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.reference import (
+    linear_reference,
+    linear_residual_reference,
+    linear_squares_reference,
+)
+from graphengine.kernels.linear.residual import Product, Residual, new_product
+from graphengine.kernels.norm_rope.activation import Activation, gate_code
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
@@ -53,6 +58,7 @@ def packed_linear(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
@@ -71,8 +77,16 @@ def packed_linear(
     shape = (x_NK.shape[0], M // 2 if weight.swiglu else M)
     out = output_rows(out, shape, dtype=out_dtype or x_NK.dtype, like=x_NK)
     if not _is_launched(x_NK):
-        options = {"squares_TN": squares_TN, "eps": eps, "bias": bias, "out": out}
-        return packed_linear_reference(x_NK, weight, slot_N, **options)  # type: ignore[arg-type]
+        return packed_linear_reference(
+            x_NK,
+            weight,
+            slot_N,
+            squares_TN=squares_TN,
+            eps=eps,
+            bias=bias,
+            activation=activation,
+            out=out,
+        )
     _launch(
         x_NK,
         weight,
@@ -81,6 +95,7 @@ def packed_linear(
         squares_TN=squares_TN,
         eps=eps,
         bias=bias,
+        activation=activation,
         out=out,
         launch=launch,
     )
@@ -132,6 +147,39 @@ def packed_linear_residual(
         launch=launch,
     )
     return residual
+
+
+def packed_linear_squares(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    slot_N: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    plan: LinearPlan | None = None,
+    launch: Launch = ALONE,
+) -> Product:
+    """`linear_squares` with a packed weight.
+
+    Raises:
+        ValueError: as of `packed_linear`, and for a SwiGLU.
+    """
+    if weight.swiglu:
+        raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
+    plan = _check(x_NK, weight, slot_N, None, bias, plan)
+    product = new_product(x_NK, weight.shape[0], residual_groups(plan, weight.shape[0]))
+    if not _is_launched(x_NK):
+        floats = dequantise(unpack(weight))
+        return linear_squares_reference(x_NK, floats, slot_N, product, bias=bias)
+    _launch(
+        x_NK,
+        weight,
+        slot_N,
+        plan,
+        bias=bias,
+        residual=ResidualArgs(product.y, None, None, product.squares),
+        launch=launch,
+    )
+    return product
 
 
 def packed_linear_sample(
@@ -215,6 +263,7 @@ def packed_linear_reference(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     swiglu: bool = False,
+    activation: Activation = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`packed_linear` in plain PyTorch: `linear_reference` of what the weight means in float32."""
@@ -228,6 +277,7 @@ def packed_linear_reference(
         eps=eps,
         bias=bias,
         swiglu=swiglu,
+        activation=activation,
         out=out,
     )
 
@@ -335,6 +385,7 @@ def _launch(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
     out: torch.Tensor | None = None,
     residual: ResidualArgs | None = None,
     sampler: SamplerArgs | None = None,
@@ -386,7 +437,7 @@ def _launch(
         M=M,
         K=K,
         GROUPS=0 if squares_TN is None else squares_TN.shape[0],
-        SWIGLU=weight.swiglu,
+        SWIGLU=gate_code(weight.swiglu and activation),
         SPLITS=splits,
         L=L,
         X_LANES=1 if lanes == 1 else L,

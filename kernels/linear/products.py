@@ -17,9 +17,11 @@ from graphengine.kernels.linear.packed_linear import (
     packed_linear,
     packed_linear_residual,
     packed_linear_sample,
+    packed_linear_squares,
 )
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.residual import Product, Residual
+from graphengine.kernels.norm_rope.activation import Activation
 from graphengine.kernels.sample.candidates import SamplingTensors
 
 AnyWeight = torch.Tensor | PackedWeight
@@ -35,6 +37,7 @@ def linear(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     swiglu: bool = False,
+    activation: Activation = "silu",
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
@@ -52,6 +55,7 @@ def linear(
             eps=eps,
             bias=bias,
             swiglu=swiglu,
+            activation=activation,
             out_dtype=out_dtype,
             out=out,
             plan=plan,
@@ -70,6 +74,7 @@ def linear(
         squares_TN=squares_TN,
         eps=eps,
         bias=bias,
+        activation=activation,
         out_dtype=out_dtype,
         out=out,
         plan=plan,
@@ -99,6 +104,24 @@ def linear_residual(
     return packed_linear_residual(
         x_NK, weight_MK, slot_N, residual, next_norm_M, bias=bias, plan=plan, launch=launch
     )
+
+
+def linear_squares(
+    x_NK: torch.Tensor,
+    weight_MK: AnyWeight,
+    slot_N: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    plan: LinearPlan | None = None,
+    launch: Launch = ALONE,
+) -> Product:
+    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs: arguments, results and
+    errors as of `linear.linear_squares`.
+    """
+    if isinstance(weight_MK, torch.Tensor):
+        return plain.linear_squares(x_NK, weight_MK, slot_N, bias=bias, plan=plan, launch=launch)
+    x_NK, weight_MK = in_order(x_NK, weight_MK)
+    return packed_linear_squares(x_NK, weight_MK, slot_N, bias=bias, plan=plan, launch=launch)
 
 
 def linear_sample(

@@ -9,8 +9,13 @@ from graphengine.kernels.core.lanes import (
     live_lanes,
     output_rows,
 )
-from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
-from graphengine.kernels.norm_rope.activation import silu_reference
+from graphengine.kernels.linear.residual import (
+    Product,
+    Residual,
+    add_to_residual_reference,
+    sums_of_squares,
+)
+from graphengine.kernels.norm_rope.activation import Activation, activated_reference
 
 REFERENCE_ROWS = 4
 
@@ -24,6 +29,7 @@ def linear_reference(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     swiglu: bool = False,
+    activation: Activation = "silu",
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -45,7 +51,7 @@ def linear_reference(
             y = y + bias.float()
         if swiglu:
             gate, up = y.chunk(2, dim=1)
-            y = silu_reference(gate) * up
+            y = activated_reference(gate, activation) * up
         out[lanes] = y.to(out.dtype)
     return out
 
@@ -62,6 +68,22 @@ def linear_residual_reference(
     """`linear_residual` in plain PyTorch; writes into all three tensors of `residual`."""
     y = linear_reference(x_NK, weight_MK, slot_N, bias=bias, out_dtype=torch.float32)
     return add_to_residual_reference(y, slot_N, residual, next_norm_M)
+
+
+def linear_squares_reference(
+    x_NK: torch.Tensor,
+    weight_MK: torch.Tensor,
+    slot_N: torch.Tensor,
+    product: Product,
+    *,
+    bias: torch.Tensor | None = None,
+) -> Product:
+    """`linear_squares` in plain PyTorch; writes into both tensors of `product`."""
+    linear_reference(x_NK, weight_MK, slot_N, bias=bias, out=product.y)
+    live = live_lanes(slot_N)
+    groups = product.squares.shape[0]
+    product.squares[:, live] = sums_of_squares(product.y[live], groups)
+    return product
 
 
 def sum_in_order(squares: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,15 @@ class Residual(NamedTuple):
     """float32 [T, N]: partial sums of x * x; their sum in order of T is the whole."""
 
 
+class Product(NamedTuple):
+    """A product with a norm of its own; valid until the next replay. Padded lanes hold anything."""
+
+    y: torch.Tensor
+    """float32 [N, H]"""
+    squares: torch.Tensor
+    """float32 [T, N]: partial sums of y * y, as a `Residual` has them."""
+
+
 def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
     """Raise ValueError unless these are sums of one or more groups of this many lanes."""
     shape, dtype = tuple(squares_TN.shape), squares_TN.dtype
@@ -49,12 +58,25 @@ def add_to_residual_reference(
     x = residual.x[live] + y_NH[live]
     residual.x[live] = x
     residual.scaled[live] = (x * next_norm_H.float()).to(residual.scaled.dtype)
-    groups = residual.squares.shape[0]
-    columns = triton.cdiv(x.shape[1], groups)
-    padded = functional.pad(x.square(), (0, groups * columns - x.shape[1]))
-    sums = sum_rows(padded.view(len(live) * groups, columns))
-    residual.squares[:, live] = sums.view(len(live), groups).t()
+    residual.squares[:, live] = sums_of_squares(x, residual.squares.shape[0])
     return residual
+
+
+def sums_of_squares(x_NH: torch.Tensor, groups: int) -> torch.Tensor:
+    """[T, N]: of each of T groups of columns the sum of its squares, in plain PyTorch."""
+    lanes, H = x_NH.shape
+    columns = triton.cdiv(H, groups)
+    padded = functional.pad(x_NH.square(), (0, groups * columns - H))
+    return sum_rows(padded.view(lanes * groups, columns)).view(lanes, groups).t()
+
+
+def new_product(x_NK: torch.Tensor, H: int, groups: int) -> Product:
+    """An uninitialised product [N, H] of these inputs with `groups` partial sums a lane."""
+    lanes = x_NK.shape[0]
+    return Product(
+        y=x_NK.new_empty((lanes, H), dtype=torch.float32),
+        squares=x_NK.new_empty((groups, lanes), dtype=torch.float32),
+    )
 
 
 def new_residual(

@@ -1,9 +1,13 @@
 """SwiGLU: silu(gate) * up, for the wide products of prefill. (`linear` fuses it for decode.)
 
+Gates of other models go through another `Activation`: those of Gemma, a GeGLU, through gelu.
+
 Letters: N lanes, F ffn width.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,11 +21,25 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 _BLOCK_F = 1024
 
+Activation = Literal["silu", "gelu_tanh"]
+"""What a gate goes through: x * sigmoid(x), or gelu(x) with its tanh approximation."""
+
+_SILU, _GELU_TANH = tl.constexpr(1), tl.constexpr(2)
+
+
+def gate_code(activation: Activation | Literal[False]) -> int:
+    """What stands for an activation in a kernel's constants; 0: there is no gate."""
+    codes = {False: 0, "silu": _SILU.value, "gelu_tanh": _GELU_TANH.value}
+    if activation not in codes:
+        raise ValueError(f"activation={activation!r} must be 'silu' or 'gelu_tanh'")
+    return int(codes[activation])
+
 
 def swiglu(
     gate_up_N2F: torch.Tensor,
     slot_N: torch.Tensor,
     *,
+    activation: Activation = "silu",
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -30,6 +48,7 @@ def swiglu(
     Args:
         gate_up_N2F: float32, float16 or bfloat16; dense rows, any stride between them.
         slot_N: int32, -1 = padded lane.
+        activation: in place of silu.
         out: [N, F] in the input's dtype; may be the gate half of the input itself.
         pdl: the launch before, whatever it is, may still run.
 
@@ -44,7 +63,7 @@ def swiglu(
     check_lanes(lanes, slot_N=slot_N)
     out = output_rows(out, (lanes, width // 2), dtype=gate_up_N2F.dtype, like=gate_up_N2F)
     if not use_triton(gate_up_N2F):
-        return swiglu_reference(gate_up_N2F, slot_N, out=out)
+        return swiglu_reference(gate_up_N2F, slot_N, activation=activation, out=out)
     F = width // 2
     launcher(_swiglu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
         gate_up_N2F,
@@ -54,6 +73,7 @@ def swiglu(
         out.stride(0),
         F=F,
         BLOCK_F=_BLOCK_F,
+        ACTIVATION=gate_code(activation),
         **launch_options(pdl),
     )
     return out
@@ -68,6 +88,7 @@ def _swiglu_kernel(
     out_stride,
     F: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_F outputs."""
@@ -80,7 +101,7 @@ def _swiglu_kernel(
     source = gate_up_ptr + lane * gate_up_stride + f
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
-    y = (silu(gate) * up).to(out_ptr.dtype.element_ty)
+    y = (activated(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + lane * out_stride + f, y, mask=mask)
 
 
@@ -90,26 +111,50 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """A float32 after the activation of a `gate_code`; -0.0 where the exponential overflows.
+
+    With tanh(y) = 2 sigmoid(2 y) - 1 gelu is x * sigmoid(2 y) of the y that it has tanh of.
+    """
+    inner = x
+    if ACTIVATION == _GELU_TANH:
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-inner))
+
+
 def swiglu_reference(
-    gate_up_N2F: torch.Tensor, slot_N: torch.Tensor, *, out: torch.Tensor | None = None
+    gate_up_N2F: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    activation: Activation = "silu",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`swiglu` in plain PyTorch."""
     lanes, width = gate_up_N2F.shape
     out = output_rows(out, (lanes, width // 2), dtype=gate_up_N2F.dtype, like=gate_up_N2F)
     live = live_lanes(slot_N)
     gate, up = gate_up_N2F[live].float().chunk(2, dim=1)
-    out[live] = (silu_reference(gate) * up).to(out.dtype)
+    out[live] = (activated_reference(gate, activation) * up).to(out.dtype)
     return out
 
 
 def silu_reference(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x) of float32, the same bits wherever an element is.
+    """x * sigmoid(x) of float32, the same bits wherever an element is."""
+    return activated_reference(x, "silu")
+
+
+def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Float32 after an activation, the same bits wherever an element is.
 
     On a CPU torch's exp rounds otherwise in the tail of an array than in its vectorised body, so a
     lane's bits would depend on how many lanes there are. numpy's does not.
     """
+    inner = x
+    if gate_code(activation) == gate_code("gelu_tanh"):
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     if x.is_cuda:
-        return x / (1.0 + torch.exp(-x))
+        return x / (1.0 + torch.exp(-inner))
     with np.errstate(over="ignore"):
-        exp = torch.from_numpy(np.exp(np.negative(x.numpy(), order="C")))
+        exp = torch.from_numpy(np.exp(np.negative(inner.numpy(), order="C")))
     return x / (1.0 + exp)

@@ -33,6 +33,7 @@ def embed(
     table_VH: torch.Tensor,
     slot_N: torch.Tensor,
     *,
+    scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The embedding of each live lane's token, widened to float32.
@@ -40,6 +41,7 @@ def embed(
     Args:
         token_N: int32. table_VH: float32, float16 or bfloat16; may exceed 2**31 elements.
         slot_N: int32, -1 = padded lane.
+        scale: of the embedding; the product is rounded to the table's dtype.
         out: float32 [N, H].
 
     Returns:
@@ -53,9 +55,18 @@ def embed(
     V, H = table_VH.shape
     out = output_rows(out, (lanes, H), dtype=torch.float32, like=table_VH)
     if not use_triton(table_VH):
-        return embed_reference(token_N, table_VH, slot_N, out=out)
+        return embed_reference(token_N, table_VH, slot_N, scale=scale, out=out)
     launcher(_embed_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
-        token_N, table_VH, slot_N, out, table_VH.stride(0), out.stride(0), V, H=H, BLOCK_H=_BLOCK_H
+        token_N,
+        table_VH,
+        slot_N,
+        out,
+        table_VH.stride(0),
+        out.stride(0),
+        V,
+        H=H,
+        SCALE=float(scale),
+        BLOCK_H=_BLOCK_H,
     )
     return out
 
@@ -70,6 +81,7 @@ def _embed_kernel(
     out_stride,
     V,
     H: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """One program a lane and BLOCK_H columns."""
@@ -81,8 +93,18 @@ def _embed_kernel(
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = h < H
     source = table_ptr + token.to(tl.int64) * table_stride + h
-    x = tl.load(source, mask=mask & known, other=float("nan")).to(tl.float32)
+    x = scaled_embedding(tl.load(source, mask=mask & known, other=float("nan")), SCALE)
     tl.store(out_ptr + lane * out_stride + h, x, mask=mask)
+
+
+@triton.jit
+def scaled_embedding(x, SCALE: tl.constexpr):
+    """An embedding times SCALE, rounded to its dtype, as float32."""
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    if SCALE != 1.0:
+        x = (x * SCALE).to(dtype).to(tl.float32)
+    return x
 
 
 def embed_reference(
@@ -90,6 +112,7 @@ def embed_reference(
     table_VH: torch.Tensor,
     slot_N: torch.Tensor,
     *,
+    scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`embed` in plain PyTorch."""
@@ -98,7 +121,8 @@ def embed_reference(
     live = live_lanes(slot_N)
     token = token_N[live]
     unknown = (token < 0) | (token >= V)
-    rows = table_VH[token.masked_fill(unknown, 0).long()].float()
+    rows = table_VH[token.masked_fill(unknown, 0).long()]
+    rows = rows.float() if scale == 1.0 else (rows.float() * scale).to(rows.dtype).float()
     out[live] = rows.masked_fill(unknown[:, None], math.nan)
     return out
 
@@ -123,9 +147,11 @@ def embed_residual_reference(
     norm_weight_H: torch.Tensor,
     slot_N: torch.Tensor,
     residual: Residual,
+    *,
+    scale: float = 1.0,
 ) -> None:
     """`load_embedding` and `store_embedding` of every live lane, in plain PyTorch."""
-    embed_reference(token_N, embedding_VH, slot_N, out=residual.x)
+    embed_reference(token_N, embedding_VH, slot_N, scale=scale, out=residual.x)
     live = live_lanes(slot_N)
     x = residual.x[live]
     residual.scaled[live] = (x * norm_weight_H.float()).to(residual.scaled.dtype)
@@ -156,6 +182,7 @@ def store_embedding(
     T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """Start a live lane's residual stream, which has `lanes` lanes, with its token's embedding.
 
@@ -164,7 +191,7 @@ def store_embedding(
     h = tl.arange(0, BLOCK_H)
     mask = live & (h < H)
     wide_lane = lane.to(tl.int64)
-    x = embedding_H.to(tl.float32)
+    x = scaled_embedding(embedding_H, SCALE)
     tl.store(stream.x + wide_lane * x_stride + h, x, mask=mask)
     scaled = (x * weight_H).to(stream.scaled.dtype.element_ty)
     tl.store(stream.scaled + wide_lane * scaled_stride + h, scaled, mask=mask)

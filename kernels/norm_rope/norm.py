@@ -46,8 +46,9 @@ def rms_norm(
 
     Returns:
         [N, H] of `out_dtype`. Statistics are float32; the normalised value is rounded to
-        `out_dtype`, then multiplied by the weight and rounded again, as `LlamaRMSNorm` does. Padded
-        lanes are neither read nor written. ValueError for a shape or dtype that does not fit.
+        `out_dtype`, then multiplied by the weight and rounded again, as `LlamaRMSNorm` does; with a
+        weight in float32 it is rounded once, after it, as `Gemma3RMSNorm` does. Padded lanes are
+        neither read nor written. ValueError for a shape or dtype that does not fit.
     """
     check_rows(x_NH=x_NH)
     lanes, H = x_NH.shape
@@ -64,7 +65,7 @@ def rms_norm(
         x_NH.stride(0),
         out.stride(0),
         eps,
-        **_row_options(H),
+        **row_options(H),
         **launch_options(pdl),
     )
     return out
@@ -76,8 +77,8 @@ def _check_weight(weight_H: torch.Tensor, H: int) -> None:
     check_vector("weight_H", weight_H, H, weight_H.dtype)
 
 
-def _row_options(H: int) -> dict[str, int]:
-    """How a program goes through its row, the same in both kernels: their bits must agree."""
+def row_options(H: int) -> dict[str, int]:
+    """How a program goes through its row, the same in all kernels: their bits must agree."""
     block = min(triton.next_power_of_2(H), _MAX_BLOCK_H)
     return {"H": H, "BLOCK_H": block, "num_warps": min(max(block // 512, 1), 16)}
 
@@ -113,18 +114,23 @@ def _rms_norm_kernel(
         squares += more * more
     scale = tl.rsqrt(tl.sum(squares) / H + eps)
 
-    _store_normed(x, scale, weight, target, h, H)
+    store_normed(x, scale, weight, target, h, H)
     for start in tl.range(BLOCK_H, H, BLOCK_H):
         more = tl.load(source + start + h, mask=start + h < H, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + start + h, mask=start + h < H, other=0.0)
-        _store_normed(more, scale, weight, target, start + h, H)
+        store_normed(more, scale, weight, target, start + h, H)
 
 
 @triton.jit
-def _store_normed(x, scale, weight, target, h, H: tl.constexpr):
-    """Store columns `h` of a lane: rounded after the norm, and again after the weight."""
+def store_normed(x, scale, weight, target, h, H: tl.constexpr):
+    """Store columns `h` of a lane: rounded after the norm, and again after the weight.
+
+    With a weight in float32 it is rounded once, after it.
+    """
     dtype = target.dtype.element_ty
-    normed = (x * scale).to(dtype).to(tl.float32)
+    normed = x * scale
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(target + h, (normed * weight.to(tl.float32)).to(dtype), mask=h < H)
 
 
@@ -176,7 +182,7 @@ def add_rms_norm(
         y_NH.stride(0),
         out.stride(0),
         eps,
-        **_row_options(H),
+        **row_options(H),
         **launch_options(pdl),
     )
     return out
@@ -216,14 +222,14 @@ def _add_rms_norm_kernel(
         squares += more * more
     scale = tl.rsqrt(tl.sum(squares) / H + eps)
 
-    _store_normed(x, scale, weight, target, h, H)
+    store_normed(x, scale, weight, target, h, H)
     if H > BLOCK_H:
         # The sums above are read again, maybe by other threads than stored them.
         tl.debug_barrier()
     for start in tl.range(BLOCK_H, H, BLOCK_H):
         more = tl.load(x_row_ptr + start + h, mask=start + h < H, other=0.0)
         weight = tl.load(weight_ptr + start + h, mask=start + h < H, other=0.0)
-        _store_normed(more, scale, weight, target, start + h, H)
+        store_normed(more, scale, weight, target, start + h, H)
 
 
 @triton.jit
@@ -249,7 +255,9 @@ def rms_norm_reference(
     live = live_lanes(slot_N)
     # torch splits the sum of one long row among threads, which changes its bits; never of two rows.
     x = x_NH[live.repeat(2) if len(live) == 1 else live].float()
-    normed = (x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)).to(out_dtype)
+    normed = x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
+    if weight_H.dtype != torch.float32:
+        normed = normed.to(out_dtype)
     out[live] = (normed.float() * weight_H.float()).to(out_dtype)[: len(live)]
     return out
 

@@ -195,7 +195,8 @@ def rope_append(
         kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place.
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
-            before the rotation, rounded where Qwen3's reference rounds.
+            before the rotation, rounded where Qwen3's reference rounds. In float32 they are those
+            of Gemma 3, whose reference rounds once.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
         out: [N, Q, D] in qkv's dtype; may be any memory that is not qkv's.
         pdl: the launch before, whatever it is, may still run.
@@ -360,8 +361,13 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_query, column, END: tl.constexpr):
 
 @triton.jit
 def scale_head(x, scale, weight, dtype: tl.constexpr):
-    """Float32 `x` times norm scale and weight, rounded to `dtype` after each, as float32."""
-    normed = (x * scale).to(dtype).to(tl.float32)
+    """Float32 `x` times norm scale and weight, rounded to `dtype` after each, as float32.
+
+    With a weight in float32 it is rounded once, after it.
+    """
+    normed = x * scale
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
@@ -418,6 +424,8 @@ def rope_append_reference(
 def _norm_heads_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype == torch.float32:
+        return (wide * scale * weight).to(x.dtype)
     return (wide * scale).to(x.dtype) * weight
 
 
@@ -468,10 +476,10 @@ def check_norm_weights(
     for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
         if weight is not None and (
             weight.shape != (head_dim,)
-            or weight.dtype != qkv_NX.dtype
+            or weight.dtype not in (qkv_NX.dtype, torch.float32)
             or not weight.is_contiguous()
         ):
             raise ValueError(
-                f"{name} must be a dense {qkv_NX.dtype} [{head_dim}], "
+                f"{name} must be a dense {qkv_NX.dtype} [{head_dim}], or one of float32, "
                 f"not {weight.dtype} {tuple(weight.shape)}"
             )

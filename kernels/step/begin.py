@@ -45,6 +45,7 @@ def gather_and_embed(
     draft_SK: torch.Tensor | None = None,
     max_len_S: torch.Tensor | None = None,
     num_speculative_tokens: int = 0,
+    embedding_scale: float = 1.0,
     pdl: bool = False,
 ) -> DecodeLanes:
     """Apply every pending command, then fetch and embed each row's tokens; one launch.
@@ -71,6 +72,7 @@ def gather_and_embed(
             absent. Read as state is, so a kernel may write it.
         max_len_S: int32, host-owned. Both are wanted with drafts, and not read without.
         num_speculative_tokens: K, 0..MAX_DRAFTS.
+        embedding_scale: of the embedding; the product is rounded to its dtype.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -100,6 +102,7 @@ def gather_and_embed(
             draft_SK=draft_SK,
             max_len_S=max_len_S,
             num_speculative_tokens=num_speculative_tokens,
+            embedding_scale=embedding_scale,
         )
     lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
     V, H = embedding_VH.shape
@@ -131,6 +134,7 @@ def gather_and_embed(
         BLOCK_T=triton.next_power_of_2(groups),
         BLOCK_R=triton.next_power_of_2(rows),
         BLOCK_S=_BLOCK_S,
+        SCALE=float(embedding_scale),
         num_warps=min(max(block_h // 512, 4), 16),
         **launch_options(pdl),
     )
@@ -148,6 +152,7 @@ def gather_and_embed_reference(
     draft_SK: torch.Tensor | None = None,
     max_len_S: torch.Tensor | None = None,
     num_speculative_tokens: int = 0,
+    embedding_scale: float = 1.0,
 ) -> DecodeLanes:
     """Plain twin of `gather_and_embed`."""
     apply_commands_reference(state, command_epoch_S)
@@ -155,7 +160,9 @@ def gather_and_embed_reference(
     if num_speculative_tokens:
         assert draft_SK is not None and max_len_S is not None
         lanes = _widen_reference(lanes, draft_SK[:, :num_speculative_tokens], max_len_S)
-    embed_residual_reference(lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual)
+    embed_residual_reference(
+        lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual, scale=embedding_scale
+    )
     return lanes
 
 
@@ -221,6 +228,7 @@ def _begin_decode_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row: only it may write the row's slot, and it does all W lanes;
@@ -292,6 +300,7 @@ def _begin_decode_kernel(
                 T,
                 BLOCK_H,
                 BLOCK_T,
+                SCALE,
             )
 
 

@@ -270,7 +270,9 @@ class Oracle:
 
 def write_checkpoint(name: str, path: Path) -> Oracle:
     """A checkpoint of the model of this name."""
-    return write_random_model((MODELS | EXPERT_MODELS | LATENT_MODELS | GLM_MODELS)[name], path, len(name))
+    return write_random_model(
+        (MODELS | EXPERT_MODELS | LATENT_MODELS | GLM_MODELS)[name], path, len(name)
+    )
 
 
 def write_random_model(make: Callable[[], PreTrainedModel], path: Path, seed: int) -> Oracle:

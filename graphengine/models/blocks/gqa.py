@@ -6,7 +6,7 @@ Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, P positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from graphengine.kernels import (
     rope_append,
     rope_tables,
 )
+from graphengine.models.blocks.norms import NextNorm, plus_one
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
@@ -81,6 +82,7 @@ class GroupedQueryAttention:
     norm_eps  of these norms, and of the one that the block's input needs
     window    tokens that a query sees, its own among them; 0: all up to its own
     half      whether RoPE turns the first half of a head alone; `RopeConfig.rotated` is then 0.5
+    scale_of  scores are divided by its root; 0: head_dim
     """
 
     hidden_size: int
@@ -93,6 +95,7 @@ class GroupedQueryAttention:
     qk_norm: bool = False
     window: int = 0
     half: bool = False
+    scale_of: float = 0.0
 
     @property
     def q_size(self) -> int:
@@ -108,7 +111,7 @@ class GroupedQueryAttention:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float((self.scale_of or self.head_dim) ** -0.5)
 
     @property
     def linears(self) -> Linears:
@@ -259,6 +262,12 @@ class AttentionWeights:
         biases = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias)
         return tensors_of(self.qkv, self.output, *biases)
 
+    def with_norms_plus_one(self) -> AttentionWeights:
+        """The same where the checkpoint's norms lack 1."""
+        if self.q_norm is None or self.k_norm is None:
+            return self
+        return replace(self, q_norm=plus_one(self.q_norm), k_norm=plus_one(self.k_norm))
+
     def _scales_of(self, kv: Tensor) -> Tensor | None:
         return self.kv_scales if kv.dtype == FP8_KV else None
 
@@ -266,7 +275,7 @@ class AttentionWeights:
         self,
         row: DecodeLanes,
         residual: Residual,
-        next_norm: Tensor,
+        next_norm: NextNorm,
         kv: Tensor,
         block_table: Tensor,
         tables: RopeTables,
@@ -371,7 +380,7 @@ class AttentionWeights:
         self,
         attended: Tensor,
         stream: Tensor,
-        next_norm: Tensor,
+        next_norm: NextNorm,
         slot: Tensor,
         scratch: PrefillScratch,
     ) -> None:

@@ -33,6 +33,7 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.gqa import RopeTables
+from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
@@ -240,7 +241,7 @@ class LatentAttentionWeights:
         self,
         row: DecodeLanes,
         residual: Residual,
-        next_norm: Tensor,
+        next_norm: NextNorm,
         kv: Tensor,
         block_table: Tensor,
         tables: RopeTables,
@@ -377,7 +378,7 @@ class LatentAttentionWeights:
         self,
         attended: Tensor,
         stream: Tensor,
-        next_norm: Tensor,
+        next_norm: NextNorm,
         slot: Tensor,
         scratch: PrefillScratch,
     ) -> None:

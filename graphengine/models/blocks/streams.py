@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    Activation,
     ActivationKind,
     AnyWeight,
     LinearPlan,
     PackedWeight,
+    Product,
     Residual,
+    add_normed,
+    add_normed_rms_norm,
     add_rms_norm,
     add_to_residual_reference,
     code_bytes,
@@ -27,14 +31,17 @@ from graphengine.kernels import (
     in_order,
     linear,
     linear_residual,
+    linear_squares,
     new_lane_codes,
     packed_chunk_fp8_product,
     packed_chunk_product,
     quantise_lanes,
     residual_groups,
+    sums_of_squares,
     takes_fp8,
 )
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, WeightForms
+from graphengine.models.blocks.norms import NextNorm, Sandwich
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, Reduce, WeightForms
 
 
 def new_weight(
@@ -68,7 +75,7 @@ def add_product(
     weight_HK: AnyWeight,
     slot_N: Tensor,
     residual: Residual,
-    next_norm_H: Tensor,
+    next_norm_H: NextNorm,
     *,
     bias: Tensor | None,
     plan: LinearPlan,
@@ -77,8 +84,13 @@ def add_product(
     """`residual` plus the product of all ranks, scaled for `next_norm`, as `linear_residual` says.
 
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
-    The sum of several ranks is plain PyTorch, which no graph of a GPU can hold yet.
+    The sum of several ranks is plain PyTorch, which no graph of a GPU can hold yet. A product that
+    has a norm of its own is a kernel, and its norm and the sum another one.
     """
+    if isinstance(next_norm_H, Sandwich):
+        product = _whole_product(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
+        post, following, eps = next_norm_H
+        return add_normed(product, post, residual, following, slot_N, eps=eps, pdl=launch.pdl)
     if launch.reduce is None:
         return linear_residual(
             x_NK,
@@ -90,6 +102,24 @@ def add_product(
             plan=plan,
             launch=launch,
         )
+    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, bias=bias, plan=plan, launch=launch)
+    lanes, hidden = residual.x.shape
+    squares = residual.x.new_empty(residual_groups(plan, hidden), lanes)
+    residual = residual._replace(squares=squares)
+    return add_to_residual_reference(whole, slot_N, residual, next_norm_H)
+
+
+def _reduced(
+    x_NK: Tensor,
+    weight_HK: AnyWeight,
+    slot_N: Tensor,
+    reduce: Reduce,
+    *,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    launch: DecodeLaunch,
+) -> Tensor:
+    """The product of all ranks in float32."""
     _check_split(weight_HK)
     part = linear(
         x_NK,
@@ -99,13 +129,24 @@ def add_product(
         plan=plan,
         launch=launch,
     )
-    whole = launch.reduce(part)
-    if bias is not None:
-        whole = whole + bias.float()
-    lanes, hidden = residual.x.shape
-    squares = residual.x.new_empty(residual_groups(plan, hidden), lanes)
-    residual = residual._replace(squares=squares)
-    return add_to_residual_reference(whole, slot_N, residual, next_norm_H)
+    whole = reduce(part)
+    return whole if bias is None else whole + bias.float()
+
+
+def _whole_product(
+    x_NK: Tensor,
+    weight_HK: AnyWeight,
+    slot_N: Tensor,
+    *,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    launch: DecodeLaunch,
+) -> Product:
+    """The product of all ranks, and the sums of its squares."""
+    if launch.reduce is None:
+        return linear_squares(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
+    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, bias=bias, plan=plan, launch=launch)
+    return Product(whole, sums_of_squares(whole, 1))
 
 
 def _check_split(weight: AnyWeight) -> None:
@@ -169,6 +210,7 @@ class PrefillScratch:
         *,
         out: Tensor,
         swiglu: bool = False,
+        activation: Activation = "silu",
     ) -> Tensor:
         """`chunk_product` with this launch, which rounds inputs in this memory."""
         return chunk_product(
@@ -177,6 +219,7 @@ class PrefillScratch:
             bias,
             out=out,
             swiglu=swiglu,
+            activation=activation,
             pdl=self.launch.pdl,
             activations=self.launch.activations,
             codes=self._codes,
@@ -201,6 +244,7 @@ def chunk_product(
     *,
     out: Tensor,
     swiglu: bool = False,
+    activation: Activation = "silu",
     pdl: bool = False,
     activations: ActivationKind | None = None,
     codes: Tensor | None = None,
@@ -208,16 +252,21 @@ def chunk_product(
     """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed.
 
     swiglu       of a packed weight: `out` is silu(gate) * up
+    activation   in place of silu
     activations  what x is rounded to, where the weight takes it
     codes        uint8, of `code_bytes` or more: where it is rounded; None: in new memory
     """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
         if not _is_coded(weight, activations):
-            return packed_chunk_product(x, weight, bias, out=out, swiglu=swiglu, pdl=pdl)
+            return packed_chunk_product(
+                x, weight, bias, out=out, swiglu=swiglu, activation=activation, pdl=pdl
+            )
         rounded = None if codes is None else new_lane_codes(codes, *x.shape)
         rounded = quantise_lanes(x, out=rounded, pdl=pdl)
-        return packed_chunk_fp8_product(rounded, weight, bias, out=out, swiglu=swiglu, pdl=pdl)
+        return packed_chunk_fp8_product(
+            rounded, weight, bias, out=out, swiglu=swiglu, activation=activation, pdl=pdl
+        )
     assert not swiglu, f"{swiglu=} of a weight that is not packed"
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
@@ -229,7 +278,7 @@ def add_chunk_product(
     weight_HK: AnyWeight,
     bias: Tensor | None,
     stream_NH: Tensor,
-    next_norm_H: Tensor,
+    next_norm_H: NextNorm,
     slot_N: Tensor,
     scratch: PrefillScratch,
     *,
@@ -249,6 +298,21 @@ def add_chunk_product(
         whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias
     h = scratch.h
+    if isinstance(next_norm_H, Sandwich):
+        post, following, post_eps = next_norm_H
+        assert eps == post_eps, f"norms of two {eps=}, {post_eps=}"
+        add_normed_rms_norm(
+            stream_NH,
+            whole,
+            post,
+            following,
+            slot_N,
+            eps=eps,
+            out_dtype=h.dtype,
+            out=h,
+            pdl=launch.pdl,
+        )
+        return
     add_rms_norm(
         stream_NH, whole, next_norm_H, slot_N, eps=eps, out_dtype=h.dtype, out=h, pdl=launch.pdl
     )

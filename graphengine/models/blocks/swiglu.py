@@ -1,4 +1,4 @@
-"""A SwiGLU feed-forward: down(silu(gate x) * up x).
+"""A SwiGLU feed-forward: down(silu(gate x) * up x), or with another activation in place of silu.
 
 Letters: N lanes, H hidden, F ffn width.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    Activation,
     AnyWeight,
     DecodeLanes,
     Residual,
@@ -20,6 +21,7 @@ from graphengine.kernels import (
     linear_swiglu,
     swiglu,
 )
+from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
@@ -48,6 +50,7 @@ class Swiglu:
     ffn_size: int
     norm_eps: float
     bias: bool = False
+    activation: Activation = "silu"
     role: str = ""
 
     @property
@@ -148,7 +151,7 @@ class SwigluWeights:
         return self.block.prefill_width(fused=self.is_fused(lanes))
 
     def decode(
-        self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
+        self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch
     ) -> Residual:
         """The block for `row`'s tokens: two kernels.
 
@@ -168,6 +171,7 @@ class SwigluWeights:
             eps=self.block.norm_eps,
             bias=self.gate_up_bias,
             swiglu=True,
+            activation=self.block.activation,
             plan=launch.plan(f"{self.block.role}gate_up", self.gate_up),
             launch=launch,
         )
@@ -177,7 +181,7 @@ class SwigluWeights:
         gated: Tensor,
         row: DecodeLanes,
         residual: Residual,
-        next_norm: Tensor,
+        next_norm: NextNorm,
         launch: DecodeLaunch,
     ) -> Residual:
         """The other half: `residual` plus the block's output, scaled for `next_norm`."""
@@ -193,7 +197,7 @@ class SwigluWeights:
         )
 
     def prefill(
-        self, stream: Tensor, next_norm: Tensor, slot: Tensor, scratch: PrefillScratch
+        self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
     ) -> None:
         """The block for a chunk, of the normed `scratch.h`.
 
@@ -214,11 +218,15 @@ class SwigluWeights:
     def gate_chunk(self, slot: Tensor, scratch: PrefillScratch, *, after: int = 0) -> Tensor:
         """Of the normed `scratch.h`, what down multiplies, in `scratch` past so many columns."""
         ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
+        activation = self.block.activation
         if not isinstance(self.gate_up, Tensor):
             gated = scratch.take(ffn, after=after)
-            return scratch.product(h, self.gate_up, self.gate_up_bias, out=gated, swiglu=True)
+            return scratch.product(
+                h, self.gate_up, self.gate_up_bias, out=gated, swiglu=True, activation=activation
+            )
         if self.is_fused(len(h)):
-            return linear_swiglu(h, self.gate_up, out=scratch.take(ffn, after=after), pdl=pdl)
+            gated = scratch.take(ffn, after=after)
+            return linear_swiglu(h, self.gate_up, activation=activation, out=gated, pdl=pdl)
         gate_up = scratch.take(2 * ffn, after=after)
         scratch.product(h, self.gate_up, self.gate_up_bias, out=gate_up)
-        return swiglu(gate_up, slot, out=gate_up[:, :ffn], pdl=pdl)
+        return swiglu(gate_up, slot, activation=activation, out=gate_up[:, :ffn], pdl=pdl)

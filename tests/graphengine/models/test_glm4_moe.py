@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.stored import read_model
-from graphengine.speculative import NGram
 
 NAMES = ("glm-norms-biases", "glm-plain-yarn")
 PROMPT_LENGTHS = (1, 75)

@@ -1,0 +1,40 @@
+"""Norms on both sides of a block, as Gemma has them, and weights of norms that lack 1.
+
+A block reads the residual stream after a norm. Where another norm follows it, the stream gets the
+normed output: x += post(block(norm(x))).
+
+Letters: H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Sandwich(NamedTuple):
+    """The weights [H] of the norm after a block, and of the one that reads the stream next.
+
+    eps  of the first
+    """
+
+    post: Tensor
+    following: Tensor
+    eps: float
+
+
+NextNorm = Tensor | Sandwich
+"""What is between a block and the next one: the norm that reads the stream, or two norms."""
+
+
+class PostNorms(NamedTuple):
+    """The weights [H] of the norms after the blocks of a layer."""
+
+    attention: Tensor
+    mlp: Tensor
+
+
+def plus_one(weight: Tensor) -> Tensor:
+    """1 + weight in float32, as transformers computes it: 16 bits would lose the weight's last."""
+    return weight.float() + 1.0
