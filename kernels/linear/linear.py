@@ -36,6 +36,7 @@ from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear_triton import (
+    ProductArgs,
     ResidualArgs,
     SamplerArgs,
     dot_kernel,
@@ -211,7 +212,7 @@ def linear_squares(
         slot_N,
         plan,
         bias=bias,
-        residual=ResidualArgs(product.y, None, None, product.squares),
+        residual=ProductArgs(product.y, product.squares),
         launch=launch,
     )
     return product
@@ -326,7 +327,7 @@ def _launch(
     bias: torch.Tensor | None = None,
     swiglu: Activation | Literal[False] = False,
     out: torch.Tensor | None = None,
-    residual: ResidualArgs | None = None,
+    residual: ResidualArgs | ProductArgs | None = None,
     sampler: SamplerArgs | None = None,
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,

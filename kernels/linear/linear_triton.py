@@ -23,15 +23,23 @@ from graphengine.kernels.sample.sampling import best_of_tile
 
 
 class ResidualArgs(NamedTuple):
-    """The residual stream that a product is added to, and what it becomes (`residual.Residual`).
-
-    Without `next_norm` and `scaled` it is a `residual.Product`: x becomes the product itself.
-    """
+    """The residual stream that a product is added to, and what it becomes (`residual.Residual`)."""
 
     x: torch.Tensor
-    next_norm: torch.Tensor | None
-    scaled: torch.Tensor | None
+    next_norm: torch.Tensor
+    scaled: torch.Tensor
     squares: torch.Tensor
+
+
+class ProductArgs(NamedTuple):
+    """In place of a stream: x becomes the product itself (`residual.Product`)."""
+
+    x: torch.Tensor
+    squares: torch.Tensor
+
+
+# A kernel tells the two by their fields: it cannot compare one that has None with None.
+STREAM_FIELDS = tl.constexpr(len(ResidualArgs._fields))
 
 
 class SamplerArgs(NamedTuple):
@@ -337,7 +345,7 @@ def _load_lanes(
             other=0.0,
         )
     base = tl.zeros((L, B), tl.float32)
-    if residual is not None and residual.next_norm is not None:
+    if residual is not None and len(residual) == STREAM_FIELDS:
         output = tile * B + tl.arange(0, B)
         base = tl.load(
             residual.x + lane.to(tl.int64)[:, None] * OUTPUTS + output[None, :],
@@ -363,7 +371,7 @@ def _load_norm(residual, tile, OUTPUTS: tl.constexpr, B: tl.constexpr):
     """The weights [B] of the norm after the residual stream; zeros where there is no stream."""
     output = tile * B + tl.arange(0, B)
     norm = tl.zeros((B,), tl.float32)
-    if residual is not None and residual.next_norm is not None:
+    if residual is not None and len(residual) == STREAM_FIELDS:
         norm = tl.load(residual.next_norm + output, mask=output < OUTPUTS, other=0.0)
     return norm
 
@@ -436,7 +444,7 @@ def _epilogue(
     elif residual is not None:
         x = base + y
         tl.store(residual.x + wide_lane * OUTPUTS + output[None, :], x, mask=stored)
-        if residual.scaled is not None:
+        if len(residual) == STREAM_FIELDS:
             scaled = (x * norm.to(tl.float32)[None, :]).to(residual.scaled.dtype.element_ty)
             tl.store(residual.scaled + wide_lane * OUTPUTS + output[None, :], scaled, mask=stored)
         squares = tl.sum(tl.where(in_row, x * x, 0.0), axis=1)

@@ -23,7 +23,7 @@ from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, residual_groups
-from graphengine.kernels.linear.linear_triton import ResidualArgs, SamplerArgs
+from graphengine.kernels.linear.linear_triton import ProductArgs, ResidualArgs, SamplerArgs
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_gluon import PackedArgs, packed_kernel
 from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
@@ -176,7 +176,7 @@ def packed_linear_squares(
         slot_N,
         plan,
         bias=bias,
-        residual=ResidualArgs(product.y, None, None, product.squares),
+        residual=ProductArgs(product.y, product.squares),
         launch=launch,
     )
     return product
@@ -387,7 +387,7 @@ def _launch(
     bias: torch.Tensor | None = None,
     activation: Activation = "silu",
     out: torch.Tensor | None = None,
-    residual: ResidualArgs | None = None,
+    residual: ResidualArgs | ProductArgs | None = None,
     sampler: SamplerArgs | None = None,
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,

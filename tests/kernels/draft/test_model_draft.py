@@ -172,15 +172,29 @@ def test_advance_is_commit_and_embed(device, tiles):
     steps: dict[str, Any] = {"index": 1, "limit": LIMIT, "source_R": twin.ints([1, 3, 5, 7])}
     tables = [torch.full((5, 3), 100, dtype=torch.int32, device=device) for _ in range(2)]
     residual, weights = twin.residual(4), twin.weights()
+    scale = 2.5 if tiles == 1 else 1.0
 
-    following = advance_model_draft(drafts, rows, tables[0], *weights, residual, **steps)
+    following = advance_model_draft(
+        drafts, rows, tables[0], *weights, residual, **steps, embedding_scale=scale
+    )
     lanes = commit_draft(drafts, rows, tables[1], **steps)
     assert following.slot.tolist() == lanes.slot.tolist() == [3, 1, -1, -1]
     for field, expected in zip(following, lanes, strict=True):
         assert torch.equal(field[:2], expected[:2])
     assert torch.equal(*tables)
     assert tables[0].tolist() == [[100, -1, -1], [100, 20, -1], [100] * 3, [100, 20, -1], [100] * 3]
-    check_stream(residual, following, *weights)
+    check_stream(residual, following, weights[0] * scale, weights[1])
+
+
+def test_a_scale_is_that_of_the_embedding(twin: Twin):
+    embedding, weight = twin.weights()
+    residual, lanes = twin.residual(2), DecodeLanes(*map(twin.ints, ([7], [1], [3])))
+    options = {"limit": LIMIT, "embedding_scale": 6.5}
+    draft = twin.begin(
+        twin.ints([9]), twin.ints([1]), lanes, embedding, weight, residual, **options
+    )
+    assert draft.lanes.token.tolist() == [7, 9]
+    check_stream(residual, draft.lanes, embedding * 6.5, weight)
 
 
 def test_what_does_not_fit():

@@ -120,7 +120,16 @@ def test_weights_are_on_their_way_before_the_wait(outputs):
     assert len(re.findall(rf"wgmma\.mma_async\S*m64n{2 * outputs}k16", ptx)) == 4
 
 
-def compiled(outputs: int) -> tuple[str, int]:
+@compiles
+def test_gelu_is_compiled_in():
+    """Its cube is one more product than silu has; the copies and products are the same."""
+    silu, gelu = (compiled(64, activation)[0] for activation in (1, 2))
+    assert "0f3D372713" in gelu and "0f3D372713" not in silu, "0.044715"
+    for word in ("wgmma.mma_async", "cp.async.bulk.tensor"):
+        assert silu.count(word) == gelu.count(word) > 0
+
+
+def compiled(outputs: int, activation: int = 1) -> tuple[str, int]:
     """The PTX for sm_90, and the shared memory, of the kernel with these outputs a tile."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -130,7 +139,13 @@ def compiled(outputs: int) -> tuple[str, int]:
     tiles = {"inputs": (LANES, 64), "weights": (outputs, 64), "out": (LANES, outputs)}
     constants = {
         **{"F": 14336, "K": 4096, "LANES": LANES, "B": outputs, "BLOCK_K": 64},
-        **{"LANE_TILES": 8, "STAGES": _STAGES[outputs], "WARPS": 8, "PDL": True},
+        **{
+            "LANE_TILES": 8,
+            "STAGES": _STAGES[outputs],
+            "WARPS": 8,
+            "ACTIVATION": activation,
+            "PDL": True,
+        },
     }
     signature = dict.fromkeys(constants, "constexpr")
     for name, tile in tiles.items():

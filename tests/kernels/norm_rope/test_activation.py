@@ -57,6 +57,38 @@ def test_bits_do_not_depend_on_company(device, dtypes):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gelu_is_torchs(device, dtypes):
+    for dtype in dtypes:
+        gate_up = random_rows(9, 2 * 300, dtype, device)
+        gate, up = gate_up.double().chunk(2, dim=1)
+        expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        slot = live_slots(9, device=device)
+        for call in (swiglu, swiglu_reference):
+            actual = call(gate_up, slot, activation="gelu_tanh").double()
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_an_unknown_activation_is_an_error(device):
+    gate_up, slot = random_rows(1, 8, torch.float32, device), live_slots(1, device=device)
+    for call in (swiglu, swiglu_reference):
+        with pytest.raises(ValueError, match="activation='gelu' must be 'silu' or 'gelu_tanh'"):
+            call(gate_up, slot, activation="gelu")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("activation", ["gelu_tanh"])
+def test_extreme_gates_of_gelu(device, activation):
+    """Powers overflow as well."""
+    gate_up = torch.tensor([[-1e30, -100.0, 0.0, 100.0, 1e30, 2.0, 2.0, 2.0, 2.0, 2.0]])
+    slot = live_slots(1, device=device)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 200.0, 2e30]], device=device)
+    for call in (swiglu, swiglu_reference):
+        actual = call(gate_up.to(device), slot, activation=activation)
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_extreme_gates(device):
     """exp(-gate) overflows below -88: the limit is zero, not NaN."""
     gate_up = torch.tensor([[-1e4, -100.0, -50.0, 100.0, 1e4, 2.0, 2.0, 2.0, 2.0, 2.0]])

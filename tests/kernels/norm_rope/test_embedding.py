@@ -44,6 +44,21 @@ def test_matches_reference(device, dtypes, lanes, V, H, dtype, data):
         torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_scaled_embedding_is_rounded_as_transformers_rounds_it(device, dtypes):
+    gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    for dtype in dtypes:
+        theirs = gemma3.Gemma3TextScaledWordEmbedding(9, 1100, None, embed_scale=1100**0.5)
+        torch.nn.init.normal_(theirs.weight, generator=torch.Generator().manual_seed(0))
+        theirs = theirs.to(dtype)
+        scale = torch.tensor(1100**0.5, dtype=dtype).item()
+        token, slot = torch.tensor([8, 0, 9, 3]).int(), torch.tensor([0, 1, 2, -1]).int()
+        expected = theirs(token[:2].long()).float()
+        table = theirs.weight.detach().to(device)
+        for op in (embed, embed_reference):
+            x = op(token.to(device), table, slot.to(device), scale=scale).cpu()
+            assert torch.equal(x[:2], expected) and x[2].isnan().all()
+
+
 def test_strided_table(device):
     wide = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).to(device)
     token = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)

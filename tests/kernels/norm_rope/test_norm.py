@@ -123,6 +123,26 @@ def test_reference_rounds_as_transformers(dtype):
         assert torch.equal(actual, norm(x).detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_reference_of_a_float32_weight_rounds_as_gemma(dtype):
+    gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    x, weight = random_rows(9, 96, dtype)
+    x = x.to(dtype)
+    norm = gemma3.Gemma3RMSNorm(96, eps=EPS).to(dtype)
+    norm.weight.data.copy_(weight)
+    plus_one = 1.0 + weight.float()
+    actual = rms_norm_reference(x.float(), plus_one, live_slots(9), eps=EPS, out_dtype=dtype)
+    torch.testing.assert_close(actual, norm(x).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_rounds_once_with_a_float32_weight(device):
+    x, weight = random_rows(64, 128, torch.float32, device)
+    slot = live_slots(64, device=device)
+    actual = rms_norm(x, weight, slot, eps=EPS, out_dtype=torch.float16)
+    exact = rms_norm(x, weight, slot, eps=EPS, out_dtype=torch.float32)
+    assert torch.equal(actual, exact.half())
+
+
 def test_rounds_before_the_weight(device):
     """As Llama does; a single rounding after the weight gives other bits."""
     x, weight = random_rows(64, 128, torch.float16, device)

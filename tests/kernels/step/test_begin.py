@@ -196,6 +196,19 @@ def test_matches_plain_python(twin: Twin, dtypes: tuple[torch.dtype, ...], data:
     assert state.epoch.tolist() == command
 
 
+def test_a_scale_is_that_of_the_embedding(twin: Twin, dtypes: tuple[torch.dtype, ...]):
+    """The product is rounded before it is the stream."""
+    for dtype in dtypes:
+        embedding, weight = twin.table(1100, dtype=dtype)
+        residual, command = twin.residual(2, dtype=dtype), twin.ints([0] * SLOTS)
+        twin.begin(
+            twin.state(), command, twin.ints([2, -1]), embedding, weight, residual,
+            embedding_scale=6.5,
+        )  # fmt: skip
+        scaled = (embedding.float() * 6.5).to(dtype)
+        check_residual(residual, [1002, None], scaled, weight)
+
+
 def test_bits_of_a_row_do_not_depend_on_the_others(device: str):
     twin = Twin(gather_and_embed, device)
     hidden = 3000
