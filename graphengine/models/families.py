@@ -11,9 +11,9 @@ from graphengine.models.contract import ModelConfig
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
-    "Glm4MoeForCausalLM": glm4_moe.read_config,
     "Gemma3ForCausalLM": gemma3.read_config,
     "Gemma3ForConditionalGeneration": gemma3.read_config,
+    "Glm4MoeForCausalLM": glm4_moe.read_config,
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "MistralForCausalLM": mistral.read_config,
