@@ -12,6 +12,10 @@ to the session. So a turn's output is that of a request with the whole conversat
 except for last bits: the KV of earlier replies was written by the decode kernels, and on a GPU a
 prompt's last bits depend on where its chunks begin and how long they are.
 
+Layers with windows may keep their newest tokens alone (`host/rings.py`). Then a session keeps the
+ring of its last turn, and has no blocks without it: its next turn prefills everything where another
+request has taken the ring, or where a rewind goes back further than it reaches.
+
 A model with recurrent layers keeps no blocks: their states depend on every token, and only that of
 the newest token exists. Every turn prefills the whole conversation.
 """
@@ -133,7 +137,8 @@ class Session:
     def rewind(self, n_tokens: int) -> None:
         """Remove the last `n_tokens`, of prompts or replies; their KV is dropped by whole blocks.
 
-        To return to a point, remember `len(session)` there and rewind by the difference. ValueError
+        Where KV is in rings, it is all dropped if they do not reach back that far. To return to a
+        point, remember `len(session)` there and rewind by the difference. ValueError
         unless 0 <= n_tokens <= len(session).
         """
         self._check_idle()
@@ -146,7 +151,8 @@ class Session:
     def fork(self) -> Session:
         """Another session with the same tokens, which shares the blocks: nothing is copied.
 
-        It has none where KV is in rings (`EngineConfig.window_rings`): there can be one user.
+        Where KV is in rings (`EngineConfig.window_rings`), each of which has one user, it has no
+        blocks: its first turn prefills everything.
         """
         self._check_idle()
         context, reuse = Context(evicted=self._context.evicted), self._core.scheduler.reuse

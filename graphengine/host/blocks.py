@@ -154,6 +154,9 @@ class Reuse:
     counters      where `prefix/...` and `sessions/...` are counted
     rings         the KV of layers with a window that is not in the pool
 
+    A session's blocks are of use only together with its ring, where KV is in rings: `reusable` says
+    how many are. No prefix can be shared there.
+
     A prefix is found by a chain of SHA-256: a block's key is the hash of the previous block's key,
     the block's tokens, and the `tokens_after` tokens that follow, so that equal keys mean equal
     entries. The index has only blocks that prefill has written as a whole. The blocks of a reply
