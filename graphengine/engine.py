@@ -294,7 +294,8 @@ class Engine:
     def cache(self) -> torch.Tensor:
         """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
 
-        Of a model with latents `[layers, blocks, 1, block_size, values]`.
+        Of a model with latents `[layers, blocks, 1, block_size, values]`. Layers that keep their
+        newest tokens in rings are not in it.
         """
         return self.runtime.caches[0][0]
 
