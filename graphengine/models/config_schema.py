@@ -93,14 +93,7 @@ EXPERT_KEYS = (
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """What `layer_types` may say, and what RoPE's settings may be told apart by."""
 
-LATENT_KEYS = (
-    Key("kv_lora_rank", "integer", (1, 2**16), default=512),
-    # None: queries have no latent.
-    Key("q_lora_rank", "integer", (1, 2**16), default=1536, null=False),
-    Key("qk_nope_head_dim", "integer", (1, 4096), default=128),
-    Key("qk_rope_head_dim", "integer", (1, 4096), default=64),
-    Key("v_head_dim", "integer", (1, 4096), default=128, null=True),
-    Key("rope_interleave", "flag", default=True, null=True),
+ROUTED_KEYS = (
     Key("n_routed_experts", "integer", (0, 2**16), default=None, null=True),
     Key("n_shared_experts", "integer", (0, 1024), default=None, null=True),
     Key("num_experts_per_tok", "integer", (1, 2**16), default=None, null=True),
@@ -114,13 +107,20 @@ LATENT_KEYS = (
     Key("norm_topk_prob", "flag", default=None, null=True),
     Key("routed_scaling_factor", "number", (1e-6, 1e6), default=None, null=True),
 )
+"""The keys of `config.json` that are read of models with DeepSeek's experts."""
+
+LATENT_KEYS = (
+    Key("kv_lora_rank", "integer", (1, 2**16), default=512),
+    # None: queries have no latent.
+    Key("q_lora_rank", "integer", (1, 2**16), default=1536, null=False),
+    Key("qk_nope_head_dim", "integer", (1, 4096), default=128),
+    Key("qk_rope_head_dim", "integer", (1, 4096), default=64),
+    Key("v_head_dim", "integer", (1, 4096), default=128, null=True),
+    Key("rope_interleave", "flag", default=True, null=True),
+    *ROUTED_KEYS,
+)
 """The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
 
-ROUTED_KEYS = (
-    *LATENT_KEYS[next(i for i, key in enumerate(LATENT_KEYS) if key.name == "n_routed_experts") :],
-    Key("use_qk_norm", "flag", default=False),
-)
-"""Those of GLM-4-MoE, which has DeepSeek-V3's experts without latent attention."""
 GEMMA_KEYS = (
     Key("hidden_activation", "text", default="gelu_pytorch_tanh"),
     Key("query_pre_attn_scalar", "number", (1e-6, 1e6), default=256.0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphengine.models import hf_config
-from graphengine.models.config_schema import ROUTED_KEYS, HfConfig, unsupported
+from graphengine.models.config_schema import ROUTED_KEYS, HfConfig, Key, unsupported
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.deepseek import Version, with_experts
 from graphengine.models.llama import decoder_config
@@ -15,8 +15,9 @@ from graphengine.models.llama import decoder_config
 # What a missing key means, where transformers has another default than of other families.
 _MISSING = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 
+_KEYS = (*ROUTED_KEYS, Key("use_qk_norm", "flag", default=False))
 _GLM = Version(
-    defaults=hf_config.FamilyDefaults(max_positions=131072, keys=ROUTED_KEYS, rotated=(0.5, 1.0)),
+    defaults=hf_config.FamilyDefaults(max_positions=131072, keys=_KEYS, rotated=(0.5, 1.0)),
     methods=("noaux_tc",),
     scores="sigmoid",
     missing={

@@ -111,7 +111,7 @@ def in_order(weight: QuantisedWeight, order: Tensor | None) -> QuantisedWeight:
     """The weight whose row i is row `order[i]`. ValueError where rows that share scales part."""
     if order is None:
         return weight
-    shared = weight.format.rows
+    shared = weight.format.rows or weight.shape[0]
     blocks = order[::shared] // shared
     if not torch.equal(order // shared, blocks.repeat_interleave(shared)[: len(order)]):
         raise ValueError(

@@ -218,6 +218,26 @@ def test_missing_tensors_are_named_before_anything_is_read(single: Path) -> None
     assert not destinations["a.weight"].any()
 
 
+def test_rows_may_have_several_dimensions_and_so_another_order(single: Path) -> None:
+    """Each destination is contiguous only as what it is a view of."""
+    checkpoint = Checkpoint.open(single)
+    expected = {"a.weight": torch.empty(4, 6), "b.weight": torch.empty(8)}
+    plain = {name: tensor.clone() for name, tensor in expected.items()}
+    checkpoint.load(plain)
+    checkpoint.load(
+        {
+            "a.weight": expected["a.weight"].view(1, 2, 2, 6).transpose(1, 2),
+            "b.weight": expected["b.weight"].view(1, 2, 2, 2).transpose(1, 2),
+        }
+    )
+    assert torch.equal(expected["a.weight"], plain["a.weight"][[0, 2, 1, 3]])
+    assert torch.equal(expected["b.weight"], plain["b.weight"][[0, 1, 4, 5, 2, 3, 6, 7]])
+    for shape in ((1, 2, 2, 5), (1, 3, 2, 6), (2, 2, 6)):
+        message = rf"a.weight has shape \[4, 6\], not \[{', '.join(map(str, shape))}\]"
+        with pytest.raises(ValueError, match=message):
+            checkpoint.check({"a.weight": torch.empty(shape)})
+
+
 def test_wrong_shapes_are_named_with_both_shapes(single: Path) -> None:
     destinations = {"a.weight": [torch.zeros(4, 6), torch.zeros(6, 4)], "b.weight": torch.zeros(8)}
     with pytest.raises(

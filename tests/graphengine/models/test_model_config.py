@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
@@ -107,7 +108,7 @@ def each_odd_config() -> Iterator[dict[str, Any]]:
             yield small("Qwen3Moe", **{name: value})
     for name in LATENT_NAMES:
         for value in [*ODD, "greedy", "group_limited_greedy", "noaux_tc", "sigmoid", 512, 513]:
-            for family in ("DeepseekV2", "DeepseekV3"):
+            for family in ("DeepseekV2", "DeepseekV3", "Glm4Moe"):
                 yield small(family, **DEEPSEEK | {name: value})
     for kind in ("default", "linear", "llama3", "yarn"):
         for place in ("rope_parameters", "rope_scaling"):
@@ -138,7 +139,7 @@ values = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(
     family=st.sampled_from(
-        ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV2", "DeepseekV3"]
+        ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV2", "DeepseekV3", "Glm4Moe"]
     ),
     changes=st.dictionaries(
         st.sampled_from(NAMES + EXPERT_NAMES + LATENT_NAMES), values, max_size=3
@@ -290,6 +291,15 @@ REAL: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
     },
+    "Glm4Moe-Air": {
+        "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1,
+        "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02,
+        "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "topk_group": 1, "use_cache": True, "use_qk_norm": False,
+    },
 }  # fmt: skip
 
 
@@ -305,7 +315,7 @@ def test_keys_of_real_checkpoints_are_known(name: str) -> None:
     "config",
     [
         *(LlamaConfig(), Qwen2Config(), Qwen3Config(), Qwen3MoeConfig()),
-        *(DeepseekV2Config(), DeepseekV3Config()),
+        *(DeepseekV2Config(), DeepseekV3Config(), Glm4MoeConfig()),
     ],
 )
 def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
@@ -382,6 +392,7 @@ DEFAULTED = {
         ("Qwen3Moe", Qwen3MoeConfig),
         ("DeepseekV2", DeepseekV2Config),
         ("DeepseekV3", DeepseekV3Config),
+        ("Glm4Moe", Glm4MoeConfig),
     ],
 )
 def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> None:
@@ -393,6 +404,7 @@ def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> No
     for key, name in DEFAULTED.items():
         assert getattr(ours, name) == getattr(oracle, key), key
     assert ours.rope.theta == oracle.rope_parameters["rope_theta"]
+    assert ours.rope.rotated == oracle.rope_parameters.get("partial_rotary_factor", 1.0)
 
 
 def test_experts_that_a_config_says_nothing_of_are_transformers_default() -> None:
@@ -406,6 +418,46 @@ def test_experts_that_a_config_says_nothing_of_are_transformers_default() -> Non
     )
     assert model.experts.router.normalised == oracle.norm_topk_prob
     assert model.head_dim == 64
+
+
+def test_what_glm_says_nothing_of_is_transformers_default() -> None:
+    config = small("Glm4Moe", num_hidden_layers=5, num_attention_heads=8, head_dim=64)
+    del config["num_key_value_heads"]
+    model, oracle = read_model_config(config), Glm4MoeConfig.from_dict(config)
+    assert isinstance(model, DecoderConfig) and model.experts and not model.latent
+    experts, router = model.experts, model.experts.router
+    assert model.num_kv_heads == oracle.num_key_value_heads
+    assert (model.qkv_bias, model.attention_bias, model.qk_norm) == (False, False, False)
+    assert model.expert_layers == tuple(range(oracle.first_k_dense_replace, 5))
+    assert experts.corrected and router.scores == "sigmoid"
+    assert (experts.experts, experts.ffn_size, router.top_k) == (
+        oracle.n_routed_experts,
+        oracle.moe_intermediate_size,
+        oracle.num_experts_per_tok,
+    )
+    assert experts.shared and experts.shared.ffn_size == (
+        oracle.n_shared_experts * oracle.moe_intermediate_size
+    )
+    assert (router.groups, router.top_groups) == (oracle.n_group, oracle.topk_group)
+    assert router.scale == oracle.routed_scaling_factor
+    assert router.normalised == oracle.norm_topk_prob
+    biases = read_model_config(config | {"attention_bias": True, "use_qk_norm": True})
+    assert isinstance(biases, DecoderConfig) and biases.qk_norm
+    assert biases.qkv_bias and not biases.attention_bias
+
+
+@pytest.mark.parametrize("beside", [None, 0.5, 1.0, "missing"])
+@pytest.mark.parametrize("inside", [None, 0.5, 1.0, "missing"])
+def test_the_part_of_a_head_that_turns_is_that_of_transformers(beside: Any, inside: Any) -> None:
+    config = small("Glm4Moe", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    for place, value in ((config, beside), (config["rope_parameters"], inside)):
+        if value != "missing":
+            place["partial_rotary_factor"] = value
+    oracle = Glm4MoeConfig.from_dict(config | {"rope_parameters": {**config["rope_parameters"]}})
+    told = oracle.rope_parameters.get("partial_rotary_factor")
+    if inside is not None:
+        # With null transformers itself fails.
+        assert read_model_config(config).rope.rotated == (1.0 if told is None else told)
 
 
 @pytest.mark.parametrize(
@@ -455,6 +507,12 @@ def test_latents_that_a_config_says_nothing_of_are_transformers_default(
         ("DeepseekV3", {"n_group": 7}, "256 experts in 7 groups"),
         ("DeepseekV3", {"num_experts_per_tok": 129}, "top_k=129 of 128 experts"),
         ("Qwen3", {"kv_lora_rank": 512}, "kv_lora_rank=512: supported: null or 0"),
+        ("Glm4Moe", {"kv_lora_rank": 512}, "kv_lora_rank=512: supported: null or 0"),
+        ("Glm4Moe", {"partial_rotary_factor": 0.25}, "factor=0.25: supported: 0.5 or 1.0"),
+        ("Glm4Moe", {"moe_layer_freq": 2}, "moe_layer_freq=2: supported: 1"),
+        ("Glm4Moe", {"scoring_func": "softmax"}, "scoring_func='softmax': .*'sigmoid'"),
+        ("Glm4Moe", {"n_routed_experts": 513}, "n_routed_experts=513: supported: at most 512"),
+        ("Glm4Moe", {"n_group": 7}, "128 experts in 7 groups"),
     ],
 )
 def test_latents_and_routes_that_are_not_supported(
@@ -496,9 +554,12 @@ def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
 
 
 @pytest.mark.parametrize("architectures", [None, [], "missing", ["base"]])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV3", "Glm4Moe"]
+)
 def test_the_model_type_says_what_architectures_do_not(family: str, architectures: Any) -> None:
-    model_type = {"Qwen3Moe": "qwen3_moe", "DeepseekV3": "deepseek_v3"}.get(family, family.lower())
+    types = {"Qwen3Moe": "qwen3_moe", "DeepseekV3": "deepseek_v3", "Glm4Moe": "glm4_moe"}
+    model_type = types.get(family, family.lower())
     config = small(family, model_type=model_type, architectures=architectures)
     if architectures == "missing":
         del config["architectures"]

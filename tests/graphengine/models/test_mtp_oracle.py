@@ -77,6 +77,8 @@ def follow(engine: Engine, chains: Chains, request: Request, *, eagle: bool) -> 
         ("qwen3-moe", "eagle", 3),
         ("deepseek-v3", "vanilla", 3),
         ("deepseek-v3", "eagle", 3),
+        ("glm4-moe", "vanilla", 1),
+        ("glm4-moe", "eagle", 3),
     ],
 )
 def test_drafts_and_caches_are_those_of_transformers(

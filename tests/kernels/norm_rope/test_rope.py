@@ -113,9 +113,28 @@ def test_tables_equal_transformers(config: RopeConfig, head_dim: int) -> None:
     assert torch.equal(torch.cat((sin, sin), dim=-1), full_sin[0])
 
 
+@pytest.mark.parametrize("name", ["default", "llama3", "yarn-attention-factor"])
+def test_what_does_not_turn_stays_as_it_is(name: str) -> None:
+    """A head whose first half turns has the frequencies of a head half as long."""
+    config = CONFIGS[name]
+    half = rope_tables(config, head_dim=40, max_positions=9, device="cpu")
+    found = rope_tables(replace(config, rotated=0.5), head_dim=80, max_positions=9, device="cpu")
+    for table, expected, still in zip(found, half, (1.0, 0.0), strict=True):
+        assert torch.equal(table[:, :20], expected)
+        assert torch.equal(table[:, 20:], torch.full((9, 20), still))
+
+
+def test_an_odd_part_of_a_head_does_not_turn() -> None:
+    config = RopeConfig(rotated=0.3)
+    with pytest.raises(ValueError, match="19 of head_dim=64 values turn: must be even"):
+        rope_tables(config, head_dim=64, max_positions=4, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rotated": 0.0}, "rotated=0.0 must be above 0, and at most 1"),
+        ({"rotated": 1.5}, "rotated=1.5 must be above 0"),
         ({"kind": "longrope"}, "'longrope' is not one of"),
         ({"factor": 0.0}, "factor=0.0 must be above 0"),
         ({"kind": "yarn"}, "'yarn' needs original_max_position_embeddings, got None"),

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -39,11 +41,13 @@ SIZES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 28, "num_experts_per_tok": 3, "norm_topk_prob": True,
 }  # fmt: skip
-LATENT: dict[str, Any] = {
+GROUPS: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": 10, "n_shared_experts": 1, "n_group": 5, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = GROUPS | {
     "num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 44, "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 16, "v_head_dim": 24, "head_dim": 16, "n_routed_experts": 10,
-    "n_shared_experts": 1, "n_group": 5, "topk_group": 2, "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1,
+    "qk_rope_head_dim": 16, "v_head_dim": 24, "head_dim": 16,
 }  # fmt: skip
 
 
@@ -59,8 +63,11 @@ def _target(kind: str, modules: int) -> PreTrainedModel:
             config = Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=5)
             return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
         case "deepseek-v3":
-            latent = DeepseekV3Config(**(sizes | EXPERTS | LATENT))
+            latent = DeepseekV3Config(**(sizes | LATENT))
             return DeepseekV3ForCausalLM._from_config(latent, experts_implementation="eager")
+        case "glm4-moe":
+            glm = Glm4MoeConfig(**(sizes | GROUPS), attention_bias=True, use_qk_norm=True)
+            return Glm4MoeForCausalLM._from_config(glm, experts_implementation="eager")
     raise ValueError(kind)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphengine.kernels.linear.packed import pack, unpack
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
-from graphengine.models.quantised.concatenate import concatenate, joined_format
+from graphengine.models.quantised.concatenate import concatenate, in_order, joined_format
 
 K = 192
 
@@ -117,3 +117,33 @@ def test_parts_that_do_not_fit(second: QuantisedWeight, message: str) -> None:
         concatenate([random_weight(INT4, 5), second])
     with pytest.raises(ValueError, match="part 2"):
         concatenate([random_weight(INT4, 5), random_weight(INT4, 5), second])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        WeightFormat("e4m3", 0, 0),
+        WeightFormat("e4m3", 1, 0),
+        WeightFormat("e4m3", 128, 128),
+        WeightFormat("int4", 1, 64, True),
+        WeightFormat("e2m1", 1, 32),
+    ],
+)
+def test_rows_in_another_order_keep_their_meaning(kind: WeightFormat) -> None:
+    weight = random_weight(kind, 512)
+    if kind.rows == 1:
+        weight = weight._replace(whole=torch.rand(512, 1))
+    # Two heads of 64 share a scale, where 128 rows do; the last 128 rows stay.
+    order = torch.arange(512).view(8, 2, 2, 16).transpose(1, 2).flatten()
+    order[384:] = torch.arange(384, 512)
+    moved = in_order(weight, order)
+    assert torch.equal(dequantise(moved), dequantise(weight)[order])
+    assert torch.equal(dequantise(unpack(pack(moved))), dequantise(weight)[order])
+    assert in_order(weight, None) is weight
+
+
+def test_rows_that_share_a_scale_do_not_part() -> None:
+    weight = random_weight(WeightFormat("e4m3", 128, 128), 512)
+    order = torch.arange(512).view(2, 2, 2, 64).transpose(1, 2).flatten()
+    with pytest.raises(ValueError, match="in another order, and 128 rows share a scale"):
+        in_order(weight, order)
