@@ -334,7 +334,7 @@ def measure_all(
         document["rows"].append(row)
         say(text_table(row_columns([row]), [row], header=len(document["rows"]) == 1))
         save(document)
-        for entries in _measure_speculation(bench, work, sizes, row):
+        for entries in _measure_speculation(bench, work, sizes, row, ceiling):
             say(text_table(SWEEP_COLUMNS, entries[-1:], header=len(entries) == 1))
             save(document)
     for section in _measure_contexts(bench, ceiling, say):
@@ -373,8 +373,19 @@ def _measure_ceiling_again(bench: Bench, document: dict[str, Any], first: ReadCe
     best = max(first, after, key=lambda ceiling: ceiling.tb_s)
     document["ceiling"] |= {"tb_s_after": after.tb_s, "tb_s_of_shares": best.tb_s}
     cells = (document["contexts"] or {"cells": []})["cells"]
-    for row in [*document["rows"], *cells]:
-        row |= rounded(floor_and_share(best, row["step_bytes"], row["ms_per_step"]))
+    entries = [
+        entry
+        for row in document["rows"]
+        for entry in (row["speculation"] or {"entries": []})["entries"]
+    ]
+    for row in [*document["rows"], *cells, *entries]:
+        row |= rounded(_floor(best, row))
+
+
+def _floor(ceiling: ReadCeiling | None, row: dict[str, Any]) -> dict[str, float | None]:
+    """`floor_and_share` of a step; None for one that reads nobody knows how much."""
+    known = ceiling if row["step_bytes"] is not None else None
+    return floor_and_share(known, row["step_bytes"] or 0, row["ms_per_step"])
 
 
 def _rows(bench: Bench) -> Iterator[tuple[Work, dict[str, Any]]]:
@@ -450,7 +461,11 @@ def _measure_row(
 
 
 def _measure_speculation(
-    bench: Bench, work: Work, sizes: dict[str, Any], row: dict[str, Any]
+    bench: Bench,
+    work: Work,
+    sizes: dict[str, Any],
+    row: dict[str, Any],
+    ceiling: ReadCeiling | None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields the entries of `row["speculation"]` after each new one."""
     if bench.sweep is None:
@@ -464,7 +479,7 @@ def _measure_speculation(
 
     options = bench.options | engine_options(sizes)
     for entry in measure_sweep(bench.sweep, work, options, partial(_opened, bench)):
-        entries.append(rounded(entry))
+        entries.append(rounded(entry | _floor(ceiling, entry)))
         yield entries
 
 

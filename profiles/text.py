@@ -99,6 +99,7 @@ SWEEP_COLUMNS = (
     Column("accepted", accepted),
     Column("family", lambda entry: entry["row_family"]),
     Column("ms/step", lambda entry: number(entry["ms_per_step"], 3)),
+    Column("share", lambda entry: share({"share": None, **entry})),
     Column("/same", _ratio("same_family")),
     Column("/fastest", _ratio("fastest")),
     Column("tok/step", lambda entry: number(entry["tokens_per_step"], 2)),

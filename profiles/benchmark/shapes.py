@@ -23,7 +23,7 @@ from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, Paged, StoredLinear, linear_name
 from graphengine.models.families import read_model_config
-from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.stored import read_model
 
 DEMO = "demo"
@@ -269,6 +269,34 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, experts: float | Non
     return round(read)
 
 
+def drafts_bytes(
+    config: MtpConfig,
+    *,
+    length: int,
+    lm_head: int,
+    context: float,
+    rows: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    experts: float,
+) -> int:
+    """Bytes that the drafts of a step cannot avoid to read: `length` runs of a module, each with
+    lm_head, and each row's KV in each of them.
+
+    lm_head  bytes of lm_head, or of the rows of it from which is drafted
+    experts  that all runs read together
+    """
+    block = config.layer.experts
+    expert = 0 if block is None else block.expert_parameters * dtype.itemsize
+    idle = 0 if block is None else len(config.layer.expert_layers) * block.experts * expert
+    weights = allocate_mtp_weights(config, device="meta", dtype=dtype).nbytes - idle
+    entries = sum(math.prod(state.block_shape(1)) for state in _paged(config))
+    kv = rows * context * entries * kv_dtype.itemsize
+    # With a module for each draft, each is run once.
+    runs = length / config.modules
+    return round(runs * (weights + kv) + experts * expert) + length * lm_head
+
+
 def kv_bytes(model: ModelConfig, *, tokens: float, itemsize: int) -> int:
     """Bytes of the KV of so many tokens, in all layers."""
     entries = sum(math.prod(state.block_shape(1)) for state in _paged(model))
@@ -280,7 +308,7 @@ def attention_layers(model: ModelConfig) -> int:
     return len(_paged(model))
 
 
-def _paged(model: ModelConfig) -> list[Paged]:
+def _paged(model: ModelConfig | MtpConfig) -> list[Paged]:
     return [state for layer in model.states for state in layer if isinstance(state, Paged)]
 
 

@@ -25,13 +25,16 @@ from graphengine.cli.speculative_text import (
     parse_speculative,
     with_draft_vocabulary,
 )
+from graphengine.drafters.draft_model import DraftModelDrafter
+from graphengine.drafters.modules import ModuleDrafter
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import drain, with_launches
 from graphengine.profiles.benchmark.engines import engine_options, random_drafter
+from graphengine.profiles.benchmark.experts_read import step_experts
 from graphengine.profiles.benchmark.measure import Run, Work
-from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.benchmark.shapes import Subject, drafts_bytes, step_bytes
 from graphengine.speculative import (
     FORCE_ACCEPTED,
     MTP,
@@ -166,6 +169,7 @@ class Plain:
     figures: dict[str, Any]
     launches: dict[str, int]
     results: list[Result]
+    read: dict[str, Any]
 
     @classmethod
     def of(cls, engine: Engine, work: Work, figures: Mapping[str, Any], run: Run) -> Plain:
@@ -177,6 +181,7 @@ class Plain:
             figures={name: figures[name] for name in RESULT},
             launches=launches,
             results=results,
+            read=_bytes_read(engine, work),
         )
 
     def entry(self, plains: Plains) -> dict[str, Any]:
@@ -190,7 +195,12 @@ class Plain:
             "acceptance": None,
             "drafts_off_ms": None,
         }
-        return described | self.figures | plains.compare(self.family, self.figures["ms_per_step"])
+        return (
+            described
+            | self.read
+            | self.figures
+            | plains.compare(self.family, self.figures["ms_per_step"])
+        )
 
 
 class Plains:
@@ -242,6 +252,8 @@ def measure_drafts(
     itl_ms             gaps between steps, as the tokens of a step come together
     acceptance         of one run of the work
     launches           decode replays of that run, including the one or two after the last token
+    step_bytes         that a step cannot avoid to read, drafts included; None for draft models
+    experts_read       of a layer of the target, and by all runs of a draft module together
     drafts_off_ms      a step of the same engine that drafts nothing but keeps its drafter's state
                        up to date, as with a gate; None if acceptance is forced, or not asked for
     plain_ms, ratio    step times of the plain engines, and this step's over them
@@ -272,8 +284,44 @@ def measure_drafts(
         "launches": launches,
         "acceptance": acceptance,
         "drafts_off_ms": off,
+        **_bytes_read(engine, work),
         **{name: figures[name] for name in RESULT},
         **plains.compare(engine.row_family, figures["ms_per_step"]),
+    }
+
+
+def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
+    """`step_bytes` and the experts among them; None for what is not there, or not known."""
+    memory, drafter = engine.memory, engine.core.drafter
+    weights, experts = engine.model.weights, step_experts(engine, work)
+    context = work.prompt_tokens + work.new_tokens / 2
+    size: int | None = step_bytes(
+        engine.model.config,
+        context=context,
+        rows=work.live,
+        dtype=memory.dtype,
+        kv_dtype=memory.kv_dtype,
+        experts=None if experts is None else experts.layer,
+    )
+    if isinstance(drafter, ModuleDrafter) and size is not None:
+        vocabulary, head = drafter.vocabulary, weights.lm_head
+        rows = head.shape[0] if vocabulary is None else vocabulary.numel()
+        size += drafts_bytes(
+            drafter.config,
+            length=drafter.length,
+            lm_head=head.nbytes * rows // head.shape[0],
+            context=context,
+            rows=work.live,
+            dtype=memory.dtype,
+            kv_dtype=memory.kv_dtype,
+            experts=0.0 if experts is None else experts.drafter,
+        )
+    elif isinstance(drafter, DraftModelDrafter):
+        size = None
+    return {
+        "step_bytes": size,
+        "experts_read": None if experts is None else experts.layer,
+        "drafter_experts_read": None if experts is None else experts.drafter,
     }
 
 

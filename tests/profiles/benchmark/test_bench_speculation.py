@@ -18,7 +18,7 @@ from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.engines import build_engine, random_drafter
 from graphengine.profiles.benchmark.measure import Work
-from graphengine.profiles.benchmark.shapes import Subject, random_module, random_tokens
+from graphengine.profiles.benchmark.shapes import Subject, random_module, random_tokens, step_bytes
 from graphengine.profiles.benchmark.speculation import Sweep, measure_sweep, read_sweep
 from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
 from timelines.fake_clock import result
@@ -153,6 +153,48 @@ def test_every_acceptance_of_every_length_is_measured(entries: list[dict[str, An
         bucket = f"decode/1/k{entry['k']}/fast" if entry["k"] else "decode/1/fast"
         assert entry["launches"].keys() == {bucket}
         assert (entry["drafts_off_ms"] is None) == (entry["k"] == 0 or entry["forced"] is not None)
+
+
+@contextmanager
+def open_experts(options: dict[str, Any]) -> Iterator[Engine]:
+    engine, _ = build_engine(Subject.of_shape("tiny-moe"), options)
+    with engine:
+        yield engine
+
+
+@pytest.mark.parametrize("own_graph", [False, True])
+def test_the_floor_of_drafts_counts_the_experts_of_all_lanes(own_graph: bool) -> None:
+    work, options = tiny_work(live=2, new_tokens=12, runs=1), CPU | {"max_batch": 2}
+    mode = MTP(k=3, own_graph=own_graph)
+    plain, drafting = measure_sweep(
+        sweep(mode=mode, lengths=(0, 3), forced=()), work, options, open_experts
+    )
+    assert 2 <= plain["experts_read"] < drafting["experts_read"] <= 8
+    # Three runs: one of all lanes, and two of a lane a row, of which each takes two experts.
+    assert 2 + 2 * 2 <= drafting["drafter_experts_read"] <= 8 + 2 * 4
+    assert plain["drafter_experts_read"] == 0
+    model = Subject.of_shape("tiny-moe").model
+    expert, context = 3 * 32 * 64 * 4, work.prompt_tokens + work.new_tokens / 2
+    module = allocate_mtp_weights(random_module(model), device="meta", dtype=torch.float32)
+    kv = 2 * context * 2 * 2 * 64 * 4
+    runs = 3 * (module.nbytes - 8 * expert + 256 * 64 * 4 + kv)
+    for entry, drafts in ((plain, 0), (drafting, runs)):
+        read = step_bytes(
+            model, context=context, rows=2, dtype=torch.float32, experts=entry["experts_read"]
+        )
+        drafts += entry["drafter_experts_read"] * expert
+        assert entry["step_bytes"] == pytest.approx(read + drafts, abs=2)
+
+
+def test_drafts_of_no_weights_read_what_the_step_reads(entries: list[dict[str, Any]]) -> None:
+    plain, one, *_ = entries
+    assert plain["experts_read"] is plain["drafter_experts_read"] is None
+    model = Subject.of_shape("tiny").model
+    context = WORK.prompt_tokens + WORK.new_tokens / 2
+    read = step_bytes(model, context=context, rows=1, dtype=torch.float32)
+    assert plain["step_bytes"] == read < one["step_bytes"]
+    (found,) = measure_sweep(sweep(mode=NGram(k=2), forced=()), WORK, CPU, open_tiny)
+    assert found["step_bytes"] == read
 
 
 def test_an_engine_may_have_more_slots_than_live_rows() -> None:
