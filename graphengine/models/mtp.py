@@ -198,6 +198,11 @@ class MtpConfig:
                 f"draft modules (MTP) of a {target.architecture} with windows of "
                 f"{max(target.windows)} tokens are not supported: a module has none"
             )
+        if target.post_norms:
+            raise ValueError(
+                f"draft modules (MTP) of a {target.architecture} are not supported: norms follow "
+                f"its blocks, and no module's"
+            )
         if expert_modules is None:
             expert_modules = () if target.experts is None else tuple(range(len(prefixes)))
         layer = replace(target, num_layers=1, expert_layers=expert_modules)

@@ -288,7 +288,7 @@ def _cell(
     experts = experts_read(engine, work)
     weights = weight_bytes(model, engine.memory.dtype, experts=experts)
     tokens = work.live * (work.prompt_tokens + work.new_tokens / 2)
-    kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
+    kv = kv_bytes(model, rows=work.live, tokens=tokens, itemsize=engine.cache.element_size())
     found: dict[str, Any] = rounded(
         {
             "live": work.live,

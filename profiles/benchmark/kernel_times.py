@@ -25,6 +25,7 @@ from graphengine.profiles.benchmark.shapes import (
     LinearRead,
     attention_layers,
     kv_bytes,
+    layer_windows,
     linear_reads,
 )
 from graphengine.program.graph_key import GraphKey
@@ -91,13 +92,16 @@ def kernel_times(
     model = engine.model.config
     # One replay warms up; each replay makes each row one token longer.
     tokens = decoding.tokens + work.live * (1 + (REPLAYS - 1) / 2)
-    kv = kv_bytes(model, tokens=tokens, itemsize=engine.cache.element_size())
+    itemsize = engine.cache.element_size()
+    kv = kv_bytes(model, rows=work.live, tokens=tokens, itemsize=itemsize)
+    # Where layers differ in their windows, an average tells nothing of any of them.
+    alike = len({*layer_windows(model)}) == 1
     return summarise(
         events,
         REPLAYS,
         linear_reads(model, engine.memory.dtype),
         layer_kv_bytes=round(kv / attention_layers(model)),
-        attention_layers=attention_layers(model),
+        attention_layers=attention_layers(model) if alike else 0,
     )
 
 

@@ -96,6 +96,20 @@ def _deepseek_v2(**sizes: Any) -> dict[str, Any]:
     return {"architectures": ["DeepseekV2ForCausalLM"], **fixed, **sizes}
 
 
+def _gemma3(**sizes: Any) -> dict[str, Any]:
+    """The language model alone, as `text_config` of the published files has it."""
+    fixed = {
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 6,
+    }
+    return {"architectures": ["Gemma3ForCausalLM"]} | fixed | sizes
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-1b": _llama(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -127,6 +141,17 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408,
         vocab_size=102400,
+    ),
+    "gemma-3-4b": _gemma3(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, vocab_size=262208, query_pre_attn_scalar=256,
+        sliding_window=1024, max_position_embeddings=131072,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "tiny-gemma": _gemma3(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=256, query_pre_attn_scalar=64,
+        sliding_window=20, sliding_window_pattern=2, max_position_embeddings=512,
     ),
     "tiny-moe": _qwen3_moe(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -297,10 +322,25 @@ def drafts_bytes(
     return round(runs * (weights + kv) + experts * expert) + length * lm_head
 
 
-def kv_bytes(model: ModelConfig, *, tokens: float, itemsize: int) -> int:
-    """Bytes of the KV of so many tokens, in all layers."""
-    entries = sum(math.prod(state.block_shape(1)) for state in _paged(model))
-    return round(tokens * entries * itemsize)
+def kv_bytes(model: ModelConfig, *, rows: int, tokens: float, itemsize: int) -> int:
+    """Bytes of the KV that a step reads in all layers, of rows that have so many tokens together.
+
+    A layer with a window reads no more than its window of a row; the rows are as long as each
+    other.
+    """
+    return round(
+        sum(
+            (min(tokens, rows * state.window) if state.window else tokens)
+            * math.prod(state.block_shape(1))
+            for state in _paged(model)
+        )
+        * itemsize
+    )
+
+
+def layer_windows(model: ModelConfig) -> list[int]:
+    """The window of each layer that keeps KV; 0: it has none."""
+    return [state.window for state in _paged(model)]
 
 
 def attention_layers(model: ModelConfig) -> int:
@@ -321,12 +361,14 @@ def step_bytes(
     kv_dtype: torch.dtype | None = None,
     experts: float | None = None,
 ) -> int:
-    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV.
+    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV, within
+    its window where a layer has one.
 
     `context` is the mean number of tokens that a row attends to. `kv_dtype` is that of the KV
     cache; None: `dtype`, the model's. `experts` is as of `weight_bytes`.
     """
-    kv = kv_bytes(model, tokens=rows * context, itemsize=(kv_dtype or dtype).itemsize)
+    itemsize = (kv_dtype or dtype).itemsize
+    kv = kv_bytes(model, rows=rows, tokens=rows * context, itemsize=itemsize)
     return weight_bytes(model, dtype, experts=experts) + kv
 
 

@@ -358,3 +358,56 @@ def test_templates_like_those_of_models_render_as_in_transformers(
             assert text == theirs
             # Two hundred turns: a hundredth of what a rendering may take for every four.
             assert ours._sandbox.steps < sandbox.MAX_STEPS // 2000 * (len(messages) + 10)
+
+
+# Turns as Gemma has them: a system message is the first user's beginning, content may be parts.
+TURNED = """\
+{{- bos_token }}
+{%- set first, rest = ("", messages) %}
+{%- if messages[0]["role"] == "system" %}
+    {%- set rest = messages[1:] %}
+    {%- set text = messages[0]["content"] %}
+    {%- set first = (text if text is string else text[0]["text"]) + "\n\n" %}
+{%- endif %}
+{%- for turn in rest %}
+    {%- if (turn["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("user and assistant must alternate") }}
+    {%- endif %}
+    {{- "<start_of_turn>" ~ ("model" if turn["role"] == "assistant" else turn["role"]) ~ "\n" }}
+    {{- first if loop.first else "" }}
+    {%- if turn["content"] is string %}
+        {{- turn["content"] | trim }}
+    {%- elif turn["content"] is iterable %}
+        {%- for part in turn["content"] %}
+            {{- "<start_of_image>" if part["type"] == "image" else part["text"] | trim }}
+        {%- endfor %}
+    {%- else %}
+        {{- raise_exception("no content") }}
+    {%- endif %}
+    {{- "<end_of_turn>\n" }}
+{%- endfor %}
+{{- "<start_of_turn>model\n" if add_generation_prompt }}
+"""
+
+
+def test_a_template_like_gemmas_renders_as_in_transformers() -> None:
+    ours, special = ChatTemplate(TURNED), {"bos_token": "<bos>"}
+    user = {"role": "user", "content": " Hi. "}
+    parts = {"role": "user", "content": [{"type": "text", "text": " So? "}, {"type": "image"}]}
+    model = {"role": "assistant", "content": " Well, \n"}
+    brief = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    conversations: list[list[dict[str, Any]]] = [
+        [user], [parts, model, user], [brief, user, model, parts],
+        [{"role": "system", "content": "Be brief."}, user],
+    ]  # fmt: skip
+    for messages in conversations:
+        for generation in (True, False):
+            (theirs,), _ = render_jinja_template(
+                [messages], chat_template=TURNED, add_generation_prompt=generation, **special
+            )
+            text = ours.render(messages, add_generation_prompt=generation, special_tokens=special)
+            assert text == theirs
+            assert text.startswith("<bos><start_of_turn>user\n")
+    for messages, message in (([user, user], "must alternate"), ([model], "must alternate")):
+        with pytest.raises(ValueError, match=message):
+            ours.render(messages, special_tokens=special)

@@ -46,6 +46,7 @@ from graphengine.profiles.benchmark.shapes import (
     fill_random,
     kv_bytes,
     layer_bytes,
+    layer_windows,
     linear_reads,
     model_shape,
     step_bytes,
@@ -277,6 +278,7 @@ def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> No
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-4b", 4_022_468_096),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("gemma-3-4b", 3_880_263_168),
     ],
 )
 def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
@@ -316,10 +318,25 @@ def test_step_bytes_are_the_weights_and_the_kv(tied: bool, architecture: str, bi
 def test_step_bytes_have_two_parts() -> None:
     """A layer of two heads of 64 has 256 entries of a token: keys and values."""
     model = Subject.of_shape("tiny").model
-    assert kv_bytes(model, tokens=10.5, itemsize=1) == round(10.5 * 2 * 256)
+    assert kv_bytes(model, rows=2, tokens=10.5, itemsize=1) == round(10.5 * 2 * 256)
     assert attention_layers(model) == 2
     whole = step_bytes(model, context=5.25, rows=2, dtype=torch.float16)
-    assert whole == weight_bytes(model, torch.float16) + kv_bytes(model, tokens=10.5, itemsize=2)
+    assert whole == weight_bytes(model, torch.float16) + kv_bytes(
+        model, rows=2, tokens=10.5, itemsize=2
+    )
+
+
+def test_step_bytes_count_a_window_where_a_layer_has_one() -> None:
+    """5 of 34 layers read all tokens of 2 rows, the others 1,024 of each."""
+    model = model_shape("gemma-3-4b")
+    assert [len({*layer_windows(model)}), layer_windows(model).count(0)] == [2, 5]
+    of_token = 2 * 4 * 256 * 2
+    options = {"rows": 2, "dtype": torch.bfloat16}
+    weights = weight_bytes(model, torch.bfloat16)
+    for context, seen in ((8192, 5 * 8192 + 29 * 1024), (1000, 34 * 1000)):
+        read = step_bytes(model, context=context, **options)  # type: ignore[arg-type]
+        assert read - weights == 2 * seen * of_token
+    assert layer_windows(model_shape("tiny")) == [0, 0]
 
 
 def test_step_bytes_count_the_experts_that_are_read() -> None:
