@@ -68,6 +68,7 @@ CONFIG = DecoderConfig(
     mlp_bias=True,
     qk_norm=True,
 )
+SANDWICHED = replace(CONFIG, post_norms=True, norms_plus_one=True, activation="gelu_tanh")
 INT8 = WeightFormat("int8", 1, 0)
 MODULES = MtpConfig.of_target(CONFIG, LAYOUTS[0], ("mtp.",))
 
@@ -129,11 +130,11 @@ def on_all_ranks(work: Callable[[int, Reduce], Result]) -> tuple[list[Result], i
         return [future.result() for future in futures], meeting.count
 
 
-def decoder(whole: bool = True, rank: int = 0) -> DecoderModel:
-    weights: ModelWeights = CONFIG.allocate(device="cpu", dtype=torch.float32)
+def decoder(whole: bool = True, rank: int = 0, config: DecoderConfig = CONFIG) -> DecoderModel:
+    weights: ModelWeights = config.allocate(device="cpu", dtype=torch.float32)
     fill(weights)
     if not whole:
-        parts = of_a_rank(CONFIG).allocate(device="cpu", dtype=torch.float32)
+        parts = of_a_rank(config).allocate(device="cpu", dtype=torch.float32)
         split(weights, parts, rank)
         weights = parts
     model = weights.open(max_seq_len=LENGTH)
@@ -224,10 +225,11 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
     return found
 
 
-def test_two_ranks_compute_what_one_does() -> None:
-    whole = run(decoder(), modules(), None)
+@pytest.mark.parametrize("config", [CONFIG, SANDWICHED], ids=["norms before", "norms around"])
+def test_two_ranks_compute_what_one_does(config: DecoderConfig) -> None:
+    whole = run(decoder(config=config), modules(), None)
     ranks, met = on_all_ranks(
-        lambda rank, reduce: run(decoder(False, rank), modules(False, rank), reduce)
+        lambda rank, reduce: run(decoder(False, rank, config), modules(False, rank), reduce)
     )
     for name, expected in whole.items():
         first, second = (found[name] for found in ranks)

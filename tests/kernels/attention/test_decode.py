@@ -62,6 +62,8 @@ class Problem:
     head_dim: int = 64
     block_size: int = 16
     normed: bool = True
+    plus_one: bool = False
+    """Norms are Gemma 3's, in float32."""
     dtype: torch.dtype = torch.float32
     split: int = SPLIT_TOKENS
     seed: int = 0
@@ -97,6 +99,7 @@ class Problem:
         shared: dict[str, Any] = {"num_heads": self.heads, "num_kv_heads": self.kv_heads}
         if self.normed:
             weights = (1 + 0.2 * self.draw(2, self.head_dim)).to(device)
+            weights = weights.float() if self.plus_one else weights
             shared |= {"q_norm_weight": weights[0].contiguous(), "eps": EPS}
             shared |= {"k_norm_weight": weights[1].contiguous()}
         return shared
@@ -273,6 +276,14 @@ def problems(draw: st.DrawFn) -> Problem:
         split=split,
         seed=draw(st.integers(0, 999)),
     )
+
+
+def test_norms_may_be_in_float32(
+    op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any]
+) -> None:
+    for split in KERNELS_SPLITS:
+        problem = Problem(lengths=(0, 70), kv_heads=2, head_dim=256, plus_one=True, split=split)
+        assert_equals_the_definition(op, op_dtypes, place_cache, problem)
 
 
 @SETTINGS

@@ -44,11 +44,13 @@ def attend_nothing(
     split: int = 256,
     max_seq_len: int = 4096,
     normed: bool = False,
+    norm_dtype: torch.dtype = BF16,
+    window: int = 0,
     kv_dtype: torch.dtype = BF16,
 ) -> None:
     lanes = rows * width
     counters = decode_attention_arrivals(lanes, num_heads=heads, num_kv_heads=kv_heads)
-    norm = new(head_dim) if normed else None
+    norm = new(head_dim, dtype=norm_dtype) if normed else None
     decode_attention(
         new(lanes, (heads + 2 * kv_heads) * head_dim),
         new(max_seq_len, head_dim // 2, dtype=torch.float32),
@@ -65,6 +67,7 @@ def attend_nothing(
         q_norm_weight=norm,
         k_norm_weight=norm,
         kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
+        window=window,
         split_tokens=split,
         tokens_per_row=width,
     )
@@ -116,11 +119,19 @@ def test_very_long_tables_put_more_splits_together_at_once() -> None:
         {},
         {"head_dim": 64, "width": 4, "rows": 2, "normed": True},
         {"head_dim": 256, "heads": 8, "kv_heads": 2},
+        {
+            "head_dim": 256,
+            "heads": 8,
+            "kv_heads": 4,
+            "window": 1024,
+            "normed": True,
+            "norm_dtype": torch.float32,
+        },
         {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
         {"kv_dtype": FP8_KV},
         {"kv_dtype": FP8_KV, "head_dim": 64, "width": 3, "rows": 2, "normed": True},
     ],
-    ids=["8b", "rows", "long heads", "padded heads", "fp8", "fp8 rows"],
+    ids=["8b", "rows", "long heads", "gemma", "padded heads", "fp8", "fp8 rows"],
 )
 def test_copies_begin_before_the_wait_and_products_are_of_16_rows(case: dict[str, Any]) -> None:
     launch = launch_of(**case)

@@ -257,7 +257,14 @@ def launch_of(name: str) -> Any:
         return record_launch(
             module,
             lambda: begin_model_draft(
-                ints(N), ints(R), lanes, *weights, stream(2 * R), limit=99, pdl=True
+                ints(N),
+                ints(R),
+                lanes,
+                *weights,
+                stream(2 * R),
+                limit=99,
+                embedding_scale=50.5,
+                pdl=True,
             ),
         )
     rows = DecodeLanes(ints(R), ints(R), ints(R))

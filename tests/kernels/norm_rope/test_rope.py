@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.core.dispatch import INTERPRETED
@@ -164,6 +164,8 @@ class Problem:
     head_dim: int = 64
     block_size: int = 8
     normed: bool = True
+    plus_one: bool = False
+    """Norms are Gemma 3's: 1 and a weight, in float32."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -177,7 +179,8 @@ class Problem:
     def norm_weights(self) -> dict[str, torch.Tensor]:
         if not self.normed:
             return {}
-        weights = 1 + 0.2 * self.draw(2, self.head_dim)
+        weights = 0.2 * self.draw(2, self.head_dim)
+        weights = 1 + (weights.float() if self.plus_one else weights)
         return {"q_norm_weight": weights[0].contiguous(), "k_norm_weight": weights[1].contiguous()}
 
 
@@ -261,6 +264,7 @@ def append(
 
 def transformers_append(problem: Problem) -> Appended:
     """The same by transformers' Qwen3 norm and rotation, in float64 after the norm."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -270,6 +274,9 @@ def transformers_append(problem: Problem) -> Appended:
         for name, weight in problem.norm_weights().items():
             norm = Qwen3RMSNorm(problem.head_dim, eps=EPS)
             norm.weight.data = weight
+            if problem.plus_one:
+                norm = Gemma3RMSNorm(problem.head_dim, eps=EPS)
+                norm.weight.data = weight - 1
             if name == "q_norm_weight":
                 q = norm(q).detach()
             else:
@@ -304,12 +311,14 @@ def problems(draw: st.DrawFn) -> Problem:
         head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         normed=draw(st.booleans()),
+        plus_one=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
 
 
 @SETTINGS
 @given(problem=problems())
+@example(problem=Problem(lengths=(3, 17), head_dim=256, plus_one=True))
 def test_equals_transformers(
     op: Op, op_dtypes: tuple[torch.dtype, ...], place_cache: Callable[..., Any], problem: Problem
 ) -> None:
