@@ -183,20 +183,24 @@ class MtpConfig:
         layout: MtpLayout,
         prefixes: tuple[str, ...],
         expert_modules: tuple[int, ...] | None = None,
+        *,
+        full_attention: bool = False,
     ) -> Self:
         """Modules with the target's kind of layer; ValueError where the target has no such kind.
 
         expert_modules  those that have experts; None: all, if the target has any
+        full_attention  whether the modules are known to have no window where target layers have one
         """
         if not isinstance(target, DecoderConfig):
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
                 f"not those of a decoder"
             )
-        if any(target.windows):
+        if any(target.windows) and not full_attention:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} with windows of "
-                f"{max(target.windows)} tokens are not supported: a module has none"
+                f"{max(target.windows)} tokens are not supported, unless mtp_layer_types says that "
+                f"they have full attention: a module has no window"
             )
         if target.post_norms:
             raise ValueError(
@@ -205,7 +209,9 @@ class MtpConfig:
             )
         if expert_modules is None:
             expert_modules = () if target.experts is None else tuple(range(len(prefixes)))
-        layer = replace(target, num_layers=1, expert_layers=expert_modules)
+        layer = replace(
+            target, num_layers=1, expert_layers=expert_modules, windows=(), local_rope=None
+        )
         return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)
 
     @property
@@ -281,7 +287,9 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     _check_settings(checkpoint, layout, len(prefixes))
     target = read_model_config(config)
     experts = _expert_modules(checkpoint, target, layout, prefixes)
-    mtp = MtpConfig.of_target(target, layout, prefixes, experts)
+    # `_check_settings` has refused other types.
+    full = read_keys(config, MTP_KEYS)["mtp_layer_types"] is not None
+    mtp = MtpConfig.of_target(target, layout, prefixes, experts, full_attention=full)
     quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if quantisation is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
@@ -485,7 +493,7 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
 
 
 def rope_of(target: Model) -> RopeTables:
-    """The target's tables, which its modules' layers share.
+    """The tables of the target's layers without a window, which its modules' layers share.
 
     `MtpConfig.of_target` has refused every target without them.
     """

@@ -73,6 +73,8 @@ def follow(engine: Engine, chains: Chains, request: Request, *, eagle: bool) -> 
         ("qwen3", "vanilla", 2),
         ("qwen3", "vanilla", 3),
         ("qwen3", "eagle", 3),
+        ("qwen3-windows", "vanilla", 2),
+        ("qwen3-windows", "eagle", 3),
         ("qwen3-moe", "vanilla", 2),
         ("qwen3-moe", "eagle", 3),
         ("deepseek-v3", "vanilla", 3),

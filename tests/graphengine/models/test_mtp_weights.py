@@ -322,6 +322,19 @@ def test_modules_of_a_target_with_windows_are_refused() -> None:
     assert MtpConfig.of_target(target, mtp.LAYOUTS[0], ("mtp.",)).layer.num_layers == 1
 
 
+def test_modules_with_full_attention_may_have_a_target_with_windows(tmp_path: Path) -> None:
+    """They have none, though every layer of the target has one."""
+
+    def windows(config: dict[str, Any], tensors: Tensors) -> None:
+        config |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+        config |= {"mtp_layer_types": ["full_attention"]}
+
+    config = read_mtp_config(edited(tmp_path, "qwen3", windows))
+    assert not any(config.layer.windows)
+    weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
+    assert weights.modules[0].layer.attention.block.window == 0
+
+
 # Plans.
 
 

@@ -59,6 +59,11 @@ def _target(kind: str, modules: int) -> PreTrainedModel:
             return LlamaForCausalLM(LlamaConfig(**sizes))
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**sizes, **full))
+        case "qwen3-windows":
+            # The window is shorter than a block.
+            layers = ["sliding_attention", "full_attention"]
+            windows = {"use_sliding_window": True, "sliding_window": 5, "layer_types": layers}
+            return Qwen3ForCausalLM(Qwen3Config(**sizes, **full, **windows))
         case "qwen3-moe":
             config = Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=5)
             return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
