@@ -190,11 +190,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "prefill_buckets": list(memory.prefill_ladder.sizes),
         "block_size": memory.block_size,
         "kv_blocks": memory.kv_blocks,
-        **(
-            {"ring_blocks": {ring.window: ring.blocks for ring in memory.rings}}
-            if memory.rings
-            else {}
-        ),
+        "rings": [[ring.window, ring.blocks] for ring in memory.rings],
         "lookahead": config.lookahead,
         "wait": config.wait,
         "collect_while_waiting": config.collect_while_waiting,

@@ -444,6 +444,7 @@ def test_info_prints_json(cli: Cli) -> None:
     (cache,) = (line for line in document["budget"] if line["name"].startswith("KV cache"))
     # 12 blocks of 16 tokens, and the dummy.
     assert document["kv_tokens"] == 2 * 96 and document["kv_requests"] == 2
+    assert document["kv_ring_bytes_per_slot"] == 0
     assert document["kv_bytes_per_1000_tokens"] == 1000 * cache["bytes"] // (13 * 16)
     short = ("info", "--json", "--kv-dtype", "fp8")
     document = json.loads(cli(*short)[1])

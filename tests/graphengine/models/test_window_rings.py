@@ -114,6 +114,7 @@ def test_tokens_are_those_of_transformers_far_beyond_the_ring(
         assert ring.layers == LAYERS[name] and ring.blocks <= 4 < engine.memory.table_blocks
         (held,) = engine.runtime.program.states.rings
         assert held.cache.shape[:2] == (2, 1 + 2 * ring.blocks)
+        assert engine.core.description["rings"] == [[ring.window, ring.blocks]]
         assert len(engine.cache) == (1 if name == SOME else 0)
         for prompt in oracle.prompts((3, 70)):
             seen = eager(engine)
