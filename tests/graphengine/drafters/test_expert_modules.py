@@ -139,3 +139,29 @@ def test_the_modules_latents_are_in_the_budget(chains: dict[str, Chains]) -> Non
         assert weights is not None
         lines = {line.name: line.bytes for line in engine.memory.budget.lines}
         assert lines["drafter's weights"] == weights.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_rewind_and_are_restored_with_the_modules_state(
+    chains: dict[str, Chains], device: str, kind: str
+) -> None:
+    """Each reply has the tokens of an engine without drafts, and drafts are taken in each."""
+    head, tail = prompts()[2], prompts()[1]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    replies: list[list[tuple[int, ...]]] = []
+    for mode in (None, MODES["eagle"], MODES["vanilla"]):
+        with open_engine(chains[kind], device, speculative=mode) as engine:
+            with engine.session() as session:
+                session.append(head)
+                first = session.generate(params)
+                session.rewind(7)
+                session.append(tail)
+                kept = session.snapshot()
+                second = session.generate(params)
+            with engine.restore_session(kept) as copy:
+                third = copy.generate(params)
+        found = [first, second, third]
+        replies.append(tokens_of(found))
+        assert mode is None or all(each.acceptance.accepted for each in found)
+        assert second.cached_tokens >= 40 and third.cached_tokens >= 40
+    assert replies[0] == replies[1] == replies[2]
