@@ -211,7 +211,12 @@ from graphengine.kernels.megatron.verify import (
     verify_speculative_tokens,
     verify_speculative_tokens_reference,
 )
-from graphengine.kernels.norm_rope.activation import Activation, swiglu, swiglu_reference
+from graphengine.kernels.norm_rope.activation import (
+    Activation,
+    ClampedSwiglu,
+    swiglu,
+    swiglu_reference,
+)
 from graphengine.kernels.norm_rope.embedding import embed, embed_reference
 from graphengine.kernels.norm_rope.norm import (
     add_rms_norm,
@@ -303,6 +308,7 @@ __all__ = [
     "Activation",
     "ActivationKind",
     "AnyWeight",
+    "ClampedSwiglu",
     "DecodeLanes",
     "DraftChain",
     "DraftTiles",

@@ -142,8 +142,8 @@ class Checkpoint:
 
         destinations  for each name the tensor, or all tensors, that receive it whole; they may be
                       views of fused parameters. Values are cast to the destination's dtype. One of
-                      four dimensions or more has its tensor's rows in several: so it may have them
-                      in another order.
+                      four dimensions or more may have its tensor's rows in several, and one of
+                      three or more its last dimension: so it may have them in another order.
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
@@ -345,13 +345,15 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape goes into a destination of the other, whose rows may have
-    several dimensions.
+    """Whether a tensor of one shape goes into a destination of the other, of which rows or the last
+    dimension may be several.
     """
-    rows = len(target) - len(stored) + 1
-    if len(target) < 4 or not stored or rows < 2:
+    more = len(target) - len(stored)
+    if more < 1 or len(stored) < 2 or len(target) < 3:
         return stored == target
-    return (math.prod(target[:rows]), *target[rows:]) == stored
+    if (*target[: -more - 1], math.prod(target[-more - 1 :])) == stored:
+        return True
+    return len(target) > 3 and (math.prod(target[: more + 1]), *target[more + 1 :]) == stored
 
 
 def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:

@@ -121,6 +121,17 @@ LATENT_KEYS = (
 )
 """The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
 
+GPT_OSS_KEYS = (
+    Key("num_experts", "integer", (1, 2**16), default=None, null=True),
+    Key("num_local_experts", "integer", (1, 2**16)),
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=4),
+    # The same by the name of older files.
+    Key("experts_per_token", "integer", (1, 2**16), default=None, null=True),
+    Key("swiglu_limit", "number", (1e-6, 1e6), default=7.0),
+    Key("swiglu_alpha", "number", (1e-6, 1e6), default=1.702),
+)
+"""The keys of `config.json` that are read of gpt-oss."""
+
 GEMMA_KEYS = (
     Key("hidden_activation", "text", default="gelu_pytorch_tanh"),
     Key("query_pre_attn_scalar", "number", (1e-6, 1e6), default=256.0),
@@ -234,6 +245,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "router_logit_softcapping": (0,),
     "clip_qkv": (),
     "swiglu_limit": (0,),
+    "swiglu_alpha": (),
+    "experts_per_token": (),
     "query_pre_attn_scalar": (),
     "attn_scale": (),
     "attention_multiplier": (),
@@ -294,7 +307,7 @@ _HARMLESS = """
 
     mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
 
-    _sliding_window_pattern
+    _sliding_window_pattern initial_context_length
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that change nothing here: of other programs, tokens, training, other tasks, generation and
@@ -353,7 +366,8 @@ def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
 
 def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
-    read = {key.name for key in (*KEYS, *MTP_KEYS, *EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS)}
+    of_families = (*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS)
+    read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS
     text = config.get("text_config")
     if isinstance(text, dict):

@@ -505,11 +505,13 @@ class ChunkAttention(Protocol):
         scale: float,
         kv_scales: Tensor | None = None,
         window: int = 0,
+        sinks: Tensor | None = None,
         out: Tensor,
     ) -> Tensor:
         """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`; an fp8 one has scales.
 
-        Each lane sees `window` tokens, its own among them; 0: all up to its own.
+        Each lane sees `window` tokens, its own among them; 0: all up to its own. `sinks`: float32
+        `[Q]`, one more score of each head.
         """
         ...
 

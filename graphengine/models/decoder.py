@@ -112,6 +112,8 @@ class DecoderConfig:
     """Of the gates of `mlp`."""
     query_scalar: float = 0.0
     """Attention's scores are divided by its root; 0: head_dim."""
+    sinks: bool = False
+    """Whether each head's attention has a learned score of no token."""
 
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees; 0: all."""
@@ -138,6 +140,7 @@ class DecoderConfig:
             qk_norm=self.qk_norm,
             half=self.rope.rotated < 1,
             scale_of=self.query_scalar,
+            sinks=self.sinks,
         )
 
     @property

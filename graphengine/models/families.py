@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphengine.models import deepseek, gemma3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from graphengine.models import (
+    deepseek,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import ModelConfig
 
@@ -14,6 +24,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Gemma3ForCausalLM": gemma3.read_config,
     "Gemma3ForConditionalGeneration": gemma3.read_config,
     "Glm4MoeForCausalLM": glm4_moe.read_config,
+    "GptOssForCausalLM": gpt_oss.read_config,
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "MistralForCausalLM": mistral.read_config,

@@ -13,6 +13,8 @@ take pairs one by one, with weights in registers; down is multiplied by the tens
 families. Experts that no live lane has chosen are not read.
 
 The weights of all experts are one dense tensor [E, M, K]; of a SwiGLU M is F gates, then F ups.
+Their biases, if there are any, are [E, M]: they are added before a SwiGLU and before an expert's
+weight.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, H hidden, F ffn width of an
 expert, K input features and M rows of an expert's weight, T groups of columns.
@@ -49,6 +51,7 @@ from graphengine.kernels.linear.residual import (
     add_to_residual_reference,
     check_squares,
 )
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
 # Of a plan: the least that the tensor cores take.
 _LEAST_ROWS = 16
@@ -65,6 +68,8 @@ def expert_swiglu(
     tile: LinearPlan | ProductTile,
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
+    bias_E2F: torch.Tensor | None = None,
+    clamped: ClampedSwiglu | None = None,
     grouping: Grouping | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -77,6 +82,8 @@ def expert_swiglu(
         slot_N: int32, -1 = padded lane.
         tile: how the weights are cut, of decode the plan of a linear.
         squares_TN, eps: as of `linear`; without them x is normalised.
+        bias_E2F: dense, in the weight's dtype, added after the division by rms.
+        clamped: in place of silu(gate) * up.
         grouping: of `routes`, in blocks as the tile has them; None: pair by pair, in decode.
         out: dense [P, F] in x's dtype.
         pdl: the launch before may still run; it does not write the weight.
@@ -91,6 +98,7 @@ def expert_swiglu(
     rows = _check_weight(weight_E2FH, x_NH, hidden)
     if rows % 2:
         raise ValueError(f"experts need as many gate rows as up rows, not {rows} rows in all")
+    _check_bias(bias_E2F, weight_E2FH)
     _check_routes(routes, slot_N, lanes)
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
@@ -104,10 +112,14 @@ def expert_swiglu(
             squares_TN=squares_TN,
             eps=eps,
             swiglu=True,
+            bias_EM=bias_E2F,
+            clamped=clamped,
             out=out,
         )
     if isinstance(tile, LinearPlan) and tile.family == "fma" and grouping is None:
-        _launch_fma_product(x_NH, weight_E2FH, slot_N, routes, tile, squares_TN, eps, out, pdl)
+        _launch_fma_product(
+            x_NH, weight_E2FH, bias_E2F, clamped, slot_N, routes, tile, squares_TN, eps, out, pdl
+        )
         return out
     _launch_product(
         x_NH,
@@ -119,6 +131,8 @@ def expert_swiglu(
         squares_TN=squares_TN,
         eps=eps,
         swiglu=True,
+        bias=bias_E2F,
+        clamped=clamped,
         out=out,
         pdl=pdl,
     )
@@ -135,6 +149,7 @@ def expert_residual(
     *,
     plan: LinearPlan,
     arrivals: torch.Tensor | None,
+    bias_EH: torch.Tensor | None = None,
     grouping: Grouping | None = None,
     pdl: bool = False,
 ) -> Residual:
@@ -149,6 +164,7 @@ def expert_residual(
         plan: of the family `dot`.
         arrivals: int32, at least `residual_arrivals(N, H)` zeros, which are zeros again afterwards.
             None: on a CPU alone.
+        bias_EH: dense, in the weight's dtype.
         grouping: in blocks of `DECODE_BLOCK`; None: pair by pair.
         The others as of `expert_swiglu`.
 
@@ -158,6 +174,7 @@ def expert_residual(
     """
     lanes, hidden = residual.x.shape
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
+    _check_bias(bias_EH, weight_EHF)
     check_vector("next_norm", next_norm_H, hidden, weight_EHF.dtype)
     for name, tensor, dtype in (
         ("x", residual.x, torch.float32),
@@ -171,7 +188,9 @@ def expert_residual(
     squares = residual.x.new_empty(-(-hidden // plan.block_m), lanes)
     residual = residual._replace(squares=squares)
     if not use_triton(a_PF):
-        y = expert_sum_reference(a_PF, weight_EHF, slot_N, routes, out_dtype=torch.float32)
+        y = expert_sum_reference(
+            a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=torch.float32
+        )
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
     tile, width = _tile(plan, grouping), a_PF.shape[1]
     tiles = triton.cdiv(hidden, tile.block_m)
@@ -183,6 +202,7 @@ def expert_residual(
     launcher(down_kernel, (count, tiles))(
         a_PF,
         weight_EHF,
+        bias_EH,
         slot_N,
         routes.expert,
         routes.weight,
@@ -221,6 +241,7 @@ def expert_sum(
     *,
     tile: ProductTile,
     grouping: Grouping,
+    bias_EH: torch.Tensor | None = None,
     products: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -238,12 +259,15 @@ def expert_sum(
     """
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
+    _check_bias(bias_EH, weight_EHF)
     out = _output(out, (lanes, hidden), a_PF.dtype, a_PF)
     if not use_triton(a_PF):
-        return expert_sum_reference(a_PF, weight_EHF, slot_N, routes, out_dtype=a_PF.dtype, out=out)
+        return expert_sum_reference(
+            a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=a_PF.dtype, out=out
+        )
     y = _output(products, (len(a_PF), hidden), a_PF.dtype, a_PF)
     tile = _tile(tile, grouping)
-    _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, out=y, pdl=pdl)
+    _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, bias=bias_EH, out=y, pdl=pdl)
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
     launcher(combine_kernel, grid)(
         y,
@@ -273,6 +297,8 @@ def _launch_product(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
+    bias: torch.Tensor | None = None,
+    clamped: ClampedSwiglu | None = None,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -284,6 +310,7 @@ def _launch_product(
         x,
         squares_TN,
         weight_EMK,
+        bias,
         slot_N,
         routes.expert,
         order,
@@ -298,6 +325,8 @@ def _launch_product(
         BLOCKS=0 if blocks is None else count,
         GROUPS=0 if squares_TN is None else len(squares_TN),
         SWIGLU=swiglu,
+        LIMIT=0.0 if clamped is None else clamped.limit,
+        SLOPE=0.0 if clamped is None else clamped.slope,
         L=tile.lanes,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
@@ -311,6 +340,8 @@ def _launch_product(
 def _launch_fma_product(
     x_NH: torch.Tensor,
     weight_E2FH: torch.Tensor,
+    bias_E2F: torch.Tensor | None,
+    clamped: ClampedSwiglu | None,
     slot_N: torch.Tensor,
     routes: Routes,
     plan: LinearPlan,
@@ -324,6 +355,7 @@ def _launch_fma_product(
         x_NH,
         squares_TN,
         weight_E2FH,
+        bias_E2F,
         slot_N,
         routes.expert,
         out,
@@ -334,6 +366,8 @@ def _launch_fma_product(
         K=K,
         TOP_K=routes.expert.shape[1],
         GROUPS=0 if squares_TN is None else len(squares_TN),
+        LIMIT=0.0 if clamped is None else clamped.limit,
+        SLOPE=0.0 if clamped is None else clamped.slope,
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
         OVERLAP=plan.overlap,
@@ -362,6 +396,17 @@ def _check_weight(weight_EMK: torch.Tensor, x: torch.Tensor, columns: int) -> in
             f"{weight_EMK.dtype}"
         )
     return shape[1]
+
+
+def _check_bias(bias_EM: torch.Tensor | None, weight_EMK: torch.Tensor) -> None:
+    if bias_EM is None:
+        return
+    shape, dtype = weight_EMK.shape[:2], weight_EMK.dtype
+    if bias_EM.shape != shape or bias_EM.dtype != dtype or not bias_EM.is_contiguous():
+        raise ValueError(
+            f"experts' biases must be a dense {dtype} {list(shape)}, not {bias_EM.dtype} "
+            f"{list(bias_EM.shape)}"
+        )
 
 
 def _check_routes(routes: Routes, slot_N: torch.Tensor, lanes: int) -> None:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
-from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.norm_rope.activation import gated
 
 
 class StreamArgs(NamedTuple):
@@ -36,6 +36,7 @@ def product_kernel(
     x_ptr,
     squares_ptr,
     weight_ptr,
+    bias_ptr,
     slot_ptr,
     expert_ptr,
     order_ptr,
@@ -50,6 +51,8 @@ def product_kernel(
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
     SWIGLU: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
     L: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -80,9 +83,11 @@ def product_kernel(
     if GROUPS > 0:
         total = _sum_of_rows(squares, L, squares.shape[1])
         y = y * (1.0 / tl.sqrt_rn(total / K + eps))[:, None]
+    if bias_ptr is not None:
+        y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, SWIGLU)[None, :]
     if SWIGLU:
         gate, up = tl.split(tl.reshape(y, (L, B, 2)))
-        y = silu(gate) * up
+        y = gated(gate, up, LIMIT, SLOPE)
     output = tile * B + tl.arange(0, B)
     stored = there[:, None] & (output < OUTPUTS)[None, :]
     out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
@@ -142,6 +147,7 @@ def _chain(
 def down_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     slot_ptr,
     expert_ptr,
     share_ptr,
@@ -176,6 +182,8 @@ def down_kernel(
     x_ptrs = x_ptr + pair.to(tl.int64) * K
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
     y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
+    if bias_ptr is not None:
+        y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, False)[None, :]
     output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (output < M)[None, :]
     y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
@@ -245,6 +253,7 @@ def fma_product_kernel(
     x_ptr,
     squares_ptr,
     weight_ptr,
+    bias_ptr,
     slot_ptr,
     expert_ptr,
     out_ptr,
@@ -255,6 +264,8 @@ def fma_product_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -269,7 +280,8 @@ def fma_product_kernel(
     lane = pair // TOP_K
     if tl.load(slot_ptr + lane) < 0:
         return
-    row_ptrs = _row_ptrs(weight_ptr, tl.load(expert_ptr + pair), tile, M, K, BLOCK_M, True)
+    expert = tl.load(expert_ptr + pair)
+    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, True)
     weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
     squares = load_squares(
         squares_ptr, tl.full((1,), lane, tl.int32), tl.full((1,), 1, tl.int1), lanes, GROUPS, 1
@@ -277,10 +289,13 @@ def fma_product_kernel(
     y = tl.sum(multiply_rows(weights, x_ptr + lane.to(tl.int64) * x_stride, K, BLOCK_M, BLOCK_K), 1)
     if GROUPS > 0:
         y = y * (1.0 / tl.sqrt_rn(tl.sum(squares) / K + eps))
+    if bias_ptr is not None:
+        y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, True)
     gate, up = tl.split(tl.reshape(y, (B, 2)))
     output = tile * B + tl.arange(0, B)
     out_ptrs = out_ptr + pair.to(tl.int64) * OUTPUTS + output
-    tl.store(out_ptrs, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
+    y = gated(gate, up, LIMIT, SLOPE)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
 
 
 @triton.jit
@@ -393,12 +408,25 @@ def _row_ptrs(
     As in `linear_triton.py` rows past the end repeat the last, and of a SwiGLU gate and up rows
     alternate.
     """
+    row = _rows(tile, M, BLOCK_M, SWIGLU)
+    return weight_ptr + (expert.to(tl.int64) * M + row) * K
+
+
+@triton.jit
+def _biases(bias_ptr, expert, tile, M: tl.constexpr, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr):
+    """Of the same rows, in float32."""
+    row = _rows(tile, M, BLOCK_M, SWIGLU)
+    return tl.load(bias_ptr + expert.to(tl.int64) * M + row).to(tl.float32)
+
+
+@triton.jit
+def _rows(tile, M: tl.constexpr, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr):
     row = tl.arange(0, BLOCK_M)
     if SWIGLU:
         row = tl.minimum(tile * (BLOCK_M // 2) + row // 2, M // 2 - 1) + row % 2 * (M // 2)
     else:
         row = tl.minimum(tile * BLOCK_M + row, M - 1)
-    return weight_ptr + (expert.to(tl.int64) * M + row) * K
+    return row
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from graphengine.kernels.core.lanes import live_lanes
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.reference import REFERENCE_ROWS, matmul_group, sum_in_order
-from graphengine.kernels.norm_rope.activation import silu_reference
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu, gated_reference
 
 
 def expert_product_reference(
@@ -23,6 +23,8 @@ def expert_product_reference(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
+    bias_EM: torch.Tensor | None = None,
+    clamped: ClampedSwiglu | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """The product of each live pair with its expert's weight, into rows of `out` [P, M or F].
@@ -41,9 +43,11 @@ def expert_product_reference(
             if squares_TN is not None:
                 mean = sum_in_order(squares_TN[:, lane]) / x.shape[1]
                 y = y * torch.rsqrt(mean + eps)[:, None]
+            if bias_EM is not None:
+                y = y + bias_EM[expert].float()
             if swiglu:
                 gate, up = y.chunk(2, dim=1)
-                y = silu_reference(gate) * up
+                y = gated_reference(gate, up, clamped)
             out[part] = y.to(out.dtype)
     return out
 
@@ -55,13 +59,14 @@ def expert_sum_reference(
     routes: Routes,
     *,
     out_dtype: torch.dtype,
+    bias_EH: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each live lane's experts by rank, [N, H]; other lanes hold anything."""
     lanes, top_k = routes.expert.shape
     hidden = weight_EHF.shape[1]
     y = torch.empty((lanes * top_k, hidden), dtype=out_dtype, device=a_PF.device)
-    expert_product_reference(a_PF, weight_EHF, slot_N, routes, out=y)
+    expert_product_reference(a_PF, weight_EHF, slot_N, routes, bias_EM=bias_EH, out=y)
     live = live_lanes(slot_N)
     if out is None:
         out = torch.empty((lanes, hidden), dtype=out_dtype, device=a_PF.device)

@@ -46,6 +46,7 @@ def route_product(
     arrivals: torch.Tensor | None,
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
+    bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
     given_Nk: torch.Tensor | None = None,
     expert_Nk: torch.Tensor | None = None,
@@ -58,7 +59,8 @@ def route_product(
             them; a dense weight.
         arrivals: int32, at least N zeros, which are zeros again afterwards. None: on a CPU alone.
         squares_TN, eps: as of `linear`; without them x is normalised.
-        pdl: the launch before may still run; it writes neither the weight nor the correction.
+        bias_E: of the product, in the weight's dtype.
+        pdl: the launch before may still run; it writes neither weight nor bias nor correction.
         The others as of `route`.
 
     Returns:
@@ -74,11 +76,19 @@ def route_product(
         raise ValueError(f"a router's weight in {gate_EH.dtype}, and inputs in {x_NH.dtype}")
     experts = len(gate_EH)
     routes = check_route(lanes, experts, slot_N, router, correction_E, given_Nk, expert_Nk)
+    if bias_E is not None:
+        check_vector("bias", bias_E, experts, gate_EH.dtype)
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
     if not use_triton(x_NH):
         logits = linear_reference(
-            x_NH, gate_EH, slot_N, squares_TN=squares_TN, eps=eps, out_dtype=torch.float32
+            x_NH,
+            gate_EH,
+            slot_N,
+            squares_TN=squares_TN,
+            eps=eps,
+            bias=bias_E,
+            out_dtype=torch.float32,
         )
         return route_reference(
             logits, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
@@ -93,6 +103,7 @@ def route_product(
         x_NH,
         squares_TN,
         gate_EH,
+        bias_E,
         correction_E,
         slot_N,
         torch.empty((lanes, experts), dtype=torch.float32, device=x_NH.device),
@@ -129,6 +140,7 @@ def _route_product_kernel(
     x_ptr,
     squares_ptr,
     gate_ptr,
+    bias_ptr,
     correction_ptr,
     slot_ptr,
     logits_ptr,
@@ -181,6 +193,8 @@ def _route_product_kernel(
     y = tl.sum(multiply_rows(weights, x_ptr + lane * x_stride, K, ROWS, BLOCK_K), axis=1)
     if GROUPS_OF_SQUARES > 0:
         y = y * (1.0 / tl.sqrt_rn(tl.sum(squares) / K + eps))
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + tl.minimum(row, E - 1)).to(tl.float32)
     row_ptr = logits_ptr + lane * E
     tl.store(row_ptr + row, y, mask=row < E)
     tl.debug_barrier()

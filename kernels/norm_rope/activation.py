@@ -7,6 +7,7 @@ Letters: N lanes, F ffn width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,22 @@ _BLOCK_F = 1024
 
 Activation = Literal["silu", "gelu_tanh"]
 """What a gate goes through: x * sigmoid(x), or gelu(x) with its tanh approximation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedSwiglu:
+    """gate * sigmoid(slope * gate) * (up + 1) of clamped gates and ups, as gpt-oss has it.
+
+    limit  most of a gate, and of an up's magnitude
+    """
+
+    limit: float = 7.0
+    slope: float = 1.702
+
+    def __post_init__(self) -> None:
+        if not (self.limit > 0 and self.slope > 0):
+            raise ValueError(f"limit={self.limit} and slope={self.slope} must be positive")
+
 
 _SILU, _GELU_TANH = tl.constexpr(1), tl.constexpr(2)
 
@@ -123,6 +140,28 @@ def activated(x, ACTIVATION: tl.constexpr):
     return x / (1.0 + tl.exp(-inner))
 
 
+@triton.jit
+def gated(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """silu(gate) * up of float32, or with a LIMIT that of a `ClampedSwiglu`. NaN stays NaN."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
+    else:
+        return silu(gate) * up
+
+
+def gated_reference(
+    gate: torch.Tensor, up: torch.Tensor, clamped: ClampedSwiglu | None
+) -> torch.Tensor:
+    """`gated` in plain PyTorch."""
+    if clamped is None:
+        return silu_reference(gate) * up
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return gate / _one_and_exp(clamped.slope * gate) * (up + 1.0)
+
+
 def swiglu_reference(
     gate_up_N2F: torch.Tensor,
     slot_N: torch.Tensor,
@@ -153,8 +192,12 @@ def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor
     inner = x
     if gate_code(activation) == gate_code("gelu_tanh"):
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / _one_and_exp(inner)
+
+
+def _one_and_exp(x: torch.Tensor) -> torch.Tensor:
+    """1 + exp(-x)."""
     if x.is_cuda:
-        return x / (1.0 + torch.exp(-inner))
+        return 1.0 + torch.exp(-x)
     with np.errstate(over="ignore"):
-        exp = torch.from_numpy(np.exp(np.negative(inner.numpy(), order="C")))
-    return x / (1.0 + exp)
+        return 1.0 + torch.from_numpy(np.exp(np.negative(x.numpy(), order="C")))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphengine.kernels import (
     DECODE_BLOCK,
+    ClampedSwiglu,
     DecodeLanes,
     Residual,
     Router,
@@ -53,6 +54,10 @@ class Experts:
     ffn_size   of each expert
     shared     a SwiGLU of every token, whose output is added after that of the chosen experts
     corrected  whether experts are chosen by scores with a correction
+    bias       whether the router's product and those of the experts have biases
+    clamped    the experts' in place of silu(gate) * up
+    stacked    whether a checkpoint has all experts of a layer in one tensor, as gpt-oss's has them:
+               [E, H, 2F], a gate and its up side by side, and [E, F, H]
     """
 
     hidden_size: int
@@ -62,6 +67,9 @@ class Experts:
     norm_eps: float
     shared: Swiglu | None = None
     corrected: bool = False
+    bias: bool = False
+    clamped: ClampedSwiglu | None = None
+    stacked: bool = False
 
     @property
     def linears(self) -> Linears:
@@ -96,7 +104,8 @@ class Experts:
     @property
     def expert_parameters(self) -> int:
         """Values of the weights of one expert."""
-        return 3 * self.ffn_size * self.hidden_size
+        biases = 2 * self.ffn_size + self.hidden_size if self.bias else 0
+        return 3 * self.ffn_size * self.hidden_size + biases
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -126,6 +135,9 @@ class Experts:
             ),
             gate_up=new(self.experts, 2 * ffn, hidden),
             down=new(self.experts, hidden, ffn),
+            gate_bias=new(self.experts) if self.bias else None,
+            gate_up_bias=new(self.experts, 2 * ffn) if self.bias else None,
+            down_bias=new(self.experts, hidden) if self.bias else None,
         )
 
 
@@ -133,8 +145,10 @@ class Experts:
 class ExpertsWeights:
     """The block's weights: the router's `[E, H]`, and `[gate F | up F]` and down of each expert.
 
-    prefix      of the names in the checkpoint, those of Hugging Face's Qwen3-MoE and DeepSeek-V3
+    prefix      of the names in the checkpoint, those of Hugging Face's Qwen3-MoE and DeepSeek-V3,
+                or stacked those of gpt-oss
     correction  float32 `[E]`
+    gate_bias   of the router's product
     """
 
     block: Experts
@@ -144,6 +158,9 @@ class ExpertsWeights:
     down: Tensor
     correction: Tensor | None = None
     shared: SwigluWeights | None = None
+    gate_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
         """Those of the shared ones: neither the router nor, as yet, an expert is packed."""
@@ -151,6 +168,8 @@ class ExpertsWeights:
 
     def stored(self) -> dict[str, Weight]:
         """Every tensor, by its name."""
+        if self.block.stacked:
+            return self._stacked()
         names = {f"{self.prefix}gate.weight": Weight(self.gate)}
         for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
@@ -164,9 +183,31 @@ class ExpertsWeights:
             names |= self.shared.stored()
         return names
 
+    def _stacked(self) -> dict[str, Weight]:
+        assert self.correction is None and self.shared is None
+        experts, _, hidden = self.gate_up.shape
+        pairs = self.gate_up.view(experts, 2, -1, hidden)
+        names = {
+            "router.weight": Weight(self.gate),
+            # As the tensors of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
+            "experts.gate_up_proj": Weight(pairs.permute(0, 3, 2, 1)),
+            "experts.down_proj": Weight(self.down.transpose(1, 2)),
+        }
+        if self.gate_bias is not None:
+            assert self.gate_up_bias is not None and self.down_bias is not None
+            names |= {
+                "router.bias": Weight(self.gate_bias),
+                "experts.gate_up_proj_bias": Weight(
+                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2)
+                ),
+                "experts.down_proj_bias": Weight(self.down_bias),
+            }
+        return {self.prefix + name: weight for name, weight in names.items()}
+
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        routed = tensors_of(self.gate, self.gate_up, self.down, self.correction)
+        biases = (self.gate_bias, self.gate_up_bias, self.down_bias)
+        routed = tensors_of(self.gate, self.gate_up, self.down, self.correction, *biases)
         return routed + ([] if self.shared is None else self.shared.tensors())
 
     def prefill_width(self, lanes: int) -> int:
@@ -194,6 +235,7 @@ class ExpertsWeights:
             arrivals=launch.arrivals,
             squares_TN=residual.squares,
             eps=block.norm_eps,
+            bias_E=self.gate_bias,
             correction_E=self.correction,
             given_Nk=given,
             expert_Nk=kept,
@@ -216,6 +258,8 @@ class ExpertsWeights:
             tile=gate_up_plan,
             squares_TN=residual.squares,
             eps=block.norm_eps,
+            bias_E2F=self.gate_up_bias,
+            clamped=block.clamped,
             grouping=grouping,
             pdl=launch.pdl,
         )
@@ -228,6 +272,7 @@ class ExpertsWeights:
             next_norm,
             plan=launch.plan("expert_down", self.down),
             arrivals=launch.arrivals,
+            bias_EH=self.down_bias,
             grouping=grouping,
             pdl=launch.pdl,
         )
@@ -248,6 +293,8 @@ class ExpertsWeights:
         lanes, hidden = h.shape
         tile = chunk_tile(lanes, top_k, experts, hidden, h.dtype)
         logits = _router_logits(h, self.gate)
+        if self.gate_bias is not None:
+            logits += self.gate_bias
         given, kept = layer_ids(scratch.launch.routes)
         routes = route(
             logits,
@@ -268,6 +315,8 @@ class ExpertsWeights:
             slot,
             routes,
             tile=tile,
+            bias_E2F=self.gate_up_bias,
+            clamped=block.clamped,
             grouping=grouping,
             out=scratch.take(top_k * ffn).view(-1, ffn),
             pdl=pdl,
@@ -279,6 +328,7 @@ class ExpertsWeights:
             routes,
             tile=tile,
             grouping=grouping,
+            bias_EH=self.down_bias,
             products=scratch.take(top_k * hidden, after=top_k * ffn).view(-1, hidden),
             out=h,
             pdl=pdl,

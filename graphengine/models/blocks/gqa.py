@@ -83,6 +83,7 @@ class GroupedQueryAttention:
     window    tokens that a query sees, its own among them; 0: all up to its own
     half      whether RoPE turns the first half of a head alone; `RopeConfig.rotated` is then 0.5
     scale_of  scores are divided by its root; 0: head_dim
+    sinks     whether each head has a learned score of no token
     """
 
     hidden_size: int
@@ -96,6 +97,7 @@ class GroupedQueryAttention:
     window: int = 0
     half: bool = False
     scale_of: float = 0.0
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -185,6 +187,7 @@ class GroupedQueryAttention:
             kv_scales=torch.ones((2, self.num_kv_heads), device=device),
             output=weight("output", hidden, self.q_size),
             output_bias=new(self.output_bias, hidden),
+            sinks=torch.empty(self.num_heads, device=device) if self.sinks else None,
         )
 
 
@@ -198,6 +201,7 @@ class AttentionWeights:
 
     prefix     of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until somebody sets them
+    sinks      float32 `[Q]`
     """
 
     block: GroupedQueryAttention
@@ -209,6 +213,7 @@ class AttentionWeights:
     kv_scales: Tensor
     output: AnyWeight
     output_bias: Tensor | None
+    sinks: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
@@ -255,11 +260,13 @@ class AttentionWeights:
         ):
             if whole is not None:
                 names[prefix + name] = Weight(whole)
+        if self.sinks is not None:
+            names[f"{prefix}sinks"] = Weight(self.sinks, 0)
         return names
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        biases = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias)
+        biases = (self.qkv_bias, self.q_norm, self.k_norm, self.output_bias, self.sinks)
         return tensors_of(self.qkv, self.output, *biases)
 
     def with_norms_plus_one(self) -> AttentionWeights:
@@ -316,6 +323,7 @@ class AttentionWeights:
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
             window=block.window,
+            sinks=self.sinks,
             split_tokens=launch.split_tokens,
             tokens_per_row=launch.tokens_per_row,
         )
@@ -373,6 +381,7 @@ class AttentionWeights:
             scale=block.scale,
             kv_scales=self._scales_of(kv),
             window=block.window,
+            sinks=self.sinks,
             out=attended,
         )
 

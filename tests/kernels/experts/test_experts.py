@@ -31,6 +31,7 @@ from graphengine.kernels.experts.reference import expert_product_reference, expe
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import launches_handed_to
 from launches.emulation import run_launch
 
@@ -56,6 +57,9 @@ class Case:
     down: torch.Tensor
     stream: torch.Tensor
     next_norm: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    clamped: ClampedSwiglu | None = None
 
     @property
     def experts(self) -> int:
@@ -81,7 +85,19 @@ class Case:
 
 
 def make_case(
-    lanes, hidden, ffn, experts, top_k, dtype, device, *, padded=(), used=None, groups=3, seed=0
+    lanes,
+    hidden,
+    ffn,
+    experts,
+    top_k,
+    dtype,
+    device,
+    *,
+    padded=(),
+    used=None,
+    groups=3,
+    seed=0,
+    biased=False,
 ):
     """Random operands; lanes choose among the first `used` experts, the others are NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,6 +116,16 @@ def make_case(
     x[list(padded)], expert[list(padded)], weight[list(padded)] = NAN, 2**31 - 1, NAN
     idle = sorted(set(range(experts)) - set(expert[slot >= 0].flatten().tolist()))
     gate_up[idle], down[idle] = NAN, NAN
+    biases = {}
+    if biased:
+        gate_up_bias, down_bias = random(experts, 2 * ffn), random(experts, hidden)
+        gate_up_bias[idle], down_bias[idle] = NAN, NAN
+        biases = {
+            "gate_up_bias": gate_up_bias.to(device, dtype),
+            "down_bias": down_bias.to(device, dtype),
+            # Many gates and ups are past it.
+            "clamped": ClampedSwiglu(limit=0.75),
+        }
     sums = (torch.rand(groups, lanes, generator=generator) + 0.5) * hidden / groups
     return Case(
         x=x.to(device, dtype),
@@ -110,6 +136,7 @@ def make_case(
         down=(down / ffn**0.5).to(device, dtype),
         stream=random(lanes, hidden).to(device),
         next_norm=random(hidden).to(device, dtype),
+        **biases,
     )
 
 
@@ -126,6 +153,8 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
         tile=gate_up_plan,
         squares_TN=case.squares,
         eps=EPS,
+        bias_E2F=case.gate_up_bias,
+        clamped=case.clamped,
         grouping=grouping,
         out=out,
     )
@@ -143,6 +172,7 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
         case.next_norm,
         plan=down_plan,
         arrivals=arrivals,
+        bias_EH=case.down_bias,
         grouping=grouping,
     )
     assert not arrivals.any(), "the next launch finds zeros"
@@ -160,9 +190,13 @@ def decode_reference(case, a, groups):
         squares_TN=case.squares,
         eps=EPS,
         swiglu=True,
+        bias_EM=case.gate_up_bias,
+        clamped=case.clamped,
         out=torch.full_like(a, SENTINEL),
     )
-    y = expert_sum_reference(a, case.down, case.slot, case.routes, out_dtype=torch.float32)
+    y = expert_sum_reference(
+        a, case.down, case.slot, case.routes, bias_EH=case.down_bias, out_dtype=torch.float32
+    )
     stream = Residual(
         case.stream.clone(),
         torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype),
@@ -182,11 +216,13 @@ def decode_reference(case, a, groups):
     top_k=st.integers(1, 4),
     dtype=st.integers(0, 2),
     groups=st.sampled_from([1, 3, 130]),
+    biased=st.booleans(),
     data=st.data(),
 )
 @example(
     # All to one expert, more than a block of them.
     form="grouped", lanes=19, hidden=33, ffn=20, experts=4, top_k=1, dtype=0, groups=3, data=None,
+    biased=True,
 )  # fmt: skip
 def test_decode_matches_reference(
     device,
@@ -200,6 +236,7 @@ def test_decode_matches_reference(
     top_k,
     dtype,
     groups,
+    biased,
     data,
 ):
     top_k = min(top_k, experts)
@@ -209,7 +246,17 @@ def test_decode_matches_reference(
         padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     dtype = dtypes[dtype % len(dtypes)]
     case = make_case(
-        lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, groups=groups
+        lanes,
+        hidden,
+        ffn,
+        experts,
+        top_k,
+        dtype,
+        device,
+        padded=padded,
+        used=used,
+        groups=groups,
+        biased=biased,
     )
     gate_up_plan = FMA if form == "fma" else SMALL
     a, x, scaled, squares = decode(case, grouped=form == "grouped", gate_up_plan=gate_up_plan)
@@ -244,7 +291,7 @@ def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes):
             "down_plan": expert_plan("residual", hidden, ffn, dtype, "fma"),
         }
         assert [plan.family for plan in plans.values()] == ["fma", "dot"]
-        case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40)
+        case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40, biased=True)
         a, *stream = decode(case, grouped=False, **plans)
         for order in ([0], [1], [1, 0]):
             # Alone, and after a padded lane.
@@ -268,7 +315,7 @@ def test_grouped_pairs_have_the_bits_of_single_ones(device, dtypes, shape):
             "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
         }
         lanes = 6 if INTERPRETED else 40
-        case = make_case(lanes, hidden, ffn, 6, 3, dtype, device, used=4, groups=5)
+        case = make_case(lanes, hidden, ffn, 6, 3, dtype, device, used=4, groups=5, biased=True)
         whole = decode(case, grouped=False, **plans)
         assert_same(decode(case, grouped=True, **plans), whole, not INTERPRETED)
         generator = torch.Generator().manual_seed(1)
@@ -302,7 +349,9 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     assert_products_close, dtype, hidden, ffn, experts, top_k, late
 ):
     """Their code for sm_90 is run in numpy, where copies come as late or as early as they may."""
-    case = make_case(3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1)
+    case = make_case(
+        3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1, biased=late
+    )
     plans = {
         "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
         "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
@@ -334,16 +383,30 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     top_k=st.integers(1, 3),
     size=st.sampled_from([16, 32, 64, 128]),
     dtype=st.integers(0, 2),
+    biased=st.booleans(),
     data=st.data(),
 )
 def test_chunks_match_reference(
-    device, dtypes, assert_products_close, lanes, hidden, ffn, experts, top_k, size, dtype, data
+    device,
+    dtypes,
+    assert_products_close,
+    lanes,
+    hidden,
+    ffn,
+    experts,
+    top_k,
+    size,
+    dtype,
+    biased,
+    data,
 ):
     top_k = min(top_k, experts)
     used = data.draw(st.integers(top_k, experts))
     padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     dtype = dtypes[dtype % len(dtypes)]
-    case = make_case(lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used)
+    case = make_case(
+        lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, biased=biased
+    )
     assert_chunk_is_right(case, ProductTile(size, 32, 32, warps=4, stages=2), assert_products_close)
 
 
@@ -364,15 +427,26 @@ def assert_chunk_is_right(case, tile, assert_products_close):
     lanes, top_k = case.routes.expert.shape
     dtype, ffn = case.x.dtype, case.down.shape[2]
     grouping = case.grouping(tile.lanes)
-    a = expert_swiglu(case.x, case.gate_up, case.slot, case.routes, tile=tile, grouping=grouping)
-    y = expert_sum(a, case.down, case.slot, case.routes, tile=tile, grouping=grouping)
+    options = {"tile": tile, "grouping": grouping}
+    operands = (case.gate_up, case.slot, case.routes)
+    a = expert_swiglu(
+        case.x, *operands, bias_E2F=case.gate_up_bias, clamped=case.clamped, **options
+    )
+    y = expert_sum(a, case.down, case.slot, case.routes, bias_EH=case.down_bias, **options)
     live = case.slot >= 0
     by_lane = a.view(lanes, top_k, ffn)[live]
     expected = expert_product_reference(
-        case.x, case.gate_up, case.slot, case.routes, swiglu=True, out=torch.empty_like(a)
+        case.x,
+        *operands,
+        swiglu=True,
+        bias_EM=case.gate_up_bias,
+        clamped=case.clamped,
+        out=torch.empty_like(a),
     )
     assert_products_close(by_lane, expected.view(lanes, top_k, ffn)[live], dtype)
-    total = expert_sum_reference(a, case.down, case.slot, case.routes, out_dtype=dtype)
+    total = expert_sum_reference(
+        a, case.down, case.slot, case.routes, bias_EH=case.down_bias, out_dtype=dtype
+    )
     assert_products_close(y[live], total[live], dtype)
 
 
@@ -394,16 +468,25 @@ def test_reference_bits_do_not_depend_on_company(threads):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-def test_reference_is_the_formula():
-    case = make_case(3, 24, 16, 5, 2, torch.float32, "cpu")
+@pytest.mark.parametrize("biased", [False, True])
+def test_reference_is_the_formula(biased):
+    case = make_case(3, 24, 16, 5, 2, torch.float32, "cpu", biased=biased)
     _, x, _, _ = decode(case, grouped=False)
     scale = torch.rsqrt(case.squares.sum(0) / 24 + EPS)
     for lane in range(3):
         expected = case.stream[lane].clone()
         for expert, weight in zip(*(each[lane].tolist() for each in case.routes), strict=True):
-            gate, up = (case.gate_up[expert] @ case.x[lane] * scale[lane]).chunk(2)
-            a = torch.nn.functional.silu(gate) * up
-            expected += weight * (case.down[expert] @ a)
+            y = case.gate_up[expert] @ case.x[lane] * scale[lane]
+            if biased:
+                gate, up = (y + case.gate_up_bias[expert]).chunk(2)
+                assert (gate > 0.75).any() and (up < -0.75).any() and (up > 0.75).any()
+                gate, up = gate.clamp(max=0.75), up.clamp(-0.75, 0.75)
+                a = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                expected += weight * (case.down[expert] @ a + case.down_bias[expert])
+            else:
+                gate, up = y.chunk(2)
+                a = torch.nn.functional.silu(gate) * up
+                expected += weight * (case.down[expert] @ a)
         torch.testing.assert_close(x[lane], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,190 @@
+"""gpt-oss against transformers: sinks, windows, biases, clamped SwiGLUs, stacked experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from graphengine import Engine, SamplingParams
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families import read_model_config
+from graphengine.models.stored import read_model
+from graphengine.speculative import NGram
+
+TOKENS = 64
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _gpt_oss(**options: Any) -> GptOssForCausalLM:
+    config = GptOssConfig(
+        max_position_embeddings=512, head_dim=64, rope_parameters=YARN, pad_token_id=0, **options
+    )
+    return GptOssForCausalLM._from_config(config, experts_implementation="eager")
+
+
+# Windows: in a block of 8 tokens, and longer than most prompts. Many gates and ups are clamped.
+MODELS: dict[str, Callable[[], GptOssForCausalLM]] = {
+    "short": lambda: _gpt_oss(
+        vocab_size=263, hidden_size=72, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=3,
+        sliding_window=5, swiglu_limit=0.5, eos_token_id=7,
+    ),
+    "long": lambda: _gpt_oss(
+        vocab_size=257, hidden_size=48, intermediate_size=33, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=50, layer_types=["full_attention", "sliding_attention"],
+        swiglu_alpha=1.3, tie_word_embeddings=True, eos_token_id=[2, 3],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def oracles(
+    tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Any]
+) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    written = {}
+    for name, make in MODELS.items():
+        written[name] = write_model(make, folder / name, len(name))
+    return written
+
+
+def greedy(max_tokens: int = TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def open_engine(oracle: Any, **options: Any) -> Engine:
+    options = {"max_batch": 4, "max_seq_len": 160, "dtype": "float32", "block_size": 8} | options
+    return Engine.from_pretrained(oracle.path, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens(
+    oracles: dict[str, Any],
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    name: str,
+) -> None:
+    oracle = oracles[name]
+    with open_engine(oracle, device=device, prefill_buckets=(16, 64), lookahead=0) as engine:
+        for prompt in oracle.prompts((1, 17, 75)):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy())
+            assert len(result.token_ids) == TOKENS
+            oracle.assert_greedy(result)
+            oracle.assert_logits(result, seen)
+
+
+def test_neighbours_chunks_drafts_and_pauses_change_no_token(
+    oracles: dict[str, Any], device: str
+) -> None:
+    oracle = oracles["short"]
+    prompts = oracle.prompts((9, 30, 41, 65))
+    # What n-grams find again.
+    prompts[1] = prompts[0] * 4
+    with open_engine(oracle, device=device, prefill_buckets=(64,)) as engine:
+        alone = [engine.generate(prompt, greedy(32)) for prompt in prompts]
+        together = engine.generate(prompts, greedy(32))
+    for result in alone:
+        oracle.assert_greedy(result)
+    expected = [result.token_ids for result in alone]
+    assert [result.token_ids for result in together] == expected
+    options: dict[str, Any] = {"prefill_buckets": (64,), "speculative": NGram(k=3)}
+    with open_engine(oracle, device=device, **options) as engine:
+        drafted = engine.generate(prompts, greedy(32))
+        assert sum(result.acceptance.accepted for result in drafted) > 0
+    assert [result.token_ids for result in drafted] == expected
+    options = {"kv_blocks": 20, "swap_blocks": 60, "prefill_buckets": (64,)}
+    with open_engine(oracle, device=device, **options) as engine:
+        paused = engine.generate(prompts, greedy(32))
+        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
+    assert [result.token_ids for result in paused] == expected
+    with open_engine(oracle, device=device, prefill_buckets=(8, 32)) as engine:
+        for result in engine.generate(prompts, greedy(32)):
+            oracle.assert_greedy(result)
+
+
+@torch.no_grad()
+def test_a_record_has_the_experts_of_transformers(oracles: dict[str, Any], device: str) -> None:
+    oracle = oracles["short"]
+    (prompt,) = oracle.prompts((20,))
+    with open_engine(oracle, device=device, record_routing=True) as engine:
+        result = engine.generate(prompt, greedy(12))
+    tokens = [*prompt, *result.token_ids][:-1]
+    output = oracle.model(torch.tensor([tokens]), output_router_logits=True)
+    assert result.routing is not None and len(result.routing) == len(tokens)
+    for layer, logits in enumerate(output.router_logits):
+        chosen = logits.view(len(tokens), -1).topk(3).indices.sort().values
+        recorded = torch.from_numpy(result.routing[:, layer].astype("int64")).sort().values
+        assert torch.equal(recorded, chosen), f"{layer=}"
+
+
+def read_config(changes: dict[str, Any]) -> DecoderConfig:
+    config = GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]} | changes
+    model = read_model_config(config)
+    assert isinstance(model, DecoderConfig)
+    return model
+
+
+def test_what_is_missing_is_transformers_default() -> None:
+    oracle = GptOssConfig()
+    told = read_config({})
+    bare = read_model_config({"architectures": ["GptOssForCausalLM"]})
+    assert bare == told and isinstance(bare, DecoderConfig) and bare.experts
+    window = oracle.sliding_window
+    assert bare.windows == tuple(
+        window if kind == "sliding_attention" else 0 for kind in oracle.layer_types
+    )
+    assert (bare.num_heads, bare.num_kv_heads) == (64, oracle.num_key_value_heads)
+    assert (bare.head_dim, bare.norm_eps) == (oracle.head_dim, oracle.rms_norm_eps)
+    assert bare.attention_bias == oracle.attention_bias and bare.sinks
+    assert bare.experts.experts == oracle.num_local_experts
+    assert bare.experts.router.top_k == oracle.num_experts_per_tok
+    clamped = bare.experts.clamped
+    assert clamped and clamped.limit == oracle.swiglu_limit
+    assert clamped.slope == oracle.swiglu_alpha
+    assert bare.rope.kind == "yarn" and not bare.rope.truncate
+    assert bare.rope.theta == oracle.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limit": 0.0}, "swiglu_limit=0.0: must be a finite number in"),
+        ({"swiglu_alpha": "1"}, "swiglu_alpha='1': must be a finite number"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu': supported"),
+        ({"num_local_experts": 600}, "num_local_experts=600: supported: at most 512"),
+        ({"num_experts": 5}, "num_experts=5: supported: as num_local_experts is"),
+        ({"num_experts_per_tok": 129}, "supported: at most num_local_experts=128"),
+        ({"experts_per_token": 3}, "experts_per_token=3: supported: null or 4"),
+        ({"sliding_window": None}, "sliding_window=None: supported: an integer"),
+        ({"use_sliding_window": False}, "use_sliding_window=False: supported: null or True"),
+    ],
+)
+def test_configs_that_are_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(changes)
+
+
+def test_parameters_and_tensors_nobody_reads(oracles: dict[str, Any], tmp_path: Path) -> None:
+    oracle = oracles["short"]
+    model = read_model(Checkpoint.open(oracle.path))
+    weights = model.allocate(device="meta", dtype=torch.float32)
+    assert weights.parameters == oracle.model.num_parameters()
+    for file in oracle.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((oracle.path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 4}))
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj has shape \[5, 72, 80\], not \["):
+        read_model(Checkpoint.open(tmp_path))
