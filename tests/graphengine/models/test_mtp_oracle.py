@@ -90,16 +90,18 @@ def test_drafts_and_caches_are_those_of_transformers(
     accept nothing, and steps that accept several drafts, or the one.
     """
     eagle = style == "eagle"
+    # What lies before every window need not be kept for others.
+    shares = kind != "qwen3-windows"
     chains = Chains(tmp_path, kind, 1 if eagle else k)
     prompt = torch.randint(VOCAB, (4 * BLOCK,), generator=torch.Generator().manual_seed(k))
     tokens: list[int] = prompt.tolist()
     options: dict[str, Any] = {"max_batch": 2, "max_seq_len": 96, "block_size": BLOCK,
                                "prefill_buckets": (4, 16), "lookahead": 0, "device": "cpu",
-                               "dtype": "float32", "prefix_caching": True}  # fmt: skip
+                               "dtype": "float32", "prefix_caching": shares}  # fmt: skip
     counts = set()
     with open_speculating(MTP(k, style=style), chains.path, **options) as engine:
         for asked in (tokens[:1], tokens[:29], [*tokens[:27], 3, 4]):
             request = engine.submit(asked, greedy(16, **ENDLESS))
             counts |= follow(engine, chains, request, eagle=eagle)
-        assert request.cached_tokens == 3 * BLOCK
+        assert request.cached_tokens == (3 * BLOCK if shares else 0)
     assert 1 in counts and max(counts) > min(k, 2), f"{counts}"
