@@ -349,7 +349,7 @@ def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
     dimension may be several.
     """
     more = len(target) - len(stored)
-    if more < 1 or len(stored) < 2 or len(target) < 3:
+    if more < 1 or not stored or len(target) < 3:
         return stored == target
     if (*target[: -more - 1], math.prod(target[-more - 1 :])) == stored:
         return True
