@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import read_model_config
-from graphengine.models.stored import read_model
+from graphengine.models.stored import destinations, load_weights, read_model
 from graphengine.speculative import NGram
 
 TOKENS = 64
@@ -188,3 +190,106 @@ def test_parameters_and_tensors_nobody_reads(oracles: dict[str, Any], tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 4}))
     with pytest.raises(ValueError, match=r"experts.gate_up_proj has shape \[5, 72, 80\], not \["):
         read_model(Checkpoint.open(tmp_path))
+
+
+CODES = ("gate_up_proj", "down_proj")
+
+
+def packed_checkpoint(source: Path, target: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint with random MXFP4 experts in place of its own; all that was written."""
+    generator = torch.Generator().manual_seed(4)
+    stored = Checkpoint.open(source)
+    tensors = {name: tensor.clone() for name, tensor in stored.mapped().items()}
+    for name in [name for name in tensors if name.endswith(CODES)]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        codes = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 126, shape, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    quantisation = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
+        ],
+    }  # fmt: skip
+    config = json.loads((source / "config.json").read_text())
+    target.mkdir()
+    told = config | {"quantization_config": quantisation} | changes
+    (target / "config.json").write_text(json.dumps(told))
+    save_file(tensors, target / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Any]) -> Any:
+    """Sizes of which MXFP4's blocks are parts."""
+
+    def make() -> GptOssForCausalLM:
+        return _gpt_oss(
+            vocab_size=251, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, num_local_experts=5,
+            num_experts_per_tok=2, sliding_window=9, eos_token_id=7,
+        )  # fmt: skip
+
+    return write_model(make, tmp_path_factory.mktemp("even") / "model", 3)
+
+
+def test_mxfp4_experts_are_those_that_transformers_dequantises(
+    even: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = packed_checkpoint(even.path, tmp_path / "packed")
+    ends = ("_blocks", "_scales")
+    plain = {name: each for name, each in tensors.items() if not name.endswith(ends)}
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        stem = name.removesuffix("_blocks")
+        plain[stem] = convert_moe_packed_tensors(
+            tensors[name].clone(), tensors[f"{stem}_scales"].clone(), dtype=torch.float32
+        ).contiguous()
+    (tmp_path / "plain").mkdir()
+    config = (even.path / "config.json").read_text()
+    (tmp_path / "plain" / "config.json").write_text(config)
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    oracle = type(even)(tmp_path / "plain")
+    (prompt,) = oracle.prompts((21,))
+    seen = []
+    for name in ("plain", "packed"):
+        with caplog.at_level("INFO"), open_engine(type(even)(tmp_path / name)) as engine:
+            seen.append(engine.generate(prompt, greedy(24)))
+    oracle.assert_greedy(seen[1])
+    assert seen[1].token_ids == seen[0].token_ids
+    assert caplog.text.count("experts in MXFP4 are read in the model's dtype") == 1
+    loaded = [read_weights(tmp_path / name) for name in ("plain", "packed")]
+    for one, other in zip(*loaded, strict=True):
+        assert torch.equal(one, other)
+
+
+def read_weights(path: Path) -> list[torch.Tensor]:
+    checkpoint = Checkpoint.open(path)
+    weights = read_model(checkpoint).allocate(device="cpu", dtype=torch.bfloat16)
+    load_weights(checkpoint, destinations(checkpoint, weights), weights.linears())
+    return weights.tensors()
+
+
+def test_mxfp4_experts_that_do_not_fit(even: Any, tmp_path: Path) -> None:
+    tensors = packed_checkpoint(even.path, tmp_path / "packed")
+    name = "model.layers.1.mlp.experts.down_proj"
+    for changed, message in (
+        ({f"{name}_scales": None}, f"lacks {name}_scales"),
+        ({f"{name}_blocks": None}, f"lacks {name}_blocks"),
+        (
+            {f"{name}_scales": tensors[f"{name}_scales"][:, :3].contiguous()},
+            rf"{name}_scales of torch.uint8 \[5, 3, 1\], not of torch.uint8 \[5, 64, 1\]",
+        ),
+        ({f"{name}_scales": torch.full((5, 64, 1), 255, dtype=torch.uint8)}, "255, which is no"),
+    ):
+        kept = {k: v for k, v in (tensors | changed).items() if v is not None}
+        save_file(kept, tmp_path / "packed" / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            read_weights(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "packed" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"config\.json says nothing of quantised weights"):
+        read_weights(tmp_path / "packed")
