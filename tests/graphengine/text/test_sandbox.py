@@ -325,6 +325,35 @@ HEADED = """\
 {{- messages | batch(7) | first | length ~ ([1.5, 2] | sum) ~ (([0.1] * 10) | sum) -}}
 """
 
+# Channels, dates and what a template refuses, as of gpt-oss.
+CHANNELS = """\
+{%- macro header(role, channel=none) -%}
+    {{- "<|start|>" + role }}{% if channel %}{{ "<|channel|>" + channel }}{% endif -%}
+    {{- "<|message|>" -}}
+{%- endmacro -%}
+{%- set ns = namespace(tool=none, has_tools=false) -%}
+{%- if tools %}{% set ns.has_tools = true %}{% endif -%}
+{{- header("system") + "Date: " + strftime_now("%%Y")[:2] + "\\n" -}}
+{{- "Reasoning: " + (reasoning_effort | default("medium")) -}}
+{{- "\\n# Tools" if ns.has_tools }}<|end|>
+{%- for message in messages -%}
+    {%- if message.role == "assistant" and "tool_calls" in message and message.tool_calls -%}
+        {%- if ns.tool is not none %}{{ raise_exception("two calls") }}{% endif -%}
+        {%- set call = message.tool_calls[0].function %}{% set ns.tool = call.name -%}
+        {{- header("assistant to=functions." + call.name, "commentary") -}}
+        {{- call.arguments | tojson + "<|call|>" -}}
+    {%- elif message.role == "tool" -%}
+        {%- if ns.tool is none %}{{ raise_exception("no call before a tool") }}{% endif -%}
+        {{- header("functions." + ns.tool + " to=assistant", "commentary") -}}
+        {{- message.content | tojson + "<|end|>" }}{% set ns.tool = none -%}
+    {%- else -%}
+        {{- header(message.role, "final" if message.role == "assistant") -}}
+        {{- message.content + ("<|return|>" if loop.last else "<|end|>") -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+
 CALL = {"function": {"name": "tool_1", "arguments": {"where": "a", "many": [1, 2.5], "n": None}}}
 TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "What is <|it|> & 'where'?\nSay so. größe 😀"},
@@ -334,7 +363,7 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("template", [TYPED, HEADED], ids=["typed", "headed"])
+@pytest.mark.parametrize("template", [TYPED, HEADED, CHANNELS], ids=["typed", "headed", "channels"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 def test_templates_like_those_of_models_render_as_in_transformers(
     template: str, tools: Any

@@ -14,6 +14,7 @@ from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_p
 from graphengine.kernels.experts.records import given_routes, publish_routes, route_items
 from graphengine.kernels.experts.router import Router, Routes, route
 from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_kernel,
@@ -31,7 +32,7 @@ experts = importlib.import_module("graphengine.kernels.experts.experts")
 class Operands:
     """Of Qwen3-30B-A3B in bfloat16, without memory; pairs in blocks of `size`, 0: not grouped."""
 
-    def __init__(self, lanes: int, size: int = 0) -> None:
+    def __init__(self, lanes: int, size: int = 0, biased: bool = False) -> None:
         def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -45,6 +46,9 @@ class Operands:
         self.squares = new(64, lanes, dtype=torch.float32)
         self.stream = Residual(new(lanes, HIDDEN, dtype=torch.float32), new(lanes, HIDDEN), None)
         self.arrivals = new(experts.residual_arrivals(lanes, HIDDEN), dtype=torch.int32)
+        self.gate_up_bias = new(EXPERTS, 2 * FFN) if biased else None
+        self.down_bias = new(EXPERTS, HIDDEN) if biased else None
+        self.clamped = ClampedSwiglu() if biased else None
         self.grouping = None
         if size:
             blocks = most_blocks(pairs, EXPERTS, size)
@@ -63,6 +67,8 @@ def of_gate_up(operands, tile, squares=True):
             tile=tile,
             squares_TN=operands.squares if squares else None,
             eps=1e-6,
+            bias_E2F=operands.gate_up_bias,
+            clamped=operands.clamped,
             grouping=operands.grouping,
             pdl=True,
         ),
@@ -81,6 +87,7 @@ def of_down(operands, plan):
             operands.norm,
             plan=plan,
             arrivals=operands.arrivals,
+            bias_EH=operands.down_bias,
             grouping=operands.grouping,
             pdl=True,
         ),
@@ -117,6 +124,19 @@ def test_down_multiplies_in_one_order_and_adds_up_in_the_last_program(size):
     assert re.search(r"atom\.\S*acq_rel\S*add", ptx)
     stage = (DECODE_BLOCK + plan.block_m) * plan.block_k * 2
     assert compiled.metadata.shared >= (plan.stages - 1) * stage
+
+
+@pytest.mark.parametrize("family", ["fma", "dot"])
+def test_biases_and_clamped_gates_are_compiled(family):
+    # The family `fma` takes pairs one by one.
+    size = DECODE_BLOCK if family == "dot" else 0
+    operands = Operands(8, size, biased=True)
+    gate_up = expert_plan("swiglu", 2 * FFN, HIDDEN, torch.bfloat16, family)
+    down = expert_plan("residual", HIDDEN, FFN, torch.bfloat16, family)
+    for launch in (of_gate_up(operands, gate_up), of_down(operands, down)):
+        ptx, names = compile_launch(launch)
+        assert_waits_before_it_shows(ptx)
+        assert any(load.argument == "bias_ptr" for load in global_loads(ptx, names))
 
 
 def test_fma_waits_for_the_ids_of_gate_and_up():

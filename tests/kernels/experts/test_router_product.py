@@ -44,8 +44,10 @@ def operands(lanes, experts, hidden, seed, device, dtype=torch.float32, groups=3
     return x.to(device, dtype), gate.to(device, dtype), squares.to(device), slot.to(device)
 
 
-def logits_of(x, gate, slot, squares):
-    return linear_reference(x, gate, slot, squares_TN=squares, eps=EPS, out_dtype=torch.float32)
+def logits_of(x, gate, slot, squares, bias=None):
+    return linear_reference(
+        x, gate, slot, squares_TN=squares, eps=EPS, bias=bias, out_dtype=torch.float32
+    )
 
 
 @settings(deadline=None, max_examples=extent(20, 60))
@@ -56,11 +58,12 @@ def logits_of(x, gate, slot, squares):
     groups=st.sampled_from([0, 1, 3]),
     name=st.sampled_from(sorted(ROUTERS)),
     corrected=st.booleans(),
+    biased=st.booleans(),
     seed=st.integers(0, 1000),
     data=st.data(),
 )
 def test_is_the_route_of_the_product(
-    device, lanes, experts, hidden, groups, name, corrected, seed, data
+    device, lanes, experts, hidden, groups, name, corrected, biased, seed, data
 ):
     router = ROUTERS[name]
     if experts % router.groups or experts // router.groups < router.top_k:
@@ -73,7 +76,8 @@ def test_is_the_route_of_the_product(
     correction = None
     if corrected and name != "softmax_of_chosen":
         correction = torch.linspace(-1, 1, experts, device=device)
-    logits = logits_of(x, gate, slot, given_squares)
+    bias = torch.linspace(9, -9, experts, device=device) if biased else None
+    logits = logits_of(x, gate, slot, given_squares, bias)
     expected = route_reference(logits, slot, router, correction_E=correction)
     arrivals = torch.zeros(lanes + 1, dtype=torch.int32, device=device)
     actual = route_product(
@@ -84,6 +88,7 @@ def test_is_the_route_of_the_product(
         arrivals=arrivals,
         squares_TN=given_squares,
         eps=EPS,
+        bias_E=bias,
         correction_E=correction,
     )
     assert not arrivals.any()
