@@ -48,7 +48,7 @@ MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
-        *("contract", "families", "stored", "mtp", "chains"),
+        *("contract", "states", "families", "stored", "mtp", "chains"),
         *("checkpoint", "kv_scales", "quantised", "routing", "tensor_files", "tuning"),
     )
 }

@@ -26,7 +26,7 @@ from graphengine.host.gate import Gate
 from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.replay import Replay
 from graphengine.host.scheduler import Scheduler
-from graphengine.models.contract import recurrent_states
+from graphengine.models.states import recurrent_states
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.memory import MemoryPlan

@@ -32,12 +32,12 @@ from graphengine.models.contract import (
     Destinations,
     ModelConfig,
     ModelWeights,
-    StateTensors,
     arrival_counters,
     linear_name,
     most_arrival_counters,
     stream_groups,
 )
+from graphengine.models.states import StateTensors
 from graphengine.models.stored import destinations, load_weights
 from graphengine.models.tuning import choose_plans
 

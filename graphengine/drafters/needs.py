@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphengine.models.contract import LayerStates, cache_shape
+from graphengine.models.states import LayerStates, cache_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,10 +37,10 @@ from graphengine.kernels import (
     residual_arrivals,
     rms_norm,
 )
-from graphengine.models.blocks.experts import Experts, ExpertsWeights
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
-from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
-from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
+from graphengine.models.blocks.mla import LatentAttention
+from graphengine.models.blocks.norms import PostNorms, plus_one
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     coded_columns,
@@ -53,20 +53,20 @@ from graphengine.models.contract import (
     PLAIN,
     ChunkAttention,
     DecodeLaunch,
-    LayerStates,
     Linear,
     Linears,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
     RoutedExperts,
-    StateTensors,
     StoredLinear,
     Weight,
     WeightForms,
     in_formats,
     linear_name,
 )
+from graphengine.models.decoder_layer import LayerWeights, decode_layer, finish_prefill_layer
+from graphengine.models.states import LayerStates, StateTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,73 +287,6 @@ def layer_prefix(index: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """One layer's blocks, and the weights of the norms before them.
-
-    prefix      of the names in the checkpoint
-    post_norms  of the norms after the blocks; None: there are none
-    """
-
-    prefix: str
-    input_norm: Tensor
-    attention: AttentionWeights | LatentAttentionWeights
-    ffn_norm: Tensor
-    mlp: SwigluWeights | ExpertsWeights
-    post_norms: PostNorms | None = None
-
-    def linears(self) -> list[StoredLinear]:
-        """The layer's products."""
-        return self.attention.linears() + self.mlp.linears()
-
-    def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
-        return {
-            **{f"{self.prefix}{name}.weight": Weight(norm) for name, norm in self._norms().items()},
-            **self.attention.stored(),
-            **self.mlp.stored(),
-        }
-
-    def _norms(self) -> dict[str, Tensor]:
-        if self.post_norms is None:
-            return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.ffn_norm}
-        return {
-            "input_layernorm": self.input_norm,
-            "post_attention_layernorm": self.post_norms.attention,
-            "pre_feedforward_layernorm": self.ffn_norm,
-            "post_feedforward_layernorm": self.post_norms.mlp,
-        }
-
-    def tensors(self) -> list[Tensor]:
-        """Every weight tensor."""
-        return [*self._norms().values(), *self.attention.tensors(), *self.mlp.tensors()]
-
-    @property
-    def after_attention(self) -> NextNorm:
-        """What is between the attention and the feed-forward."""
-        if self.post_norms is None:
-            return self.ffn_norm
-        return Sandwich(self.post_norms.attention, self.ffn_norm, self.mlp.block.norm_eps)
-
-    def after_mlp(self, following: Tensor) -> NextNorm:
-        """What is between the feed-forward and the norm of the next layer."""
-        if self.post_norms is None:
-            return following
-        return Sandwich(self.post_norms.mlp, following, self.mlp.block.norm_eps)
-
-    def with_norms_plus_one(self) -> LayerWeights:
-        """The same where the checkpoint's norms lack 1."""
-        post, attention = self.post_norms, self.attention
-        assert isinstance(attention, AttentionWeights), "latents have norms that lack nothing"
-        return replace(
-            self,
-            input_norm=plus_one(self.input_norm),
-            attention=attention.with_norms_plus_one(),
-            ffn_norm=plus_one(self.ffn_norm),
-            post_norms=None if post is None else PostNorms(*map(plus_one, post)),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderWeights(ModelWeights):
     """All weights."""
 
@@ -439,48 +372,6 @@ def allocate_layer(
         mlp=config.feed_forward(index).allocate(prefix + MLP, forms, device=device, dtype=dtype),
         post_norms=PostNorms(*post_norms) if post_norms else None,
     )
-
-
-def decode_layer(
-    layer: LayerWeights,
-    next_norm: Tensor,
-    row: DecodeLanes,
-    residual: Residual,
-    kv: Tensor,
-    block_table: Tensor,
-    tables: RopeTables,
-    launch: DecodeLaunch,
-) -> Residual:
-    """One layer for `row`'s tokens: five kernels, or seven where norms follow the blocks.
-
-    `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`, updated
-    in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`.
-    """
-    residual = layer.attention.decode(
-        row, residual, layer.after_attention, kv, block_table, tables, launch
-    )
-    if isinstance(layer.mlp, ExpertsWeights):
-        return layer.mlp.decode(row, residual, next_norm, launch)
-    return layer.mlp.decode(row, residual, layer.after_mlp(next_norm), launch)
-
-
-def finish_prefill_layer(
-    layer: LayerWeights,
-    next_norm: Tensor,
-    stream: Tensor,
-    attended: Tensor,
-    slot: Tensor,
-    scratch: PrefillScratch,
-) -> None:
-    """What a layer does after the attention of a chunk: `scratch.h` is `stream` after `next_norm`.
-
-    `stream`, float32, is updated in place; `attended` is lost where it lies in `scratch`.
-    """
-    layer.attention.add_output(attended, stream, layer.after_attention, slot, scratch)
-    if isinstance(layer.mlp, ExpertsWeights):
-        layer.mlp.prefill(stream, next_norm, slot, scratch)
-    else:
-        layer.mlp.prefill(stream, layer.after_mlp(next_norm), slot, scratch)
 
 
 def prefill_scratch(

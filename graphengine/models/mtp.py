@@ -41,7 +41,6 @@ from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
     DecodeLaunch,
-    LayerStates,
     Linear,
     Linears,
     Model,
@@ -53,20 +52,14 @@ from graphengine.models.contract import (
     WeightForms,
     in_formats,
 )
-from graphengine.models.decoder import (
-    DecoderConfig,
-    DecoderModel,
-    LayerWeights,
-    allocate_layer,
-    decode_layer,
-    finish_prefill_layer,
-    prefill_scratch,
-)
+from graphengine.models.decoder import DecoderConfig, DecoderModel, allocate_layer, prefill_scratch
+from graphengine.models.decoder_layer import LayerWeights, decode_layer, finish_prefill_layer
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import names_of_packed
 from graphengine.models.quantised.forms import stored_forms
+from graphengine.models.states import LayerStates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,16 +23,8 @@ from graphengine.kernels import (
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import (
-    DecodeLaunch,
-    LinearPlans,
-    Model,
-    RingTensors,
-    StateTensors,
-    arrival_counters,
-    cache_shape,
-    recurrent_states,
-)
+from graphengine.models.contract import DecodeLaunch, LinearPlans, Model, arrival_counters
+from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_states
 from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes

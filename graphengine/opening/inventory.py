@@ -12,7 +12,8 @@ from graphengine.buckets import BucketLadder
 from graphengine.config import EngineConfig
 from graphengine.host.rings import WindowRing, ring_blocks
 from graphengine.kernels import logprob_items, route_items
-from graphengine.models.contract import ModelConfig, RoutedExperts, paged_states
+from graphengine.models.contract import ModelConfig, RoutedExperts
+from graphengine.models.states import paged_states
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,

@@ -29,14 +29,11 @@ from graphengine.kernels import (
     code_bytes,
     takes_fp8,
 )
-from graphengine.models.contract import (
+from graphengine.models.contract import Linear, ModelConfig, RoutedExperts, most_arrival_counters
+from graphengine.models.states import (
     LayerStates,
-    Linear,
-    ModelConfig,
-    RoutedExperts,
     cache_shape,
     kv_scale_bytes,
-    most_arrival_counters,
     paged_states,
     recurrent_states,
 )

@@ -18,7 +18,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan
 from graphengine.host.rings import WindowRing
-from graphengine.models.contract import LayerStates, recurrent_states
+from graphengine.models.states import LayerStates, recurrent_states
 from graphengine.program.relaxed import relaxed_field
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.processing import processing_fields, processing_updates

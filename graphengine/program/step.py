@@ -48,8 +48,9 @@ from graphengine.kernels import (
     sample_tiles,
     verify_commit_publish,
 )
-from graphengine.models.contract import DecodeLaunch, Model, StateTensors, stream_groups
+from graphengine.models.contract import DecodeLaunch, Model, stream_groups
 from graphengine.models.routing import StepRoutes
+from graphengine.models.states import StateTensors
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation

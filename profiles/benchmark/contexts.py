@@ -20,7 +20,7 @@ from typing import Any
 from graphengine import Engine, EngineConfig
 from graphengine.buckets import OutOfBudget
 from graphengine.kernels import RowFamily
-from graphengine.models.contract import recurrent_states
+from graphengine.models.states import recurrent_states
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.ceiling import ReadCeiling, floor_and_share

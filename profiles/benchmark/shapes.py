@@ -21,9 +21,10 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels import PackedWeight
 from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, Paged, StoredLinear, linear_name
+from graphengine.models.contract import ModelConfig, StoredLinear, linear_name
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
+from graphengine.models.states import Paged
 from graphengine.models.stored import read_model
 
 DEMO = "demo"

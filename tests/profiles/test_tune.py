@@ -30,11 +30,11 @@ from graphengine.models.blocks import gqa
 from graphengine.models.contract import (
     DecodeLaunch,
     LinearPlans,
-    StateTensors,
     heuristic_linear_plan,
     heuristic_plans,
 )
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
+from graphengine.models.states import StateTensors
 from graphengine.models.tuning import TuningKey
 from graphengine.profiles import tune
 from graphengine.profiles.benchmark.engines import rounded_model

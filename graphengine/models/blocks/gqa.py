@@ -43,11 +43,11 @@ from graphengine.models.contract import (
     DecodeLaunch,
     Linear,
     Linears,
-    Paged,
     StoredLinear,
     Weight,
     WeightForms,
 )
+from graphengine.models.states import Paged
 
 
 class RopeTables(NamedTuple):

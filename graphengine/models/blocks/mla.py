@@ -46,12 +46,12 @@ from graphengine.models.contract import (
     DecodeLaunch,
     Linear,
     Linears,
-    Paged,
     Reduce,
     StoredLinear,
     Weight,
     WeightForms,
 )
+from graphengine.models.states import Paged
 
 # Of the norms of latents, whatever the config says of the others.
 _EPS = 1e-6

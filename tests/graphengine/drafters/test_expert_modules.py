@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints.mtp_chains import HAS_CHAINS, VOCAB, Chains
 from graphengine import Engine, Result, SamplingParams
-from graphengine.models.contract import cache_shape
+from graphengine.models.states import cache_shape
 from graphengine.speculative import MTP, GateOptions
 
 pytestmark = pytest.mark.skipif(

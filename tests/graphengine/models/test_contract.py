@@ -16,18 +16,15 @@ from graphengine.models.contract import (
     ByLinear,
     Linear,
     LinearPlans,
-    Paged,
-    Recurrent,
     arrival_counters,
-    cache_shape,
     heuristic_plans,
     linear_arrivals,
     most_arrival_counters,
-    recurrent_states,
     stream_groups,
 )
 from graphengine.models.families import FAMILIES, read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.states import Paged, Recurrent, cache_shape, recurrent_states
 
 TIED = {"num_hidden_layers": 2, "head_dim": 64, "tie_word_embeddings": True}
 LINEARS = {"up": Linear("store", 4096, 512), "down": Linear("residual", 512, 4096)}

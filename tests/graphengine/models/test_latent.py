@@ -14,15 +14,9 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from graphengine import Engine, SamplingParams
 from graphengine.models.chains import new_chain
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import (
-    Paged,
-    PrefillLaunch,
-    cache_shape,
-    heuristic_plans,
-    kv_scale_bytes,
-    stream_groups,
-)
+from graphengine.models.contract import PrefillLaunch, heuristic_plans, stream_groups
 from graphengine.models.decoder import DecoderConfig, prefill_scratch
+from graphengine.models.states import Paged, cache_shape, kv_scale_bytes
 from graphengine.models.stored import read_model
 from graphengine.speculative import DraftModel, NGram
 

@@ -45,7 +45,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.blocks import gqa
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import DecodeLaunch, StateTensors, cache_shape
+from graphengine.models.contract import DecodeLaunch
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import (
     MtpConfig,
@@ -56,6 +56,7 @@ from graphengine.models.mtp import (
     read_mtp_config,
     rope_of,
 )
+from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.tuning import choose_plans
 from graphengine.text.tokenizer import Tokenizer
 

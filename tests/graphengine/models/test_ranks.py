@@ -34,9 +34,7 @@ from graphengine.models.contract import (
     LinearPlans,
     ModelWeights,
     Reduce,
-    StateTensors,
     StoredWeights,
-    cache_shape,
     heuristic_plans,
     stream_groups,
 )
@@ -50,6 +48,7 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
+from graphengine.models.states import StateTensors, cache_shape
 
 RANKS, SLOTS, BLOCK, LENGTH = 2, 2, 8, 32
 CONFIG = DecoderConfig(

@@ -46,18 +46,16 @@ from graphengine.models.contract import (
     PLAIN,
     ChunkAttention,
     DecodeLaunch,
-    LayerStates,
     Linear,
     Linears,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
-    Recurrent,
-    StateTensors,
     StoredLinear,
     Weight,
     WeightForms,
 )
+from graphengine.models.states import LayerStates, Recurrent, StateTensors
 
 ARCHITECTURE = "ToyForCausalLM"
 RECURRENT = (1, "mix")

@@ -1,0 +1,129 @@
+"""What the layers of a model keep of a sequence, and the tensors that hold it.
+
+Letters: S slots, B blocks of a slot's table, G kv heads, D head_dim, E values of an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Paged(NamedTuple):
+    """An entry for each token, in blocks of the cache.
+
+    parts  entries a token: 2 are keys and values
+    entry  shape of one: `(G, D)` of grouped-query attention, `(E,)` of a latent that all heads
+           share with its rotated key
+    window tokens that a query sees, its own among them: nobody reads the others; 0: all
+    """
+
+    parts: int
+    entry: tuple[int, ...]
+    window: int = 0
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Shape of one layer's block: `[parts, block_size, *entry]`."""
+        return (self.parts, block_size, *self.entry)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that an fp8 cache has scales of; 0: it cannot be one."""
+        return self.entry[0] if len(self.entry) > 1 else 0
+
+
+class Recurrent(NamedTuple):
+    """A tensor of fixed size for each slot, which the device owns: `[S, *shape]`.
+
+    A sequence begins with a state of zeros: a chunk whose first position is 0 takes it for zero,
+    whatever an earlier request has left there. Lanes without a slot change nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+LayerStates = tuple[Paged | Recurrent, ...]
+"""Of one layer; empty for a layer without any."""
+
+
+def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
+    """Bytes of the layers' `kv_scales`: a float32 for each part of each kv head."""
+    return sum(4 * state.parts * state.kv_heads for state in paged_states(layers))
+
+
+def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:
+    """`[layers, *block]` of a block of all paged layers together, in one tensor.
+
+    ValueError unless there is such a layer, and all have blocks of one shape.
+    """
+    paged = paged_states(states)
+    if len({state.block_shape(block_size) for state in paged}) != 1:
+        raise ValueError(
+            f"the paged layers of a model must share one shape of blocks, and there must be one: "
+            f"{len(states)} layers have {', '.join(map(str, dict.fromkeys(paged))) or 'none'}"
+        )
+    return (len(paged), *paged[0].block_shape(block_size))
+
+
+def paged_states(states: Sequence[LayerStates]) -> list[Paged]:
+    """Those of the paged layers, in their order."""
+    return [state for layer in states for state in layer if isinstance(state, Paged)]
+
+
+def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Recurrent]:
+    """Every recurrent state of a model, by its layer's index and its name."""
+    return {
+        (index, state.name): state
+        for index, layer in enumerate(states)
+        for state in layer
+        if isinstance(state, Recurrent)
+    }
+
+
+class RingTensors(NamedTuple):
+    """What layers of one window keep the newest tokens in.
+
+    layers       which of the paged layers they are
+    cache        `[L, blocks, *block]` of these layers; block 0 is the dummy
+    block_table  int32 `[S, B]`, whose rows repeat the blocks of a ring
+    """
+
+    layers: tuple[int, ...]
+    cache: Tensor
+    block_table: Tensor
+
+
+class StateTensors(NamedTuple):
+    """What the layers' states are kept in.
+
+    cache        `[L, blocks, *block]` of the L paged layers that are in no ring, in their order;
+                 block 0 is the dummy
+    block_table  int32 `[S, B]`
+    recurrent    `[S, *shape]` of each recurrent state, by its layer's index and its name
+    rings        of paged layers that keep the newest tokens alone
+    """
+
+    cache: Tensor
+    block_table: Tensor
+    recurrent: Mapping[tuple[int, str], Tensor] = MappingProxyType({})
+    rings: tuple[RingTensors, ...] = ()
+
+    def paged(self) -> list[tuple[Tensor, Tensor]]:
+        """Cache `[blocks, *block]` and block table of each paged layer, in their order."""
+        found = {
+            layer: (kv, ring.block_table)
+            for ring in self.rings
+            for layer, kv in zip(ring.layers, ring.cache.unbind(0), strict=True)
+        }
+        others = (layer for layer in range(len(self.cache) + len(found)) if layer not in found)
+        found |= {
+            layer: (kv, self.block_table)
+            for layer, kv in zip(others, self.cache.unbind(0), strict=True)
+        }
+        return [found[layer] for layer in range(len(found))]
