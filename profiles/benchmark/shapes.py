@@ -154,6 +154,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=2, head_dim=64, vocab_size=256, query_pre_attn_scalar=64,
         sliding_window=20, sliding_window_pattern=2, max_position_embeddings=512,
     ),
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu",
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
     "tiny-moe": _qwen3_moe(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=512,

@@ -279,6 +279,7 @@ def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> No
         ("qwen3-4b", 4_022_468_096),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("gemma-3-4b", 3_880_263_168),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
