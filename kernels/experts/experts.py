@@ -12,9 +12,9 @@ bits; which is faster depends on how many pairs there are. Gates and ups of the 
 take pairs one by one, with weights in registers; down is multiplied by the tensor cores in both
 families. Experts that no live lane has chosen are not read.
 
-The weights of all experts are one dense tensor [E, M, K]; of a SwiGLU M is F gates, then F ups.
-Their biases, if there are any, are [E, M]: they are added before a SwiGLU and before an expert's
-weight.
+The weights of all experts are one dense tensor [E, M, K], or in 8 or 4 bits `PackedExperts`; of a
+SwiGLU M is F gates, then F ups. Their biases, if there are any, are [E, M]: they are added before a
+SwiGLU and before an expert's weight.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, H hidden, F ffn width of an
 expert, K input features and M rows of an expert's weight, T groups of columns.
@@ -39,6 +39,13 @@ from graphengine.kernels.experts.experts_triton import (
     product_kernel,
 )
 from graphengine.kernels.experts.grouping import Grouping
+from graphengine.kernels.experts.packed import (
+    CodeArgs,
+    PackedExperts,
+    code_args,
+    packed_block_rows,
+    step_columns,
+)
 from graphengine.kernels.experts.plans import DECODE_BLOCK, ProductTile, decode_tile
 from graphengine.kernels.experts.reference import (
     expert_product_reference,
@@ -53,6 +60,8 @@ from graphengine.kernels.linear.residual import (
 )
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
+ExpertWeight = torch.Tensor | PackedExperts
+
 # Of a plan: the least that the tensor cores take.
 _LEAST_ROWS = 16
 _SUM_LANES = 4
@@ -61,7 +70,7 @@ _SUM_COLUMNS = 256
 
 def expert_swiglu(
     x_NH: torch.Tensor,
-    weight_E2FH: torch.Tensor,
+    weight_E2FH: ExpertWeight,
     slot_N: torch.Tensor,
     routes: Routes,
     *,
@@ -95,10 +104,10 @@ def expert_swiglu(
     """
     check_rows(x_NH=x_NH)
     lanes, hidden = x_NH.shape
-    rows = _check_weight(weight_E2FH, x_NH, hidden)
+    rows = _check_weight(weight_E2FH, x_NH, hidden, swiglu=True)
     if rows % 2:
         raise ValueError(f"experts need as many gate rows as up rows, not {rows} rows in all")
-    _check_bias(bias_E2F, weight_E2FH)
+    _check_bias(bias_E2F, weight_E2FH, x_NH.dtype)
     _check_routes(routes, slot_N, lanes)
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
@@ -116,7 +125,9 @@ def expert_swiglu(
             clamped=clamped,
             out=out,
         )
-    if isinstance(tile, LinearPlan) and tile.family == "fma" and grouping is None:
+    one_by_one = isinstance(tile, LinearPlan) and tile.family == "fma" and grouping is None
+    if one_by_one and isinstance(weight_E2FH, torch.Tensor):
+        assert isinstance(tile, LinearPlan)
         _launch_fma_product(
             x_NH, weight_E2FH, bias_E2F, clamped, slot_N, routes, tile, squares_TN, eps, out, pdl
         )
@@ -141,7 +152,7 @@ def expert_swiglu(
 
 def expert_residual(
     a_PF: torch.Tensor,
-    weight_EHF: torch.Tensor,
+    weight_EHF: ExpertWeight,
     slot_N: torch.Tensor,
     routes: Routes,
     residual: Residual,
@@ -174,8 +185,8 @@ def expert_residual(
     """
     lanes, hidden = residual.x.shape
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
-    _check_bias(bias_EH, weight_EHF)
-    check_vector("next_norm", next_norm_H, hidden, weight_EHF.dtype)
+    _check_bias(bias_EH, weight_EHF, a_PF.dtype)
+    check_vector("next_norm", next_norm_H, hidden, a_PF.dtype)
     for name, tensor, dtype in (
         ("x", residual.x, torch.float32),
         ("scaled", residual.scaled, a_PF.dtype),
@@ -194,6 +205,7 @@ def expert_residual(
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
     tile, width = _tile(plan, grouping), a_PF.shape[1]
     tiles = triton.cdiv(hidden, tile.block_m)
+    given, code, group = _weight_arguments(weight_EHF, tile)
     if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < lanes * tiles:
         found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
         raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
@@ -201,7 +213,7 @@ def expert_residual(
     count = len(a_PF) if blocks is None else blocks.shape[1]
     launcher(down_kernel, (count, tiles))(
         a_PF,
-        weight_EHF,
+        given,
         bias_EH,
         slot_N,
         routes.expert,
@@ -220,6 +232,8 @@ def expert_residual(
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         EVEN_K=width % tile.block_k == 0,
+        CODE=code,
+        GROUP=group,
         OVERLAP=tile.overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -235,7 +249,7 @@ def residual_arrivals(lanes: int, hidden: int) -> int:
 
 def expert_sum(
     a_PF: torch.Tensor,
-    weight_EHF: torch.Tensor,
+    weight_EHF: ExpertWeight,
     slot_N: torch.Tensor,
     routes: Routes,
     *,
@@ -259,7 +273,7 @@ def expert_sum(
     """
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
-    _check_bias(bias_EH, weight_EHF)
+    _check_bias(bias_EH, weight_EHF, a_PF.dtype)
     out = _output(out, (lanes, hidden), a_PF.dtype, a_PF)
     if not use_triton(a_PF):
         return expert_sum_reference(
@@ -288,7 +302,7 @@ def expert_sum(
 
 def _launch_product(
     x: torch.Tensor,
-    weight_EMK: torch.Tensor,
+    weight_EMK: ExpertWeight,
     slot_N: torch.Tensor,
     routes: Routes,
     tile: ProductTile,
@@ -303,13 +317,14 @@ def _launch_product(
     pdl: bool,
 ) -> None:
     _, M, K = weight_EMK.shape
+    given, code, group = _weight_arguments(weight_EMK, tile)
     order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
     count = routes.expert.numel() if blocks is None else blocks.shape[1]
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
     launcher(product_kernel, (count, triton.cdiv(M, tile.block_m)))(
         x,
         squares_TN,
-        weight_EMK,
+        given,
         bias,
         slot_N,
         routes.expert,
@@ -331,6 +346,8 @@ def _launch_product(
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
         EVEN_K=K % tile.block_k == 0,
+        CODE=code,
+        GROUP=group,
         OVERLAP=tile.overlap,
         **options,
         **launch_options(pdl),
@@ -385,9 +402,32 @@ def _tile(tile: LinearPlan | ProductTile, grouping: Grouping | None) -> ProductT
     return tile
 
 
-def _check_weight(weight_EMK: torch.Tensor, x: torch.Tensor, columns: int) -> int:
+def _weight_arguments(
+    weight: ExpertWeight, tile: ProductTile
+) -> tuple[torch.Tensor | CodeArgs, str, int]:
+    """What a kernel gets of a weight: its tensors, its code, and the columns that share a scale."""
+    if isinstance(weight, torch.Tensor):
+        return weight, "", 0
+    packed_block_rows(tile.block_m)
+    if tile.block_k != step_columns(weight.format):
+        raise ValueError(
+            f"experts in {weight.format.label} are multiplied {step_columns(weight.format)} "
+            f"columns at a time, not {tile.block_k}"
+        )
+    return code_args(weight), weight.format.code, weight.format.columns
+
+
+def _check_weight(
+    weight_EMK: ExpertWeight, x: torch.Tensor, columns: int, *, swiglu: bool = False
+) -> int:
     """The rows of an expert. ValueError unless the weight is dense and fits its inputs."""
     shape = tuple(weight_EMK.shape)
+    if isinstance(weight_EMK, PackedExperts):
+        if shape[2] != columns:
+            raise ValueError(f"inputs of {columns} features, and experts of {shape[2]}")
+        if weight_EMK.swiglu != swiglu:
+            raise ValueError(f"experts of {shape[1]} rows: swiglu={weight_EMK.swiglu}")
+        return shape[1]
     if len(shape) != 3 or 0 in shape or not weight_EMK.is_contiguous():
         raise ValueError(f"experts' weights must be a dense [E, M, K], not {shape}")
     if weight_EMK.dtype != x.dtype or shape[2] != columns:
@@ -398,10 +438,10 @@ def _check_weight(weight_EMK: torch.Tensor, x: torch.Tensor, columns: int) -> in
     return shape[1]
 
 
-def _check_bias(bias_EM: torch.Tensor | None, weight_EMK: torch.Tensor) -> None:
+def _check_bias(bias_EM: torch.Tensor | None, weight_EMK: ExpertWeight, dtype: torch.dtype) -> None:
     if bias_EM is None:
         return
-    shape, dtype = weight_EMK.shape[:2], weight_EMK.dtype
+    shape = tuple(weight_EMK.shape[:2])
     if bias_EM.shape != shape or bias_EM.dtype != dtype or not bias_EM.is_contiguous():
         raise ValueError(
             f"experts' biases must be a dense {dtype} {list(shape)}, not {bias_EM.dtype} "
@@ -425,7 +465,7 @@ def _check_routes(routes: Routes, slot_N: torch.Tensor, lanes: int) -> None:
 
 def _check_products(
     a_PF: torch.Tensor,
-    weight_EHF: torch.Tensor,
+    weight_EHF: ExpertWeight,
     slot_N: torch.Tensor,
     routes: Routes,
     lanes: int,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.experts.packed_triton import packed_chain
 from graphengine.kernels.norm_rope.activation import gated
 
 
@@ -57,13 +58,16 @@ def product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program for a block of pairs of one expert and BLOCK_M rows of its weight.
 
     Without BLOCKS a block is a single pair, straight from the router. A SwiGLU reads the rows of
-    lanes, any other product those of pairs.
+    lanes, any other product those of pairs. The weight is dense without CODE, and otherwise the
+    tensors of `packed.CodeArgs`.
     """
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
     B: tl.constexpr = BLOCK_M // 2 if SWIGLU else BLOCK_M
@@ -78,8 +82,13 @@ def product_kernel(
     squares = load_squares(squares_ptr, lane, there, lanes, GROUPS, L)
     source = lane if SWIGLU else pair
     x_ptrs = x_ptr + source.to(tl.int64) * x_stride
-    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, SWIGLU)
-    y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
+    if CODE == "":
+        row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, SWIGLU)
+        y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
+    else:
+        y = packed_chain(
+            x_ptrs, weight_ptr, expert, tile, there, M, K, L, BLOCK_M, BLOCK_K, CODE, GROUP, SWIGLU
+        )
     if GROUPS > 0:
         total = _sum_of_rows(squares, L, squares.shape[1])
         y = y * (1.0 / tl.sqrt_rn(total / K + eps))[:, None]
@@ -165,6 +174,8 @@ def down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -180,8 +191,13 @@ def down_kernel(
     if expert < 0:
         return
     x_ptrs = x_ptr + pair.to(tl.int64) * K
-    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
-    y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
+    if CODE == "":
+        row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
+        y = _chain(x_ptrs, row_ptrs, there, K, L, BLOCK_M, BLOCK_K, EVEN_K)
+    else:
+        y = packed_chain(
+            x_ptrs, weight_ptr, expert, tile, there, M, K, L, BLOCK_M, BLOCK_K, CODE, GROUP, False
+        )
     if bias_ptr is not None:
         y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, False)[None, :]
     output = tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.kernels.experts.packed import step_columns
 from graphengine.kernels.linear.plans import (
     FMA_THREAD_BYTES,
     LinearKind,
@@ -19,6 +20,7 @@ from graphengine.kernels.linear.plans import (
     check_kind,
     dot_columns,
 )
+from graphengine.kernels.linear.quantised import WeightFormat
 
 DECODE_BLOCK = 16
 """Pairs of a block in decode: the least that the tensor cores take. A `wgmma` of more would sum in
@@ -37,14 +39,22 @@ class ProductTile(NamedTuple):
 
 
 def expert_plan(
-    kind: LinearKind, M: int, K: int, dtype: torch.dtype, family: RowFamily
+    kind: LinearKind,
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    family: RowFamily,
+    weight: WeightFormat | None = None,
 ) -> LinearPlan:
     """The plan of experts' weights [M, K] each, for decode.
 
     That of `down` is one of `dot` in both families, as any engine can run it, and so is that of
-    gates and ups of which not even a single row fits the registers of a `fma` program.
+    gates and ups of which not even a single row fits the registers of a `fma` program, and that of
+    packed weights.
     """
     check_kind(kind, family)
+    if weight is not None:
+        return LinearPlan("dot", block_m=32, block_k=step_columns(weight), stages=3)
     if family == "fma" and kind == "swiglu":
         plan = _fma_plan(K, dtype)
         if plan is not None:
@@ -82,8 +92,19 @@ def decode_tile(plan: LinearPlan) -> ProductTile:
     )
 
 
-def chunk_tile(lanes: int, top_k: int, experts: int, K: int, dtype: torch.dtype) -> ProductTile:
+def chunk_tile(
+    lanes: int,
+    top_k: int,
+    experts: int,
+    K: int,
+    dtype: torch.dtype,
+    weight: WeightFormat | None = None,
+) -> ProductTile:
     """That of a chunk of so many lanes: as many pairs as an expert has on average, or more."""
+    if weight is not None:
+        most = 32 if dtype == torch.float32 else 64
+        size = min(most, max(DECODE_BLOCK, 1 << (-(-lanes * top_k // experts) - 1).bit_length()))
+        return ProductTile(size, 32, step_columns(weight), warps=4, stages=2)
     if dtype == torch.float32:
         return ProductTile(DECODE_BLOCK, 32, min(32, dot_columns(K)), warps=4, stages=2)
     pairs = -(-lanes * top_k // experts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.core.lanes import live_lanes
+from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.reference import REFERENCE_ROWS, matmul_group, sum_in_order
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu, gated_reference
@@ -16,7 +17,7 @@ from graphengine.kernels.norm_rope.activation import ClampedSwiglu, gated_refere
 
 def expert_product_reference(
     x: torch.Tensor,
-    weight_EMK: torch.Tensor,
+    weight_EMK: torch.Tensor | PackedExperts,
     slot_N: torch.Tensor,
     routes: Routes,
     *,
@@ -36,7 +37,7 @@ def expert_product_reference(
     pairs = (lanes[:, None] * top_k + torch.arange(top_k, device=lanes.device)).flatten()
     chosen = routes.expert.flatten()[pairs]
     for expert in chosen.unique().tolist():
-        weight = weight_EMK[expert].float()
+        weight = _floats(weight_EMK, expert)
         for part in pairs[chosen == expert].split(REFERENCE_ROWS):
             lane = part // top_k
             y = matmul_group(x[lane if swiglu else part].float(), weight)
@@ -54,7 +55,7 @@ def expert_product_reference(
 
 def expert_sum_reference(
     a_PF: torch.Tensor,
-    weight_EHF: torch.Tensor,
+    weight_EHF: torch.Tensor | PackedExperts,
     slot_N: torch.Tensor,
     routes: Routes,
     *,
@@ -76,3 +77,10 @@ def expert_sum_reference(
         total = total + routes.weight[live, rank, None] * products[:, rank]
     out[live] = total.to(out_dtype)
     return out
+
+
+def _floats(weight_EMK: torch.Tensor | PackedExperts, expert: int) -> torch.Tensor:
+    """Float32 [M, K] of an expert."""
+    if isinstance(weight_EMK, PackedExperts):
+        return weight_EMK.floats(expert)
+    return weight_EMK[expert].float()

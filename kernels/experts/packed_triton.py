@@ -1,0 +1,164 @@
+"""The chain over K of `experts_triton.py` for weights of 8 and 4 bits.
+
+Codes become numbers of the inputs' dtype in registers, exactly, and scales multiply the sums of
+their groups in float32: a weight means what it means in a linear (`linear/quantised.py`).
+
+Letters: L lanes of a tile, K input features, M rows of an expert's weight, R blocks of 16 rows and
+C blocks of columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
+
+_BLOCK = tl.constexpr(BLOCK_HALFWORDS)
+
+
+@triton.jit
+def packed_chain(
+    x_ptrs,
+    weight,
+    expert,
+    tile,
+    there,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STEP: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWIGLU: tl.constexpr,
+):
+    """Products [L, BLOCK_M] of lanes with weight rows in float32; of a SwiGLU gates and ups
+    alternate.
+
+    STEP columns are multiplied at a time, GROUP share a scale (0: all).
+    """
+    R: tl.constexpr = BLOCK_M // 16
+    COLUMNS: tl.constexpr = 64 if CODE == "int4" or CODE == "e2m1" else 32
+    C: tl.constexpr = STEP // COLUMNS
+    BLOCKS_M: tl.constexpr = (M // 2 + 7) // 8 if SWIGLU else (M + 15) // 16
+    BLOCKS_K: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    # In the place of tensors that there are not are the codes.
+    SCALED: tl.constexpr = weight.scales.dtype.element_ty != tl.int16
+    ZEROS: tl.constexpr = weight.zeros.dtype.element_ty != tl.int16
+    ROW_SCALED: tl.constexpr = weight.row_scales.dtype.element_ty != tl.int16
+    # Groups of a step; those that share it are multiplied one after the other.
+    PIECES: tl.constexpr = STEP // GROUP if GROUP > 0 and GROUP < STEP else 1
+    # Blocks past the end repeat the last one, whose rows are never stored.
+    block = tl.minimum(tile * R + tl.arange(0, R), BLOCKS_M - 1)
+    block = expert.to(tl.int64) * BLOCKS_M + block
+    row = tl.arange(0, BLOCK_M)
+    of_row = tl.minimum(tile * R + row // 16, BLOCKS_M - 1)
+    of_row = expert.to(tl.int64) * BLOCKS_M + of_row
+    at = tl.arange(0, C * _BLOCK)
+    k = tl.arange(0, STEP)
+    y = tl.zeros((L, BLOCK_M), dtype=tl.float32)
+    for step in range((K + STEP - 1) // STEP):
+        inside = there[:, None] & (step * STEP + k < K)[None, :]
+        x = tl.load(x_ptrs[:, None] + (step * STEP + k)[None, :], mask=inside, other=0.0)
+        column = at // _BLOCK + step * C
+        words = tl.load(
+            weight.codes
+            + (block * (BLOCKS_K * _BLOCK))[:, None]
+            + (at + step * (C * _BLOCK))[None, :],
+            mask=(column < BLOCKS_K)[None, :] & (block >= 0)[:, None],
+            other=0,
+        )
+        numbers = _numbers(words, CODE, R, C)
+        for piece in tl.static_range(PIECES):
+            if not SCALED:
+                y = tl.dot(x, tl.trans(numbers.to(x.dtype)), y, input_precision="ieee")
+            else:
+                group = (step * STEP + piece * GROUP) // GROUP if GROUP > 0 else step * 0
+                of_group = (of_row * GROUPS + group) * 16 + row % 16
+                in_k = group < GROUPS
+                part = numbers
+                if ZEROS:
+                    zeros = tl.load(weight.zeros + of_group, mask=in_k & (row >= 0), other=0)
+                    part = part - _zeros(zeros, CODE)[:, None]
+                if PIECES > 1:
+                    part = tl.where((k // GROUP == piece)[None, :], part, 0.0)
+                product = tl.dot(x, tl.trans(part.to(x.dtype)), input_precision="ieee")
+                scales = tl.load(weight.scales + of_group, mask=in_k & (row >= 0), other=0.0)
+                factors = tl.broadcast_to(_scale_floats(scales)[None, :], (L, BLOCK_M))
+                y = tl.fma(product, factors, y)
+    if ROW_SCALED:
+        y = y * tl.load(weight.row_scales + of_row * 16 + row % 16)[None, :]
+    if SWIGLU:
+        y = tl.reshape(tl.permute(tl.reshape(y, (L, R, 2, 8)), (0, 1, 3, 2)), (L, BLOCK_M))
+    return y
+
+
+@triton.jit
+def _numbers(words, CODE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Float32 [16 * R, columns]: what the codes of halfwords [R, C * 256] stand for.
+
+    A code of 4-bit integers stands for itself less 8; `linear/packed.py` says how all of them lie.
+    """
+    words = words.to(tl.int32) & 0xFFFF
+    if CODE == "int4" or CODE == "e2m1":
+        if CODE == "int4":
+            n0 = (words & 15) - 8
+            n1 = (words >> 4 & 15) - 8
+            n2 = (words >> 8 & 15) - 8
+            n3 = (words >> 12) - 8
+        else:
+            n0 = _small_float(words >> 6 & 7, words >> 15)
+            n1 = _small_float(words >> 3 & 7, words >> 12 & 1)
+            n2 = _small_float(words & 7, words >> 9 & 1)
+            n3 = _small_float(words >> 13 & 1 | (words >> 10 & 3) << 1, words >> 14 & 1)
+        # Row of 8, thread, word of a row, upper or lower row, half, byte, nibble.
+        all = tl.join(tl.join(n0, n2), tl.join(n1, n3)).to(tl.float32)
+        all = tl.reshape(all, (R, C, 8, 4, 2, 2, 2, 2, 2))
+        all = tl.permute(all, (0, 5, 2, 1, 4, 7, 3, 8, 6))
+        all = tl.reshape(all, (R * 16, C * 64))
+    else:
+        # Row of 8, thread, upper or lower row, word of it, half, byte.
+        all = tl.join(_number_of_byte(words & 255, CODE), _number_of_byte(words >> 8, CODE))
+        all = tl.permute(tl.reshape(all, (R, C, 8, 4, 2, 2, 2, 2)), (0, 4, 2, 1, 5, 3, 7, 6))
+        all = tl.reshape(all, (R * 16, C * 32))
+    return all
+
+
+@triton.jit
+def _small_float(magnitude, sign):
+    """Twice a float of 4 bits is an integer; half of it is what the code stands for."""
+    exponent = magnitude >> 1
+    digit = magnitude & 1
+    doubled = tl.where(exponent == 0, digit, (2 + digit) << tl.maximum(exponent - 1, 0))
+    return tl.where(sign == 1, -doubled, doubled).to(tl.float32) * 0.5
+
+
+@triton.jit
+def _number_of_byte(byte, CODE: tl.constexpr):
+    """Float32 of a code of 8 bits."""
+    if CODE == "int8":
+        number = (byte - ((byte & 128) << 1)).to(tl.float32)
+    else:
+        number = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _zeros(zeros, CODE: tl.constexpr):
+    if CODE == "int4":
+        number = (zeros.to(tl.int32) - 8).to(tl.float32)
+    else:
+        number = _number_of_byte(zeros.to(tl.int32), CODE)
+    return number
+
+
+@triton.jit
+def _scale_floats(scales):
+    """Float32; of powers of two, which are bytes, twice as much (`POWER_FACTOR`)."""
+    if scales.dtype == tl.uint8:
+        floats = (scales.to(tl.int32) * 0x00800000 + 0x00800000).to(tl.float32, bitcast=True)
+    else:
+        floats = scales.to(tl.float32)
+    return floats

@@ -1,0 +1,200 @@
+"""The experts' products with weights of 8 and 4 bits: against what these mean in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.experts.experts import (
+    expert_residual,
+    expert_swiglu,
+    residual_arrivals,
+)
+from graphengine.kernels.experts.grouping import group_pairs
+from graphengine.kernels.experts.packed import PackedExperts, empty_experts, fill_expert
+from graphengine.kernels.experts.plans import DECODE_BLOCK, expert_plan
+from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.packed import pack, packed_form
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
+from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+
+NAN, EPS = float("nan"), 1e-6
+FORMATS = {
+    "e4m3-128x128": torch.float32,
+    "e4m3-1x0": torch.float32,
+    "e4m3-0x0": torch.float32,
+    "int8-1x0": torch.bfloat16,
+    "int8-1x32": torch.float16,
+    "int4-1x128": torch.bfloat16,
+    "int4-1x32": torch.float16,
+    "int4-1x64-zeros": torch.float16,
+    "int4-1x0-zeros": torch.float16,
+    "int4-1x256": torch.bfloat16,
+    "e2m1-1x32": torch.uint8,
+    "e2m1-1x16": torch.float8_e4m3fn,
+}
+
+
+def quantised(
+    kind: WeightFormat, scales: torch.dtype, M: int, K: int, generator
+) -> QuantisedWeight:
+    """A weight of random codes, of about 1 / sqrt(K) each."""
+    codes = torch.randint(0, 256 if kind.bits == 8 else 16, (M, K), generator=generator).byte()
+    if kind.code == "e4m3":
+        codes[(codes & 127) == 127] = 0
+    size = {"e4m3": 100.0, "int8": 75.0, "int4": 4.5, "e2m1": 2.5}[kind.code] * K**0.5
+    groups = kind.groups(M, K)
+    values = (torch.rand(groups, generator=generator) + 0.5) / size
+    whole = None
+    if scales == torch.uint8:
+        values = torch.randint(119, 124, groups, generator=generator).byte()
+    elif scales == torch.float8_e4m3fn:
+        whole, values = torch.tensor(1 / 64 / size), values * 64 * size
+    zeros = None
+    if kind.has_zeros:
+        zeros = torch.randint(4, 12, groups, generator=generator).byte()
+    if kind.bits == 4:
+        codes = packed_halves(codes)
+    return QuantisedWeight(kind, codes, values.to(scales), whole, zeros)
+
+
+def packed_experts(label, E, M, K, *, swiglu, device, seed=0, idle=()) -> PackedExperts:
+    """Random experts; of those that are `idle` all scales are NaN."""
+    kind, scales = WeightFormat.of_label(label), FORMATS[label]
+    generator = torch.Generator().manual_seed(seed)
+    form = packed_form(kind, scales, whole=scales == torch.float8_e4m3fn)
+    experts = empty_experts(form, (E, M, K), swiglu=swiglu, device=device)
+    for index in range(E):
+        weight = quantised(kind, scales, M, K, generator)
+        fill_expert(experts, index, pack(weight, swiglu=swiglu))
+        if index in idle:
+            place = experts.expert(index)
+            for tensor in (place.scales, place.row_scales):
+                if tensor is not None and tensor.dtype.is_floating_point:
+                    tensor.fill_(NAN)
+    return experts
+
+
+class Case:
+    """Operands of some lanes, some of them padded; lanes choose among the first `used` experts."""
+
+    def __init__(self, label, dtype, device, *, lanes=3, hidden=136, ffn=40, top_k=2, used=3, E=4):
+        generator = torch.Generator().manual_seed(1)
+        self.label, self.E = label, E
+        self.slot = torch.arange(lanes, dtype=torch.int32)
+        chosen = torch.stack([torch.randperm(used, generator=generator) for _ in range(lanes)])
+        chosen = chosen[:, :top_k].int()
+        weight = torch.rand(lanes, top_k, generator=generator)
+        x = torch.randn(lanes, hidden, generator=generator)
+        if lanes > 1:
+            self.slot[1], x[1], chosen[1], weight[1] = -1, NAN, 2**31 - 1, NAN
+        live = chosen[self.slot >= 0].flatten().tolist()
+        idle = set(range(E)) - set(live)
+        self.slot, self.x = self.slot.to(device), x.to(device, dtype)
+        self.routes = Routes(chosen.to(device), weight.to(device))
+        sums = (torch.rand(3, lanes, generator=generator) + 0.5) * hidden / 3
+        self.squares = sums.to(device)
+        made = {"device": device, "idle": idle}
+        self.gate_up = packed_experts(label, E, 2 * ffn, hidden, swiglu=True, **made)
+        self.down = packed_experts(label, E, hidden, ffn, swiglu=False, seed=2, **made)
+        self.stream = torch.randn(lanes, hidden, generator=generator).to(device)
+        self.norm = torch.randn(hidden, generator=generator).to(device, dtype)
+
+    def grouping(self, size=DECODE_BLOCK):
+        return group_pairs(self.routes.expert, self.slot, experts=self.E, size=size)
+
+    def take(self, lane):
+        """One lane alone."""
+        one = object.__new__(Case)
+        one.__dict__.update(self.__dict__)
+        one.slot, one.x, one.stream = (t[[lane]] for t in (self.slot, self.x, self.stream))
+        one.squares = self.squares[:, [lane]].contiguous()
+        one.routes = Routes(*(each[[lane]] for each in self.routes))
+        return one
+
+    def plan(self, kind, weight):
+        _, M, K = weight.shape
+        return expert_plan(kind, M, K, self.x.dtype, "dot", weight.format)
+
+
+def swiglu(case, *, grouped=False, tile=None):
+    grouping = case.grouping(tile.lanes if tile else DECODE_BLOCK) if grouped else None
+    return expert_swiglu(
+        case.x,
+        case.gate_up,
+        case.slot,
+        case.routes,
+        tile=tile or case.plan("swiglu", case.gate_up),
+        squares_TN=case.squares,
+        eps=EPS,
+        grouping=grouping,
+    )
+
+
+def residual(case, a, *, grouped):
+    lanes, hidden = case.stream.shape
+    arrivals = case.slot.new_zeros(residual_arrivals(lanes, hidden))
+    stream = Residual(case.stream.clone(), torch.zeros_like(case.x), None)
+    result = expert_residual(
+        a,
+        case.down,
+        case.slot,
+        case.routes,
+        stream,
+        case.norm,
+        plan=case.plan("residual", case.down),
+        arrivals=arrivals,
+        grouping=case.grouping() if grouped else None,
+    )
+    assert not arrivals.any()
+    return result
+
+
+def reference_swiglu(case):
+    shape = (case.routes.expert.numel(), case.gate_up.shape[1] // 2)
+    return expert_product_reference(
+        case.x,
+        case.gate_up,
+        case.slot,
+        case.routes,
+        squares_TN=case.squares,
+        eps=EPS,
+        swiglu=True,
+        out=case.x.new_zeros(shape),
+    )
+
+
+def of_pairs(case, values):
+    return values.view(*case.routes.expert.shape, -1)[case.slot >= 0].float()
+
+
+def tolerance(dtype):
+    return {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
+
+
+DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("label", FORMATS)
+def test_decode_means_what_the_weights_mean(label, dtype, device):
+    """In both forms with the same bits, and without a look at experts that nobody has chosen."""
+    case = Case(label, dtype, device)
+    live = case.slot >= 0
+    expected = reference_swiglu(case)
+    a, grouped = swiglu(case), swiglu(case, grouped=True)
+    assert of_pairs(case, expected).isfinite().all() and of_pairs(case, expected).std() > 0.05
+    torch.testing.assert_close(of_pairs(case, a), of_pairs(case, expected), **tolerance(dtype))
+    assert torch.equal(of_pairs(case, a), of_pairs(case, grouped))
+    y = expert_sum_reference(a, case.down, case.slot, case.routes, out_dtype=torch.float32)
+    stream = Residual(case.stream.clone(), torch.zeros_like(case.x), case.squares[:1].clone())
+    wanted = add_to_residual_reference(y, case.slot, stream, case.norm)
+    one, other = (residual(case, a, grouped=grouped) for grouped in (False, True))
+    for name in ("x", "scaled"):
+        found, same, want = (getattr(each, name)[live] for each in (one, other, wanted))
+        torch.testing.assert_close(found.float(), want.float(), **tolerance(dtype))
+        assert torch.equal(found, same)
+    assert torch.equal(one.x[~live], case.stream[~live])
+    assert torch.equal(one.squares[:, live], other.squares[:, live])
