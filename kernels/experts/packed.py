@@ -152,6 +152,7 @@ def packed_block_rows(rows: int) -> int:
     """`rows` of a plan or tile as whole blocks. ValueError unless they are a power of two."""
     if rows < BLOCK_ROWS or rows & (rows - 1):
         raise ValueError(
-            f"packed experts take a power of two of at least {BLOCK_ROWS} rows a program, not {rows}"
+            f"packed experts take a power of two of at least {BLOCK_ROWS} rows a program, "
+            f"not {rows}"
         )
     return rows // BLOCK_ROWS
