@@ -10,9 +10,12 @@ import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.grouping import Grouping, group_pairs, most_blocks
+from graphengine.kernels.experts.packed import empty_experts
 from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_plan
 from graphengine.kernels.experts.records import given_routes, publish_routes, route_items
 from graphengine.kernels.experts.router import Router, Routes, route
+from graphengine.kernels.linear.packed import packed_form
+from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import (
@@ -228,3 +231,38 @@ def test_a_router_without_given_ids_has_no_code_for_them():
         )
         loads.append({load.argument for load in global_loads(*compile_launch(launch))})
     assert loads == [{"slot_ptr", "logits_ptr"}, {"slot_ptr", "logits_ptr", "given_ptr"}]
+
+
+PACKED = {
+    "e4m3-128x128": torch.float32,
+    "int4-1x64-zeros": torch.float16,
+    "int8-1x0": torch.bfloat16,
+    "e2m1-1x32": torch.uint8,
+}
+
+
+def packed_operands(label, lanes, size=0):
+    operands = Operands(lanes, size)
+    form = packed_form(WeightFormat.of_label(label), PACKED[label])
+    for name, swiglu in (("gate_up", True), ("down", False)):
+        shape = tuple(getattr(operands, name).shape)
+        setattr(operands, name, empty_experts(form, shape, swiglu=swiglu, device="meta"))
+    return operands
+
+
+@pytest.mark.parametrize("label", PACKED)
+def test_packed_experts_are_multiplied_by_the_tensor_cores(label):
+    """In decode by the one shape of instruction that dense experts have, too."""
+    kind, dtype = WeightFormat.of_label(label), torch.bfloat16
+    alone = packed_operands(label, 8)
+    gate_up = expert_plan("swiglu", 2 * FFN, HIDDEN, dtype, "dot", kind)
+    down = expert_plan("residual", HIDDEN, FFN, dtype, "dot", kind)
+    for launch in (of_gate_up(alone, gate_up), of_down(alone, down)):
+        ptx, _ = compile_launch(launch)
+        assert_waits_before_it_shows(ptx)
+        assert products(ptx) == {"mma.sync.aligned.m16n8k16"}
+    tile = chunk_tile(1024, TOP_K, EXPERTS, HIDDEN, dtype, kind)
+    chunk = packed_operands(label, 1024, tile.lanes)
+    ptx, _ = compile_launch(of_gate_up(chunk, tile, squares=False))
+    assert_waits_before_it_shows(ptx)
+    assert products(ptx)

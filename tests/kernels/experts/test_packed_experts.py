@@ -8,12 +8,13 @@ import torch
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
     expert_residual,
+    expert_sum,
     expert_swiglu,
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import group_pairs
 from graphengine.kernels.experts.packed import PackedExperts, empty_experts, fill_expert
-from graphengine.kernels.experts.plans import DECODE_BLOCK, expert_plan
+from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_plan
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack, packed_form
@@ -198,3 +199,30 @@ def test_decode_means_what_the_weights_mean(label, dtype, device):
         assert torch.equal(found, same)
     assert torch.equal(one.x[~live], case.stream[~live])
     assert torch.equal(one.squares[:, live], other.squares[:, live])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("used", "top_k"), [(3, 2), (1, 1)], ids=["several", "all to one"])
+@pytest.mark.parametrize("label", ["e4m3-128x128", "int4-1x32", "int8-1x0", "e2m1-1x32"])
+def test_a_chunk_means_what_the_weights_mean(label, used, top_k, dtype, device):
+    case = Case(label, dtype, device, lanes=20, used=used, top_k=top_k)
+    _, _, hidden = case.gate_up.shape
+    tile = chunk_tile(20, top_k, case.E, hidden, dtype, case.gate_up.format)
+    a, live = swiglu(case, grouped=True, tile=tile), case.slot >= 0
+    expected = of_pairs(case, reference_swiglu(case))
+    torch.testing.assert_close(of_pairs(case, a), expected, **tolerance(dtype))
+    y = expert_sum(
+        a, case.down, case.slot, case.routes, tile=tile, grouping=case.grouping(tile.lanes)
+    )
+    wanted = expert_sum_reference(a, case.down, case.slot, case.routes, out_dtype=dtype)
+    torch.testing.assert_close(y[live], wanted[live], **tolerance(dtype))
+
+
+def test_what_does_not_fit_is_refused():
+    form = packed_form(WeightFormat.of_label("int4-1x32"), torch.float16)
+    experts = empty_experts(form, (2, 32, 64), swiglu=True, device="cpu")
+    weight = quantised(form.format, torch.float16, 48, 64, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"expert 1 has shape \(48, 64\), the others \(32, 64\)"):
+        fill_expert(experts, 1, pack(weight, swiglu=True))
+    with pytest.raises(ValueError, match="columns in order, and these have another"):
+        empty_experts(form._replace(ordered=True), (2, 32, 64), swiglu=True, device="cpu")
