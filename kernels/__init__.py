@@ -95,6 +95,7 @@ from graphengine.kernels.experts.experts import (
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
+from graphengine.kernels.experts.packed import PackedExperts, empty_experts
 from graphengine.kernels.experts.plans import (
     DECODE_BLOCK,
     ProductTile,
@@ -329,6 +330,7 @@ __all__ = [
     "ModuleInput",
     "ModuleRun",
     "NextDraft",
+    "PackedExperts",
     "PackedForm",
     "PackedWeight",
     "PrefillLanes",
@@ -388,6 +390,7 @@ __all__ = [
     "decode_attention_workspace_bytes",
     "embed",
     "embed_reference",
+    "empty_experts",
     "empty_packed",
     "expert_plan",
     "expert_residual",

@@ -31,6 +31,7 @@ from graphengine.kernels import (
     Launch,
     LinearKind,
     LinearPlan,
+    PackedExperts,
     PackedForm,
     PackedWeight,
     PrefillLanes,
@@ -77,14 +78,16 @@ Linears = Mapping[str, Linear]
 """By name, in the order in which a step runs them."""
 
 
-def linear_name(name: str, weight: AnyWeight | WeightFormat | None) -> str:
+def linear_name(name: str, weight: AnyWeight | PackedExperts | WeightFormat | None) -> str:
     """The name that a linear has in `Linears` and in plans where its weight is stored so.
 
     Layers may store theirs in different ways: each way has a plan.
     """
     if weight is None or isinstance(weight, Tensor):
         return name
-    return f"{name}.{(weight.format if isinstance(weight, PackedWeight) else weight).label}"
+    if isinstance(weight, PackedWeight | PackedExperts):
+        weight = weight.format
+    return f"{name}.{weight.label}"
 
 
 Value = TypeVar("Value")
@@ -146,7 +149,7 @@ def heuristic_plans(linears: Linears, dtype: torch.dtype, family: RowFamily) -> 
 def heuristic_linear_plan(linear: Linear, dtype: torch.dtype, family: RowFamily) -> LinearPlan:
     """The plan of a linear that no tuning table knows."""
     if linear.experts:
-        return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family)
+        return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family, linear.weight)
     if linear.weight is None:
         return heuristic_plan(linear.kind, linear.rows, linear.columns, dtype, family)
     return packed_plan(linear.weight, linear.rows, linear.columns, family)
@@ -217,6 +220,7 @@ class StoredLinear(NamedTuple):
     axis    the dimension along which ranks split each part; None: each has all of it
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
             A weight in the model's dtype has views that say the same
+    expert  whether it is one of several, of which a lane takes some
     """
 
     weight: AnyWeight
@@ -224,6 +228,7 @@ class StoredLinear(NamedTuple):
     swiglu: bool = False
     axis: int | None = None
     order: Tensor | None = None
+    expert: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -247,12 +252,16 @@ class RoutedExperts(NamedTuple):
                 last one may follow in `prefill_logits` for the chunk's last lane
     experts     of a layer; `chosen` of them are a token's
     parameters  values of the weights of one
+    nbytes      of all experts of all layers
+    stacked     whether a checkpoint has those of a layer in one tensor, which is never packed
     """
 
     layers: int
     experts: int
     chosen: int
     parameters: int
+    nbytes: int
+    stacked: bool = False
 
     @property
     def idle(self) -> int:
@@ -365,7 +374,7 @@ class DecodeLaunch(Launch):
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
 
-    def plan(self, name: str, weight: AnyWeight) -> LinearPlan:
+    def plan(self, name: str, weight: AnyWeight | PackedExperts) -> LinearPlan:
         """Of the linear of this name, where its weight is stored so."""
         return self.plans[linear_name(name, weight)]
 

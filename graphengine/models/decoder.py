@@ -65,7 +65,12 @@ from graphengine.models.contract import (
     in_formats,
     linear_name,
 )
-from graphengine.models.decoder_layer import LayerWeights, decode_layer, finish_prefill_layer
+from graphengine.models.decoder_layer import (
+    LayerWeights,
+    decode_layer,
+    finish_prefill_layer,
+    routed_of,
+)
 from graphengine.models.states import LayerStates, StateTensors
 
 
@@ -321,10 +326,7 @@ class DecoderWeights(ModelWeights):
     @property
     def routed(self) -> RoutedExperts | None:
         """Those of the layers that have experts."""
-        block, layers = self.config.experts, len(self.config.expert_layers)
-        if block is None or not layers:
-            return None
-        return RoutedExperts(layers, block.experts, block.router.top_k, block.expert_parameters)
+        return routed_of(self.layers)
 
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every layer's keys and values, by the prefix of its attention."""
@@ -391,7 +393,8 @@ def prefill_scratch(
         like=layers[0].input_norm,
         launch=launch,
         coded=coded_columns(
-            (linear.weight for each in layers for linear in each.linears()), launch.activations
+            (each.weight for layer in layers for each in layer.linears() if not each.expert),
+            launch.activations,
         ),
         outlived=outlived,
     )

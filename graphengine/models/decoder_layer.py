@@ -5,6 +5,7 @@ Letters: G kv heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from graphengine.models.blocks.mla import LatentAttentionWeights
 from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.blocks.swiglu import SwigluWeights
-from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, RoutedExperts, StoredLinear, Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,22 @@ class LayerWeights:
             ffn_norm=plus_one(self.ffn_norm),
             post_norms=None if post is None else PostNorms(*map(plus_one, post)),
         )
+
+
+def routed_of(layers: Sequence[LayerWeights]) -> RoutedExperts | None:
+    """The experts of those of the layers that have some; None: none has."""
+    held = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsWeights)]
+    if not held:
+        return None
+    block = held[0].block
+    return RoutedExperts(
+        layers=len(held),
+        experts=block.experts,
+        chosen=block.router.top_k,
+        parameters=block.expert_parameters,
+        nbytes=sum(each.experts_bytes for each in held),
+        stacked=block.stacked,
+    )
 
 
 def decode_layer(

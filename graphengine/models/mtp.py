@@ -46,6 +46,7 @@ from graphengine.models.contract import (
     Model,
     ModelConfig,
     PrefillLaunch,
+    RoutedExperts,
     StoredLinear,
     StoredWeights,
     Weight,
@@ -53,7 +54,12 @@ from graphengine.models.contract import (
     in_formats,
 )
 from graphengine.models.decoder import DecoderConfig, DecoderModel, allocate_layer, prefill_scratch
-from graphengine.models.decoder_layer import LayerWeights, decode_layer, finish_prefill_layer
+from graphengine.models.decoder_layer import (
+    LayerWeights,
+    decode_layer,
+    finish_prefill_layer,
+    routed_of,
+)
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
@@ -446,6 +452,11 @@ class MtpWeights(StoredWeights):
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
         return [tensor for module in self.modules for tensor in module.tensors()]
+
+    @property
+    def routed(self) -> RoutedExperts | None:
+        """Those of the modules that have experts; their routes are in no record."""
+        return routed_of([module.layer for module in self.modules])
 
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every module's keys and values, by the prefix of its attention."""

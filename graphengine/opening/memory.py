@@ -391,12 +391,13 @@ def _check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def _coded_linears(model: ModelConfig) -> list[Linear]:
-    """Those whose inputs prefill rounds with fp8 activations; it has none of lm_head's."""
+    """Those whose inputs prefill rounds with fp8 activations: neither lm_head's nor experts'."""
     return [
         linear
         for linear in model.linears.values()
         if linear.kind != "sample"
         and linear.weight is not None
+        and not linear.experts
         and takes_fp8(linear.weight, linear.columns)
     ]
 

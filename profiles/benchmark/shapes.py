@@ -302,8 +302,7 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, experts: float | Non
     embedding = 0 if weights.lm_head is weights.embedding else weights.embedding.nbytes
     read = float(weights.nbytes - embedding)
     if weights.routed is not None and experts is not None:
-        layers, there, _, parameters = weights.routed
-        read -= layers * (there - experts) * parameters * dtype.itemsize
+        read -= weights.routed.nbytes * (1 - experts / weights.routed.experts)
     return round(read)
 
 
@@ -324,10 +323,10 @@ def drafts_bytes(
     lm_head  bytes of lm_head, or of the rows of it from which is drafted
     experts  that all runs read together
     """
-    block = config.layer.experts
-    expert = 0 if block is None else block.expert_parameters * dtype.itemsize
-    idle = 0 if block is None else len(config.layer.expert_layers) * block.experts * expert
-    weights = allocate_mtp_weights(config, device="meta", dtype=dtype).nbytes - idle
+    held = allocate_mtp_weights(config, device="meta", dtype=dtype)
+    routed = held.routed
+    expert = 0 if routed is None else routed.nbytes // (routed.layers * routed.experts)
+    weights = held.nbytes - (0 if routed is None else routed.nbytes)
     entries = sum(math.prod(state.block_shape(1)) for state in _paged(config))
     kv = rows * context * entries * kv_dtype.itemsize
     # With a module for each draft, each is run once.
@@ -401,7 +400,7 @@ def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
     dense = [name for name, linear in model.linears.items() if not linear.experts]
     weights = model.allocate(device="meta", dtype=dtype)
     *names, last = dict.fromkeys(name.partition(".")[0] for name in dense)
-    held = [linear.weight for linear in weights.linears()]
+    held = [linear.weight for linear in weights.linears() if not linear.expert]
     if len(held) == len(names) * model.num_layers:
         held.append(weights.lm_head)
     order = names * model.num_layers + [last]

@@ -8,7 +8,7 @@ Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,18 @@ from torch import Tensor
 
 from graphengine.kernels import (
     DECODE_BLOCK,
+    AnyWeight,
     ClampedSwiglu,
     DecodeLanes,
+    PackedExperts,
+    PackedForm,
+    ProductTile,
     Residual,
     Router,
+    WeightFormat,
     add_rms_norm,
     chunk_tile,
+    empty_experts,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -45,6 +51,9 @@ from graphengine.models.routing import layer_ids, tell_routes
 
 SHARED = "shared_experts."
 """Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""
+
+ExpertWeight = Tensor | PackedExperts
+"""Of all experts: `[E, M, K]` in the model's dtype, or in 8 or 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +95,15 @@ class Experts:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """None of the weights is packed but the shared ones."""
+        """Of each weight, the first linear of a checkpoint whose rows it has; of all experts that
+        of the first. Those that are stacked are no linears.
+        """
         shared = {} if self.shared is None else self.shared.first_linears
-        return {name: SHARED + first for name, first in shared.items()}
+        names = {name: SHARED + first for name, first in shared.items()}
+        if not self.stacked:
+            names["expert_gate_up"] = expert_prefix(0) + "gate_proj"
+            names["expert_down"] = expert_prefix(0) + "down_proj"
+        return names
 
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`: of each of its pairs, what the products leave."""
@@ -113,10 +128,20 @@ class Experts:
         """Uninitialised weights; `device="meta"` allocates nothing.
 
         prefix  of the block's tensors in the checkpoint
+
+        ValueError for experts of a layer that are stored in different ways.
         """
 
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
+
+        def of_all(name: str, rows: int, columns: int, *, swiglu: bool = False) -> ExpertWeight:
+            names = [f"{prefix}{expert_prefix(index)}{name}" for index in range(self.experts)]
+            form = _same_form(names, forms)
+            shape = (self.experts, rows, columns)
+            if form is None:
+                return new(*shape)
+            return empty_experts(form, shape, swiglu=swiglu, device=device)
 
         hidden, ffn = self.hidden_size, self.ffn_size
         return ExpertsWeights(
@@ -133,8 +158,8 @@ class Experts:
                 if self.shared is None
                 else self.shared.allocate(prefix + SHARED, forms, device=device, dtype=dtype)
             ),
-            gate_up=new(self.experts, 2 * ffn, hidden),
-            down=new(self.experts, hidden, ffn),
+            gate_up=of_all("gate_proj", 2 * ffn, hidden, swiglu=True),
+            down=of_all("down_proj", hidden, ffn),
             gate_bias=new(self.experts) if self.bias else None,
             gate_up_bias=new(self.experts, 2 * ffn) if self.bias else None,
             down_bias=new(self.experts, hidden) if self.bias else None,
@@ -154,8 +179,8 @@ class ExpertsWeights:
     block: Experts
     prefix: str
     gate: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
     correction: Tensor | None = None
     shared: SwigluWeights | None = None
     gate_bias: Tensor | None = None
@@ -163,20 +188,34 @@ class ExpertsWeights:
     down_bias: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """Those of the shared ones: neither the router nor, as yet, an expert is packed."""
-        return [] if self.shared is None else self.shared.linears()
+        """Those of each expert and of the shared ones; a router is never packed, nor are experts
+        that are stacked.
+        """
+        shared = [] if self.shared is None else self.shared.linears()
+        return shared if self.block.stacked else self._expert_linears() + shared
+
+    def _expert_linears(self) -> list[StoredLinear]:
+        ffn, hidden = self.block.ffn_size, self.block.hidden_size
+        found = []
+        for index in range(self.block.experts):
+            prefix = self.prefix + expert_prefix(index)
+            gate_up = ((f"{prefix}gate_proj", ffn), (f"{prefix}up_proj", ffn))
+            down = ((f"{prefix}down_proj", hidden),)
+            found += [
+                StoredLinear(
+                    _of_expert(self.gate_up, index), gate_up, swiglu=True, axis=0, expert=True
+                ),
+                StoredLinear(_of_expert(self.down, index), down, axis=1, expert=True),
+            ]
+        return found
 
     def stored(self) -> dict[str, Weight]:
-        """Every tensor, by its name."""
+        """What is not packed, by its name."""
         if self.block.stacked:
             return self._stacked()
         names = {f"{self.prefix}gate.weight": Weight(self.gate)}
-        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            expert = f"{self.prefix}experts.{index}."
-            names[f"{expert}gate_proj.weight"] = Weight(gate, 0)
-            names[f"{expert}up_proj.weight"] = Weight(up, 0)
-            names[f"{expert}down_proj.weight"] = Weight(down, 1)
+        for linear in self._expert_linears():
+            names |= linear.views()
         if self.correction is not None:
             names[f"{self.prefix}gate.e_score_correction_bias"] = Weight(self.correction)
         if self.shared is not None:
@@ -185,6 +224,7 @@ class ExpertsWeights:
 
     def _stacked(self) -> dict[str, Weight]:
         assert self.correction is None and self.shared is None
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
         experts, _, hidden = self.gate_up.shape
         pairs = self.gate_up.view(experts, 2, -1, hidden)
         names = {
@@ -209,6 +249,12 @@ class ExpertsWeights:
         biases = (self.gate_bias, self.gate_up_bias, self.down_bias)
         routed = tensors_of(self.gate, self.gate_up, self.down, self.correction, *biases)
         return routed + ([] if self.shared is None else self.shared.tensors())
+
+    @property
+    def experts_bytes(self) -> int:
+        """Of all experts but those that are shared."""
+        weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return sum(tensor.nbytes for tensor in tensors_of(*weights))
 
     def prefill_width(self, lanes: int) -> int:
         """Values of each of so many lanes in `PrefillScratch`."""
@@ -291,7 +337,7 @@ class ExpertsWeights:
         block, h, pdl = self.block, scratch.h, scratch.launch.pdl
         experts, top_k, ffn = block.experts, block.router.top_k, block.ffn_size
         lanes, hidden = h.shape
-        tile = chunk_tile(lanes, top_k, experts, hidden, h.dtype)
+        up_tile, down_tile = self._chunk_tiles(lanes, h.dtype)
         logits = _router_logits(h, self.gate)
         if self.gate_bias is not None:
             logits += self.gate_bias
@@ -308,13 +354,13 @@ class ExpertsWeights:
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)
-        grouping = group_pairs(routes.expert, slot, experts=experts, size=tile.lanes, pdl=pdl)
+        grouping = group_pairs(routes.expert, slot, experts=experts, size=up_tile.lanes, pdl=pdl)
         gated = expert_swiglu(
             h,
             self.gate_up,
             slot,
             routes,
-            tile=tile,
+            tile=up_tile,
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
@@ -326,7 +372,7 @@ class ExpertsWeights:
             self.down,
             slot,
             routes,
-            tile=tile,
+            tile=down_tile,
             grouping=grouping,
             bias_EH=self.down_bias,
             products=scratch.take(top_k * hidden, after=top_k * ffn).view(-1, hidden),
@@ -337,6 +383,17 @@ class ExpertsWeights:
         for y in (summed,) if shared is None else (summed, shared):
             add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
 
+    def _chunk_tiles(self, lanes: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile]:
+        """Of gates and ups, and of down; both take the pairs of one grouping."""
+        block = self.block
+        tiles = [
+            chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
+            for weight, columns in ((self.gate_up, block.hidden_size), (self.down, block.ffn_size))
+        ]
+        least = min(tile.lanes for tile in tiles)
+        up, down = (tile._replace(lanes=least) for tile in tiles)
+        return up, down
+
     def _shared_chunk(self, slot: Tensor, scratch: PrefillScratch) -> Tensor:
         """The shared SwiGLU of the normed `scratch.h`, in `scratch` past what the others take."""
         assert self.shared is not None
@@ -344,6 +401,36 @@ class ExpertsWeights:
         gated = self.shared.gate_chunk(slot, scratch, after=start + hidden)
         out = scratch.take(hidden, after=start)
         return scratch.product(gated, self.shared.down, None, out=out)
+
+
+def expert_prefix(index: int) -> str:
+    """Of an expert's tensors in the checkpoint, below the block's own."""
+    return f"experts.{index}."
+
+
+def _same_form(names: Sequence[str], forms: WeightForms) -> PackedForm | None:
+    """How weights are stored whose first linears have these names."""
+    first = forms.get(names[0])
+    for name in names:
+        other = forms.get(name)
+        if other != first:
+            one, another = (
+                "the model's dtype" if form is None else form.format.label
+                for form in (first, other)
+            )
+            raise ValueError(
+                f"the experts of a layer are computed as one, and stored in different ways: "
+                f"{names[0]} as {one}, {name} as {another}"
+            )
+    return first
+
+
+def _of_expert(weight: ExpertWeight, index: int) -> AnyWeight:
+    return weight[index] if isinstance(weight, Tensor) else weight.expert(index)
+
+
+def _format(weight: ExpertWeight) -> WeightFormat | None:
+    return None if isinstance(weight, Tensor) else weight.format
 
 
 def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from graphengine.kernels import (
     ActivationKind,
     AnyWeight,
     LinearPlan,
+    PackedExperts,
     PackedWeight,
     Product,
     Residual,
@@ -60,7 +61,7 @@ def new_weight(
     return empty_packed(form, shape, swiglu=swiglu, device=device)
 
 
-def tensors_of(*weights: AnyWeight | None) -> list[Tensor]:
+def tensors_of(*weights: AnyWeight | PackedExperts | None) -> list[Tensor]:
     """The tensors of weights and biases, of those that there are."""
     there = [each for each in weights if each is not None]
     return [

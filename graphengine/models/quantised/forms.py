@@ -164,10 +164,12 @@ def _format(scheme: WeightScheme | None) -> str:
 
 
 def check_rounding(config: ModelConfig, kind: RoundedKind) -> None:
-    """ValueError for a model with weights that nobody rounds, though most of it is in them."""
-    if any(linear.experts for linear in config.linears.values()):
+    """ValueError for a model with experts that nobody rounds, though most of it is in them."""
+    routed = config.allocate(device="meta", dtype=torch.bfloat16).routed
+    if routed is not None and routed.stacked:
         raise ValueError(
-            f"a {config.architecture} has experts, whose weights are not rounded: quantize={kind!r}"
+            f"a {config.architecture} has the {routed.experts} experts of a layer in one tensor, "
+            f"which is not rounded: quantize={kind!r}"
         )
 
 

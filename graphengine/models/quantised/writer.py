@@ -112,12 +112,11 @@ def _linears(
     tied = f"{HEAD}{ends}" not in weights.named() or f"{HEAD}{ends}" not in source.tensors
     if head and tied:
         raise ValueError(f"{source.path} has no {HEAD} of its own: it is its embedding")
+    names = [name for linear in weights.linears() for name, _ in linear.parts]
     linears = {
-        name.removesuffix(ends): source.tensors[name].shape
-        for name in weights.named()
-        if name.endswith(ends) and name in source.tensors
-        if len(source.tensors[name].shape) == 2 and "embed_tokens" not in name
-        if head or name != f"{HEAD}{ends}"
+        name: source.tensors[f"{name}{ends}"].shape
+        for name in names
+        if f"{name}{ends}" in source.tensors and (head or name != HEAD)
     }
     wrong = [f"{name} {list(shape)}" for name, shape in linears.items() if _is_odd(shape, form)]
     if wrong:

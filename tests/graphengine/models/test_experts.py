@@ -17,7 +17,6 @@ from graphengine.models.chains import new_chain
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import PrefillLaunch, heuristic_plans, stream_groups
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import read_model
 from graphengine.speculative import NGram
 
@@ -186,16 +185,8 @@ def test_experts_in_8_bits_are_named(expert_checkpoints: dict[str, Any]) -> None
         read_model(checkpoint)
 
 
-def test_what_experts_cannot_do_is_refused(
-    expert_checkpoints: dict[str, Any], tmp_path: Path
-) -> None:
-    oracle = expert_checkpoints[NAMES[0]]
-    checkpoint, model = Checkpoint.open(oracle.path), read_config(oracle)
-    message = "has experts, whose weights are not rounded: quantize='int8'"
-    with pytest.raises(ValueError, match=message):
-        read_model(checkpoint, "int8")
-    with pytest.raises(ValueError, match=message):
-        write_quantised(checkpoint, tmp_path / "out", "int8")
+def test_there_is_no_chain_of_experts(expert_checkpoints: dict[str, Any]) -> None:
+    model = read_config(expert_checkpoints[NAMES[0]])
     with pytest.raises(ValueError, match="have experts: there is no chain"):
         new_chain(model, layers=2, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -17,6 +17,7 @@ from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import read_model_config
+from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, load_weights, read_model
 from graphengine.speculative import NGram
 
@@ -293,3 +294,13 @@ def test_mxfp4_experts_that_do_not_fit(even: Any, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "packed" / "model.safetensors")
     with pytest.raises(ValueError, match=r"config\.json says nothing of quantised weights"):
         read_weights(tmp_path / "packed")
+
+
+def test_experts_in_one_tensor_are_not_rounded(oracles: dict[str, Any], tmp_path: Path) -> None:
+    oracle = next(iter(oracles.values()))
+    checkpoint = Checkpoint.open(oracle.path)
+    message = r"has the \d+ experts of a layer in one tensor, which is not rounded: quantize='int8'"
+    with pytest.raises(ValueError, match=message):
+        read_model(checkpoint, "int8")
+    with pytest.raises(ValueError, match=message):
+        write_quantised(checkpoint, tmp_path / "out", "int8")

@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -261,6 +263,7 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -296,12 +299,32 @@ def write_model(
             stored = kind.store(name, *module.weight.shape)
             module.weight.data = stored.meant
             tensors |= {f"{name}.{end}": tensor for end, tensor in stored.tensors.items()}
+        elif hasattr(module, "gate_up_proj"):
+            tensors |= _store_experts(name, module, kind, tensors)
     written = json.loads(config.to_json_string(use_diff=False))
     written["architectures"] = [make_model.__name__]
     written["quantization_config"] = deepcopy(kind.config)
     edit(written, tensors)
     save(folder, written, tensors, files)
     return Written(folder, model)
+
+
+def _store_experts(name: str, module: Any, kind: Kind, tensors: Tensors) -> Tensors:
+    """Those of each expert of a module that has all of them in two tensors, which are removed."""
+    found: Tensors = {}
+    places = {"gate_proj": module.gate_up_proj, "up_proj": module.gate_up_proj}
+    ffn = module.down_proj.shape[2]
+    rows = {"gate_proj": slice(ffn), "up_proj": slice(ffn, None), "down_proj": slice(None)}
+    for index in range(len(module.down_proj)):
+        for linear, place in (places | {"down_proj": module.down_proj}).items():
+            part = place.data[index, rows[linear]]
+            stored = kind.store(f"{name}.{index}.{linear}", *part.shape)
+            part.copy_(stored.meant)
+            found |= {
+                f"{name}.{index}.{linear}.{end}": each for end, each in stored.tensors.items()
+            }
+    del tensors[f"{name}.gate_up_proj"], tensors[f"{name}.down_proj"]
+    return found
 
 
 def save(
