@@ -272,11 +272,13 @@ class Reuse:
         Replays in flight write after what is handed over. A turn that was cancelled, late or failed
         leaves the session as it was. So does a turn with nothing more to hand over: one that was
         stopped during its prefill, or that ends while it is paused and its blocks are not in the
-        pool.
+        pool; and one that replayed a record, whose KV is not what the router itself leads to.
         """
         job, placement = request.job, request.job.placed
         context, blocks = job.context, placement.blocks
         if context is None or context.closed or request.finish_reason not in ("stop", "length"):
+            return
+        if job.given_routes is not None:
             return
         self.touch(context)
         fed = placement.prefilled

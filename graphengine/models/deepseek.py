@@ -134,7 +134,12 @@ def with_experts(settings: dict[str, Any], model: DecoderConfig, version: Versio
         raise unsupported("n_routed_experts", count, f"at most {MAX_EXPERTS}")
     width, shared = settings["moe_intermediate_size"], settings["n_shared_experts"]
     router = _router(settings, version)
-    router.check(count)
+    try:
+        router.check(count)
+    except ValueError as error:
+        names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+        given = ", ".join(f"{name}={settings[name]}" for name in names)
+        raise ValueError(f"config.json: {given}: {error}") from error
     experts = Experts(
         hidden_size=model.hidden_size,
         ffn_size=width,

@@ -86,9 +86,12 @@ def _spelled_out(config: HfConfig) -> HfConfig:
             _FULL if index % 2 else _SLIDING
             for index in range(layers if isinstance(layers, int) else 0)
         ]
-    if told["sliding_window"] is None and _SLIDING in told["layer_types"]:
+    types = told["layer_types"]
+    if not isinstance(types, list):
+        raise unsupported("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")
+    if told["sliding_window"] is None and _SLIDING in types:
         raise unsupported("sliding_window", None, "an integer")
-    told["use_sliding_window"] = _SLIDING in told["layer_types"]
+    told["use_sliding_window"] = _SLIDING in types
     if not told.get("rope_parameters") and not told.get("rope_scaling"):
         told["rope_parameters"] = _YARN | {"rope_theta": told["rope_theta"]}
     return told

@@ -171,6 +171,7 @@ def test_what_is_missing_is_transformers_default() -> None:
         ({"num_experts_per_tok": 129}, "supported: at most num_local_experts=128"),
         ({"experts_per_token": 3}, "experts_per_token=3: supported: null or 4"),
         ({"sliding_window": None}, "sliding_window=None: supported: an integer"),
+        ({"layer_types": 5}, "layer_types=5: supported: a list of 'full_attention' and"),
         ({"use_sliding_window": False}, "use_sliding_window=False: supported: null or True"),
     ],
 )

@@ -265,6 +265,28 @@ def test_prompts_that_share_a_prefix_at_the_same_time(
         assert_recorded(oracle, after)
 
 
+def test_a_session_goes_on_without_the_kv_of_a_replayed_turn(
+    expert_checkpoints: dict[str, Any], device: str
+) -> None:
+    oracle = expert_checkpoints[NAME]
+    prompt, more = oracle.prompts((40, 9))
+    with open_engine(oracle, device=device) as engine, engine.session() as session:
+        session.append(prompt)
+        own = session.generate(greedy(10))
+        session.append(more)
+        tokens = len(prompt) + 10 + len(more)
+        given = np.stack([ids(own)[0]] * tokens)
+        replayed = session.generate(greedy(10, routing=given))
+        np.testing.assert_array_equal(ids(replayed)[:tokens], given)
+        session.append(more)
+        after = session.generate(greedy(10))
+        # The blocks of the first turn, and none of the second.
+        assert after.cached_tokens == 48
+        assert_recorded(oracle, after)
+        whole = engine.generate(after.prompt_token_ids, greedy(10))
+    assert after.token_ids == whole.token_ids
+
+
 def test_a_chunks_last_lane_has_the_experts_that_its_logits_come_from(device: str) -> None:
     """The last layer is run twice for it; a model whose last layer has no experts runs it once."""
     generator = torch.Generator().manual_seed(0)
