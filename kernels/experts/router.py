@@ -9,7 +9,7 @@ Letters: N lanes, E experts, k chosen of a lane, G groups of experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -135,20 +135,27 @@ def route(
         given_Nk,
         logits_NE.stride(0),
         router.scale,
-        E=experts,
-        BLOCK_E=triton.next_power_of_2(experts),
-        TOP_K=router.top_k,
         BLOCK_K=triton.next_power_of_2(router.top_k),
-        SCORES=router.scores,
-        NORMALISED=router.normalised,
-        GROUPS=router.groups,
-        BLOCK_G=triton.next_power_of_2(router.groups),
-        TOP_GROUPS=router.top_groups,
-        GROUP_BEST=router.group_best,
+        **choice_options(router, experts),
         num_warps=1 if experts <= 128 else 4,
         **launch_options(pdl),
     )
     return routes
+
+
+def choice_options(router: Router, experts: int) -> dict[str, Any]:
+    """What a kernel that calls `choose` gets of its router."""
+    return {
+        "E": experts,
+        "BLOCK_E": triton.next_power_of_2(experts),
+        "TOP_K": router.top_k,
+        "SCORES": router.scores,
+        "NORMALISED": router.normalised,
+        "GROUPS": router.groups,
+        "BLOCK_G": triton.next_power_of_2(router.groups),
+        "TOP_GROUPS": router.top_groups,
+        "GROUP_BEST": router.group_best,
+    }
 
 
 def check_route(

@@ -20,7 +20,7 @@ from graphengine.requests.routes import RecordedRoutes
 
 CPU = torch.device("cpu")
 # An odd number of ids.
-ROUTED = RoutedExperts(layers=1, experts=9, chosen=3, parameters=1)
+ROUTED = RoutedExperts(layers=1, experts=9, chosen=3, parameters=1, nbytes=2)
 ITEMS = route_items(ROUTED.layers, ROUTED.chosen)
 ENTRIES, LANES, WIDTH, CHUNK, EPOCH = 4, 3, 2, 5, 6
 
