@@ -1,6 +1,7 @@
 """What the layers of a model keep of a sequence, and the tensors that hold it.
 
-Letters: S slots, B blocks of a slot's table, G kv heads, D head_dim, E values of an entry.
+Letters: S slots, B blocks of a slot's table, G kv heads, D head_dim, E values of an entry of the
+cache, and entries of a recurrent state.
 """
 
 from __future__ import annotations
@@ -37,15 +38,31 @@ class Paged(NamedTuple):
 
 
 class Recurrent(NamedTuple):
-    """A tensor of fixed size for each slot, which the device owns: `[S, *shape]`.
+    """What a layer keeps of a slot's newest tokens, which the device owns: `[S, E, *shape]`.
 
-    A sequence begins with a state of zeros: a chunk whose first position is 0 takes it for zero,
+    Entry `position % E` is that of the token at a position, so that `kv_len` alone says where a
+    sequence goes on: a step that feeds W tokens from position p on reads the entries of the `depth`
+    positions before p and leaves one for each of its tokens. Refused drafts leave entries that the
+    next step overwrites; nothing is copied.
+
+    A sequence begins with entries of zeros: a token at position 0 takes those before it for zero,
     whatever an earlier request has left there. Lanes without a slot change nothing.
+
+    depth   earlier tokens whose entries a token reads: 1 of a state that sums up all tokens before,
+            width - 1 of a convolution's inputs
+    apart   whether a step may not overwrite what it reads, as where several programs read an entry;
+            else each of its programs reads before it writes
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    depth: int = 1
+    apart: bool = False
+
+    def entries(self, width: int) -> int:
+        """E, where a step feeds at most `width` tokens of a slot."""
+        return self.depth + width - (0 if self.apart else 1)
 
 
 LayerStates = tuple[Paged | Recurrent, ...]
@@ -105,7 +122,7 @@ class StateTensors(NamedTuple):
     cache        `[L, blocks, *block]` of the L paged layers that are in no ring, in their order;
                  block 0 is the dummy
     block_table  int32 `[S, B]`
-    recurrent    `[S, *shape]` of each recurrent state, by its layer's index and its name
+    recurrent    `[S, E, *shape]` of each recurrent state, by its layer's index and its name
     rings        of paged layers that keep the newest tokens alone
     """
 

@@ -107,15 +107,17 @@ def recurrent_field(layer: int, name: str) -> str:
     return f"recurrent_{layer}_{name}"
 
 
-def _recurrent_fields(states: Sequence[LayerStates], slots: int) -> list[Field]:
-    """A pause does not touch them: a paused request keeps its slot."""
+def _recurrent_fields(states: Sequence[LayerStates], slots: int, width: int) -> list[Field]:
+    """For steps of at most `width` tokens of a slot. A pause does not touch them: a paused request
+    keeps its slot.
+    """
     return [
         Field(
             name=recurrent_field(layer, name),
-            shape=(slots, *state.shape),
+            shape=(slots, state.entries(width), *state.shape),
             dtype=state.dtype,
             owner="device",
-            meaning=f"{name} state of layer {layer} after the tokens of kv_len",
+            meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
         )
         for (layer, name), state in recurrent_states(states).items()
     ]
@@ -167,7 +169,7 @@ def engine_fields(
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
     )
-    fields += _recurrent_fields(states, sizes.slots)
+    fields += _recurrent_fields(states, sizes.slots, 1 + drafts)
     fields += _ring_fields(rings, sizes.slots, table_blocks)
     fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:

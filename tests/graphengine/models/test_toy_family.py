@@ -111,7 +111,7 @@ def test_the_state_is_where_the_tokens_left_it_and_nobody_else_touches_it(
     """The first token finds zeros, whatever lies there; slots without a request keep their bits."""
     with open_toy(path, buckets=(3,)) as engine:
         state = engine.runtime.buffers[STATE]
-        assert state.shape == (3, toy_family.WIDTH) and state.dtype == torch.float32
+        assert state.shape == (3, 1, toy_family.WIDTH) and state.dtype == torch.float32
         state.fill_(torch.nan)
         params = greedy(6, ignore_eos=True)
         result = engine.generate(PROMPTS[1], params)

@@ -256,10 +256,18 @@ class ToyModel:
             launch=launch,
         )
         state = states.recurrent[RECURRENT]
-        before = state.index_select(0, row.slot.clamp(min=0))
+        slot, width = row.slot[:: launch.tokens_per_row], launch.tokens_per_row
+        position = row.position[::width]
         # Never the first token of a sequence: that is a prompt's.
-        after = self._advance(before, fed)
-        _write(state, row.slot, after)
+        last = _read(state, slot, position - 1)
+        fed_of_rows = fed.view(len(slot), width, WIDTH)
+        lives = (row.slot >= 0).view(len(slot), width)
+        passed = []
+        for token in range(width):
+            last = self._advance(last, fed_of_rows[:, token])
+            _write(state, torch.where(lives[:, token], slot, -1), position + token, last)
+            passed.append(last)
+        after = torch.stack(passed, dim=1).flatten(0, 1)
         residual = add_product(
             after.to(self.dtype),
             weights.mix_out,
@@ -318,13 +326,13 @@ class ToyModel:
         weights, hidden = self.weights, self.config.hidden_size
         fed = chunk_product(scratch.h, weights.mix_in, None, out=scratch.take(WIDTH))
         slot = lanes.slot[:1]
-        last = state.index_select(0, slot.clamp(min=0))
-        last = torch.where(lanes.position[:1, None] == 0, 0.0, last)
+        last = _read(state, slot, lanes.position[:1] - 1)
         after = []
         for live, new in zip((lanes.slot >= 0).split(1), fed.split(1), strict=True):
             last = torch.where(live[:, None], self._advance(last, new), last)
             after.append(last)
-        _write(state, slot, last)
+        newest = lanes.position.index_select(0, lanes.last)
+        _write(state, slot, newest, last)
         out = scratch.take(hidden, after=WIDTH)
         mixed = torch.cat(after).to(self.dtype)
         norm, slots = weights.norms[2], lanes.slot
@@ -334,13 +342,23 @@ class ToyModel:
         return torch.sigmoid(self.weights.decay.float()) * state_ND + fed_ND.float()
 
 
-def _write(state_SD: Tensor, slot_N: Tensor, value_ND: Tensor) -> None:
+def _read(state_SED: Tensor, slot_N: Tensor, position_N: Tensor) -> Tensor:
+    """The states after the tokens at these positions; zeros before the first one."""
+    entry = position_N.long() % state_SED.shape[1]
+    found = state_SED[slot_N.long().clamp(min=0), entry]
+    return torch.where(position_N[:, None] < 0, 0.0, found)
+
+
+def _write(state_SED: Tensor, slot_N: Tensor, position_N: Tensor, value_ND: Tensor) -> None:
     """Give each live lane's state to its slot; the slots of nobody keep theirs, to the bit."""
-    slots = torch.arange(len(state_SD), device=state_SD.device)
-    named_SN = slots[:, None] == slot_N
-    lane_S = named_SN.to(torch.int32).argmax(dim=1)
-    live_S1 = named_SN.any(dim=1, keepdim=True)
-    state_SD.copy_(torch.where(live_S1, value_ND.index_select(0, lane_S), state_SD))
+    slots, entries = state_SED.shape[:2]
+    cells = torch.arange(slots * entries, device=state_SED.device)
+    wanted_N = torch.where(slot_N >= 0, slot_N * entries + position_N % entries, -1)
+    named_CN = cells[:, None] == wanted_N
+    lane_C = named_CN.to(torch.int32).argmax(dim=1)
+    live_C1 = named_CN.any(dim=1, keepdim=True)
+    flat_CD = state_SED.flatten(0, 1)
+    flat_CD.copy_(torch.where(live_C1, value_ND.index_select(0, lane_C), flat_CD))
 
 
 def _keep(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
