@@ -1,18 +1,26 @@
 """The linears of a few layers, one after the other, to measure how best to cut them.
 
-A chain is a model of like layers, with which its decode step can be run without attention.
+A chain is a model of like layers, with which its decode step can be run without attention. Where
+some layers have experts and others have not, those of the chain have.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import AnyWeight
-from graphengine.models.contract import Model, ModelConfig, WeightForms
+from graphengine.kernels import AnyWeight, DecodeLanes, Residual, linear_reference
+from graphengine.kernels.experts.reference import (
+    expert_product_reference,
+    expert_sum_reference,
+)
+from graphengine.kernels.experts.router import route_reference
+from graphengine.kernels.linear.residual import add_to_residual_reference
+from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.contract import DecodeLaunch, Model, ModelConfig, WeightForms
 from graphengine.models.decoder import HEAD, DecoderConfig, DecoderModel, layer_prefix
 
 
@@ -20,7 +28,14 @@ class Chain(Model, Protocol):
     """A model whose layers have the same linears each, which can be asked for."""
 
     def linear(self, layer: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual."""
+        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual.
+
+        None of a layer's experts is asked for.
+        """
+        ...
+
+    def experts(self, layer: int) -> tuple[ExpertsWeights, Tensor]:
+        """The experts of a layer that has some, and the weight of the next norm."""
         ...
 
 
@@ -32,16 +47,19 @@ def new_chain(
     Its embedding is lm_head's weight, where that is not packed. ValueError for a model whose layers
     differ from each other.
     """
+    found = config
+    if isinstance(config, DecoderConfig) and config.expert_layers:
+        config = _of_experts(config)
     bases = {name.partition(".")[0] for name in config.linears}
     if (
         not isinstance(config, DecoderConfig)
-        or config.expert_layers
         or config.latent
+        or (config.experts is not None and config.experts.shared is not None)
         or len(bases) < len(config.linears)
     ):
         raise ValueError(
-            f"the layers of a {config.architecture} with the linears {', '.join(config.linears)} "
-            f"are not all alike, or have latents, or have experts: there is no chain of them"
+            f"the layers of a {found.architecture} with the linears {', '.join(found.linears)} "
+            f"are not all alike, or have latents, or shared experts: there is no chain of them"
         )
     first = {
         name.removeprefix(layer_prefix(0)): form
@@ -54,5 +72,65 @@ def new_chain(
     if HEAD in config.forms:
         forms[HEAD] = config.forms[HEAD]
     config = replace(config, num_layers=layers, tie_embeddings=True, forms=WeightForms(forms))
+    if config.expert_layers:
+        config = replace(config, expert_layers=tuple(range(layers)))
     weights = config.allocate(device=str(device), dtype=dtype)
     return DecoderModel(weights, max_seq_len=1)
+
+
+def chain_experts(
+    chain: Chain, layer: int, slot_N: Tensor, residual: Residual, launch: DecodeLaunch
+) -> Residual:
+    """Router, gates and ups, and down of a layer's experts, as a decode step launches them."""
+    weights, norm = chain.experts(layer)
+    return weights.decode(DecodeLanes(slot_N, slot_N, slot_N), residual, norm, launch)
+
+
+def chain_experts_reference(
+    chain: Chain, layer: int, slot_N: Tensor, residual: Residual, chosen_Nk: Tensor
+) -> Residual:
+    """The same on references; `chosen_Nk`, int32, takes the place of the router's choice."""
+    weights, norm = chain.experts(layer)
+    block, x = weights.block, residual.scaled
+    of_stream: dict[str, Any] = {"squares_TN": residual.squares, "eps": block.norm_eps}
+    logits = linear_reference(
+        x, weights.gate, slot_N, bias=weights.gate_bias, out_dtype=torch.float32, **of_stream
+    )
+    routes = route_reference(
+        logits, slot_N, block.router, correction_E=weights.correction, given_Nk=chosen_Nk
+    )
+    gated = expert_product_reference(
+        x,
+        weights.gate_up,
+        slot_N,
+        routes,
+        swiglu=True,
+        bias_EM=weights.gate_up_bias,
+        clamped=block.clamped,
+        out=x.new_empty(chosen_Nk.numel(), block.ffn_size),
+        **of_stream,
+    )
+    y = expert_sum_reference(
+        gated, weights.down, slot_N, routes, bias_EH=weights.down_bias, out_dtype=torch.float32
+    )
+    return add_to_residual_reference(y, slot_N, residual, norm)
+
+
+def _of_experts(config: DecoderConfig) -> DecoderConfig:
+    """The same with only the layers that have experts, under the names of the first ones."""
+    layers = config.expert_layers
+    names = {layer_prefix(layer): layer_prefix(index) for index, layer in enumerate(layers)}
+    forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}
+    for name, form in config.forms.items():
+        for prefix, other in names.items():
+            if name.startswith(prefix):
+                forms[other + name.removeprefix(prefix)] = form
+    count = len(layers)
+    windows = tuple(config.window_of(layer) for layer in layers) if config.windows else ()
+    return replace(
+        config,
+        num_layers=count,
+        expert_layers=tuple(range(count)),
+        windows=windows,
+        forms=WeightForms(forms),
+    )

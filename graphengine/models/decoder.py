@@ -37,7 +37,7 @@ from graphengine.kernels import (
     residual_arrivals,
     rms_norm,
 )
-from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.norms import PostNorms, plus_one
@@ -481,19 +481,25 @@ class DecoderModel:
         """
         of_layer = self.weights.layers[layer]
         attention, mlp = of_layer.attention, of_layer.mlp
-        assert isinstance(mlp, SwigluWeights), f"a chain of experts: {layer=}"
         assert isinstance(attention, AttentionWeights), f"a chain of latent attention: {layer=}"
         there: dict[str, tuple[AnyWeight, Tensor | None, Tensor | None]] = {
             "qkv": (attention.qkv, attention.qkv_bias, None),
             "output": (attention.output, attention.output_bias, of_layer.ffn_norm),
-            "gate_up": (mlp.gate_up, mlp.gate_up_bias, None),
-            "down": (mlp.down, mlp.down_bias, self.norm_after(layer).to(self.dtype)),
             "lm_head": (self.weights.lm_head, None, None),
         }
+        if isinstance(mlp, SwigluWeights):
+            there["gate_up"] = (mlp.gate_up, mlp.gate_up_bias, None)
+            there["down"] = (mlp.down, mlp.down_bias, self.norm_after(layer).to(self.dtype))
         for base, found in there.items():
             if linear_name(base, found[0]) == name:
                 return found
         raise KeyError(f"no linear {name} in layer {layer}: {', '.join(self.config.linears)}")
+
+    def experts(self, layer: int) -> tuple[ExpertsWeights, Tensor]:
+        """The experts of a layer that has some, and the weight of the norm after them."""
+        experts = self.weights.layers[layer].mlp
+        assert isinstance(experts, ExpertsWeights), f"{layer=} has no experts"
+        return experts, self.norm_after(layer)
 
     def decode(
         self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch

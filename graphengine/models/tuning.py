@@ -30,6 +30,7 @@ import triton
 
 from graphengine.config import DTYPES
 from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, RowFamily, WeightFormat
+from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.linear.packed_linear import check_packed_plan, streams
 from graphengine.models.contract import (
     ByLinear,
@@ -75,8 +76,10 @@ _SCALE_BYTES = 4
 # The family is part of the key.
 _PLAN_FIELDS = LinearPlan._fields[1:]
 _KEY_FIELDS = ("family", "kind", "M", "K", "dtype")
-# Of a key; absent where a weight is in the model's dtype.
-_WEIGHT_FIELD = "weight"
+# Of a key; absent where a weight is in the model's dtype, and of weights that are no experts.
+_WEIGHT_FIELD, _EXPERT_FIELD = "weight", "expert"
+# Of a plan; absent where it is the key's.
+_FAMILY_FIELD = "family"
 _MEASURED_FIELDS = ("us", "torch", "triton", "date")
 _FILE_FIELDS = ("version", "device", "entries")
 # Kernels count rows and columns in int32.
@@ -88,6 +91,8 @@ class TuningKey(NamedTuple):
 
     dtype   of the model
     weight  how the weight is stored; None: in that dtype
+    expert  whether it is that of one of several experts. Its plan may be of another family than the
+            engine's, which is `family`
     """
 
     family: RowFamily
@@ -96,20 +101,24 @@ class TuningKey(NamedTuple):
     K: int
     dtype: torch.dtype
     weight: WeightFormat | None = None
+    expert: bool = False
 
     @classmethod
     def of(cls, linear: Linear, family: RowFamily, dtype: torch.dtype) -> TuningKey:
         """That of a model's linear."""
-        return cls(family, linear.kind, linear.rows, linear.columns, dtype, linear.weight)
+        expert = linear.experts > 0
+        return cls(family, linear.kind, linear.rows, linear.columns, dtype, linear.weight, expert)
 
     @property
     def linear(self) -> Linear:
         """One that has this key."""
-        return Linear(self.kind, self.M, self.K, self.weight)
+        return Linear(self.kind, self.M, self.K, self.weight, experts=int(self.expert))
 
     def __str__(self) -> str:
         stored = "" if self.weight is None else f" in {self.weight.label}"
-        return f"{self.family} {self.kind} {self.M} x {self.K} {dtype_name(self.dtype)}{stored}"
+        expert = " of experts" if self.expert else ""
+        shape = f"{self.M} x {self.K}"
+        return f"{self.family} {self.kind} {shape} {dtype_name(self.dtype)}{stored}{expert}"
 
 
 class TunedPlan(NamedTuple):
@@ -170,27 +179,20 @@ def choose_plans(
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
-        if linear.experts:
-            plans[name] = heuristic_linear_plan(linear, dtype, family)
-            sources[name] = "heuristic"
-            continue
         plans[name], sources[name] = choose_plan(TuningKey.of(linear, family, dtype), tables)
     chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type != "cpu":
         missing = (
             f"{name} {linears[name].rows} x {linears[name].columns}" for name in chosen.untuned
         )
-        # No chain has layers with experts.
-        with_experts = any(linear.experts for linear in linears.values())
-        tune = f"graphengine tune --family {family}"
-        hint = f"; `{tune}` with `--checkpoint` or `--shape` measures them"
         log.info(
-            "no tuned plan on %s for %s %s: %s%s",
+            "no tuned plan on %s for %s %s: %s; `graphengine tune --family %s` with `--checkpoint` "
+            "or `--shape` measures them",
             gpu,
             family,
             dtype_name(dtype),
             ", ".join(missing),
-            "" if with_experts else hint,
+            family,
         )
     return LinearPlans(plans), chosen
 
@@ -260,11 +262,16 @@ def check_plan(
     K: int,
     dtype: torch.dtype,
     weight: WeightFormat | None = None,
+    *,
+    expert: bool = False,
 ) -> None:
     """ValueError for a plan that the kernels cannot run, or only by spilling registers.
 
     weight  how the weight is stored; None: in `dtype`
+    expert  whether it is one of several, which have kernels of their own
     """
+    if expert:
+        check_expert_plan(plan, kind, weight)
     least_m, most_m = _BLOCK_M[plan.family if weight is None else "packed"]
     # A thread of a SwiGLU holds a gate and its up row.
     least_m = max(least_m, 2) if kind == "swiglu" else least_m
@@ -288,7 +295,7 @@ def check_plan(
             f"splits={plan.splits} must be 1 for sample: its M is a vocabulary, which fills a GPU "
             "by itself, and parts of that size are not in the memory budget"
         )
-    if weight is not None:
+    if weight is not None and not expert:
         _check_packed(plan, K, weight)
     elif plan.family == "fma":
         _check_fma(plan, K, dtype)
@@ -474,7 +481,7 @@ def _format_table(device: str, plans: Mapping[TuningKey, TunedPlan]) -> str:
     def order(item: tuple[TuningKey, TunedPlan]) -> tuple[str | int, ...]:
         key = item[0]
         label = "" if key.weight is None else key.weight.label
-        return (key.family, key.kind, key.M, key.K, dtype_name(key.dtype), label)
+        return (key.family, key.kind, key.M, key.K, dtype_name(key.dtype), label, key.expert)
 
     ordered = sorted(plans.items(), key=order)
     entries = ",".join(f"\n    {json.dumps(_entry(*item))}" for item in ordered)
@@ -490,6 +497,10 @@ def _entry(key: TuningKey, tuned: TunedPlan) -> dict[str, Any]:
     named = {name: getattr(key, name) for name in _KEY_FIELDS} | {"dtype": dtype_name(key.dtype)}
     if key.weight is not None:
         named[_WEIGHT_FIELD] = key.weight.label
+    if key.expert:
+        named[_EXPERT_FIELD] = True
+    if tuned.plan.family != key.family:
+        plan[_FAMILY_FIELD] = tuned.plan.family
     return {**named, "plan": plan, **measured}
 
 
@@ -551,22 +562,27 @@ def parse_table(content: bytes, device: str, *, origin: str) -> Table:
 def _parse_entry(entry: Any) -> tuple[TuningKey, TunedPlan]:
     if not isinstance(entry, _Object):
         raise ValueError(f"must be an object, not {_brief(entry)}")
-    stored = (_WEIGHT_FIELD,) if _WEIGHT_FIELD in entry else ()
-    _require_fields(entry, (*_KEY_FIELDS, *stored, "plan", *_MEASURED_FIELDS))
+    optional = [name for name in (_WEIGHT_FIELD, _EXPERT_FIELD) if name in entry]
+    _require_fields(entry, (*_KEY_FIELDS, *optional, "plan", *_MEASURED_FIELDS))
     family = _one_of(entry, "family", get_args(RowFamily))
     kind = _one_of(entry, "kind", get_args(LinearKind))
     dtype = DTYPES[_one_of(entry, "dtype", tuple(DTYPES))]
-    weight = WeightFormat.of_label(_string(entry, _WEIGHT_FIELD)) if stored else None
-    key = TuningKey(family, kind, _integer(entry, "M"), _integer(entry, "K"), dtype, weight)
+    weight, expert = None, _EXPERT_FIELD in optional and _boolean(entry, _EXPERT_FIELD)
+    if _WEIGHT_FIELD in optional:
+        weight = WeightFormat.of_label(_string(entry, _WEIGHT_FIELD))
+    key = TuningKey(family, kind, _integer(entry, "M"), _integer(entry, "K"), dtype, weight, expert)
     if kind == "swiglu" and key.M % 2:
         raise ValueError(f"M={key.M} must be even: as many gate rows as up rows")
     numbers = entry["plan"]
     if not isinstance(numbers, _Object):
         raise ValueError(f"plan must be an object, not {_brief(numbers)}")
-    _require_fields(numbers, _PLAN_FIELDS)
+    own_family = (_FAMILY_FIELD,) if expert and _FAMILY_FIELD in numbers else ()
+    _require_fields(numbers, (*_PLAN_FIELDS, *own_family))
+    if own_family:
+        family = _one_of(numbers, _FAMILY_FIELD, get_args(RowFamily))
     sizes = {name: _integer(numbers, name, 0) for name in _PLAN_FIELDS if name != "overlap"}
     plan = LinearPlan(family, overlap=_boolean(numbers, "overlap"), **sizes)
-    check_plan(plan, kind, key.K, dtype, weight)
+    check_plan(plan, kind, key.K, dtype, weight, expert=expert)
     return key, TunedPlan(
         plan,
         us=_positive(entry, "us"),

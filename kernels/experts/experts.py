@@ -46,7 +46,12 @@ from graphengine.kernels.experts.packed import (
     packed_block_rows,
     step_columns,
 )
-from graphengine.kernels.experts.plans import DECODE_BLOCK, ProductTile, decode_tile
+from graphengine.kernels.experts.plans import (
+    DECODE_BLOCK,
+    LEAST_ROWS,
+    ProductTile,
+    decode_tile,
+)
 from graphengine.kernels.experts.reference import (
     expert_product_reference,
     expert_sum_reference,
@@ -62,8 +67,6 @@ from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
 ExpertWeight = torch.Tensor | PackedExperts
 
-# Of a plan: the least that the tensor cores take.
-_LEAST_ROWS = 16
 _SUM_LANES = 4
 _SUM_COLUMNS = 256
 
@@ -244,7 +247,7 @@ def expert_residual(
 
 def residual_arrivals(lanes: int, hidden: int) -> int:
     """Counters that `expert_residual` uses at most, whatever its plan."""
-    return lanes * -(-hidden // _LEAST_ROWS)
+    return lanes * -(-hidden // LEAST_ROWS)
 
 
 def expert_sum(

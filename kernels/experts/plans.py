@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels.experts.packed import step_columns
+from graphengine.kernels.experts.packed import packed_block_rows, step_columns
 from graphengine.kernels.linear.plans import (
     FMA_THREAD_BYTES,
     LinearKind,
@@ -25,6 +25,8 @@ from graphengine.kernels.linear.quantised import WeightFormat
 DECODE_BLOCK = 16
 """Pairs of a block in decode: the least that the tensor cores take. A `wgmma` of more would sum in
 another order."""
+LEAST_ROWS = 16
+"""Rows of a `dot` plan at least: `tl.dot` takes no fewer."""
 
 
 class ProductTile(NamedTuple):
@@ -79,6 +81,26 @@ def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
             if block_m * row_bytes <= FMA_THREAD_BYTES * 32 * warps:
                 return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
     return None
+
+
+def check_expert_plan(
+    plan: LinearPlan, kind: LinearKind, weight: WeightFormat | None = None
+) -> None:
+    """ValueError for a plan that the kernels of experts do not run."""
+    if plan.splits != 1:
+        raise ValueError(f"splits={plan.splits} must be 1: the products of experts do not split K")
+    if plan.family == "fma" and (kind != "swiglu" or weight is not None):
+        what = kind if weight is None else f"weights in {weight.label}"
+        raise ValueError(f"experts' plans of {what} must be of the family dot, not fma")
+    if plan.family == "dot" and plan.block_m < LEAST_ROWS:
+        raise ValueError(f"block_m={plan.block_m} of experts must be at least {LEAST_ROWS}")
+    if weight is not None:
+        packed_block_rows(plan.block_m)
+        if plan.block_k != step_columns(weight):
+            raise ValueError(
+                f"experts in {weight.label} are multiplied {step_columns(weight)} columns at a "
+                f"time, not block_k={plan.block_k}"
+            )
 
 
 def decode_tile(plan: LinearPlan) -> ProductTile:

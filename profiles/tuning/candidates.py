@@ -20,7 +20,7 @@ from graphengine.models import tuning
 from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_linear_plan
 from graphengine.models.tuning import TuningKey
 
-ORDER = ("down", "gate_up", "qkv", "output", "lm_head")
+ORDER = ("expert_down", "expert_gate_up", "down", "gate_up", "qkv", "output", "lm_head")
 FMA_REGISTERS = (12, 96)
 """Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
 DOT_SHARED_BYTES = 200 * 1024
@@ -74,7 +74,9 @@ def base_name(name: str) -> str:
 def candidate_plans(key: TuningKey) -> list[LinearPlan]:
     """The grid that found the best plans on an H200, and the heuristic. Every plan is valid."""
     heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
-    if key.weight is not None:
+    if key.expert:
+        grid = _expert_grid(key, heuristic)
+    elif key.weight is not None:
         grid = _packed_grid(key, key.weight)
     elif key.family == "fma":
         grid = _fma_grid(key)
@@ -87,7 +89,7 @@ def candidate_plans(key: TuningKey) -> list[LinearPlan]:
 
 def _is_valid(plan: LinearPlan, key: TuningKey) -> bool:
     with contextlib.suppress(ValueError):
-        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight)
+        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
         return True
     return False
 
@@ -122,6 +124,21 @@ def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
             room = tuning.packed_shared_bytes(plan, key.K, weight, 1 if fma else 8)
             if room <= shared:
                 yield plan
+
+
+def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
+    """For the kernels of `experts/`: in `fma` gates and ups have plans of both families."""
+    if heuristic.family == "fma":
+        yield from _fma_grid(key)
+    sizes: tuple[int, ...] = (heuristic.block_k,)
+    if key.weight is None and key.dtype != torch.float32:
+        sizes = tuple(size for size in (64, 128, 256) if key.K % size == 0) or sizes
+    for block_m, block_k, stages, warps in product((16, 32, 64, 128), sizes, (3, 4, 5, 6), (4, 8)):
+        plan = LinearPlan("dot", block_m=block_m, block_k=block_k, stages=stages, warps=warps)
+        long = triton.cdiv(key.K, block_k) >= stages - 1
+        busy = warps == 4 or block_m >= 64
+        if long and busy and tuning.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
+            yield plan
 
 
 def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:

@@ -27,12 +27,20 @@ from graphengine.kernels import (
     linear_residual,
     linear_residual_reference,
     linear_sample,
+    residual_arrivals,
 )
+from graphengine.kernels.attention.decode import SPLIT_TOKENS
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
-from graphengine.models.chains import Chain, new_chain
-from graphengine.models.contract import LinearPlans, ModelConfig, stream_groups
+from graphengine.models.chains import (
+    Chain,
+    chain_experts,
+    chain_experts_reference,
+    new_chain,
+)
+from graphengine.models.contract import DecodeLaunch, LinearPlans, ModelConfig, stream_groups
+from graphengine.models.routing import StepRoutes
 from graphengine.profiles.benchmark.shapes import fill_random, layer_bytes
 
 Times = tuple[float, ...]
@@ -64,7 +72,9 @@ class ChainBench:
         self._sampling = SamplingTensors.neutral(lanes, stop_ids=16, device=self.device)
         # Two for each tile, of which none has fewer than 16 rows.
         most = max(linear.rows for linear in model.config.linears.values())
-        self._arrivals = self._slot.new_zeros(2 * triton.cdiv(most, 16))
+        counters = max(2 * triton.cdiv(most, 16), residual_arrivals(lanes, hidden))
+        self._arrivals = self._slot.new_zeros(counters)
+        self._chosen = _random_experts(model.config, lanes, self.device)
         self._failures: dict[LinearPlans, str | None] = {}
         # A forked process could not use CUDA.
         spawn = multiprocessing.get_context("spawn")
@@ -109,9 +119,12 @@ class ChainBench:
         for layer in range(layers):
             product = residual.scaled
             for name, of_layer in config.linears.items():
-                if of_layer.kind == "sample":
+                if of_layer.kind == "sample" or (of_layer.experts and of_layer.kind == "swiglu"):
                     continue
-                if of_layer.kind == "residual":
+                if of_layer.experts:
+                    residual = self._launch_experts(plans, layer, residual)
+                    yield name, residual
+                elif of_layer.kind == "residual":
                     part = product[:, : of_layer.columns]
                     residual = self._launch(plans, layer, name, part, residual)
                     yield name, residual
@@ -145,6 +158,25 @@ class ChainBench:
             return linear_sample(x, weight, slot, slot, self._sampling, **options)
         multiply = linear if plans else linear_reference
         return multiply(x, weight, slot, bias=bias, swiglu=kind == "swiglu", **options)
+
+    def _launch_experts(
+        self, plans: LinearPlans | None, layer: int, residual: Residual
+    ) -> Residual:
+        """Router, gates and ups, and down of a layer. The chosen experts are given: between scores
+        that are nearly equal kernels and references need not choose the same.
+        """
+        lanes = len(residual.x)
+        slot, chosen = self._slot[:lanes], self._chosen[:lanes]
+        if plans is None:
+            return chain_experts_reference(self.model, layer, slot, residual, chosen)
+        launch = DecodeLaunch(
+            plans=plans,
+            split_tokens=SPLIT_TOKENS,
+            arrivals=self._arrivals,
+            pdl=True,
+            routes=StepRoutes(chosen[None]),
+        )
+        return chain_experts(self.model, layer, slot, residual, launch)
 
     def _compile(self, variants: Sequence[LinearPlans], seconds: float) -> list[LinearPlans]:
         """Plans that were compiled in time, or failed to compile: the failure shows again here."""
@@ -207,6 +239,16 @@ class ChainBench:
             stream.synchronize()
         of_graphs = zip(*turns[1:], strict=True)
         return [1e3 * median(a.elapsed_time(b) for a, b in pairs) for pairs in of_graphs]
+
+
+def _random_experts(config: ModelConfig, lanes: int, device: torch.device) -> Tensor:
+    """int32 [lanes, k]: different experts of each lane; k is 0 in a model without experts."""
+    routed = config.allocate(device="meta", dtype=torch.float32).routed
+    if routed is None:
+        return torch.empty((lanes, 0), dtype=torch.int32, device=device)
+    random = torch.Generator().manual_seed(1)
+    drawn = torch.rand((lanes, routed.experts), generator=random).argsort(dim=1)
+    return drawn[:, : routed.chosen].to(device, torch.int32).contiguous()
 
 
 def _parts(result: Any) -> Sequence[Tensor]:

@@ -34,6 +34,7 @@ from graphengine.models.contract import (
     heuristic_plans,
 )
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
+from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
 from graphengine.models.tuning import TuningKey
 from graphengine.profiles import tune
@@ -42,7 +43,7 @@ from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning import candidates, chain_bench
 from graphengine.profiles.tuning.chain_bench import ChainBench, Times
 from graphengine.profiles.tuning.search import Step, search
-from launches.tuning_cases import BF16, DOT, FAMILIES, KINDS, MODEL, key_of, keys
+from launches.tuning_cases import BF16, DENSE, DOT, FAMILIES, KINDS, MODEL, key_of, keys
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +65,9 @@ def test_every_candidate_is_valid(key: TuningKey) -> None:
     heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
     assert len(set(plans)) == len(plans) <= 100
     for plan in plans:
-        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight)
+        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
         if key.weight is not None:
-            assert plan.family == key.family
+            assert plan.family == ("dot" if key.expert else key.family)
             continue
         registers = tuning.weight_registers(plan, key.K, key.dtype)
         tiles = -(-key.K // plan.block_k)
@@ -125,8 +126,8 @@ def test_a_chain_exceeds_the_cache_and_is_no_longer_than_the_model() -> None:
 
 def test_targets_of_a_model() -> None:
     targets = candidates.targets_of(MODEL, BF16, "fma")
-    assert [target.names for target in targets] == [(name,) for name in candidates.ORDER]
-    assert [target.key for target in targets] == [key_of(name) for name in candidates.ORDER]
+    assert [target.names for target in targets] == [(name,) for name in DENSE]
+    assert [target.key for target in targets] == [key_of(name) for name in DENSE]
     some = candidates.targets_of(MODEL, BF16, "dot", ["qkv", "down"])
     assert [target.names for target in some] == [("down",), ("qkv",)]
     # Linears of one shape share the entry of a table.
@@ -173,7 +174,7 @@ LLAMA = model_shape("llama-1b")
 def run_search(
     time_of: Callable[[LinearPlans], Times | str],
     family: RowFamily = "dot",
-    only: Sequence[str] = candidates.ORDER,
+    only: Sequence[str] = DENSE,
     **options: Any,
 ) -> tuple[LinearPlans, list[Step], FakeBench]:
     bench, steps = FakeBench(time_of), list[Step]()
@@ -210,7 +211,7 @@ def test_the_best_of_each_linear_is_found(family: RowFamily) -> None:
     plans, steps, bench = run_search(time_of, family)
     assert plans == best
     # A second round finds nothing better; where it meets what it has seen it measures nothing.
-    assert tuple(step.target.names[0] for step in steps[:5]) == candidates.ORDER
+    assert tuple(step.target.names[0] for step in steps[:5]) == DENSE
     assert 6 <= len(steps) < 10
     assert {step.gain for step in steps[5:]} == {0.0}
     assert {head for _, head in bench.timed} == {False, True}
@@ -379,7 +380,7 @@ def test_a_chain_of_packed_weights(kind: Any, head: bool) -> None:
     bench = ChainBench(chain, (1, 20))
     targets = candidates.targets_of(model, BF16, "dot")
     names = [name for target in targets for name in target.names]
-    assert [name.partition(".")[0] for name in names] == [*candidates.ORDER]
+    assert [name.partition(".")[0] for name in names] == [*DENSE]
     assert sorted(names) == sorted(chain.config.linears) and (names[-1] != "lm_head") == head
     plans = heuristic_plans(model.linears, torch.float32, "dot")
     assert bench.prepare([plans], seconds=1) == {}
@@ -392,6 +393,55 @@ def test_a_chain_of_packed_weights(kind: Any, head: bool) -> None:
     other = plans.replace({names[1]: plans[names[1]]._replace(stages=3)})
     refused = bench.prepare([other], seconds=1)
     assert refused[other].startswith(f"{names[0]} of 1 rows is off by ")
+
+
+MOE = model_shape("tiny-moe")
+
+
+def expert_bench() -> ChainBench:
+    config = replace(MOE, num_layers=3, expert_layers=(1, 2))
+    chain = chain_bench.chain_model(config, torch.float32, torch.device("cpu"), layers=2)
+    return ChainBench(chain, (1, 20))
+
+
+def test_a_chain_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a decode step of the layers that have experts, whichever are chosen."""
+    bench = expert_bench()
+    config = bench.model.config
+    targets = [target.names for target in candidates.targets_of(config, BF16, "fma")]
+    assert targets == [("expert_down",), ("expert_gate_up",), ("qkv",), ("output",), ("lm_head",)]
+    plans = heuristic_plans(config.linears, torch.float32, "dot")
+    assert bench.prepare([plans], seconds=1) == {}
+    results = list(bench.launches(plans, 20, layers=2, head=True))
+    assert [name for name, _ in results] == ["qkv", "output", "expert_down"] * 2 + ["lm_head"]
+    q_size = config.attention.q_size
+    monkeypatch.setattr(gqa, "decode_attention", lambda qkv, *_, **__: qkv[:, :q_size])
+    slot = torch.arange(20, dtype=torch.int32)
+    x = bench._x.clone()
+    kv = torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim)
+    out = bench.model.decode(
+        DecodeLanes(slot, slot, slot),
+        Residual(x, x.clone(), x.square().sum(dim=1)[None]),
+        StateTensors(kv, torch.zeros((20, 1), dtype=torch.int32)),
+        DecodeLaunch(
+            plans=plans,
+            split_tokens=64,
+            arrivals=slot,
+            routes=StepRoutes(bench._chosen.repeat(2, 1, 1)),
+        ),
+    )
+    torch.testing.assert_close(results[5][1].x, out.x)
+
+
+def test_a_chain_notices_a_damaged_expert() -> None:
+    bench = expert_bench()
+    plans = heuristic_plans(bench.model.config.linears, torch.float32, "dot")
+    assert bench.prepare([plans], seconds=1) == {}
+    experts, _ = bench.model.experts(0)
+    assert isinstance(experts.down, torch.Tensor)
+    experts.down[bench._chosen[0, 0]] += 1
+    other = plans.replace({"expert_down": plans["expert_down"]._replace(stages=4)})
+    assert bench.prepare([other], seconds=1)[other].startswith("expert_down of 1 rows is off by ")
 
 
 def test_right_results_pass() -> None:

@@ -13,7 +13,6 @@ import torch
 
 from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.experts import ExpertsWeights
-from graphengine.models.chains import new_chain
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import PrefillLaunch, heuristic_plans, stream_groups
 from graphengine.models.decoder import DecoderConfig
@@ -183,12 +182,6 @@ def test_experts_in_8_bits_are_named(expert_checkpoints: dict[str, Any]) -> None
     checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, scale: info})
     with pytest.raises(ValueError, match=f"1 tensors of quantised experts, .*: {scale}"):
         read_model(checkpoint)
-
-
-def test_there_is_no_chain_of_experts(expert_checkpoints: dict[str, Any]) -> None:
-    model = read_config(expert_checkpoints[NAMES[0]])
-    with pytest.raises(ValueError, match="have experts: there is no chain"):
-        new_chain(model, layers=2, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_experts_are_not_split_among_ranks(expert_checkpoints: dict[str, Any]) -> None:

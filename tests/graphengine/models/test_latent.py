@@ -175,7 +175,7 @@ def test_what_latents_cannot_do_is_refused(latent_checkpoints: dict[str, Any]) -
     with pytest.raises(ValueError, match="DeepseekV3ForCausalLM keep latents of 64 values"):
         open_engine(oracle, device="cpu", kv_dtype="fp8")
     dense = replace(model, experts=None, expert_layers=())
-    with pytest.raises(ValueError, match="have latents, or have experts: there is no chain"):
+    with pytest.raises(ValueError, match="have latents, or shared experts: there is no chain"):
         new_chain(dense, layers=2, dtype=torch.float32, device=torch.device("cpu"))
 
 

@@ -45,15 +45,29 @@ FMA = LinearPlan("fma", block_m=4, block_k=128, warps=2)
 DOT = LinearPlan("dot", block_m=32, block_k=32, splits=2, stages=3, warps=8)
 
 
+DENSE = ("down", "gate_up", "qkv", "output", "lm_head")
+"""The linears of a model without experts, in the order of the search."""
+
+
 def keys() -> st.SearchStrategy[TuningKey]:
+    """Of linears of all kinds, and of experts."""
+    return _keys(st.sampled_from(KINDS), st.just(False)) | _keys(
+        st.sampled_from(("swiglu", "residual")), st.just(True)
+    )
+
+
+def _keys(
+    kinds: st.SearchStrategy[LinearKind], expert: st.SearchStrategy[bool]
+) -> st.SearchStrategy[TuningKey]:
     return st.builds(
         TuningKey,
         st.sampled_from(FAMILIES),
-        st.sampled_from(KINDS),
+        kinds,
         st.integers(1, 70_000).map(lambda half: 2 * half),
         st.integers(1, 16_384),
         st.sampled_from([torch.float32, torch.float16, BF16]),
         st.none() | st.sampled_from(FORMATS),
+        expert,
     )
 
 
