@@ -35,6 +35,7 @@ from graphengine.kernels.experts.experts_triton import (
     StreamArgs,
     combine_kernel,
     down_kernel,
+    fma_down_kernel,
     fma_product_kernel,
     product_kernel,
 )
@@ -48,7 +49,7 @@ from graphengine.kernels.experts.packed import (
 )
 from graphengine.kernels.experts.plans import (
     DECODE_BLOCK,
-    LEAST_ROWS,
+    LEAST_FMA_ROWS,
     ProductTile,
     decode_tile,
 )
@@ -175,7 +176,8 @@ def expert_residual(
         a_PF: as `expert_swiglu` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
         next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
-        plan: of the family `dot`.
+        plan: in `fma` pairs are taken one by one, of a dense weight, and with PDL slots and routes
+            must have been written two launches earlier or before.
         arrivals: int32, at least `residual_arrivals(N, H)` zeros, which are zeros again afterwards.
             None: on a CPU alone.
         bias_EH: dense, in the weight's dtype.
@@ -206,12 +208,38 @@ def expert_residual(
             a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=torch.float32
         )
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
-    tile, width = _tile(plan, grouping), a_PF.shape[1]
-    tiles = triton.cdiv(hidden, tile.block_m)
-    given, code, group = _weight_arguments(weight_EHF, tile)
+    width, tiles = a_PF.shape[1], triton.cdiv(hidden, plan.block_m)
     if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < lanes * tiles:
         found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
         raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
+    y = residual.x.new_empty(len(a_PF), hidden)
+    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares)
+    if plan.family == "fma":
+        if grouping is not None or not isinstance(weight_EHF, torch.Tensor):
+            raise ValueError(f"pairs in groups and packed weights want a dot plan, not {plan}")
+        launcher(fma_down_kernel, (len(a_PF), tiles))(
+            a_PF,
+            weight_EHF,
+            bias_EH,
+            slot_N,
+            routes.expert,
+            routes.weight,
+            y,
+            arrivals,
+            stream,
+            lanes,
+            M=hidden,
+            K=width,
+            TOP_K=routes.expert.shape[1],
+            BLOCK_M=plan.block_m,
+            BLOCK_K=plan.block_k,
+            OVERLAP=plan.overlap,
+            num_warps=plan.warps,
+            **launch_options(pdl),
+        )
+        return residual
+    tile = _tile(plan, grouping)
+    given, code, group = _weight_arguments(weight_EHF, tile)
     order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
     count = len(a_PF) if blocks is None else blocks.shape[1]
     launcher(down_kernel, (count, tiles))(
@@ -223,9 +251,9 @@ def expert_residual(
         routes.weight,
         order,
         blocks,
-        residual.x.new_empty(len(a_PF), hidden),
+        y,
         arrivals,
-        StreamArgs(residual.x, next_norm_H, residual.scaled, squares),
+        stream,
         lanes,
         M=hidden,
         K=width,
@@ -247,7 +275,7 @@ def expert_residual(
 
 def residual_arrivals(lanes: int, hidden: int) -> int:
     """Counters that `expert_residual` uses at most, whatever its plan."""
-    return lanes * -(-hidden // LEAST_ROWS)
+    return lanes * -(-hidden // LEAST_FMA_ROWS)
 
 
 def expert_sum(

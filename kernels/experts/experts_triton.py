@@ -3,8 +3,8 @@
 In the `dot` family a product has a lane's bits from its own operands alone: a tile of lanes goes
 through K in one order of `tl.dot`, whatever the other lanes of the tile are, so it does not matter
 whether a tile holds all pairs of an expert or a single one. The `fma` family takes single pairs,
-and has all weights of a program in registers at once; it has no kernel of its own for down, whose
-weights would be too many.
+and has all weights of a program in registers at once. Those of down are asked for before the launch
+waits for its inputs: which experts they are of was known two launches before.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L lanes of a tile, K input features, M rows
 of an expert's weight, B outputs of a program.
@@ -312,6 +312,56 @@ def fma_product_kernel(
     out_ptrs = out_ptr + pair.to(tl.int64) * OUTPUTS + output
     y = gated(gate, up, LIMIT, SLOPE)
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["lanes"])
+def fma_down_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    slot_ptr,
+    expert_ptr,
+    share_ptr,
+    y_ptr,
+    arrivals_ptr,
+    stream,
+    lanes,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program for a pair and BLOCK_M rows of its expert's down; the last of a lane's pairs to
+    arrive adds all of them to the stream.
+
+    The launch before must not write slots or experts.
+    """
+    pair = tl.program_id(0)
+    tile = tl.program_id(1)
+    lane = pair // TOP_K
+    live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
+    expert = tl.load(expert_ptr + pair, mask=live, other=0, cache_modifier=".cg")
+    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
+    weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+    wait_for_inputs(PDL, OVERLAP)
+    if not live:
+        return
+    y = tl.sum(multiply_rows(weights, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K), 1)
+    if bias_ptr is not None:
+        y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, False)
+    output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(y_ptr + pair.to(tl.int64) * M + output, y, mask=output < M)
+    tl.debug_barrier()
+    arrival_ptr = arrivals_ptr + lane * tl.num_programs(1) + tile
+    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == TOP_K - 1:
+        tl.store(arrival_ptr, 0)
+        row = tl.full((1,), lane, tl.int32)
+        there = tl.full((1,), 1, tl.int1)
+        total = _sum_of_pairs(y_ptr, share_ptr, row, there, output, M, TOP_K, 1, BLOCK_M)
+        _add_to_stream(total, row, there, tile, lanes, stream, M, 1, BLOCK_M)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from the prompt alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,11 @@ from graphengine.kernels.linear.quantised import WeightFormat
 DECODE_BLOCK = 16
 """Pairs of a block in decode: the least that the tensor cores take. A `wgmma` of more would sum in
 another order."""
-LEAST_ROWS = 16
+LEAST_DOT_ROWS = 16
 """Rows of a `dot` plan at least: `tl.dot` takes no fewer."""
+LEAST_FMA_ROWS = 4
+"""Rows of a `fma` plan of down at least: each program of a lane has a counter and a sum of squares.
+"""
 
 
 class ProductTile(NamedTuple):
@@ -50,15 +54,16 @@ def expert_plan(
 ) -> LinearPlan:
     """The plan of experts' weights [M, K] each, for decode.
 
-    That of `down` is one of `dot` in both families, as any engine can run it, and so is that of
-    gates and ups of which not even a single row fits the registers of a `fma` program, and that of
-    packed weights.
+    In `fma` the plan is one of `dot` all the same where the fewest rows of a program do not fit its
+    registers, and of packed weights.
     """
     check_kind(kind, family)
     if weight is not None:
         return LinearPlan("dot", block_m=32, block_k=step_columns(weight), stages=3)
-    if family == "fma" and kind == "swiglu":
-        plan = _fma_plan(K, dtype)
+    if family == "fma":
+        # Of gates and ups a gate and its up at least; counters bound the programs of down.
+        sizes = (4, 2) if kind == "swiglu" else (16, 8, LEAST_FMA_ROWS)
+        plan = _fma_plan(K, dtype, sizes)
         if plan is not None:
             return plan
     if dtype == torch.float32:
@@ -69,15 +74,15 @@ def expert_plan(
     return LinearPlan("dot", block_m=64, block_k=block_k, stages=4)
 
 
-def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
-    """The most rows that fit 4 warps, at most 4."""
+def _fma_plan(K: int, dtype: torch.dtype, sizes: Sequence[int]) -> LinearPlan | None:
+    """The most rows of these sizes that fit 4 warps, or more warps if none does."""
     block_k = min(2048, dot_columns(K))
     while block_k > 256 and -(-K // block_k) * block_k * 4 > 5 * K:
         # A quarter of the columns would be none.
         block_k //= 2
     row_bytes = -(-K // block_k) * block_k * dtype.itemsize
     for warps in (4, 8, 16):
-        for block_m in (4, 2):
+        for block_m in sizes:
             if block_m * row_bytes <= FMA_THREAD_BYTES * 32 * warps:
                 return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
     return None
@@ -89,11 +94,13 @@ def check_expert_plan(
     """ValueError for a plan that the kernels of experts do not run."""
     if plan.splits != 1:
         raise ValueError(f"splits={plan.splits} must be 1: the products of experts do not split K")
-    if plan.family == "fma" and (kind != "swiglu" or weight is not None):
-        what = kind if weight is None else f"weights in {weight.label}"
-        raise ValueError(f"experts' plans of {what} must be of the family dot, not fma")
-    if plan.family == "dot" and plan.block_m < LEAST_ROWS:
-        raise ValueError(f"block_m={plan.block_m} of experts must be at least {LEAST_ROWS}")
+    if plan.family == "fma" and weight is not None:
+        raise ValueError(f"experts in {weight.label} want a plan of the family dot, not fma")
+    least = LEAST_FMA_ROWS if plan.family == "fma" else LEAST_DOT_ROWS
+    if kind == "swiglu" and plan.family == "fma":
+        least = 2
+    if plan.block_m < least:
+        raise ValueError(f"block_m={plan.block_m} of {kind} of experts must be at least {least}")
     if weight is not None:
         packed_block_rows(plan.block_m)
         if plan.block_k != step_columns(weight):

@@ -127,8 +127,8 @@ def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
 
 
 def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
-    """For the kernels of `experts/`: in `fma` gates and ups have plans of both families."""
-    if heuristic.family == "fma":
+    """For the kernels of `experts/`: an engine of `fma` may have plans of both families."""
+    if key.family == "fma" and key.weight is None:
         yield from _fma_grid(key)
     sizes: tuple[int, ...] = (heuristic.block_k,)
     if key.weight is None and key.dtype != torch.float32:
@@ -144,6 +144,8 @@ def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
 def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
     K, (least, most) = key.K, FMA_REGISTERS
     fitting = [size for size in (1024, 2048, 4096) if size <= K and 4 * (-K % size) <= K]
+    if key.expert:
+        fitting = [size for size in (256, 512, 1024, 2048) if size <= K and 8 * (-K % size) <= K]
     sizes = fitting or [max(16, int(triton.next_power_of_2(K)))]
     for block_m, block_k, warps in product((1, 2, 4, 8, 16), sizes, (2, 4, 8)):
         plan = LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)

@@ -289,8 +289,9 @@ class ExpertsWeights:
         )
         tell_routes(routes, slot)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
+        down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
-        in_dot = gate_up_plan.family == "dot"
+        in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
         if in_dot and groups_pairs(len(slot), block.router.top_k, block.experts):
             grouping = group_pairs(
@@ -316,7 +317,7 @@ class ExpertsWeights:
             routes,
             residual,
             next_norm,
-            plan=launch.plan("expert_down", self.down),
+            plan=down_plan,
             arrivals=launch.arrivals,
             bias_EH=self.down_bias,
             grouping=grouping,

@@ -258,8 +258,10 @@ def test_decode_matches_reference(
         groups=groups,
         biased=biased,
     )
-    gate_up_plan = FMA if form == "fma" else SMALL
-    a, x, scaled, squares = decode(case, grouped=form == "grouped", gate_up_plan=gate_up_plan)
+    plan = FMA if form == "fma" else SMALL
+    a, x, scaled, squares = decode(
+        case, grouped=form == "grouped", gate_up_plan=plan, down_plan=plan
+    )
     expected_a, expected_x = decode_reference(case, a, squares.shape[1])
     assert_products_close(a, expected_a, dtype)
     assert_products_close(x, expected_x, dtype)
@@ -268,7 +270,7 @@ def test_decode_matches_reference(
     assert torch.equal(scaled[live], wanted[live])
     assert (scaled[~live] == SENTINEL).all()
     assert torch.equal(x[~live], case.stream[~live])
-    of_each = [part.double().square().sum(1) for part in x[live].split(SMALL.block_m, dim=1)]
+    of_each = [part.double().square().sum(1) for part in x[live].split(plan.block_m, dim=1)]
     torch.testing.assert_close(
         squares[live].double(), torch.stack(of_each, dim=1), rtol=1e-5, atol=1e-6
     )
@@ -290,7 +292,7 @@ def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes):
             "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
             "down_plan": expert_plan("residual", hidden, ffn, dtype, "fma"),
         }
-        assert [plan.family for plan in plans.values()] == ["fma", "dot"]
+        assert [plan.family for plan in plans.values()] == ["fma", "fma"]
         case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40, biased=True)
         a, *stream = decode(case, grouped=False, **plans)
         for order in ([0], [1], [1, 0]):
@@ -494,9 +496,10 @@ def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
     for kind, M, K in (("swiglu", 1536, 2048), ("residual", 2048, 768)):
         plan = expert_plan(kind, M, K, torch.bfloat16, "dot")
         assert plan.splits == 1 and M % plan.block_m == 0 and K % plan.block_k == 0
-        assert (expert_plan(kind, M, K, torch.bfloat16, "fma") == plan) == (kind == "residual")
     fma = expert_plan("swiglu", 1536, 2048, torch.bfloat16, "fma")
     assert fma == LinearPlan("fma", block_m=4, block_k=2048)
+    fma = expert_plan("residual", 2048, 768, torch.bfloat16, "fma")
+    assert fma == LinearPlan("fma", block_m=16, block_k=256)
     # Rows of a wide layer fit no thread's registers.
     assert expert_plan("swiglu", 7168, 131072, torch.float32, "fma").family == "dot"
     sizes = [
@@ -553,3 +556,6 @@ def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"3 lanes want 3 int32 arrivals, not {found}"):
             expert_residual(*down, plan=SMALL, arrivals=arrivals)
+    enough = torch.zeros(6, dtype=torch.int32)
+    with pytest.raises(ValueError, match="pairs in groups and packed weights want a dot plan"):
+        expert_residual(*down, plan=FMA, arrivals=enough, grouping=case.grouping())

@@ -129,6 +129,20 @@ def test_down_multiplies_in_one_order_and_adds_up_in_the_last_program(size):
     assert compiled.metadata.shared >= (plan.stages - 1) * stage
 
 
+def test_down_of_single_pairs_asks_for_its_weights_before_the_wait():
+    """Slots and experts are of two launches before, and are not looked for in L1."""
+    plan = expert_plan("residual", HIDDEN, FFN, torch.bfloat16, "fma")
+    launch = of_down(Operands(1), plan)
+    ptx, names = compile_launch(launch)
+    assert_waits_before_it_shows(ptx)
+    loads = list(global_loads(ptx, names))
+    early = {load.argument for load in loads if not load.after_wait}
+    assert early == {"slot_ptr", "expert_ptr", "weight_ptr"}
+    weights = [load for load in loads if load.argument == "weight_ptr"]
+    assert {(load.size, load.after_wait) for load in weights} == {(16, False)}
+    assert len(re.findall(r"ld\.global\.cg", ptx)) == 2
+
+
 @pytest.mark.parametrize("family", ["fma", "dot"])
 def test_biases_and_clamped_gates_are_compiled(family):
     # The family `fma` takes pairs one by one.
