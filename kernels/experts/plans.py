@@ -7,7 +7,6 @@ from the prompt alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,16 +53,14 @@ def expert_plan(
 ) -> LinearPlan:
     """The plan of experts' weights [M, K] each, for decode.
 
-    In `fma` the plan is one of `dot` all the same where the fewest rows of a program do not fit its
-    registers, and of packed weights.
+    In `fma` the plan is one of `dot` all the same for `down`, where `tune` tries both, where not
+    even a gate and its up fit the registers of a program, and of packed weights.
     """
     check_kind(kind, family)
     if weight is not None:
         return LinearPlan("dot", block_m=32, block_k=step_columns(weight), stages=3)
-    if family == "fma":
-        # Of gates and ups a gate and its up at least; counters bound the programs of down.
-        sizes = (4, 2) if kind == "swiglu" else (16, 8, LEAST_FMA_ROWS)
-        plan = _fma_plan(K, dtype, sizes)
+    if family == "fma" and kind == "swiglu":
+        plan = _fma_plan(K, dtype)
         if plan is not None:
             return plan
     if dtype == torch.float32:
@@ -71,18 +68,19 @@ def expert_plan(
     block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
     if kind == "swiglu":
         return LinearPlan("dot", block_m=32, block_k=block_k, stages=6)
-    return LinearPlan("dot", block_m=64, block_k=block_k, stages=4)
+    # Short tiles leave fewer bytes in flight.
+    return LinearPlan("dot", block_m=64, block_k=block_k, stages=4 if block_k > 64 else 6)
 
 
-def _fma_plan(K: int, dtype: torch.dtype, sizes: Sequence[int]) -> LinearPlan | None:
-    """The most rows of these sizes that fit 4 warps, or more warps if none does."""
+def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
+    """The most rows that fit 4 warps, at most 4."""
     block_k = min(2048, dot_columns(K))
     while block_k > 256 and -(-K // block_k) * block_k * 4 > 5 * K:
         # A quarter of the columns would be none.
         block_k //= 2
     row_bytes = -(-K // block_k) * block_k * dtype.itemsize
     for warps in (4, 8, 16):
-        for block_m in sizes:
+        for block_m in (4, 2):
             if block_m * row_bytes <= FMA_THREAD_BYTES * 32 * warps:
                 return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
     return None

@@ -290,7 +290,7 @@ def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes):
     for dtype in dtypes:
         plans = {
             "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
-            "down_plan": expert_plan("residual", hidden, ffn, dtype, "fma"),
+            "down_plan": FMA,
         }
         assert [plan.family for plan in plans.values()] == ["fma", "fma"]
         case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40, biased=True)
@@ -360,7 +360,7 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     }
     fma = {
         "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
-        "down_plan": expert_plan("residual", hidden, ffn, dtype, "fma"),
+        "down_plan": FMA,
     }
     module = importlib.import_module("graphengine.kernels.experts.experts")
     with launches_handed_to(partial(run_launch, late=late), module):
@@ -498,8 +498,8 @@ def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
         assert plan.splits == 1 and M % plan.block_m == 0 and K % plan.block_k == 0
     fma = expert_plan("swiglu", 1536, 2048, torch.bfloat16, "fma")
     assert fma == LinearPlan("fma", block_m=4, block_k=2048)
-    fma = expert_plan("residual", 2048, 768, torch.bfloat16, "fma")
-    assert fma == LinearPlan("fma", block_m=16, block_k=256)
+    down = expert_plan("residual", 2048, 768, torch.bfloat16, "fma")
+    assert down == expert_plan("residual", 2048, 768, torch.bfloat16, "dot")
     # Rows of a wide layer fit no thread's registers.
     assert expert_plan("swiglu", 7168, 131072, torch.float32, "fma").family == "dot"
     sizes = [

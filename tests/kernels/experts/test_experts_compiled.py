@@ -15,6 +15,7 @@ from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_p
 from graphengine.kernels.experts.records import given_routes, publish_routes, route_items
 from graphengine.kernels.experts.router import Router, Routes, route
 from graphengine.kernels.linear.packed import packed_form
+from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
@@ -131,8 +132,7 @@ def test_down_multiplies_in_one_order_and_adds_up_in_the_last_program(size):
 
 def test_down_of_single_pairs_asks_for_its_weights_before_the_wait():
     """Slots and experts are of two launches before, and are not looked for in L1."""
-    plan = expert_plan("residual", HIDDEN, FFN, torch.bfloat16, "fma")
-    launch = of_down(Operands(1), plan)
+    launch = of_down(Operands(1), LinearPlan("fma", block_m=16, block_k=256))
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
