@@ -238,6 +238,7 @@ from graphengine.kernels.norm_rope.rope import (
     rope_append_reference,
     rope_tables,
 )
+from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import (
     sample,
@@ -485,6 +486,8 @@ __all__ = [
     "sample_tiles",
     "sample_tiles_reference",
     "select_rows",
+    "short_conv_decode",
+    "short_conv_prefill",
     "sums_of_squares",
     "swiglu",
     "swiglu_reference",

@@ -1,0 +1,47 @@
+"""What the short convolution is compiled to for sm_90, without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+
+CHANNELS, TAPS = 2048, 3
+short_conv = importlib.import_module("graphengine.kernels.recurrent.short_conv")
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_of(lanes: int, **options: int):
+    """Of a prompt without `options`, else of rows in decode."""
+    run = short_conv.short_conv_decode if options else short_conv.short_conv_prefill
+    lane = new(lanes, dtype=torch.int32)
+    operands = (new(lanes, 3 * CHANNELS), new(CHANNELS, TAPS), new(CHANNELS))
+    kept = new(8, 2 + max(options.values(), default=1), CHANNELS)
+    return record_launch(short_conv, lambda: run(*operands, kept, lane, lane, pdl=True, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens_per_row": 1}, {"tokens_per_row": 4}])
+def test_weights_alone_are_read_before_the_wait(options):
+    ptx, names = compile_launch(launch_of(128, **options))
+    assert_waits_before_it_shows(ptx)
+    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
+    assert early == {"weight_ptr", "bias_ptr"}
+
+
+def test_rows_of_any_width_run_one_text():
+    one, four = (compile_launch(launch_of(8, tokens_per_row=width))[0] for width in (1, 4))
+    assert one == four
