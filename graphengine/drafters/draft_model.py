@@ -2,7 +2,8 @@
 
 As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
 is fed the last two tokens after each verified step, since the last draft of the step before was
-never fed to it, and then its own drafts.
+never fed to it, and then its own drafts. Where it has recurrent layers, a prompt's last token is
+left to that, too: a state cannot take in a token twice.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
 """
@@ -14,11 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from graphengine.drafters.base import Drafter, DraftSetting, Prefilled, Verified
+from graphengine.buckets import Field
+from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
+    PrefillLanes,
     Residual,
     RowFamily,
     advance_model_draft,
@@ -37,9 +40,12 @@ from graphengine.models.contract import (
     most_arrival_counters,
     stream_groups,
 )
-from graphengine.models.states import StateTensors
+from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.stored import destinations, load_weights
 from graphengine.models.tuning import choose_plans
+
+_WHOSE = "draft_"
+"""What the names of its static fields begin with."""
 
 
 class DraftModelDrafter(Drafter):
@@ -89,9 +95,17 @@ class DraftModelDrafter(Drafter):
     def table_bytes(self, max_seq_len: int) -> int:
         return self.config.table_bytes(max_seq_len)
 
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        return recurrent_fields(self.config.states, sizes.slots, 1 + self.length, _WHOSE)
+
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = self.weights.open(max_seq_len=setting.limit)
-        self._states = StateTensors(cache, setting.buffers["block_table"])
+        buffers = setting.buffers
+        self._states = StateTensors(
+            cache,
+            buffers["block_table"],
+            recurrent_tensors(self.config.states, buffers, _WHOSE),
+        )
         self._head = DraftHead(
             self.weights.lm_head,
             None,
@@ -109,7 +123,8 @@ class DraftModelDrafter(Drafter):
 
     def prepare(self, prefilled: Prefilled) -> None:
         chunk = prefilled.chunk
-        self._model.prefill(chunk, self._states, prefilled.attention, launch=self._launch.prefill)
+        fed = _without_last(prefilled) if self._states.recurrent else chunk
+        self._model.prefill(fed, self._states, prefilled.attention, launch=self._launch.prefill)
         # As after a step that fed the prompt's last token. No PDL: torch kernels run in between.
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = replace(self._launch, pdl=False)
@@ -187,3 +202,12 @@ class DraftModelDrafter(Drafter):
             dtype=self._model.dtype,
             device=self._states.cache.device,
         )
+
+
+def _without_last(prefilled: Prefilled) -> PrefillLanes:
+    """The chunk; of a final one all lanes but the last."""
+    chunk, final = prefilled.chunk, prefilled.final != 0
+    lane = torch.arange(len(chunk.slot), dtype=chunk.last.dtype, device=chunk.last.device)
+    slot = torch.where(final & (lane == chunk.last), -1, chunk.slot)
+    last = torch.where(final, chunk.last - 1, chunk.last).clamp(min=0)
+    return chunk._replace(slot=slot, last=last)

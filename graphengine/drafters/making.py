@@ -27,7 +27,6 @@ from graphengine.models.contract import ModelConfig, WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.states import recurrent_states
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
 from graphengine.speculative import (
@@ -38,7 +37,6 @@ from graphengine.speculative import (
     NGram,
     SaveHiddenStates,
     UserProvided,
-    describe,
     frequent_tokens,
     read_offsets,
     target_ids,
@@ -65,7 +63,6 @@ def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     mode = config.mode
     if mode is None:
         return NoDrafter()
-    _check_states(mode, model, "the model")
     maker = MAKERS.get(type(mode))
     if maker is None:
         raise ValueError(f"speculative={mode!r}: no drafter is made of a {type(mode).__name__}")
@@ -79,19 +76,6 @@ def _check_agreement(mode: Mode, needs: DraftNeeds) -> None:
     assert needs.length == mode.k, f"{needs.length=} of {mode=}"
     assert needs.prompts_only == mode.whole_prompts, f"{needs.prompts_only=} of {mode=}"
     assert mode.lockstep or not needs.lockstep, f"{needs=} of {mode=}, which has no lockstep"
-
-
-def _check_states(mode: Mode, model: ModelConfig, whose: str) -> None:
-    """ValueError where drafts, once refused, would have to be taken out of a recurrent state."""
-    if not mode.k:
-        return
-    recurrent = sorted({layer for layer, _ in recurrent_states(model.states)})
-    if recurrent:
-        raise ValueError(
-            f"speculative={describe(mode)!r}: {whose}, a {model.architecture}, has recurrent "
-            f"layers ({', '.join(map(str, recurrent))} of {model.num_layers}), which keep one "
-            f"state a request and cannot take back a draft"
-        )
 
 
 def _ngram(options: NGram, target: Target) -> Drafter:
@@ -152,7 +136,6 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
     config, target_checkpoint, model = target
     checkpoint = Checkpoint.open(options.path)
     draft = read_model(checkpoint)
-    _check_states(options, draft, f"the draft model {checkpoint.path}")
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model {checkpoint.path} has {draft.vocab_size} tokens, the target "

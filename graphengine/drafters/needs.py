@@ -16,8 +16,8 @@ class DraftNeeds:
     own_lanes: int = 0
     """Lanes of a row in its own widest launch, where they are more than the step's 1 + K."""
     states: tuple[LayerStates, ...] = ()
-    """What each layer of its own keeps of a request. All are paged, in blocks of one shape, which
-    have the numbers of the target's blocks."""
+    """What each layer of its own keeps of a request. Paged ones are in blocks of one shape, which
+    have the numbers of the target's blocks; recurrent ones are among its own fields."""
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
     tokens_after: int = 0

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.buckets import Field, StaticBuffers
+
 
 class Paged(NamedTuple):
     """An entry for each token, in blocks of the cache.
@@ -101,6 +103,37 @@ def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Rec
         for state in layer
         if isinstance(state, Recurrent)
     }
+
+
+def recurrent_field(layer: int, name: str, whose: str = "") -> str:
+    """Name of the static field of a layer's recurrent state; `whose`: of another model's layer."""
+    return f"{whose}recurrent_{layer}_{name}"
+
+
+def recurrent_fields(
+    states: Sequence[LayerStates], slots: int, width: int, whose: str = ""
+) -> list[Field]:
+    """Static fields of a model's recurrent states, for steps of at most `width` tokens of a slot.
+
+    A pause does not touch them: a paused request keeps its slot.
+    """
+    return [
+        Field(
+            name=recurrent_field(layer, name, whose),
+            shape=(slots, state.entries(width), *state.shape),
+            dtype=state.dtype,
+            owner="device",
+            meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
+        )
+        for (layer, name), state in recurrent_states(states).items()
+    ]
+
+
+def recurrent_tensors(
+    states: Sequence[LayerStates], buffers: StaticBuffers, whose: str = ""
+) -> dict[tuple[int, str], Tensor]:
+    """The fields' tensors, by layer and name, as `StateTensors.recurrent` has them."""
+    return {key: buffers[recurrent_field(*key, whose)] for key in recurrent_states(states)}
 
 
 class RingTensors(NamedTuple):

@@ -24,12 +24,12 @@ from graphengine.kernels import (
     copy_blocks,
 )
 from graphengine.models.contract import DecodeLaunch, LinearPlans, Model, arrival_counters
-from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_states
+from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import engine_fields, recurrent_field
+from graphengine.program.fields import engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -101,7 +101,7 @@ def allocate(
         StateTensors(
             caches[0][0],
             buffers["block_table"],
-            {key: buffers[recurrent_field(*key)] for key in recurrent_states(states)},
+            recurrent_tensors(states, buffers),
             tuple(_new_ring(memory, ring, buffers, *block) for ring in memory.rings),
         ),
         mailbox,

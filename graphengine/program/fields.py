@@ -18,7 +18,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan
 from graphengine.host.rings import WindowRing
-from graphengine.models.states import LayerStates, recurrent_states
+from graphengine.models.states import LayerStates, recurrent_fields
 from graphengine.program.relaxed import relaxed_field
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.processing import processing_fields, processing_updates
@@ -102,27 +102,6 @@ def field_table(
     ]
 
 
-def recurrent_field(layer: int, name: str) -> str:
-    """Name of the static field of a layer's recurrent state."""
-    return f"recurrent_{layer}_{name}"
-
-
-def _recurrent_fields(states: Sequence[LayerStates], slots: int, width: int) -> list[Field]:
-    """For steps of at most `width` tokens of a slot. A pause does not touch them: a paused request
-    keeps its slot.
-    """
-    return [
-        Field(
-            name=recurrent_field(layer, name),
-            shape=(slots, state.entries(width), *state.shape),
-            dtype=state.dtype,
-            owner="device",
-            meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
-        )
-        for (layer, name), state in recurrent_states(states).items()
-    ]
-
-
 def _ring_fields(rings: Sequence[WindowRing], slots: int, table_blocks: int) -> list[Field]:
     """The block tables of layers that keep the newest tokens alone."""
     return [
@@ -169,7 +148,7 @@ def engine_fields(
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
     )
-    fields += _recurrent_fields(states, sizes.slots, 1 + drafts)
+    fields += recurrent_fields(states, sizes.slots, 1 + drafts)
     fields += _ring_fields(rings, sizes.slots, table_blocks)
     fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:

@@ -16,11 +16,10 @@ from torch import Tensor
 from checkpoints import toy_family
 from engines.small_engine import assert_idle, greedy, run, sampled, step_until
 from graphengine import Engine, Request, SamplingParams, SessionSnapshot
-from graphengine.demo import checkpoint_path
 from graphengine.kernels import SamplingTensors, sample_reference
 from graphengine.models import families
-from graphengine.program.fields import recurrent_field
-from graphengine.speculative import MTP, DraftModel, NGram, SaveHiddenStates, UserProvided
+from graphengine.models.states import recurrent_field
+from graphengine.speculative import SaveHiddenStates
 
 STATE = recurrent_field(*toy_family.RECURRENT)
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], list(range(40)), [60, 59, 2, 2, 2]]
@@ -199,22 +198,6 @@ def test_snapshots_know_the_model(path: Path, tmp_path: Path) -> None:
 def test_prefix_caching_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match=r"prefix_caching=True, but a ToyFor.* has 1 recurrent"):
         open_toy(path, prefix_caching=True)
-
-
-@pytest.mark.parametrize("mode", ["mtp", "ngram", "user", "draft"])
-def test_drafts_are_refused(path: Path, mode: str) -> None:
-    modes = {
-        "mtp": MTP(k=1), "ngram": NGram(k=2), "user": UserProvided(k=2),
-        "draft": DraftModel(path, k=2),
-    }  # fmt: skip
-    refused = r"the model, a ToyForCausalLM, has recurrent layers \(1 of 3\), which keep one state"
-    with pytest.raises(ValueError, match=refused):
-        open_toy(path, speculative=modes[mode])
-
-
-def test_it_is_refused_as_a_draft_model(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the draft model .*, a ToyForCausalLM, has recurrent"):
-        open_toy(checkpoint_path(), speculative=DraftModel(path, k=2))
 
 
 def test_hidden_states_of_prompts_can_be_saved(
