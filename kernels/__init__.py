@@ -238,6 +238,7 @@ from graphengine.kernels.norm_rope.rope import (
     rope_append_reference,
     rope_tables,
 )
+from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import (
@@ -374,6 +375,7 @@ __all__ = [
     "begin_module_draft_reference",
     "begin_vanilla_draft",
     "begin_vanilla_draft_reference",
+    "causal_conv_chunk",
     "check_latent_sizes",
     "chunk_tile",
     "code_bytes",

@@ -3,11 +3,10 @@
     g = b * x                       rounded to the inputs' dtype, as it is kept
     y = c * (bias + sum over d of weight[d] * g of the token D - 1 - d before)
 
-What is kept of a sequence is g of its newest tokens. In decode a program owns some channels of a
-row: it reads what is kept, and walks through the row's tokens in registers, so that a token's bits
-do not depend on how many tokens its row has. In prefill each token's sum is computed from the
-chunk's own inputs, and at its beginning from what is kept, in the same order: the bits of both are
-equal, however a prompt is cut.
+What is kept of a sequence is g of its newest tokens, by position. In decode a program owns some
+channels of a row: it reads what is kept, and walks through the row's tokens in registers, so that a
+token's bits do not depend on how many tokens its row has. Prefill is `conv.py`'s, with the same
+order of sums: the bits of both are equal.
 
 Letters: N lanes, T lanes of a chunk, S slots, E entries of a slot, C channels, D taps.
 """
@@ -21,21 +20,18 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.recurrent.conv import check_conv, launch_conv_chunk
 from graphengine.kernels.recurrent.short_conv_reference import short_conv_reference
-from graphengine.kernels.recurrent.short_conv_triton import chunk_kernel, decode_kernel
+from graphengine.kernels.recurrent.short_conv_triton import decode_kernel
 
-MAX_TAPS = 8
-"""Inputs of a sum; a program holds them in registers."""
-_DECODE_CHANNELS = 128
-_CHUNK_CHANNELS = 64
-_CHUNK_TOKENS = 16
+_CHANNELS = 128
 
 
 def short_conv_decode(
     bcx_NX: torch.Tensor,
     weight_CD: torch.Tensor,
     bias_C: torch.Tensor | None,
-    kept_SEC: torch.Tensor,
+    ring_SEC: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
     *,
@@ -47,7 +43,7 @@ def short_conv_decode(
     Args:
         bcx_NX: [N, 3 * C], a lane is [b | c | x]; rows dense, any stride between them.
         weight_CD, bias_C: dense, in the inputs' dtype.
-        kept_SEC: dense, in the inputs' dtype. Entry `p % E` of a slot is of its token at p. A row
+        ring_SEC: dense, in the inputs' dtype. Entry `p % E` of a slot is g of its token at p. A row
             reads those of the D - 1 tokens before its first (zeros before position 0), and writes
             one for each token. E is at least D - 2 + tokens_per_row.
         slot_N, position_N: int32; -1 = padded lane. Each `tokens_per_row` lanes are tokens of one
@@ -58,8 +54,8 @@ def short_conv_decode(
         y, `[N, C]` in the inputs' dtype; padded lanes are not written. ValueError for what does not
         fit.
     """
-    lanes, channels, taps = _check(bcx_NX, weight_CD, bias_C, kept_SEC, slot_N, position_N)
-    entries = kept_SEC.shape[1]
+    lanes, channels, taps = _check(bcx_NX, weight_CD, bias_C, ring_SEC, slot_N, position_N)
+    entries = ring_SEC.shape[1]
     if tokens_per_row < 1 or lanes % tokens_per_row or entries < taps - 2 + tokens_per_row:
         raise ValueError(
             f"{lanes} lanes, {taps} taps and {entries} entries cannot be rows of {tokens_per_row}"
@@ -72,18 +68,18 @@ def short_conv_decode(
                 bcx_NX[row_lanes],
                 weight_CD,
                 bias_C,
-                kept_SEC,
+                ring_SEC,
                 slot_N[row_lanes],
                 position_N[row_lanes],
                 out[row_lanes],
             )
         return out
-    grid = (lanes // tokens_per_row, triton.cdiv(channels, _DECODE_CHANNELS))
+    grid = (lanes // tokens_per_row, triton.cdiv(channels, _CHANNELS))
     launcher(decode_kernel, grid)(
         bcx_NX,
         weight_CD,
         bias_C,
-        kept_SEC,
+        ring_SEC,
         slot_N,
         position_N,
         out,
@@ -92,7 +88,7 @@ def short_conv_decode(
         entries,
         C=channels,
         D=taps,
-        BLOCK_C=_DECODE_CHANNELS,
+        BLOCK_C=_CHANNELS,
         num_warps=4,
         **launch_options(pdl),
     )
@@ -103,7 +99,7 @@ def short_conv_prefill(
     bcx_TX: torch.Tensor,
     weight_CD: torch.Tensor,
     bias_C: torch.Tensor | None,
-    kept_SEC: torch.Tensor,
+    ring_SEC: torch.Tensor,
     slot_T: torch.Tensor,
     position_T: torch.Tensor,
     *,
@@ -112,7 +108,7 @@ def short_conv_prefill(
 ) -> torch.Tensor:
     """The same for one slot's chunk, whose live lanes come first, at consecutive positions.
 
-    Of what is kept the entries of the chunk's newest D - 1 tokens are written, or of all of them if
+    Of the ring, the entries of the chunk's newest D - 1 tokens are written, or of all of them if
     they are fewer.
 
     Args:
@@ -122,34 +118,22 @@ def short_conv_prefill(
     Returns:
         y, `[T, C]`; padded lanes are not written. ValueError for what does not fit.
     """
-    lanes, channels, taps = _check(bcx_TX, weight_CD, bias_C, kept_SEC, slot_T, position_T)
-    entries = kept_SEC.shape[1]
-    if entries < taps - 1:
-        raise ValueError(f"{taps} taps want {taps - 1} entries, and there are {entries}")
+    lanes, channels, _ = _check(bcx_TX, weight_CD, bias_C, ring_SEC, slot_T, position_T)
     out = output_rows(out, (lanes, channels), dtype=bcx_TX.dtype, like=bcx_TX)
     if not use_triton(bcx_TX):
-        short_conv_reference(bcx_TX, weight_CD, bias_C, kept_SEC, slot_T, position_T, out)
+        short_conv_reference(bcx_TX, weight_CD, bias_C, ring_SEC, slot_T, position_T, out)
         return out
-    grid = (triton.cdiv(lanes, _CHUNK_TOKENS), triton.cdiv(channels, _CHUNK_CHANNELS))
-    launcher(chunk_kernel, grid)(
+    launch_conv_chunk(
         bcx_TX,
         weight_CD,
         bias_C,
-        kept_SEC,
+        ring_SEC,
         slot_T,
         position_T,
         out,
-        bcx_TX.stride(0),
-        out.stride(0),
-        lanes,
-        entries,
-        C=channels,
-        D=taps,
-        BLOCK_C=_CHUNK_CHANNELS,
-        BLOCK_T=_CHUNK_TOKENS,
-        BLOCK_LANES=triton.next_power_of_2(lanes),
-        num_warps=4,
-        **launch_options(pdl),
+        gated=True,
+        silu=False,
+        pdl=pdl,
     )
     return out
 
@@ -158,31 +142,15 @@ def _check(
     bcx_NX: torch.Tensor,
     weight_CD: torch.Tensor,
     bias_C: torch.Tensor | None,
-    kept_SEC: torch.Tensor,
+    ring_SEC: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
 ) -> tuple[int, int, int]:
     """ValueError for operands that do not fit each other; lanes, channels, and taps."""
     check_rows(bcx=bcx_NX)
-    lanes, dtype = bcx_NX.shape[0], bcx_NX.dtype
-    if weight_CD.dim() != 2 or not 2 <= weight_CD.shape[1] <= MAX_TAPS:
-        raise ValueError(f"the weight must be [C, D] of 2 to {MAX_TAPS} taps, not {_of(weight_CD)}")
-    channels, taps = weight_CD.shape
+    lanes, channels = bcx_NX.shape[0], ring_SEC.shape[-1]
     if bcx_NX.shape[1] != 3 * channels:
         raise ValueError(f"inputs of {bcx_NX.shape[1]} values are not 3 of {channels} channels")
-    wanted: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
-    wanted = {"weight": (weight_CD, (channels, taps))}
-    if bias_C is not None:
-        wanted["bias"] = (bias_C, (channels,))
-    if kept_SEC.dim() != 3 or kept_SEC.shape[2] != channels:
-        raise ValueError(f"what is kept must be [S, E, {channels}], not {_of(kept_SEC)}")
-    wanted["kept"] = (kept_SEC, tuple(kept_SEC.shape))
-    for name, (tensor, shape) in wanted.items():
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be a dense {dtype} {list(shape)}, not {_of(tensor)}")
+    check_conv(weight_CD, bias_C, ring_SEC, channels, bcx_NX.dtype)
     check_lanes(lanes, slot_N=slot_N, position_N=position_N)
-    return lanes, channels, taps
-
-
-def _of(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    return lanes, channels, weight_CD.shape[1]

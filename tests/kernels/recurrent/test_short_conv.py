@@ -168,8 +168,9 @@ def test_reference_is_the_formula(bias):
         ({"weight_CD": torch.zeros(8, 1)}, r"2 to 8 taps, not torch.float32 \[8, 1\]"),
         ({"weight_CD": torch.zeros(8, 3).half()}, r"weight must be .*float32 .*float16"),
         ({"bias_C": torch.zeros(7)}, r"bias must be a dense torch.float32 \[8\], not .* \[7\]"),
-        ({"kept_SEC": torch.zeros(2, 3, 7)}, r"must be \[S, E, 8\], not torch.float32 \[2, 3, 7\]"),
-        ({"kept_SEC": torch.zeros(2, 2, 8)}, "4 lanes, 3 taps and 2 entries .* rows of 2"),
+        ({"ring_SEC": torch.zeros(2, 3, 7)}, "inputs of 24 values are not 3 of 7 channels"),
+        ({"ring_SEC": torch.zeros(2, 8)}, r"ring must be \[S, E, 8\], not torch.float32 \[2, 8\]"),
+        ({"ring_SEC": torch.zeros(2, 2, 8)}, "4 lanes, 3 taps and 2 entries .* rows of 2"),
         ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[4\], not \(3,\)"),
         ({"tokens_per_row": 3}, "4 lanes, 3 taps and 3 entries cannot be rows of 3"),
     ],
@@ -180,7 +181,7 @@ def test_what_does_not_fit_is_an_error_with_numbers(change, message):
         "bcx_NX": torch.zeros(4, 24),
         "weight_CD": torch.zeros(8, 3),
         "bias_C": None,
-        "kept_SEC": torch.zeros(2, 3, 8),
+        "ring_SEC": torch.zeros(2, 3, 8),
         "slot_N": lane,
         "position_N": lane,
         "tokens_per_row": 2,
@@ -193,5 +194,5 @@ def test_what_does_not_fit_is_an_error_with_numbers(change, message):
 def test_a_prompt_wants_the_entries_of_its_taps():
     lane = torch.zeros(2, dtype=torch.int32)
     weight, kept = torch.zeros(8, 4), torch.zeros(1, 2, 8)
-    with pytest.raises(ValueError, match="4 taps want 3 entries, and there are 2"):
+    with pytest.raises(ValueError, match="4 taps want 3 entries of the ring, which has 2"):
         short_conv_prefill(torch.zeros(2, 24), weight, None, kept, lane, lane)

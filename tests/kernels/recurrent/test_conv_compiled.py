@@ -1,4 +1,4 @@
-"""What the short convolution is compiled to for sm_90, without a GPU."""
+"""What convolutions are compiled to for sm_90, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from launches.compilation import (
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 
 CHANNELS, TAPS = 2048, 3
+conv = importlib.import_module("graphengine.kernels.recurrent.conv")
 short_conv = importlib.import_module("graphengine.kernels.recurrent.short_conv")
 
 
@@ -26,12 +27,21 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def launch_of(lanes: int, **options: int):
-    """Of a prompt without `options`, else of rows in decode."""
-    run = short_conv.short_conv_decode if options else short_conv.short_conv_prefill
+    """Of a prompt's chunk without `options`, else of rows of a short convolution."""
     lane = new(lanes, dtype=torch.int32)
-    operands = (new(lanes, 3 * CHANNELS), new(CHANNELS, TAPS), new(CHANNELS))
-    kept = new(8, 2 + max(options.values(), default=1), CHANNELS)
-    return record_launch(short_conv, lambda: run(*operands, kept, lane, lane, pdl=True, **options))
+    weights = (
+        new(CHANNELS, TAPS),
+        new(CHANNELS),
+        new(8, 2 + max([1, *options.values()]), CHANNELS),
+    )
+    if not options:
+        x = new(lanes, CHANNELS)
+        return record_launch(
+            conv, lambda: conv.causal_conv_chunk(x, *weights, lane, lane, pdl=True)
+        )
+    x = new(lanes, 3 * CHANNELS)
+    run = short_conv.short_conv_decode
+    return record_launch(short_conv, lambda: run(x, *weights, lane, lane, pdl=True, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"tokens_per_row": 1}, {"tokens_per_row": 4}])
