@@ -239,6 +239,8 @@ from graphengine.kernels.norm_rope.rope import (
     rope_tables,
 )
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
+from graphengine.kernels.recurrent.gated_delta import gated_delta_decode, gated_delta_prefill
+from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
 from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import (
@@ -319,6 +321,8 @@ __all__ = [
     "FinishedStep",
     "FirstDraft",
     "Fusion",
+    "GatedDeltaParams",
+    "GatedDeltaSizes",
     "Grouping",
     "HandOver",
     "KernelCompilation",
@@ -401,6 +405,8 @@ __all__ = [
     "expert_swiglu",
     "first_rows",
     "fuses_swiglu",
+    "gated_delta_decode",
+    "gated_delta_prefill",
     "gather_and_embed",
     "gather_and_embed_reference",
     "gather_prefill",

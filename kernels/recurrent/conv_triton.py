@@ -126,3 +126,41 @@ def conv_inputs(x_ptrs, mask, C: tl.constexpr, GATED: tl.constexpr):
         other = tl.load(x_ptrs + 2 * C, mask=mask, other=0.0)
         x = (x.to(tl.float32) * other.to(tl.float32)).to(x.dtype)
     return x
+
+
+@triton.jit
+def convolve_token(
+    x_ptrs,
+    x_stride,
+    ring_ptrs,
+    entries,
+    token,
+    position,
+    weight_ptrs,
+    bias_ptrs,
+    mask,
+    keeps,
+    C: tl.constexpr,
+    D: tl.constexpr,
+):
+    """silu of the convolution of some channels for one token of a row in decode, in float32.
+
+    Inputs of the row's earlier tokens are in the product, `x_stride` apart, and those before them
+    in the ring. It gets the token's own where the program `keeps` them: of channels that several
+    programs read, one does.
+    """
+    total = tl.zeros(x_ptrs.shape, tl.float32)
+    if bias_ptrs is not None:
+        total += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for tap in tl.static_range(D):
+        back = D - 1 - tap
+        entry = ((position - back + entries) % entries).to(tl.int64)
+        here = mask & (token >= back)
+        before = mask & (token < back) & (position >= back)
+        x = tl.load(x_ptrs - back * x_stride, mask=here, other=0.0)
+        x += tl.load(ring_ptrs + entry * C, mask=before, other=0.0)
+        weight = tl.load(weight_ptrs + tap, mask=mask, other=0.0).to(tl.float32)
+        total = tl.fma(x.to(tl.float32), weight, total)
+    own = tl.load(x_ptrs, mask=mask & keeps, other=0.0)
+    tl.store(ring_ptrs + (position % entries).to(tl.int64) * C, own, mask=mask & keeps)
+    return silu(total)

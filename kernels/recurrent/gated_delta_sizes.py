@@ -1,0 +1,65 @@
+"""What a gated delta net is like, with the letters of `gated_delta.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaSizes:
+    """Of a layer: G heads of queries and keys, H heads of values, K and V values of a head, and D
+    taps of the convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+        if min(sizes) < 1 or self.taps < 2:
+            raise ValueError(f"sizes must be positive, and taps at least 2: {self}")
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"{self.value_heads} heads of values are no multiple of {self.key_heads} of keys"
+            )
+
+    @property
+    def inner(self) -> int:
+        """I: values of all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """C: queries, keys and values, in this order, which are convolved."""
+        return 2 * self.key_heads * self.key_dim + self.inner
+
+    @property
+    def projected(self) -> int:
+        """X: what a token is projected to: channels, z, b and a."""
+        return self.channels + self.inner + 2 * self.value_heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of an entry: `(H, K, V)`."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+class GatedDeltaParams(NamedTuple):
+    """A layer's weights beside its products.
+
+    conv_weight  [C, D] in the model's dtype
+    a_log        float32 [H]
+    dt_bias      float32 [H]
+    norm         [V] in the model's dtype, of the norm of each head's output
+    """
+
+    conv_weight: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
