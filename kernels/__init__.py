@@ -241,6 +241,13 @@ from graphengine.kernels.norm_rope.rope import (
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.gated_delta import gated_delta_decode, gated_delta_prefill
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
+from graphengine.kernels.recurrent.mamba2 import mamba2_decode, mamba2_norm, mamba2_prefill
+from graphengine.kernels.recurrent.mamba2_reference import (
+    mamba2_decode_reference,
+    mamba2_norm_reference,
+    mamba2_prefill_reference,
+)
+from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Params, Mamba2Sizes
 from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import (
@@ -332,6 +339,8 @@ __all__ = [
     "LinearPlan",
     "LogitsTensors",
     "LogprobTensors",
+    "Mamba2Params",
+    "Mamba2Sizes",
     "ModelDraft",
     "ModuleInput",
     "ModuleRun",
@@ -435,6 +444,12 @@ __all__ = [
     "linear_swiglu",
     "linear_swiglu_reference",
     "logprob_items",
+    "mamba2_decode",
+    "mamba2_decode_reference",
+    "mamba2_norm",
+    "mamba2_norm_reference",
+    "mamba2_prefill",
+    "mamba2_prefill_reference",
     "mamba_state_selective_copy",
     "mamba_state_selective_copy_reference",
     "match_stop_sequences",

@@ -1,0 +1,145 @@
+"""`mamba2.py` in plain PyTorch: a token after the other, with that module's letters.
+
+A row's bits do not depend on other rows: exponentials are numpy's, which round alike wherever an
+element is, and sums are those of single rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from graphengine.kernels.core.lanes import live_lanes, sum_rows
+from graphengine.kernels.norm_rope.activation import silu_reference
+from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Params, Mamba2Sizes
+
+
+def mamba2_decode_reference(
+    xbc_NC: torch.Tensor,
+    dt_NH: torch.Tensor,
+    state_SEHPK: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    params: Mamba2Params,
+    sizes: Mamba2Sizes,
+    tokens_per_row: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`mamba2_decode` into `out`."""
+    entries = state_SEHPK.shape[1]
+    rows = live_lanes(slot_N[::tokens_per_row]) * tokens_per_row
+    slot, position = slot_N[rows].long(), position_N[rows].long()
+    h = _before(state_SEHPK, slot, position)
+    for token in range(tokens_per_row):
+        # The draft tokens that are not there come last: what their rows become is not stored.
+        lives = torch.nonzero(slot_N[rows + token] >= 0).squeeze(1)
+        rows, slot, position, h = rows[lives], slot[lives], position[lives], h[lives]
+        lanes = rows + token
+        x, b, c = _parts(xbc_NC[lanes], sizes)
+        dt, decay = _time_steps(dt_NH[lanes], params, sizes)
+        h = _advanced(h, x, b, dt, decay).to(state_SEHPK.dtype)
+        state_SEHPK[slot, (position + token) % entries] = h
+        h = h.float()
+        out[lanes] = _read(h, x, c, params).flatten(1).to(out.dtype)
+    return out
+
+
+def mamba2_prefill_reference(
+    xbc_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    state_SEHPK: torch.Tensor,
+    slot_T: torch.Tensor,
+    position_T: torch.Tensor,
+    params: Mamba2Params,
+    sizes: Mamba2Sizes,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`mamba2_prefill` into `out`."""
+    lanes = live_lanes(slot_T)
+    if not len(lanes):
+        return out
+    slot, position = slot_T[:1].long(), position_T[lanes].long()
+    h = _before(state_SEHPK, slot, position[:1])
+    x, b, c = _parts(xbc_TC[lanes], sizes)
+    dt, decay = _time_steps(dt_TH[lanes], params, sizes)
+    for index in range(len(lanes)):
+        one = slice(index, index + 1)
+        h = _advanced(h, x[one], b[one], dt[one], decay[one])
+        out[index] = _read(h, x[one], c[one], params).flatten().to(out.dtype)
+    state_SEHPK[slot, position[-1:] % state_SEHPK.shape[1]] = h.to(state_SEHPK.dtype)
+    return out
+
+
+def mamba2_norm_reference(
+    y_NI: torch.Tensor,
+    z_NI: torch.Tensor,
+    weight_I: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    groups: int,
+    eps: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`mamba2_norm` into `out`."""
+    live = live_lanes(slot_N)
+    u = y_NI[live].float() * silu_reference(z_NI[live].float())
+    parts = u.view(len(live) * groups, -1)
+    mean = sum_rows(parts.square()) / parts.shape[1]
+    normed = (parts * torch.rsqrt(mean + eps)[:, None]).view_as(u)
+    out[live] = (normed * weight_I.float()).to(out.dtype)
+    return out
+
+
+def _before(
+    state_SEHPK: torch.Tensor, slot_R: torch.Tensor, position_R: torch.Tensor
+) -> torch.Tensor:
+    """Float32 `[R, H, P, K]`: the state before the tokens at these positions."""
+    entries = state_SEHPK.shape[1]
+    found = state_SEHPK[slot_R, (position_R - 1) % entries].float()
+    return torch.where((position_R > 0)[:, None, None, None], found, 0.0)
+
+
+def _parts(
+    xbc_NC: torch.Tensor, sizes: Mamba2Sizes
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Float32 x `[N, H, P]`; B and C `[N, H, K]`, of each head its group's."""
+    heads, groups = sizes.heads, sizes.groups
+    of_groups = groups * sizes.state_size
+    x, b, c = xbc_NC.float().split((sizes.inner, of_groups, of_groups), dim=1)
+    b, c = (
+        part.unflatten(1, (groups, -1)).repeat_interleave(heads // groups, dim=1) for part in (b, c)
+    )
+    return x.unflatten(1, (heads, -1)), b, c
+
+
+def _time_steps(
+    dt_NH: torch.Tensor, params: Mamba2Params, sizes: Mamba2Sizes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 `[N, H]`: dt, and what a state is multiplied by."""
+    x = dt_NH.float() + params.dt_bias
+    softplus = torch.where(x > 20.0, x, _log1p(_exp(x.clamp(max=20.0))))
+    dt = softplus.clamp(sizes.dt_min, sizes.dt_max)
+    return dt, _exp(dt * -_exp(params.a_log))
+
+
+def _advanced(
+    h: torch.Tensor, x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor
+) -> torch.Tensor:
+    return decay[:, :, None, None] * h + (dt[:, :, None] * x)[..., None] * b[:, :, None]
+
+
+def _read(h: torch.Tensor, x: torch.Tensor, c: torch.Tensor, params: Mamba2Params) -> torch.Tensor:
+    met = h * c[:, :, None]
+    return sum_rows(met.flatten(0, 2)).view_as(x) + params.skip[:, None] * x
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        return torch.exp(x)
+    return torch.from_numpy(np.exp(x.numpy()))
+
+
+def _log1p(x: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        return torch.log1p(x)
+    return torch.from_numpy(np.log1p(x.numpy()))

@@ -1,0 +1,53 @@
+"""What a Mamba2 layer is like, with the letters of `mamba2.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Sizes:
+    """Of a layer: H heads of P values, G groups, K values of state; and the limits of dt."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.head_dim, self.groups, self.state_size) < 1:
+            raise ValueError(f"sizes must be positive: {self}")
+        if self.heads % self.groups:
+            raise ValueError(f"{self.heads} heads are not a multiple of {self.groups} groups")
+        if not 0 <= self.dt_min <= self.dt_max:
+            raise ValueError(f"dt_min={self.dt_min} and dt_max={self.dt_max} are no limits of dt")
+
+    @property
+    def inner(self) -> int:
+        """I: values of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """C: values of x, B and C, in this order."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of an entry: `(H, P, K)`."""
+        return self.heads, self.head_dim, self.state_size
+
+
+class Mamba2Params(NamedTuple):
+    """What a layer's heads have: float32 `[H]` each."""
+
+    dt_bias: torch.Tensor
+    a_log: torch.Tensor
+    skip: torch.Tensor
+    """D"""

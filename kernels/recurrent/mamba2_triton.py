@@ -1,0 +1,204 @@
+"""The kernels of `mamba2.py`, whose letters they have."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.norm_rope.activation import silu
+
+PIECE = 64
+"""Positions of a chunk's piece."""
+
+
+@triton.jit(do_not_specialize=["tokens", "entries", "dt_min", "dt_max"])
+def decode_kernel(
+    xbc_ptr,
+    dt_ptr,
+    state_ptr,
+    slot_ptr,
+    position_ptr,
+    dt_bias_ptr,
+    a_log_ptr,
+    skip_ptr,
+    y_ptr,
+    xbc_stride,
+    dt_stride,
+    tokens,
+    entries,
+    dt_min,
+    dt_max,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row, head, and BLOCK_P values of the head.
+
+    How many tokens a row has is no constant: one program text serves all, and sums alike.
+    """
+    head = tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    k = tl.arange(0, BLOCK_K)
+    dt_bias = tl.load(dt_bias_ptr + head)
+    rate = -tl.exp(tl.load(a_log_ptr + head))
+    skip = tl.load(skip_ptr + head)
+    wait_for_inputs(PDL)
+    first = tl.program_id(0) * tokens
+    slot = tl.load(slot_ptr + first).to(tl.int64)
+    if slot < 0:
+        return
+    position = tl.load(position_ptr + first)
+    mask = (p < P)[:, None] & (k < K)[None, :]
+    cells = state_ptr + slot * entries * (H * P * K) + head * (P * K)
+    cells = cells + p[:, None] * K + k[None, :]
+    before = ((position + entries - 1) % entries).to(tl.int64)
+    h = tl.load(cells + before * (H * P * K), mask=mask & (position > 0), other=0.0)
+    h = h.to(tl.float32)
+    for token in range(tokens):
+        lane = (first + token).to(tl.int64)
+        # The draft tokens that are not there come last.
+        live = tl.load(slot_ptr + lane) >= 0
+        row_ptr = xbc_ptr + lane * xbc_stride
+        of_group = row_ptr + H * P + head // (H // G) * K + k
+        x = tl.load(row_ptr + head * P + p, mask=live & (p < P), other=0.0).to(tl.float32)
+        b = tl.load(of_group, mask=live & (k < K), other=0.0).to(tl.float32)
+        c = tl.load(of_group + G * K, mask=live & (k < K), other=0.0).to(tl.float32)
+        dt = tl.load(dt_ptr + lane * dt_stride + head, mask=live, other=0.0).to(tl.float32)
+        dt = _time_step(dt + dt_bias, dt_min, dt_max)
+        h = tl.exp(dt * rate) * h + (dt * x)[:, None] * b[None, :]
+        stored = h.to(state_ptr.dtype.element_ty)
+        h = stored.to(tl.float32)
+        here = ((position + token) % entries).to(tl.int64)
+        tl.store(cells + here * (H * P * K), stored, mask=mask & live)
+        y = tl.sum(h * c[None, :], 1) + skip * x
+        tl.store(y_ptr + lane * (H * P) + head * P + p, y, mask=live & (p < P))
+
+
+@triton.jit
+def _time_step(x, dt_min, dt_max):
+    """softplus(x) within its limits."""
+    grown = tl.exp(tl.minimum(x, 20.0))
+    # log(1 + e) of a small e: what rounding to 1 + e took from e is divided out.
+    whole = 1.0 + grown
+    lost = tl.where(whole == 1.0, 1.0, whole - 1.0)
+    softplus = tl.where(whole == 1.0, grown, tl.log(whole) * (grown / lost))
+    softplus = tl.where(x > 20.0, x, softplus)
+    return tl.minimum(tl.maximum(softplus, dt_min), dt_max)
+
+
+@triton.jit(do_not_specialize=["lanes", "entries", "dt_min", "dt_max"])
+def prefill_kernel(
+    xbc_ptr,
+    dt_ptr,
+    state_ptr,
+    slot_ptr,
+    position_ptr,
+    dt_bias_ptr,
+    a_log_ptr,
+    skip_ptr,
+    y_ptr,
+    xbc_stride,
+    dt_stride,
+    y_stride,
+    lanes,
+    entries,
+    dt_min,
+    dt_max,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a head and BLOCK_P values of it, through all pieces of the chunk."""
+    head = tl.program_id(0)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    k = tl.arange(0, BLOCK_K)
+    dt_bias = tl.load(dt_bias_ptr + head)
+    rate = -tl.exp(tl.load(a_log_ptr + head))
+    skip = tl.load(skip_ptr + head)
+    wait_for_inputs(PDL)
+    slot = tl.load(slot_ptr).to(tl.int64)
+    if slot < 0:
+        return
+    t = tl.arange(0, BLOCK_T)
+    slots = tl.load(slot_ptr + t, mask=t < lanes, other=-1)
+    live = tl.sum((slots >= 0).to(tl.int32), 0)
+    position = tl.load(position_ptr)
+    mask = (p < P)[:, None] & (k < K)[None, :]
+    cells = state_ptr + slot * entries * (H * P * K) + head * (P * K)
+    cells = cells + p[:, None] * K + k[None, :]
+    before = ((position + entries - 1) % entries).to(tl.int64)
+    h = tl.load(cells + before * (H * P * K), mask=mask & (position > 0), other=0.0)
+    h = h.to(tl.float32)
+    i = tl.arange(0, PIECE)
+    for start in range(-(position % PIECE), live, PIECE):
+        lane = (start + i).to(tl.int64)
+        there = (lane >= 0) & (lane < live)
+        row_ptr = xbc_ptr + lane[:, None] * xbc_stride
+        of_group = row_ptr + H * P + head // (H // G) * K + k[None, :]
+        wide = there[:, None] & (k < K)[None, :]
+        narrow = there[:, None] & (p < P)[None, :]
+        x = tl.load(row_ptr + head * P + p[None, :], mask=narrow, other=0.0).to(tl.float32)
+        b = tl.load(of_group, mask=wide, other=0.0).to(tl.float32)
+        c = tl.load(of_group + G * K, mask=wide, other=0.0).to(tl.float32)
+        dt = tl.load(dt_ptr + lane * dt_stride + head, mask=there, other=0.0).to(tl.float32)
+        dt = tl.where(there, _time_step(dt + dt_bias, dt_min, dt_max), 0.0)
+        decayed = tl.cumsum(dt * rate, 0)
+        whole = tl.sum(dt * rate, 0)
+        # What token i reads of what token j <= i has written.
+        met = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+        # Above the diagonal, where no power is needed, some would be infinite.
+        decay = tl.exp(tl.minimum(decayed[:, None] - decayed[None, :], 0.0))
+        met = tl.where(i[:, None] >= i[None, :], met * decay * dt[None, :], 0.0)
+        y = tl.dot(c, tl.trans(h), input_precision=PRECISION) * tl.exp(decayed)[:, None]
+        y = tl.dot(met, x, acc=y, input_precision=PRECISION)
+        y += skip * x
+        target = y_ptr + lane[:, None] * y_stride + head * P + p[None, :]
+        tl.store(target, y.to(y_ptr.dtype.element_ty), mask=narrow)
+        kept = x * (dt * tl.exp(whole - decayed))[:, None]
+        h = tl.dot(tl.trans(kept), b, acc=h * tl.exp(whole), input_precision=PRECISION)
+    last = ((position + live - 1) % entries).to(tl.int64)
+    tl.store(cells + last * (H * P * K), h.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_kernel(
+    y_ptr,
+    z_ptr,
+    weight_ptr,
+    slot_ptr,
+    out_ptr,
+    y_stride,
+    z_stride,
+    out_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane and group."""
+    lane = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
+    mask = w < WIDTH
+    w += tl.program_id(1) * WIDTH
+    weight = tl.load(weight_ptr + w, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    y = tl.load(y_ptr + lane * y_stride + w, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + lane * z_stride + w, mask=mask, other=0.0).to(tl.float32)
+    u = y * silu(z)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(u * u, 0) / WIDTH + eps)
+    out = (u * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + lane * out_stride + w, out, mask=mask)

@@ -1,0 +1,350 @@
+"""Mamba2 against its definition in float64, poisoned, in any company, and what is compiled.
+
+Letters: as of `kernels/recurrent/mamba2.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from graphengine.kernels import (
+    Mamba2Params,
+    Mamba2Sizes,
+    mamba2_decode,
+    mamba2_decode_reference,
+    mamba2_norm,
+    mamba2_norm_reference,
+    mamba2_prefill,
+    mamba2_prefill_reference,
+)
+from graphengine.kernels.core.dispatch import INTERPRETED
+from launches.compilation import (
+    assert_waits_before_it_shows,
+    compile_launch,
+    global_loads,
+    record_launch,
+)
+
+MODULE = importlib.import_module("graphengine.kernels.recurrent.mamba2")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SIZES = {
+    "odd": Mamba2Sizes(heads=6, head_dim=20, groups=3, state_size=24),
+    "one group": Mamba2Sizes(heads=2, head_dim=32, groups=1, state_size=16, dt_min=0.05),
+    "limits": Mamba2Sizes(heads=2, head_dim=5, groups=2, state_size=7, dt_min=0.3, dt_max=0.9),
+}
+
+
+class Case:
+    """`tokens` tokens of some sequences from some positions on, as operands and in float64."""
+
+    def __init__(self, sizes, starts, tokens, device, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(shape, generator=generator)
+
+        self.sizes, self.starts, self.device = sizes, starts, device
+        rows = len(starts)
+        self.xbc = random(rows, tokens, sizes.channels).to(device, dtype)
+        # Large ones, where softplus is the identity, and small ones.
+        self.dt = (random(rows, tokens, sizes.heads) * 4 - 1).to(device, dtype)
+        self.dt[0, 0, 0], self.dt[-1, -1, -1] = 25.0, -18.0
+        self.before = random(rows, *sizes.state_shape).to(device)
+        self.params = Mamba2Params(
+            random(sizes.heads).to(device),
+            (random(sizes.heads) - 1).to(device),
+            random(sizes.heads).to(device),
+        )
+
+    def expected(self):
+        """y `[rows, tokens, I]` and the states after each token, in float64."""
+        sizes, (bias, a_log, skip) = self.sizes, (each.double().cpu() for each in self.params)
+        parts = (sizes.inner, *[sizes.groups * sizes.state_size] * 2)
+        x, b, c = self.xbc.double().cpu().split(parts, dim=2)
+        x = x.unflatten(2, (sizes.heads, -1))
+        per_group = sizes.heads // sizes.groups
+        b, c = (
+            each.unflatten(2, (sizes.groups, -1)).repeat_interleave(per_group, 2) for each in (b, c)
+        )
+        dt = functional.softplus(self.dt.double().cpu() + bias, threshold=60)
+        dt = dt.clamp(sizes.dt_min, sizes.dt_max)
+        h = self.before.double().cpu().clone()
+        h[torch.tensor(self.starts) == 0] = 0
+        ys, states = [], []
+        for token in range(x.shape[1]):
+            decay = torch.exp(-dt[:, token] * a_log.exp())[..., None, None]
+            added = torch.einsum("rh,rhp,rhk->rhpk", dt[:, token], x[:, token], b[:, token])
+            h = decay * h + added
+            read = torch.einsum("rhpk,rhk->rhp", h, c[:, token])
+            ys.append((read + skip[:, None] * x[:, token]).flatten(1))
+            states.append(h)
+        return torch.stack(ys, 1), torch.stack(states, 1)
+
+    def state(self, entries, slots, dtype=torch.float32):
+        """Row r's state lies in slot `slots - 1 - r`; whatever nobody reads is NaN."""
+        state = torch.full((slots, entries, *self.sizes.state_shape), torch.nan, dtype=dtype)
+        state = state.to(self.device)
+        for row, start in enumerate(self.starts):
+            if start > 0:
+                state[slots - 1 - row, (start - 1) % entries] = self.before[row].to(dtype)
+        return state
+
+    def lanes(self, slots, there):
+        """Slot and position of each lane; of row r the first `there[r]` tokens are there."""
+        tokens = self.xbc.shape[1]
+        slot, position = [], []
+        for row, start in enumerate(self.starts):
+            lives = [token < there[row] for token in range(tokens)]
+            slot += [slots - 1 - row if live else -1 for live in lives]
+            position += [start + token if lives[token] else 2**31 - 1 for token in range(tokens)]
+        return (
+            torch.tensor(each, dtype=torch.int32, device=self.device) for each in (slot, position)
+        )
+
+
+def decode(case, state, slot, position, reference=False):
+    tokens = case.xbc.shape[1]
+    xbc, dt = case.xbc.flatten(0, 1).clone(), case.dt.flatten(0, 1).clone()
+    xbc[slot < 0], dt[slot < 0] = torch.nan, torch.nan
+    if not reference:
+        return mamba2_decode(
+            xbc, dt, state, slot, position, case.params, case.sizes, tokens_per_row=tokens
+        )
+    y = torch.full((len(slot), case.sizes.inner), torch.nan)
+    return mamba2_decode_reference(
+        xbc, dt, state, slot, position, case.params, case.sizes, tokens, y
+    )
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("reference", [False, True])
+def test_decode_is_the_definition(device, dtypes, name, reference):
+    """From the first token on and from others; some drafts and whole rows are not there."""
+    device = "cpu" if reference else device
+    for dtype in dtypes[:2]:
+        case = Case(SIZES[name], (0, 1, 7, 100, 5), 3, device, dtype)
+        there = (3, 3, 1, 2, 0)
+        state = case.state(4, 6)
+        kept = state.clone()
+        slot, position = case.lanes(6, there)
+        y = decode(case, state, slot, position, reference).view(5, 3, -1).cpu()
+        wanted, states = case.expected()
+        for row, (start, tokens) in enumerate(zip(case.starts, there, strict=True)):
+            torch.testing.assert_close(
+                y[row, :tokens].double(), wanted[row, :tokens], rtol=2e-5, atol=2e-5
+            )
+            for token in range(tokens):
+                found = state[5 - row, (start + token) % 4].double().cpu()
+                torch.testing.assert_close(found, states[row, token], rtol=2e-5, atol=2e-5)
+                kept[5 - row, (start + token) % 4] = state[5 - row, (start + token) % 4]
+        assert torch.equal(state.nan_to_num(7.0), kept.nan_to_num(7.0)), "somebody else's entry"
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
+def test_bits_do_not_depend_on_company_nor_on_the_tokens_of_a_row(device, state_dtype, reference):
+    """Three tokens in one step, with neighbours, are three steps alone, to the bit."""
+    device = "cpu" if reference else device
+    case = Case(SIZES["odd"], (9, 0, 3), 3, device, seed=5)
+    together = case.state(3, 4, state_dtype)
+    y = decode(case, together, *case.lanes(4, (3, 3, 3)), reference).view(3, 3, -1)
+    for row in range(3):
+        state = case.state(1, 4, state_dtype)
+        for token in range(3):
+            alone = object.__new__(Case)
+            alone.__dict__ = case.__dict__ | {
+                "xbc": case.xbc[row : row + 1, token : token + 1],
+                "dt": case.dt[row : row + 1, token : token + 1],
+            }
+            start = case.starts[row] + token
+            slot = torch.tensor([3 - row], dtype=torch.int32, device=device)
+            position = torch.tensor([start], dtype=torch.int32, device=device)
+            found = decode(alone, state, slot, position, reference)
+            assert torch.equal(found[0], y[row, token])
+            assert torch.equal(state[3 - row, 0], together[3 - row, start % 3])
+
+
+def prefill(case, state, slot, position, dtype, reference=False):
+    xbc, dt = case.xbc[0].clone(), case.dt[0].clone()
+    xbc[slot < 0], dt[slot < 0] = torch.nan, torch.nan
+    out = torch.full((len(slot), case.sizes.inner), 77.0, dtype=dtype, device=case.device)
+    call = mamba2_prefill_reference if reference else mamba2_prefill
+    if reference:
+        return call(xbc, dt, state, slot, position, case.params, case.sizes, out)
+    return call(xbc, dt, state, slot, position, case.params, case.sizes, out=out)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize(
+    ("name", "start", "live"),
+    [("odd", 0, 70), ("odd", 50, 15), ("one group", 64, 64), ("limits", 130, 1), ("odd", 3, 150)],
+)
+def test_prefill_is_the_definition(device, dtypes, name, start, live, reference):
+    """Pieces that begin in the chunk, before it and with it; lanes that are not there."""
+    device = "cpu" if reference else device
+    for dtype in dtypes[:2]:
+        case = Case(SIZES[name], (start,), live + 9, device, dtype)
+        state = case.state(2, 3)
+        kept = state.clone()
+        slot, position = case.lanes(3, (live,))
+        y = prefill(case, state, slot, position, dtype, reference).cpu()
+        wanted, states = case.expected()
+        tolerance = TOLERANCE[dtype]
+        # Powers of a piece are differences of sums that may be in the hundreds.
+        torch.testing.assert_close(
+            y[:live].double(), wanted[0, :live], rtol=tolerance, atol=5e-4 + tolerance
+        )
+        assert (y[live:] == 77).all()
+        last = (start + live - 1) % 2
+        torch.testing.assert_close(
+            state[2, last].double().cpu(), states[0, live - 1], rtol=1e-4, atol=1e-4
+        )
+        kept[2, last] = state[2, last]
+        assert torch.equal(state.nan_to_num(7.0), kept.nan_to_num(7.0)), "somebody else's entry"
+
+
+def test_chunks_cut_at_pieces_are_one_chunk(device):
+    """A piece's sums do not depend on the chunk that it is in."""
+    case = Case(SIZES["odd"], (0,), 150, device)
+    whole, parts = case.state(1, 1), case.state(1, 1)
+    slot, position = case.lanes(1, (150,))
+    y = prefill(case, whole, slot, position, torch.float32)
+    pieces = []
+    for first, last in ((0, 64), (64, 150)):
+        part = object.__new__(Case)
+        part.__dict__ = case.__dict__ | {
+            "xbc": case.xbc[:, first:last], "dt": case.dt[:, first:last]
+        }  # fmt: skip
+        pieces.append(prefill(part, parts, slot[first:last], position[first:last], torch.float32))
+    assert torch.equal(torch.cat(pieces), y) and torch.equal(parts, whole)
+
+
+def test_a_chunk_of_nobody_changes_nothing(device):
+    case = Case(SIZES["odd"], (0,), 20, device)
+    state = case.state(1, 2)
+    slot, position = case.lanes(2, (0,))
+    for reference in (False, True):
+        if reference and device != "cpu":
+            continue
+        assert (prefill(case, state, slot, position, torch.float32, reference) == 77).all()
+        assert state.isnan().all()
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_norm_is_that_of_each_group(device, dtypes, reference):
+    device = "cpu" if reference else device
+    for dtype in dtypes:
+        generator = torch.Generator().manual_seed(0)
+        y = torch.randn(7, 90, generator=generator).to(device)
+        inputs = torch.randn(7, 100, generator=generator).to(device, dtype)
+        weight = torch.randn(90, generator=generator).to(device, dtype)
+        slot = torch.tensor([0, -1, 3, 2, 5, -1, 6], dtype=torch.int32, device=device)
+        y[slot < 0], inputs[slot < 0] = torch.nan, torch.nan
+        z, live = inputs[:, 3:93], slot >= 0
+        for groups in (1, 3):
+            out = torch.full((7, 90), 77.0, dtype=dtype, device=device)
+            call = mamba2_norm
+            if reference:
+                mamba2_norm_reference(y, z, weight, slot, groups=groups, eps=1e-3, out=out)
+            else:
+                call(y, z, weight, slot, groups=groups, eps=1e-3, out_dtype=dtype, out=out)
+            u = y.double() * functional.silu(z.double())
+            u = u.unflatten(1, (groups, -1))
+            u = u * (u.square().mean(2, keepdim=True) + 1e-3).rsqrt()
+            wanted = u.flatten(1) * weight.double()
+            tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+            torch.testing.assert_close(
+                out[live].double(), wanted[live], rtol=tolerance, atol=tolerance
+            )
+            assert (out[~live] == 77).all()
+
+
+def operands(**changes):
+    sizes = SIZES["limits"]
+    return {
+        "xbc_NC": torch.zeros(4, sizes.channels),
+        "dt_NH": torch.zeros(4, 2),
+        "state_SEHPK": torch.zeros(1, 2, *sizes.state_shape),
+        "slot_N": torch.zeros(4).int(),
+        "position_N": torch.zeros(4).int(),
+        "params": Mamba2Params(*(torch.zeros(2) for _ in range(3))),
+        "sizes": sizes,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"xbc_NC": torch.zeros(4, 37)}, r"xbc must be \[4, 38\], not \[4, 37\]"),
+        ({"dt_NH": torch.zeros(3, 2)}, r"dt must be \[4, 2\], not \[3, 2\]"),
+        ({"state_SEHPK": torch.zeros(1, 2, 2, 5, 8)}, r"dense \[S, E, 2, 5, 7\].*2, 5, 8\]"),
+        ({"state_SEHPK": torch.zeros(1, 2, 2, 5, 7).int()}, "not torch.int32"),
+        ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[4\]"),
+        ({"tokens_per_row": 3}, "4 lanes of a state with 2 entries cannot be rows of 3"),
+        ({"tokens_per_row": 4}, "4 lanes of a state with 2 entries cannot be rows of 4"),
+        (
+            {"params": Mamba2Params(torch.zeros(2), torch.zeros(2).half(), torch.zeros(2))},
+            r"a_log must be a dense torch.float32 \[2\]",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        mamba2_decode(**operands(**changes))
+
+
+def test_sizes_that_do_not_fit_are_an_error():
+    sizes = {"heads": 6, "head_dim": 4, "groups": 3, "state_size": 8}
+    for changes, message in (
+        ({"groups": 4}, "6 heads are not a multiple of 4 groups"),
+        ({"state_size": 0}, "sizes must be positive"),
+        ({"dt_min": 2.0, "dt_max": 1.0}, "dt_min=2.0 and dt_max=1.0 are no limits"),
+        ({"dt_min": math.nan}, "dt_min=nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Mamba2Sizes(**sizes | changes)
+    with pytest.raises(ValueError, match="90 values are not 4 equal groups"):
+        mamba2_norm(
+            torch.zeros(2, 90), torch.zeros(2, 90), torch.zeros(90), torch.zeros(2).int(),
+            groups=4, eps=0.1, out_dtype=torch.float32,
+        )  # fmt: skip
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_of(call, state_size=128):
+    """Of Nemotron-H's sizes, or of a larger state."""
+    sizes = Mamba2Sizes(heads=128, head_dim=64, groups=8, state_size=state_size)
+    lanes = 256
+    params = Mamba2Params(*(new(128, dtype=torch.float32) for _ in range(3)))
+    slot, position = (new(lanes, dtype=torch.int32) for _ in range(2))
+    if call is mamba2_norm:
+        rows = new(lanes, sizes.inner, dtype=torch.float32), new(lanes, sizes.inner)
+        return mamba2_norm(
+            *rows, new(sizes.inner), slot, groups=8, eps=1e-5, out_dtype=torch.bfloat16, pdl=True
+        )
+    inputs = new(lanes, sizes.channels), new(lanes, 20_000)[:, :128]
+    state = new(1, 4, *sizes.state_shape, dtype=torch.float32)
+    return call(*inputs, state, slot, position, params, sizes, pdl=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize(
+    ("call", "state_size"),
+    [(mamba2_decode, 128), (mamba2_prefill, 128), (mamba2_prefill, 256), (mamba2_norm, 128)],
+)
+def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size):
+    launch = record_launch(MODULE, lambda: launch_of(call, state_size))
+    ptx, names = compile_launch(launch)
+    assert_waits_before_it_shows(ptx)
+    loads = list(global_loads(ptx, names))
+    weights = {"dt_bias_ptr", "a_log_ptr", "skip_ptr", "weight_ptr"}
+    assert {load.argument for load in loads if not load.after_wait} == weights & set(names)
+    assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}
