@@ -215,6 +215,8 @@ from graphengine.kernels.megatron.verify import (
 from graphengine.kernels.norm_rope.activation import (
     Activation,
     ClampedSwiglu,
+    squared_relu,
+    squared_relu_reference,
     swiglu,
     swiglu_reference,
 )
@@ -511,6 +513,8 @@ __all__ = [
     "select_rows",
     "short_conv_decode",
     "short_conv_prefill",
+    "squared_relu",
+    "squared_relu_reference",
     "sums_of_squares",
     "swiglu",
     "swiglu_reference",

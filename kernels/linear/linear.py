@@ -30,6 +30,7 @@ from graphengine.kernels.core.lanes import (
     check_lanes,
     check_rows,
     check_vector,
+    check_weight,
     output_rows,
 )
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
@@ -154,7 +155,7 @@ def linear_residual(
 
     Args:
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
-        next_norm_M: weight of the RMSNorm that reads the stream next, in the weight's dtype.
+        next_norm_M: weight of the RMSNorm that reads the stream next, of any float dtype.
         The others as of `linear`.
 
     Returns:
@@ -167,7 +168,7 @@ def linear_residual(
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     lanes, M = x_NK.shape[0], weight_MK.shape[0]
     _check_residual(residual, lanes, M, x_NK.dtype)
-    check_vector("next_norm", next_norm_M, M, weight_MK.dtype)
+    check_weight("next_norm", next_norm_M, M)
     squares = residual.x.new_empty(residual_groups(plan, M), lanes)
     residual = residual._replace(squares=squares)
     if not use_triton(x_NK):

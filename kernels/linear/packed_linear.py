@@ -18,7 +18,13 @@ import torch
 import triton
 
 from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
-from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector, output_rows
+from graphengine.kernels.core.lanes import (
+    check_lanes,
+    check_rows,
+    check_vector,
+    check_weight,
+    output_rows,
+)
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
@@ -131,7 +137,7 @@ def packed_linear_residual(
                 f"residual.{name} must be a dense {dtype} [{lanes}, {M}], not {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
-    check_vector("next_norm", next_norm_M, M, x_NK.dtype)
+    check_weight("next_norm", next_norm_M, M)
     squares = residual.x.new_empty(residual_groups(plan, M), lanes)
     residual = residual._replace(squares=squares)
     if not _is_launched(x_NK):

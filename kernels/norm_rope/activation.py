@@ -1,5 +1,7 @@
 """SwiGLU: silu(gate) * up, for the wide products of prefill. (`linear` fuses it for decode.)
 
+Some models have no gates: of theirs an up goes through a squared ReLU.
+
 Gates of other models go through another `Activation`: those of Gemma, a GeGLU, through gelu.
 
 Letters: N lanes, F ffn width.
@@ -122,6 +124,67 @@ def _swiglu_kernel(
     tl.store(out_ptr + lane * out_stride + f, y, mask=mask)
 
 
+def squared_relu(
+    x_NF: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """max(x, 0)**2 of each live lane.
+
+    Args:
+        x_NF: float32, float16 or bfloat16; dense rows, any stride between them.
+        slot_N: int32, -1 = padded lane.
+        out: [N, F] in the input's dtype; may be the input itself.
+        pdl: as of `swiglu`.
+
+    Returns:
+        [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
+        read nor written. ValueError for a shape or dtype that does not fit.
+    """
+    check_rows(x_NF=x_NF)
+    lanes, F = x_NF.shape
+    check_lanes(lanes, slot_N=slot_N)
+    out = output_rows(out, (lanes, F), dtype=x_NF.dtype, like=x_NF)
+    if not use_triton(x_NF):
+        return squared_relu_reference(x_NF, slot_N, out=out)
+    launcher(_squared_relu_kernel, (lanes, triton.cdiv(F, _BLOCK_F)))(
+        x_NF,
+        slot_N,
+        out,
+        x_NF.stride(0),
+        out.stride(0),
+        F=F,
+        BLOCK_F=_BLOCK_F,
+        **launch_options(pdl),
+    )
+    return out
+
+
+@triton.jit
+def _squared_relu_kernel(
+    x_ptr,
+    slot_ptr,
+    out_ptr,
+    x_stride,
+    out_stride,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane and BLOCK_F outputs."""
+    wait_for_inputs(PDL)
+    lane = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + lane) < 0:
+        return
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = f < F
+    x = tl.load(x_ptr + lane * x_stride + f, mask=mask, other=0.0).to(tl.float32)
+    x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out_ptr + lane * out_stride + f, (x * x).to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def silu(x):
     """x * sigmoid(x) of a float32; -0.0 where exp(-x) overflows."""
@@ -175,6 +238,16 @@ def swiglu_reference(
     live = live_lanes(slot_N)
     gate, up = gate_up_N2F[live].float().chunk(2, dim=1)
     out[live] = (activated_reference(gate, activation) * up).to(out.dtype)
+    return out
+
+
+def squared_relu_reference(
+    x_NF: torch.Tensor, slot_N: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`squared_relu` in plain PyTorch."""
+    out = output_rows(out, x_NF.shape, dtype=x_NF.dtype, like=x_NF)
+    live = live_lanes(slot_N)
+    out[live] = x_NF[live].float().relu().square().to(out.dtype)
     return out
 
 

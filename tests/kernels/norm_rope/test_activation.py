@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.norm_rope.activation import silu_reference, swiglu, swiglu_reference
+from graphengine.kernels.norm_rope.activation import (
+    silu_reference,
+    squared_relu,
+    squared_relu_reference,
+    swiglu,
+    swiglu_reference,
+)
 
 SENTINEL = 77.0
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -154,3 +160,28 @@ def test_reference_bits_do_not_depend_on_company(lanes, F, num_threads):
 def test_bad_operands_are_errors_with_numbers(gate_up, slot, out, message):
     with pytest.raises(ValueError, match=message):
         swiglu(gate_up, slot, out=out)
+
+
+@pytest.mark.parametrize("F", [1, 300, 2500])
+def test_squared_relu_is_torchs(device, dtypes, F):
+    """In place too, for live lanes alone, and NaN stays NaN."""
+    for dtype in dtypes:
+        x = random_rows(5, F, dtype, device)
+        x[0, 0] = float("nan")
+        wanted = x.float().relu().square().to(dtype)
+        x[3] = float("inf")
+        slot = live_slots(5, {3}, device)
+        for call in (squared_relu, squared_relu_reference):
+            out = torch.full((5, F), SENTINEL, dtype=dtype, device=device)
+            call(x, slot, out=out)
+            again = x.clone()
+            call(again, slot, out=again)
+            for lane in (0, 1, 2, 4):
+                assert torch.equal(out[lane].nan_to_num(9.0), wanted[lane].nan_to_num(9.0))
+                assert torch.equal(again[lane].nan_to_num(9.0), wanted[lane].nan_to_num(9.0))
+            assert (out[3] == SENTINEL).all() and torch.equal(again[3], x[3])
+
+
+def test_a_squared_relu_of_another_shape_is_an_error():
+    with pytest.raises(ValueError, match=r"out must be torch.float32 \[2, 8\]"):
+        squared_relu(torch.zeros(2, 8), torch.zeros(2).int(), out=torch.zeros(2, 7))
