@@ -2,11 +2,11 @@
 
     dt = softplus(dt + dt_bias), within limits
     h  = exp(-exp(A_log) dt) h + dt x B^T
-    y  = C.h + D x
+    y  = C.h + skip x
     mamba2_norm: weight * u / rms(u) of u = y * silu(z), a group of heads at a time
 
-x, B and C have been through their convolution and its activation before. Heads of a group share B
-and C. Everything is computed in float32.
+x, B and C come from a causal convolution of a few tokens, and silu. Heads of a group share B and C.
+Everything is computed in float32.
 
 In decode a program owns some rows of one head's state: it reads those of the token before, walks
 through the row's tokens in registers, and stores them after each one. So a token's bits do not
@@ -14,8 +14,9 @@ depend on how many tokens its row has. In prefill a program walks through the ch
 64 tokens, cut at absolute multiples of 64 positions: within a piece tokens meet in products of
 matrices, and the state goes from piece to piece (the state space duality of Dao & Gu 2024).
 
-Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot's state, H heads,
-P values of a head, K values of the state for each of them, G groups, I = H * P, C = I + 2 * G * K.
+Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot's state, F of its inputs,
+H heads, P values of a head, K values of the state for each of them, G groups, I = H * P,
+C = I + 2 * G * K channels of the convolution, X = I + C + H, D tokens that it sees.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from graphengine.kernels.core.lanes import (
     FLOAT_DTYPES,
     check_lanes,
     check_rows,
-    check_vector,
     check_weight,
     output_rows,
 )
@@ -53,8 +53,8 @@ _PREFILL_BLOCK_P = 64
 
 
 def mamba2_decode(
-    xbc_NC: torch.Tensor,
-    dt_NH: torch.Tensor,
+    projected_NX: torch.Tensor,
+    ring_SFC: torch.Tensor,
     state_SEHPK: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
@@ -64,11 +64,14 @@ def mamba2_decode(
     tokens_per_row: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Advance each row's state by its tokens, in place, and return what they read of it.
+    """Convolution, and each row's state advanced by its tokens; returns what they read of it.
 
     Args:
-        xbc_NC: x, B and C after their activation; any float dtype, dense rows.
-        dt_NH: before bias and softplus; any float dtype, dense rows, any stride between them.
+        projected_NX: a product with z, the convolution's inputs and dt, of which z is not looked
+            at; any float dtype, dense rows.
+        ring_SFC: inputs of the convolution, dense; any float dtype. Entry `p % F` of a slot is that
+            of its token at p. A row reads those of the `width - 1` tokens before it (zeros before
+            position 0), and writes one for each token.
         state_SEHPK: dense; any float dtype. Entry `p % E` of a slot is that of its token at p. A
             row reads the entry of the token before its first (zeros at position 0), and writes one
             for each token; it is rounded after every token.
@@ -77,38 +80,54 @@ def mamba2_decode(
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
-        y, float32 `[N, I]`; padded lanes are not written. ValueError for what does not fit, or more
-        tokens than entries.
+        y, float32 `[N, I]`; padded lanes are not written. ValueError for what does not fit, and for
+        rows of more tokens than there are entries for.
     """
-    lanes = _check(xbc_NC, dt_NH, state_SEHPK, slot_N, position_N, params, sizes)
-    entries = state_SEHPK.shape[1]
-    if tokens_per_row < 1 or lanes % tokens_per_row or tokens_per_row > entries:
+    check_rows(projected_NX=projected_NX)
+    lanes = projected_NX.shape[0]
+    _check_columns("projected", projected_NX, lanes, sizes.projected)
+    _check_state("state", state_SEHPK, sizes.state_shape)
+    _check_state("ring", ring_SFC, (sizes.channels,))
+    _check_params(params, sizes)
+    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    ring_entries, entries = ring_SFC.shape[1], state_SEHPK.shape[1]
+    most = min(entries, ring_entries - sizes.width + 1)
+    if tokens_per_row < 1 or lanes % tokens_per_row or tokens_per_row > most:
         raise ValueError(
-            f"{lanes} lanes of a state with {entries} entries cannot be rows of {tokens_per_row}"
+            f"{lanes} lanes cannot be rows of {tokens_per_row} tokens with {entries} entries of "
+            f"the state and {ring_entries} of a convolution of {sizes.width}"
         )
-    y = torch.empty((lanes, sizes.inner), dtype=torch.float32, device=xbc_NC.device)
-    if not use_triton(xbc_NC):
-        mamba2_decode_reference(
-            xbc_NC, dt_NH, state_SEHPK, slot_N, position_N, params, sizes, tokens_per_row, y
+    y = torch.empty((lanes, sizes.inner), dtype=torch.float32, device=projected_NX.device)
+    if not use_triton(projected_NX):
+        return mamba2_decode_reference(
+            projected_NX,
+            ring_SFC,
+            state_SEHPK,
+            slot_N,
+            position_N,
+            params,
+            sizes,
+            tokens_per_row=tokens_per_row,
+            out=y,
         )
-        return y
     block_p = min(_DECODE_BLOCK_P, triton.next_power_of_2(sizes.head_dim))
     grid = (lanes // tokens_per_row, sizes.heads, triton.cdiv(sizes.head_dim, block_p))
     launcher(decode_kernel, grid)(
-        xbc_NC,
-        dt_NH,
+        projected_NX,
+        ring_SFC,
         state_SEHPK,
         slot_N,
         position_N,
-        *params,
+        params,
         y,
-        xbc_NC.stride(0),
-        dt_NH.stride(0),
+        projected_NX.stride(0),
         tokens_per_row,
+        ring_entries,
         entries,
         sizes.dt_min,
         sizes.dt_max,
         **_constants(sizes, block_p),
+        D=sizes.width,
         num_warps=4,
         **launch_options(pdl),
     )
@@ -127,24 +146,33 @@ def mamba2_prefill(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The same for one slot's chunk, whose live lanes come first, at consecutive positions.
+    """The states of one slot's chunk, whose live lanes come first, at consecutive positions.
 
     Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
     token alone, rounded once.
 
     Args:
+        xbc_TC: x, B and C after the convolution; any float dtype, dense rows.
+        dt_TH: before bias and softplus; any float dtype, dense rows, any stride between them.
         out: `[T, I]` of any float dtype, dense rows; default in xbc's.
         The others as of `mamba2_decode`.
 
     Returns:
         y `[T, I]`, rounded once; padded lanes are not written. ValueError for what does not fit.
     """
-    lanes = _check(xbc_TC, dt_TH, state_SEHPK, slot_T, position_T, params, sizes)
+    check_rows(xbc_TC=xbc_TC, dt_TH=dt_TH)
+    lanes = xbc_TC.shape[0]
+    _check_columns("xbc", xbc_TC, lanes, sizes.channels)
+    _check_columns("dt", dt_TH, lanes, sizes.heads)
+    _check_state("state", state_SEHPK, sizes.state_shape)
+    _check_params(params, sizes)
+    check_lanes(lanes, slot_T=slot_T, position_T=position_T)
     dtype = xbc_TC.dtype if out is None else out.dtype
     out = output_rows(out, (lanes, sizes.inner), dtype=dtype, like=xbc_TC)
     if not use_triton(xbc_TC):
-        mamba2_prefill_reference(xbc_TC, dt_TH, state_SEHPK, slot_T, position_T, params, sizes, out)
-        return out
+        return mamba2_prefill_reference(
+            xbc_TC, dt_TH, state_SEHPK, slot_T, position_T, params, sizes, out=out
+        )
     # Matrices of less than 16 values are no products of a tensor core's.
     block_p = max(16, min(_PREFILL_BLOCK_P, triton.next_power_of_2(sizes.head_dim)))
     if sizes.state_size > 128:
@@ -156,7 +184,7 @@ def mamba2_prefill(
         state_SEHPK,
         slot_T,
         position_T,
-        *params,
+        params,
         out,
         xbc_TC.stride(0),
         dt_TH.stride(0),
@@ -242,28 +270,28 @@ def _constants(sizes: Mamba2Sizes, block_p: int, least: int = 1) -> dict[str, in
     }
 
 
-def _check(
-    xbc_NC: torch.Tensor,
-    dt_NH: torch.Tensor,
-    state: torch.Tensor,
-    slot_N: torch.Tensor,
-    position_N: torch.Tensor,
-    params: Mamba2Params,
-    sizes: Mamba2Sizes,
-) -> int:
-    """Raise ValueError for operands that do not fit each other; return the number of lanes."""
-    check_rows(xbc=xbc_NC, dt=dt_NH)
-    lanes = xbc_NC.shape[0]
-    for name, tensor, columns in (("xbc", xbc_NC, sizes.channels), ("dt", dt_NH, sizes.heads)):
-        if tensor.shape != (lanes, columns):
-            raise ValueError(f"{name} must be [{lanes}, {columns}], not {list(tensor.shape)}")
-    fits = state.dim() == 5 and state.shape[2:] == sizes.state_shape and state.shape[1] > 0
+def _check_columns(name: str, tensor: torch.Tensor, lanes: int, columns: int) -> None:
+    if tensor.shape != (lanes, columns):
+        raise ValueError(f"{name} must be [{lanes}, {columns}], not {list(tensor.shape)}")
+
+
+def _check_state(name: str, state: torch.Tensor, shape: tuple[int, ...]) -> None:
+    fits = state.dim() == len(shape) + 2 and state.shape[2:] == shape and state.shape[1] > 0
     if not fits or state.dtype not in FLOAT_DTYPES or not state.is_contiguous():
         raise ValueError(
-            f"the state must be a dense [S, E, {', '.join(map(str, sizes.state_shape))}] of one of "
+            f"the {name} must be a dense [slots, entries, {', '.join(map(str, shape))}] of one of "
             f"{FLOAT_DTYPES}, not {state.dtype} {list(state.shape)}"
         )
-    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
-    for name, vector in zip(Mamba2Params._fields, params, strict=True):
-        check_vector(name, vector, sizes.heads, torch.float32)
-    return lanes
+
+
+def _check_params(params: Mamba2Params, sizes: Mamba2Sizes) -> None:
+    weight, bias, *of_heads = params
+    if weight.shape != (sizes.channels, sizes.width) or not weight.is_contiguous():
+        raise ValueError(
+            f"conv_weight must be a dense [{sizes.channels}, {sizes.width}], not "
+            f"{list(weight.shape)}"
+        )
+    if bias is not None:
+        check_weight("conv_bias", bias, sizes.channels)
+    for name, vector in zip(Mamba2Params._fields[2:], of_heads, strict=True):
+        check_weight(name, vector, sizes.heads)

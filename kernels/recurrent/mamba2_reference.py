@@ -15,30 +15,45 @@ from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Params, Mamba2Sizes
 
 
 def mamba2_decode_reference(
-    xbc_NC: torch.Tensor,
-    dt_NH: torch.Tensor,
+    projected_NX: torch.Tensor,
+    ring_SFC: torch.Tensor,
     state_SEHPK: torch.Tensor,
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
     params: Mamba2Params,
     sizes: Mamba2Sizes,
+    *,
     tokens_per_row: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`mamba2_decode` into `out`."""
-    entries = state_SEHPK.shape[1]
+    ring_entries, entries = ring_SFC.shape[1], state_SEHPK.shape[1]
+    parts = (sizes.inner, sizes.channels, sizes.heads)
+    _, inputs_NC, dt_NH = projected_NX.split(parts, dim=1)
     rows = live_lanes(slot_N[::tokens_per_row]) * tokens_per_row
     slot, position = slot_N[rows].long(), position_N[rows].long()
     h = _before(state_SEHPK, slot, position)
     for token in range(tokens_per_row):
-        # The draft tokens that are not there come last: what their rows become is not stored.
+        # The draft tokens that are not there come last.
         lives = torch.nonzero(slot_N[rows + token] >= 0).squeeze(1)
         rows, slot, position, h = rows[lives], slot[lives], position[lives], h[lives]
-        lanes = rows + token
-        x, b, c = _parts(xbc_NC[lanes], sizes)
+        lanes, here = rows + token, position + token
+        total = torch.zeros(len(rows), sizes.channels, device=out.device)
+        if params.conv_bias is not None:
+            total += params.conv_bias.float()
+        for tap, weight in enumerate(params.conv_weight.float().unbind(1)):
+            back = sizes.width - 1 - tap
+            if token >= back:
+                seen = inputs_NC[lanes - back].float()
+            else:
+                kept = ring_SFC[slot, (here - back) % ring_entries].float()
+                seen = torch.where((here >= back)[:, None], kept, 0.0)
+            total += seen * weight
+        ring_SFC[slot, here % ring_entries] = inputs_NC[lanes].to(ring_SFC.dtype)
+        x, b, c = _parts(silu_reference(total), sizes)
         dt, decay = _time_steps(dt_NH[lanes], params, sizes)
         h = _advanced(h, x, b, dt, decay).to(state_SEHPK.dtype)
-        state_SEHPK[slot, (position + token) % entries] = h
+        state_SEHPK[slot, here % entries] = h
         h = h.float()
         out[lanes] = _read(h, x, c, params).flatten(1).to(out.dtype)
     return out
@@ -52,6 +67,7 @@ def mamba2_prefill_reference(
     position_T: torch.Tensor,
     params: Mamba2Params,
     sizes: Mamba2Sizes,
+    *,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`mamba2_prefill` into `out`."""
@@ -116,10 +132,10 @@ def _time_steps(
     dt_NH: torch.Tensor, params: Mamba2Params, sizes: Mamba2Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 `[N, H]`: dt, and what a state is multiplied by."""
-    x = dt_NH.float() + params.dt_bias
+    x = dt_NH.float() + params.dt_bias.float()
     softplus = torch.where(x > 20.0, x, _log1p(_exp(x.clamp(max=20.0))))
     dt = softplus.clamp(sizes.dt_min, sizes.dt_max)
-    return dt, _exp(dt * -_exp(params.a_log))
+    return dt, _exp(dt * -_exp(params.a_log.float()))
 
 
 def _advanced(
@@ -130,7 +146,7 @@ def _advanced(
 
 def _read(h: torch.Tensor, x: torch.Tensor, c: torch.Tensor, params: Mamba2Params) -> torch.Tensor:
     met = h * c[:, :, None]
-    return sum_rows(met.flatten(0, 2)).view_as(x) + params.skip[:, None] * x
+    return sum_rows(met.flatten(0, 2)).view_as(x) + params.skip.float()[:, None] * x
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

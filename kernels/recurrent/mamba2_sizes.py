@@ -11,17 +11,21 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Sizes:
-    """Of a layer: H heads of P values, G groups, K values of state; and the limits of dt."""
+    """Of a layer: H heads of P values, G groups, K values of state; and the limits of dt.
+
+    width  tokens that the convolution sees, its own among them
+    """
 
     heads: int
     head_dim: int
     groups: int
     state_size: int
+    width: int
     dt_min: float = 0.0
     dt_max: float = math.inf
 
     def __post_init__(self) -> None:
-        if min(self.heads, self.head_dim, self.groups, self.state_size) < 1:
+        if min(self.heads, self.head_dim, self.groups, self.state_size, self.width) < 1:
             raise ValueError(f"sizes must be positive: {self}")
         if self.heads % self.groups:
             raise ValueError(f"{self.heads} heads are not a multiple of {self.groups} groups")
@@ -39,15 +43,26 @@ class Mamba2Sizes:
         return self.inner + 2 * self.groups * self.state_size
 
     @property
+    def projected(self) -> int:
+        """X: values of z, of the convolution's inputs and of dt, in this order."""
+        return self.inner + self.channels + self.heads
+
+    @property
     def state_shape(self) -> tuple[int, int, int]:
         """Of an entry: `(H, P, K)`."""
         return self.heads, self.head_dim, self.state_size
 
 
 class Mamba2Params(NamedTuple):
-    """What a layer's heads have: float32 `[H]` each."""
+    """What a layer has besides its products and its norm; any float dtype, dense.
 
+    conv_weight  `[C, D]`, the oldest token first
+    conv_bias    `[C]`; None: there is none
+    dt_bias, a_log, skip  `[H]`; the last is known as D
+    """
+
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor | None
     dt_bias: torch.Tensor
     a_log: torch.Tensor
     skip: torch.Tensor
-    """D"""

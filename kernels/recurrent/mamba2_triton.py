@@ -12,20 +12,18 @@ PIECE = 64
 """Positions of a chunk's piece."""
 
 
-@triton.jit(do_not_specialize=["tokens", "entries", "dt_min", "dt_max"])
+@triton.jit(do_not_specialize=["tokens", "ring_entries", "entries", "dt_min", "dt_max"])
 def decode_kernel(
-    xbc_ptr,
-    dt_ptr,
+    projected_ptr,
+    ring_ptr,
     state_ptr,
     slot_ptr,
     position_ptr,
-    dt_bias_ptr,
-    a_log_ptr,
-    skip_ptr,
+    params,
     y_ptr,
-    xbc_stride,
-    dt_stride,
+    projected_stride,
     tokens,
+    ring_entries,
     entries,
     dt_min,
     dt_max,
@@ -33,20 +31,25 @@ def decode_kernel(
     P: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row, head, and BLOCK_P values of the head.
 
-    How many tokens a row has is no constant: one program text serves all, and sums alike.
+    Each convolves its x, and its group's B and C, of which the group's first program keeps the
+    inputs. How many tokens a row has is no constant: one program text serves all, and sums alike.
     """
+    INNER: tl.constexpr = H * P
+    CHANNELS: tl.constexpr = INNER + 2 * G * K
     head = tl.program_id(1)
-    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    tile = tl.program_id(2)
+    p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.arange(0, BLOCK_K)
-    dt_bias = tl.load(dt_bias_ptr + head)
-    rate = -tl.exp(tl.load(a_log_ptr + head))
-    skip = tl.load(skip_ptr + head)
+    dt_bias = tl.load(params.dt_bias + head).to(tl.float32)
+    rate = -tl.exp(tl.load(params.a_log + head).to(tl.float32))
+    skip = tl.load(params.skip + head).to(tl.float32)
     wait_for_inputs(PDL)
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first).to(tl.int64)
@@ -54,29 +57,64 @@ def decode_kernel(
         return
     position = tl.load(position_ptr + first)
     mask = (p < P)[:, None] & (k < K)[None, :]
-    cells = state_ptr + slot * entries * (H * P * K) + head * (P * K)
+    cells = state_ptr + slot * entries * (INNER * K) + head * (P * K)
     cells = cells + p[:, None] * K + k[None, :]
     before = ((position + entries - 1) % entries).to(tl.int64)
-    h = tl.load(cells + before * (H * P * K), mask=mask & (position > 0), other=0.0)
+    h = tl.load(cells + before * (INNER * K), mask=mask & (position > 0), other=0.0)
     h = h.to(tl.float32)
+    ring_ptr += slot * ring_entries * CHANNELS
+    of_x = head * P + p
+    of_b = INNER + head // (H // G) * K + k
+    of_c = of_b + G * K
+    keeps = (head % (H // G) == 0) & (tile == 0)
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
         # The draft tokens that are not there come last.
         live = tl.load(slot_ptr + lane) >= 0
-        row_ptr = xbc_ptr + lane * xbc_stride
-        of_group = row_ptr + H * P + head // (H // G) * K + k
-        x = tl.load(row_ptr + head * P + p, mask=live & (p < P), other=0.0).to(tl.float32)
-        b = tl.load(of_group, mask=live & (k < K), other=0.0).to(tl.float32)
-        c = tl.load(of_group + G * K, mask=live & (k < K), other=0.0).to(tl.float32)
-        dt = tl.load(dt_ptr + lane * dt_stride + head, mask=live, other=0.0).to(tl.float32)
+        row_ptr = projected_ptr + lane * projected_stride
+        here = position + token
+        conv = (row_ptr + INNER, projected_stride, ring_ptr, ring_entries, token, here, params)
+        x = _convolved(conv, of_x, live & (p < P), True, CHANNELS, D)
+        b = _convolved(conv, of_b, live & (k < K), keeps, CHANNELS, D)
+        c = _convolved(conv, of_c, live & (k < K), keeps, CHANNELS, D)
+        dt = tl.load(row_ptr + INNER + CHANNELS + head, mask=live, other=0.0).to(tl.float32)
         dt = _time_step(dt + dt_bias, dt_min, dt_max)
         h = tl.exp(dt * rate) * h + (dt * x)[:, None] * b[None, :]
         stored = h.to(state_ptr.dtype.element_ty)
         h = stored.to(tl.float32)
-        here = ((position + token) % entries).to(tl.int64)
-        tl.store(cells + here * (H * P * K), stored, mask=mask & live)
+        tl.store(cells + (here % entries).to(tl.int64) * (INNER * K), stored, mask=mask & live)
         y = tl.sum(h * c[None, :], 1) + skip * x
-        tl.store(y_ptr + lane * (H * P) + head * P + p, y, mask=live & (p < P))
+        tl.store(y_ptr + lane * INNER + of_x, y, mask=live & (p < P))
+
+
+@triton.jit
+def _convolved(conv, channel, mask, keeps, C: tl.constexpr, D: tl.constexpr):
+    """silu of the convolution of some channels for one token, from the oldest input to its own.
+
+    Inputs of the row's earlier tokens are in the product, those before them in the ring, which
+    gets the token's own where the program `keeps` them.
+    """
+    inputs_ptr, stride, ring_ptr, entries, token, position, params = conv
+    total = tl.zeros(channel.shape, tl.float32)
+    if params.conv_bias is not None:
+        total += tl.load(params.conv_bias + channel, mask=mask, other=0.0).to(tl.float32)
+    for tap in tl.static_range(D):
+        back = D - 1 - tap
+        old = position - back
+        in_row = token >= back
+        entry = ((old + entries) % entries).to(tl.int64)
+        from_row = tl.load(inputs_ptr - back * stride + channel, mask=mask & in_row, other=0.0).to(
+            tl.float32
+        )
+        from_ring = tl.load(
+            ring_ptr + entry * C + channel, mask=mask & (old >= 0) & (token < back), other=0.0
+        ).to(tl.float32)
+        weight = tl.load(params.conv_weight + channel * D + tap, mask=mask, other=0.0)
+        total += tl.where(in_row, from_row, from_ring) * weight.to(tl.float32)
+    own = tl.load(inputs_ptr + channel, mask=mask, other=0.0)
+    target = ring_ptr + (position % entries).to(tl.int64) * C + channel
+    tl.store(target, own.to(ring_ptr.dtype.element_ty), mask=mask & keeps)
+    return silu(total)
 
 
 @triton.jit
@@ -98,9 +136,7 @@ def prefill_kernel(
     state_ptr,
     slot_ptr,
     position_ptr,
-    dt_bias_ptr,
-    a_log_ptr,
-    skip_ptr,
+    params,
     y_ptr,
     xbc_stride,
     dt_stride,
@@ -124,9 +160,9 @@ def prefill_kernel(
     head = tl.program_id(0)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.arange(0, BLOCK_K)
-    dt_bias = tl.load(dt_bias_ptr + head)
-    rate = -tl.exp(tl.load(a_log_ptr + head))
-    skip = tl.load(skip_ptr + head)
+    dt_bias = tl.load(params.dt_bias + head).to(tl.float32)
+    rate = -tl.exp(tl.load(params.a_log + head).to(tl.float32))
+    skip = tl.load(params.skip + head).to(tl.float32)
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot < 0:

@@ -31,41 +31,73 @@ from launches.compilation import (
 )
 
 MODULE = importlib.import_module("graphengine.kernels.recurrent.mamba2")
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SIZES = {
-    "odd": Mamba2Sizes(heads=6, head_dim=20, groups=3, state_size=24),
-    "one group": Mamba2Sizes(heads=2, head_dim=32, groups=1, state_size=16, dt_min=0.05),
-    "limits": Mamba2Sizes(heads=2, head_dim=5, groups=2, state_size=7, dt_min=0.3, dt_max=0.9),
+    "odd": Mamba2Sizes(heads=4, head_dim=20, groups=2, state_size=24, width=4),
+    "one group": Mamba2Sizes(heads=2, head_dim=32, groups=1, state_size=16, width=2, dt_min=0.05),
+    "limits": Mamba2Sizes(
+        heads=2, head_dim=5, groups=2, state_size=7, width=1, dt_min=0.3, dt_max=0.9
+    ),
 }
 
 
 class Case:
     """`tokens` tokens of some sequences from some positions on, as operands and in float64."""
 
-    def __init__(self, sizes, starts, tokens, device, dtype=torch.float32, seed=0):
+    def __init__(self, sizes, starts, tokens, device, dtype=torch.float32, seed=0, bias=True):
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape):
             return torch.randn(shape, generator=generator)
 
         self.sizes, self.starts, self.device = sizes, starts, device
-        rows = len(starts)
-        self.xbc = random(rows, tokens, sizes.channels).to(device, dtype)
+        rows, depth = len(starts), sizes.width - 1
+        # What was projected for the tokens, and before them as far as the convolution sees.
+        self.inputs = random(rows, depth + tokens, sizes.channels).to(device, dtype)
         # Large ones, where softplus is the identity, and small ones.
         self.dt = (random(rows, tokens, sizes.heads) * 4 - 1).to(device, dtype)
         self.dt[0, 0, 0], self.dt[-1, -1, -1] = 25.0, -18.0
         self.before = random(rows, *sizes.state_shape).to(device)
         self.params = Mamba2Params(
+            random(sizes.channels, sizes.width).to(device, dtype),
+            random(sizes.channels).to(device, dtype) if bias else None,
             random(sizes.heads).to(device),
             (random(sizes.heads) - 1).to(device),
-            random(sizes.heads).to(device),
+            random(sizes.heads).to(device, dtype),
         )
 
-    def expected(self):
+    def part(self, rows, first, last):
+        """Some tokens of some rows."""
+        part = object.__new__(Case)
+        depth = self.sizes.width - 1
+        part.__dict__ = self.__dict__ | {
+            "inputs": self.inputs[rows, first : depth + last],
+            "dt": self.dt[rows, first:last],
+            "before": self.before[rows],
+            "starts": [start + first for start in self.starts[rows]],
+        }
+        return part
+
+    def convolved(self):
+        """Float64 x, B and C of each token, in one row: `[rows, tokens, C]`."""
+        depth, tokens = self.sizes.width - 1, self.dt.shape[1]
+        inputs = self.inputs.double().cpu().clone()
+        for row, start in enumerate(self.starts):
+            inputs[row, : max(0, depth - start)] = 0
+        weight = self.params.conv_weight.double().cpu()
+        total = sum(inputs[:, tap : tap + tokens] * weight[:, tap] for tap in range(depth + 1))
+        if self.params.conv_bias is not None:
+            total = total + self.params.conv_bias.double().cpu()
+        return functional.silu(total)
+
+    def expected(self, xbc):
         """y `[rows, tokens, I]` and the states after each token, in float64."""
-        sizes, (bias, a_log, skip) = self.sizes, (each.double().cpu() for each in self.params)
+        sizes, (bias, a_log, skip) = (
+            self.sizes,
+            (each.double().cpu() for each in self.params[2:]),
+        )
         parts = (sizes.inner, *[sizes.groups * sizes.state_size] * 2)
-        x, b, c = self.xbc.double().cpu().split(parts, dim=2)
+        x, b, c = xbc.double().cpu().split(parts, dim=2)
         x = x.unflatten(2, (sizes.heads, -1))
         per_group = sizes.heads // sizes.groups
         b, c = (
@@ -85,18 +117,27 @@ class Case:
             states.append(h)
         return torch.stack(ys, 1), torch.stack(states, 1)
 
-    def state(self, entries, slots, dtype=torch.float32):
-        """Row r's state lies in slot `slots - 1 - r`; whatever nobody reads is NaN."""
-        state = torch.full((slots, entries, *self.sizes.state_shape), torch.nan, dtype=dtype)
+    def kept(self, width, slots, dtype=torch.float32):
+        """Ring and state for steps of `width` tokens; what nobody reads is NaN.
+
+        Row r is that of slot `slots - 1 - r`.
+        """
+        depth = self.sizes.width - 1
+        ring = torch.full((slots, depth + width, self.sizes.channels), torch.nan)
+        ring = ring.to(self.device, self.inputs.dtype)
+        state = torch.full((slots, width, *self.sizes.state_shape), torch.nan, dtype=dtype)
         state = state.to(self.device)
         for row, start in enumerate(self.starts):
+            for back in range(1, min(depth, start) + 1):
+                entry = (start - back) % (depth + width)
+                ring[slots - 1 - row, entry] = self.inputs[row, depth - back]
             if start > 0:
-                state[slots - 1 - row, (start - 1) % entries] = self.before[row].to(dtype)
-        return state
+                state[slots - 1 - row, (start - 1) % width] = self.before[row].to(dtype)
+        return ring, state
 
     def lanes(self, slots, there):
         """Slot and position of each lane; of row r the first `there[r]` tokens are there."""
-        tokens = self.xbc.shape[1]
+        tokens = self.dt.shape[1]
         slot, position = [], []
         for row, start in enumerate(self.starts):
             lives = [token < there[row] for token in range(tokens)]
@@ -107,18 +148,28 @@ class Case:
         )
 
 
-def decode(case, state, slot, position, reference=False):
-    tokens = case.xbc.shape[1]
-    xbc, dt = case.xbc.flatten(0, 1).clone(), case.dt.flatten(0, 1).clone()
-    xbc[slot < 0], dt[slot < 0] = torch.nan, torch.nan
-    if not reference:
-        return mamba2_decode(
-            xbc, dt, state, slot, position, case.params, case.sizes, tokens_per_row=tokens
-        )
-    y = torch.full((len(slot), case.sizes.inner), torch.nan)
-    return mamba2_decode_reference(
-        xbc, dt, state, slot, position, case.params, case.sizes, tokens, y
+def decode(case, ring, state, slot, position, reference=False):
+    """z and what padded lanes have is NaN."""
+    sizes, tokens = case.sizes, case.dt.shape[1]
+    projected = torch.full(
+        (len(slot), sizes.projected), torch.nan, dtype=case.dt.dtype, device=case.device
     )
+    inputs = case.inputs[:, sizes.width - 1 :]
+    projected[:, sizes.inner :] = torch.cat([inputs, case.dt], dim=2).flatten(0, 1)
+    projected[slot < 0] = torch.nan
+    operands = (projected, ring, state, slot, position, case.params, sizes)
+    if not reference:
+        return mamba2_decode(*operands, tokens_per_row=tokens)
+    y = torch.full((len(slot), sizes.inner), torch.nan)
+    return mamba2_decode_reference(*operands, tokens_per_row=tokens, out=y)
+
+
+def assert_only(found, before, changed):
+    """Only these (slot, entry) pairs of a state differ from what was there."""
+    before = before.clone()
+    for slot, entry in changed:
+        before[slot, entry] = found[slot, entry]
+    assert torch.equal(found.nan_to_num(7.0), before.nan_to_num(7.0)), "somebody else's entry"
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -126,23 +177,25 @@ def decode(case, state, slot, position, reference=False):
 def test_decode_is_the_definition(device, dtypes, name, reference):
     """From the first token on and from others; some drafts and whole rows are not there."""
     device = "cpu" if reference else device
-    for dtype in dtypes[:2]:
-        case = Case(SIZES[name], (0, 1, 7, 100, 5), 3, device, dtype)
-        there = (3, 3, 1, 2, 0)
-        state = case.state(4, 6)
-        kept = state.clone()
-        slot, position = case.lanes(6, there)
-        y = decode(case, state, slot, position, reference).view(5, 3, -1).cpu()
-        wanted, states = case.expected()
-        for row, (start, tokens) in enumerate(zip(case.starts, there, strict=True)):
-            torch.testing.assert_close(
-                y[row, :tokens].double(), wanted[row, :tokens], rtol=2e-5, atol=2e-5
-            )
-            for token in range(tokens):
-                found = state[5 - row, (start + token) % 4].double().cpu()
-                torch.testing.assert_close(found, states[row, token], rtol=2e-5, atol=2e-5)
-                kept[5 - row, (start + token) % 4] = state[5 - row, (start + token) % 4]
-        assert torch.equal(state.nan_to_num(7.0), kept.nan_to_num(7.0)), "somebody else's entry"
+    dtype = dtypes[len(name) % 2]
+    case = Case(SIZES[name], (0, 1, 7, 100, 5), 3, device, dtype, bias=name != "one group")
+    there = (3, 3, 1, 2, 0)
+    ring, state = case.kept(4, 6)
+    before = ring.clone(), state.clone()
+    y = decode(case, ring, state, *case.lanes(6, there), reference).view(5, 3, -1).cpu()
+    wanted, states = case.expected(case.convolved())
+    tokens = [(row, token) for row in range(5) for token in range(there[row])]
+    for row, token in tokens:
+        position = case.starts[row] + token
+        found = state[5 - row, position % 4].double().cpu()
+        torch.testing.assert_close(found, states[row, token], rtol=3e-5, atol=3e-5)
+        torch.testing.assert_close(y[row, token].double(), wanted[row, token], rtol=3e-5, atol=3e-4)
+        own = case.inputs[row, case.sizes.width - 1 + token]
+        assert torch.equal(ring[5 - row, position % ring.shape[1]], own)
+    for found, was in zip((ring, state), before, strict=True):
+        entries = found.shape[1]
+        written = [(5 - row, (case.starts[row] + token) % entries) for row, token in tokens]
+        assert_only(found, was, written)
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -151,31 +204,23 @@ def test_bits_do_not_depend_on_company_nor_on_the_tokens_of_a_row(device, state_
     """Three tokens in one step, with neighbours, are three steps alone, to the bit."""
     device = "cpu" if reference else device
     case = Case(SIZES["odd"], (9, 0, 3), 3, device, seed=5)
-    together = case.state(3, 4, state_dtype)
-    y = decode(case, together, *case.lanes(4, (3, 3, 3)), reference).view(3, 3, -1)
+    ring, together = case.kept(3, 4, state_dtype)
+    y = decode(case, ring, together, *case.lanes(4, (3, 3, 3)), reference).view(3, 3, -1)
     for row in range(3):
-        state = case.state(1, 4, state_dtype)
+        kept = case.part(slice(row, row + 1), 0, 3).kept(1, 1, state_dtype)
         for token in range(3):
-            alone = object.__new__(Case)
-            alone.__dict__ = case.__dict__ | {
-                "xbc": case.xbc[row : row + 1, token : token + 1],
-                "dt": case.dt[row : row + 1, token : token + 1],
-            }
-            start = case.starts[row] + token
-            slot = torch.tensor([3 - row], dtype=torch.int32, device=device)
-            position = torch.tensor([start], dtype=torch.int32, device=device)
-            found = decode(alone, state, slot, position, reference)
+            alone = case.part(slice(row, row + 1), token, token + 1)
+            found = decode(alone, *kept, *alone.lanes(1, (1,)), reference)
             assert torch.equal(found[0], y[row, token])
-            assert torch.equal(state[3 - row, 0], together[3 - row, start % 3])
+            position = case.starts[row] + token
+            assert torch.equal(kept[1][0, 0], together[3 - row, position % 3])
 
 
-def prefill(case, state, slot, position, dtype, reference=False):
-    xbc, dt = case.xbc[0].clone(), case.dt[0].clone()
+def prefill(case, xbc, state, slot, position, dtype, reference=False):
+    xbc, dt = xbc[0].clone(), case.dt[0].clone()
     xbc[slot < 0], dt[slot < 0] = torch.nan, torch.nan
     out = torch.full((len(slot), case.sizes.inner), 77.0, dtype=dtype, device=case.device)
     call = mamba2_prefill_reference if reference else mamba2_prefill
-    if reference:
-        return call(xbc, dt, state, slot, position, case.params, case.sizes, out)
     return call(xbc, dt, state, slot, position, case.params, case.sizes, out=out)
 
 
@@ -189,11 +234,11 @@ def test_prefill_is_the_definition(device, dtypes, name, start, live, reference)
     device = "cpu" if reference else device
     for dtype in dtypes[:2]:
         case = Case(SIZES[name], (start,), live + 9, device, dtype)
-        state = case.state(2, 3)
-        kept = state.clone()
-        slot, position = case.lanes(3, (live,))
-        y = prefill(case, state, slot, position, dtype, reference).cpu()
-        wanted, states = case.expected()
+        _, state = case.kept(2, 3)
+        before = state.clone()
+        xbc = case.convolved().to(device, dtype)
+        y = prefill(case, xbc, state, *case.lanes(3, (live,)), dtype, reference).cpu()
+        wanted, states = case.expected(xbc)
         tolerance = TOLERANCE[dtype]
         # Powers of a piece are differences of sums that may be in the hundreds.
         torch.testing.assert_close(
@@ -204,35 +249,32 @@ def test_prefill_is_the_definition(device, dtypes, name, start, live, reference)
         torch.testing.assert_close(
             state[2, last].double().cpu(), states[0, live - 1], rtol=1e-4, atol=1e-4
         )
-        kept[2, last] = state[2, last]
-        assert torch.equal(state.nan_to_num(7.0), kept.nan_to_num(7.0)), "somebody else's entry"
+        assert_only(state, before, [(2, last)])
 
 
 def test_chunks_cut_at_pieces_are_one_chunk(device):
     """A piece's sums do not depend on the chunk that it is in."""
     case = Case(SIZES["odd"], (0,), 150, device)
-    whole, parts = case.state(1, 1), case.state(1, 1)
+    xbc = case.convolved().to(device, torch.float32)
+    whole, parts = (case.kept(1, 1)[1] for _ in range(2))
     slot, position = case.lanes(1, (150,))
-    y = prefill(case, whole, slot, position, torch.float32)
+    y = prefill(case, xbc, whole, slot, position, torch.float32)
     pieces = []
     for first, last in ((0, 64), (64, 150)):
-        part = object.__new__(Case)
-        part.__dict__ = case.__dict__ | {
-            "xbc": case.xbc[:, first:last], "dt": case.dt[:, first:last]
-        }  # fmt: skip
-        pieces.append(prefill(part, parts, slot[first:last], position[first:last], torch.float32))
+        part, lanes = case.part(slice(0, 1), first, last), slice(first, last)
+        operands = (xbc[:, lanes], parts, slot[lanes], position[lanes])
+        pieces.append(prefill(part, *operands, torch.float32))
     assert torch.equal(torch.cat(pieces), y) and torch.equal(parts, whole)
 
 
-def test_a_chunk_of_nobody_changes_nothing(device):
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_chunk_of_nobody_changes_nothing(device, reference):
+    device = "cpu" if reference else device
     case = Case(SIZES["odd"], (0,), 20, device)
-    state = case.state(1, 2)
-    slot, position = case.lanes(2, (0,))
-    for reference in (False, True):
-        if reference and device != "cpu":
-            continue
-        assert (prefill(case, state, slot, position, torch.float32, reference) == 77).all()
-        assert state.isnan().all()
+    _, state = case.kept(1, 2)
+    xbc = case.convolved().to(device, torch.float32)
+    y = prefill(case, xbc, state, *case.lanes(2, (0,)), torch.float32, reference)
+    assert (y == 77).all() and state.isnan().all()
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -267,12 +309,12 @@ def test_the_norm_is_that_of_each_group(device, dtypes, reference):
 def operands(**changes):
     sizes = SIZES["limits"]
     return {
-        "xbc_NC": torch.zeros(4, sizes.channels),
-        "dt_NH": torch.zeros(4, 2),
+        "projected_NX": torch.zeros(4, sizes.projected),
+        "ring_SFC": torch.zeros(1, 2, sizes.channels),
         "state_SEHPK": torch.zeros(1, 2, *sizes.state_shape),
         "slot_N": torch.zeros(4).int(),
         "position_N": torch.zeros(4).int(),
-        "params": Mamba2Params(*(torch.zeros(2) for _ in range(3))),
+        "params": Mamba2Params(torch.zeros(38, 1), None, *(torch.zeros(2) for _ in range(3))),
         "sizes": sizes,
     } | changes
 
@@ -280,16 +322,24 @@ def operands(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"xbc_NC": torch.zeros(4, 37)}, r"xbc must be \[4, 38\], not \[4, 37\]"),
-        ({"dt_NH": torch.zeros(3, 2)}, r"dt must be \[4, 2\], not \[3, 2\]"),
-        ({"state_SEHPK": torch.zeros(1, 2, 2, 5, 8)}, r"dense \[S, E, 2, 5, 7\].*2, 5, 8\]"),
+        ({"projected_NX": torch.zeros(4, 37)}, r"projected must be \[4, 50\], not \[4, 37\]"),
+        ({"ring_SFC": torch.zeros(1, 2, 37)}, r"the ring must be.*entries, 38\].*2, 37\]"),
+        ({"state_SEHPK": torch.zeros(1, 2, 2, 5, 8)}, r"the state must be.*entries, 2, 5, 7\]"),
         ({"state_SEHPK": torch.zeros(1, 2, 2, 5, 7).int()}, "not torch.int32"),
         ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[4\]"),
-        ({"tokens_per_row": 3}, "4 lanes of a state with 2 entries cannot be rows of 3"),
-        ({"tokens_per_row": 4}, "4 lanes of a state with 2 entries cannot be rows of 4"),
+        ({"tokens_per_row": 3}, "4 lanes cannot be rows of 3 tokens with 2 entries of the state"),
+        ({"tokens_per_row": 4}, "4 lanes cannot be rows of 4 tokens.* 2 of a convolution of 1"),
         (
-            {"params": Mamba2Params(torch.zeros(2), torch.zeros(2).half(), torch.zeros(2))},
-            r"a_log must be a dense torch.float32 \[2\]",
+            {"params": Mamba2Params(torch.zeros(38, 2), None, *[torch.zeros(2)] * 3)},
+            r"conv_weight must be a dense \[38, 1\], not \[38, 2\]",
+        ),
+        (
+            {"params": Mamba2Params(torch.zeros(38, 1), torch.zeros(37), *[torch.zeros(2)] * 3)},
+            r"conv_bias must be a dense torch.float32 \[38\]",
+        ),
+        (
+            {"params": Mamba2Params(torch.zeros(38, 1), None, *[torch.zeros(3)] * 3)},
+            r"dt_bias must be a dense torch.float32 \[2\]",
         ),
     ],
 )  # fmt: skip
@@ -298,11 +348,28 @@ def test_what_does_not_fit_is_an_error(changes, message):
         mamba2_decode(**operands(**changes))
 
 
+def test_chunks_that_do_not_fit_are_an_error():
+    given = operands()
+    given = {
+        "xbc_TC": torch.zeros(4, 38), "dt_TH": torch.zeros(4, 2), "slot_T": given["slot_N"],
+        "position_T": given["position_N"],
+        **{name: given[name] for name in ("state_SEHPK", "params", "sizes")},
+    }  # fmt: skip
+    for changes, message in (
+        ({"xbc_TC": torch.zeros(4, 37)}, r"xbc must be \[4, 38\], not \[4, 37\]"),
+        ({"dt_TH": torch.zeros(3, 2)}, r"dt must be \[4, 2\], not \[3, 2\]"),
+        ({"out": torch.zeros(4, 9)}, r"out must be torch.float32 \[4, 10\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mamba2_prefill(**given | changes)
+
+
 def test_sizes_that_do_not_fit_are_an_error():
-    sizes = {"heads": 6, "head_dim": 4, "groups": 3, "state_size": 8}
+    sizes = {"heads": 6, "head_dim": 4, "groups": 3, "state_size": 8, "width": 4}
     for changes, message in (
         ({"groups": 4}, "6 heads are not a multiple of 4 groups"),
         ({"state_size": 0}, "sizes must be positive"),
+        ({"width": 0}, "sizes must be positive"),
         ({"dt_min": 2.0, "dt_max": 1.0}, "dt_min=2.0 and dt_max=1.0 are no limits"),
         ({"dt_min": math.nan}, "dt_min=nan"),
     ):
@@ -321,17 +388,22 @@ def new(*shape, dtype=torch.bfloat16):
 
 def launch_of(call, state_size=128):
     """Of Nemotron-H's sizes, or of a larger state."""
-    sizes = Mamba2Sizes(heads=128, head_dim=64, groups=8, state_size=state_size)
+    sizes = Mamba2Sizes(heads=128, head_dim=64, groups=8, state_size=state_size, width=4)
     lanes = 256
-    params = Mamba2Params(*(new(128, dtype=torch.float32) for _ in range(3)))
+    params = Mamba2Params(
+        new(sizes.channels, 4), new(sizes.channels), *(new(128) for _ in range(3))
+    )
     slot, position = (new(lanes, dtype=torch.int32) for _ in range(2))
     if call is mamba2_norm:
         rows = new(lanes, sizes.inner, dtype=torch.float32), new(lanes, sizes.inner)
         return mamba2_norm(
             *rows, new(sizes.inner), slot, groups=8, eps=1e-5, out_dtype=torch.bfloat16, pdl=True
         )
-    inputs = new(lanes, sizes.channels), new(lanes, 20_000)[:, :128]
     state = new(1, 4, *sizes.state_shape, dtype=torch.float32)
+    inputs = new(lanes, sizes.channels), new(lanes, sizes.projected)[:, -128:]
+    if call is mamba2_decode:
+        ring = new(1, 7, sizes.channels, dtype=torch.float32)
+        inputs = new(lanes, sizes.projected), ring
     return call(*inputs, state, slot, position, params, sizes, pdl=True)
 
 
@@ -345,6 +417,6 @@ def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size):
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    weights = {"dt_bias_ptr", "a_log_ptr", "skip_ptr", "weight_ptr"}
+    weights = {"params.dt_bias", "params.a_log", "params.skip", "weight_ptr"}
     assert {load.argument for load in loads if not load.after_wait} == weights & set(names)
     assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}

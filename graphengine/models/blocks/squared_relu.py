@@ -1,0 +1,170 @@
+"""A feed-forward without gates: down(relu(up x)**2).
+
+Letters: N lanes, H hidden, F ffn width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import AnyWeight, DecodeLanes, Residual, linear, squared_relu
+from graphengine.models.blocks.norms import NextNorm
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    add_chunk_product,
+    add_product,
+    new_weight,
+    tensors_of,
+)
+from graphengine.models.contract import (
+    DecodeLaunch,
+    Linear,
+    Linears,
+    StoredLinear,
+    Weight,
+    WeightForms,
+)
+from graphengine.models.states import LayerStates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SquaredRelu:
+    """Sizes and switches of the block; `norm_eps` is of the norm that its input needs."""
+
+    hidden_size: int
+    ffn_size: int
+    norm_eps: float
+    bias: bool = False
+
+    @property
+    def linears(self) -> Linears:
+        """In the order of a step."""
+        return {
+            "up": Linear("store", self.ffn_size, self.hidden_size, shard="rows"),
+            "down": Linear("residual", self.hidden_size, self.ffn_size, shard="columns"),
+        }
+
+    @property
+    def first_linears(self) -> Mapping[str, str]:
+        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        return {"up": "up_proj", "down": "down_proj"}
+
+    @property
+    def states(self) -> LayerStates:
+        """It keeps nothing."""
+        return ()
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch`."""
+        return self.ffn_size
+
+    def allocate(
+        self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
+    ) -> SquaredReluWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing.
+
+        prefix  of the block's tensors in the checkpoint
+        """
+
+        def bias(rows: int) -> Tensor | None:
+            return torch.empty(rows, device=device, dtype=dtype) if self.bias else None
+
+        def weight(name: str, rows: int, columns: int) -> AnyWeight:
+            first = prefix + self.first_linears[name]
+            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
+
+        hidden, ffn = self.hidden_size, self.ffn_size
+        return SquaredReluWeights(
+            block=self,
+            prefix=prefix,
+            up=weight("up", ffn, hidden),
+            up_bias=bias(ffn),
+            down=weight("down", hidden, ffn),
+            down_bias=bias(hidden),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SquaredReluWeights:
+    """The block's weights; `prefix` is of the names in the checkpoint."""
+
+    block: SquaredRelu
+    prefix: str
+    up: AnyWeight
+    up_bias: Tensor | None
+    down: AnyWeight
+    down_bias: Tensor | None
+
+    def linears(self) -> list[StoredLinear]:
+        """The block's products."""
+        up = ((f"{self.prefix}up_proj", self.block.ffn_size),)
+        down = ((f"{self.prefix}down_proj", self.block.hidden_size),)
+        return [StoredLinear(self.up, up, axis=0), StoredLinear(self.down, down, axis=1)]
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
+        names = {name: view for each in self.linears() for name, view in each.views().items()}
+        if self.up_bias is not None:
+            names[f"{self.prefix}up_proj.bias"] = Weight(self.up_bias, 0)
+        if self.down_bias is not None:
+            names[f"{self.prefix}down_proj.bias"] = Weight(self.down_bias)
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        return tensors_of(self.up, self.down, self.up_bias, self.down_bias)
+
+    def decode(
+        self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch
+    ) -> Residual:
+        """The block for `row`'s tokens: three kernels.
+
+        `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
+        place but for its squares.
+        """
+        up = linear(
+            residual.scaled,
+            self.up,
+            row.slot,
+            squares_TN=residual.squares,
+            eps=self.block.norm_eps,
+            bias=self.up_bias,
+            plan=launch.plan("up", self.up),
+            launch=launch,
+        )
+        return add_product(
+            squared_relu(up, row.slot, out=up, pdl=launch.pdl),
+            self.down,
+            row.slot,
+            residual,
+            next_norm,
+            bias=self.down_bias,
+            plan=launch.plan("down", self.down),
+            launch=launch,
+        )
+
+    def prefill(
+        self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
+    ) -> None:
+        """The block for a chunk, of the normed `scratch.h`.
+
+        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
+        """
+        up = scratch.take(self.block.ffn_size)
+        scratch.product(scratch.h, self.up, self.up_bias, out=up)
+        add_chunk_product(
+            squared_relu(up, slot, out=up, pdl=scratch.launch.pdl),
+            self.down,
+            self.down_bias,
+            stream,
+            next_norm,
+            slot,
+            scratch,
+            eps=self.block.norm_eps,
+            out=scratch.h,
+        )
