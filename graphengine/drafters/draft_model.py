@@ -96,7 +96,8 @@ class DraftModelDrafter(Drafter):
         return self.config.table_bytes(max_seq_len)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
-        return recurrent_fields(self.config.states, sizes.slots, 1 + self.length, _WHOSE)
+        width = 1 + self.length
+        return recurrent_fields(self.config.states, sizes.slots, width, sizes.dtype, _WHOSE)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = self.weights.open(max_seq_len=setting.limit)

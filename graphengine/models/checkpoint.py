@@ -57,11 +57,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _OTHER_DTYPES).items()
 # Parts of a model that may be saved alone, without their prefix in the whole model.
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
-# What names of a language model begin with beside a vision tower, and without one.
+# What names of a language model begin with beside a vision tower, and without one. The last is
+# Nemotron-H's.
 _LANGUAGE_MODELS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "backbone.": "model.",
 }
 # safetensors itself refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from graphengine.checks import INT32_MAX, shown
 
-Kind = Literal["integer", "integers", "number", "flag", "text", "texts", "object"]
+Kind = Literal["integer", "integers", "number", "numbers", "flag", "text", "texts", "object"]
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
@@ -22,6 +22,7 @@ _NAMES = {
     "integer": "an integer",
     "integers": "a list of integers",
     "number": "a finite number",
+    "numbers": "a list of numbers",
     "flag": "true or false",
     "text": "a string",
     "texts": "a list of strings",
@@ -141,6 +142,55 @@ GEMMA_KEYS = (
 )
 """The keys of `config.json` that are read of Gemma 3."""
 
+_TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), null=True)
+GRANITE_KEYS = (
+    Key("num_local_experts", "integer", (0, 2**16), default=8),
+    Key("shared_intermediate_size", "integer", (1, 2**22), default=1024),
+    Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
+    Key("residual_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
+    Key("attention_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
+    Key("logits_scaling", "number", (1e-6, 1e6), default=1.0, null=True),
+    Key("position_embedding_type", "text", default=None, null=True),
+    # The older name of `layer_types`.
+    Key("layers_block_type", "texts", default=None, null=True),
+    Key("mamba_n_heads", "integer", (1, 2**16), default=128, null=True),
+    Key("mamba_n_groups", "integer", (1, 2**16), default=1, null=True),
+    Key("mamba_d_state", "integer", (1, 256), default=256, null=True),
+    # None: all heads together have what `mamba_expand` says.
+    Key("mamba_d_head", "integer", (1, 2**16), default=None, null=True),
+    Key("mamba_d_conv", "integer", (2, 8), default=4, null=True),
+    Key("mamba_expand", "integer", (1, 64), default=2, null=True),
+    Key("mamba_conv_bias", "flag", default=True, null=True),
+    Key("mamba_proj_bias", "flag", default=False, null=True),
+    _TIME_STEP_LIMIT,
+)
+"""The keys of `config.json` that are read of Granite 4's hybrids."""
+
+NEMOTRON_KEYS = (
+    Key("hybrid_override_pattern", "text", default=None, null=True),
+    Key("layers_block_type", "texts", default=None, null=True),
+    Key("attention_head_dim", "integer", (1, 4096), default=None, null=True),
+    Key("mlp_hidden_act", "text", default="relu2"),
+    Key("mamba_hidden_act", "text", default="silu"),
+    Key("layer_norm_epsilon", "number", (0, 1), default=1e-5),
+    Key("ssm_state_size", "integer", (1, 256), default=128),
+    Key("mamba_num_heads", "integer", (1, 2**16), default=128),
+    Key("mamba_head_dim", "integer", (1, 2**16), default=64),
+    Key("n_groups", "integer", (1, 2**16), default=8),
+    Key("conv_kernel", "integer", (2, 8), default=4),
+    Key("use_bias", "flag", default=False),
+    Key("use_conv_bias", "flag", default=True),
+    Key("mamba_proj_bias", "flag", default=False),
+    Key("mamba_ssm_cache_dtype", "text", default="float32", null=True),
+    # Of layers of experts, which the pattern would name.
+    Key("n_routed_experts", "integer", (0, 2**16), default=None, null=True),
+    Key("n_shared_experts", "integer", (0, 2**16), default=None, null=True),
+    Key("moe_shared_expert_intermediate_size", "integer", (1, 2**22), default=None, null=True),
+    Key("moe_latent_size", "integer", (1, 2**22), default=None, null=True),
+    _TIME_STEP_LIMIT,
+)
+"""The keys of `config.json` that are read of Nemotron-H."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -187,6 +237,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": ({},),
     "block_configs": ([],),
     "layers_block_type": ([],),
+    "hybrid_override_pattern": ("",),
+    "normalization_function": ("rmsnorm",),
     "num_kv_shared_layers": (0,),
     "hidden_size_per_layer_input": (0,),
     "num_attention_heads_per_layer": ([],),
@@ -308,6 +360,10 @@ _HARMLESS = """
     mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
 
     _sliding_window_pattern initial_context_length
+
+    chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
+    mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32
+    time_step_floor time_step_max time_step_min use_mamba_kernels
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that change nothing here: of other programs, tokens, training, other tasks, generation and
@@ -366,7 +422,10 @@ def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
 
 def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
-    of_families = (*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS)
+    of_families = (
+        *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
+        *(*GRANITE_KEYS, *NEMOTRON_KEYS),
+    )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS
     text = config.get("text_config")
@@ -398,7 +457,7 @@ def _read(config: HfConfig, key: Key, name: str) -> Any:
             wanted += f" in [{key.bounds[0]:.15g}, {key.bounds[1]:.15g}]"
         wanted += ", or null" if key.null else ""
         raise ValueError(f"config.json has {name}={shown(value)}: must be {wanted}")
-    if key.kind == "integers":
+    if key.kind in ("integers", "numbers"):
         return tuple(value)
     return float(value) if key.kind == "number" else value
 
@@ -420,8 +479,8 @@ def _fits(value: object, key: Key) -> bool:
             # NaN is in no range.
             least, most = key.bounds or (-math.inf, math.inf)
             return least <= value <= most
-        case "integers":
-            one = key._replace(kind="integer")
+        case "integers" | "numbers":
+            one = key._replace(kind="integer" if key.kind == "integers" else "number")
             return isinstance(value, list) and all(_fits(item, one) for item in value)
 
 

@@ -50,6 +50,7 @@ class Recurrent(NamedTuple):
     A sequence begins with entries of zeros: a token at position 0 takes those before it for zero,
     whatever an earlier request has left there. Lanes without a slot change nothing.
 
+    dtype   None: the model's
     depth   earlier tokens whose entries a token reads: 1 of a state that sums up all tokens before,
             width - 1 of a convolution's inputs
     apart   whether a step may not overwrite what it reads, as where several programs read an entry;
@@ -58,7 +59,7 @@ class Recurrent(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     depth: int = 1
     apart: bool = False
 
@@ -111,9 +112,10 @@ def recurrent_field(layer: int, name: str, whose: str = "") -> str:
 
 
 def recurrent_fields(
-    states: Sequence[LayerStates], slots: int, width: int, whose: str = ""
+    states: Sequence[LayerStates], slots: int, width: int, dtype: torch.dtype, whose: str = ""
 ) -> list[Field]:
-    """Static fields of a model's recurrent states, for steps of at most `width` tokens of a slot.
+    """Static fields of the recurrent states of a model in this dtype, for steps of at most `width`
+    tokens of a slot.
 
     A pause does not touch them: a paused request keeps its slot.
     """
@@ -121,7 +123,7 @@ def recurrent_fields(
         Field(
             name=recurrent_field(layer, name, whose),
             shape=(slots, state.entries(width), *state.shape),
-            dtype=state.dtype,
+            dtype=state.dtype or dtype,
             owner="device",
             meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
         )

@@ -148,7 +148,7 @@ def engine_fields(
     fields += processing_fields(
         config, vocab_size=vocab_size, max_seq_len=sizes.max_seq_len, width=1 + drafts
     )
-    fields += recurrent_fields(states, sizes.slots, 1 + drafts)
+    fields += recurrent_fields(states, sizes.slots, 1 + drafts, sizes.dtype)
     fields += _ring_fields(rings, sizes.slots, table_blocks)
     fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:

@@ -99,7 +99,7 @@ def mamba2_norm_reference(
     """`mamba2_norm` into `out`."""
     live = live_lanes(slot_N)
     u = y_NI[live].float() * silu_reference(z_NI[live].float())
-    parts = u.view(len(live) * groups, -1)
+    parts = u.view(len(live) * groups, u.shape[1] // groups)
     mean = sum_rows(parts.square()) / parts.shape[1]
     normed = (parts * torch.rsqrt(mean + eps)[:, None]).view_as(u)
     out[live] = (normed * weight_I.float()).to(out.dtype)
@@ -123,9 +123,10 @@ def _parts(
     of_groups = groups * sizes.state_size
     x, b, c = xbc_NC.float().split((sizes.inner, of_groups, of_groups), dim=1)
     b, c = (
-        part.unflatten(1, (groups, -1)).repeat_interleave(heads // groups, dim=1) for part in (b, c)
+        part.unflatten(1, (groups, sizes.state_size)).repeat_interleave(heads // groups, dim=1)
+        for part in (b, c)
     )
-    return x.unflatten(1, (heads, -1)), b, c
+    return x.unflatten(1, (heads, sizes.head_dim)), b, c
 
 
 def _time_steps(

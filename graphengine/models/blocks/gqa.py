@@ -68,6 +68,12 @@ class RopeTables(NamedTuple):
         tables = rope_tables(rope, head_dim=head_dim, max_positions=max_seq_len, device=device)
         return cls(*tables, max_seq_len)
 
+    @classmethod
+    def still(cls, *, head_dim: int, max_seq_len: int, device: torch.device) -> RopeTables:
+        """Tables by which nothing turns, for attention without RoPE: the bits stay as they are."""
+        half = (max_seq_len, head_dim // 2)
+        return cls(torch.ones(half, device=device), torch.zeros(half, device=device), max_seq_len)
+
     @staticmethod
     def nbytes(head_dim: int, max_seq_len: int) -> int:
         """Bytes of both tables."""

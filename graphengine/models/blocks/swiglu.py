@@ -43,7 +43,8 @@ from graphengine.models.contract import (
 class Swiglu:
     """Sizes and switches of the block; `norm_eps` is of the norm that its input needs.
 
-    role  what names of its linears begin with
+    role        what names of its linears begin with
+    one_linear  whether a checkpoint has gates and ups in one linear without biases, as Granite has
     """
 
     hidden_size: int
@@ -52,6 +53,7 @@ class Swiglu:
     bias: bool = False
     activation: Activation = "silu"
     role: str = ""
+    one_linear: bool = False
 
     @property
     def linears(self) -> Linears:
@@ -68,7 +70,8 @@ class Swiglu:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has."""
-        return {f"{self.role}gate_up": "gate_proj", f"{self.role}down": "down_proj"}
+        names = ("input_linear", "output_linear") if self.one_linear else ("gate_proj", "down_proj")
+        return dict(zip((f"{self.role}gate_up", f"{self.role}down"), names, strict=True))
 
     def prefill_width(self, *, fused: bool = False) -> int:
         """Values of a lane in `PrefillScratch`."""
@@ -118,16 +121,22 @@ class SwigluWeights:
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
         prefix, ffn = self.prefix, self.block.ffn_size
-        gate_up = ((f"{prefix}gate_proj", ffn), (f"{prefix}up_proj", ffn))
-        down = ((f"{prefix}down_proj", self.block.hidden_size),)
+        gate, down = (prefix + name for name in self.block.first_linears.values())
+        gate_up: tuple[tuple[str, int], ...] = ((gate, ffn), (f"{prefix}up_proj", ffn))
+        if self.block.one_linear:
+            gate_up = ((gate, 2 * ffn),)
         return [
             StoredLinear(self.gate_up, gate_up, swiglu=True, axis=0),
-            StoredLinear(self.down, down, axis=1),
+            StoredLinear(self.down, ((down, self.block.hidden_size),), axis=1),
         ]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
+        if self.block.one_linear and isinstance(self.gate_up, Tensor):
+            # Ranks split gates by themselves, and ups: along the second dimension of this view.
+            halves = self.gate_up.view(2, self.block.ffn_size, 1, self.block.hidden_size)
+            names[f"{self.prefix}input_linear.weight"] = Weight(halves, 1)
         if self.gate_up_bias is not None:
             gate, up = self.gate_up_bias.chunk(2)
             names[f"{self.prefix}gate_proj.bias"] = Weight(gate, 0)

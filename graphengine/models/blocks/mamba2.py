@@ -1,0 +1,303 @@
+"""A Mamba2 mixer: out(norm(scan(conv(x, B, C), dt), z)) of one projection to z, x, B, C and dt.
+
+Decode has four kernels: two products, between them one for convolution and state, and the norm.
+
+Letters: N lanes, T lanes of a chunk, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    AnyWeight,
+    DecodeLanes,
+    Mamba2Params,
+    Mamba2Sizes,
+    PrefillLanes,
+    Residual,
+    causal_conv_chunk,
+    linear,
+    mamba2_decode,
+    mamba2_norm,
+    mamba2_prefill,
+)
+from graphengine.models.blocks.norms import NextNorm
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    add_chunk_product,
+    add_product,
+    new_weight,
+    tensors_of,
+)
+from graphengine.models.contract import (
+    DecodeLaunch,
+    Linear,
+    Linears,
+    Reduce,
+    StoredLinear,
+    Weight,
+    WeightForms,
+)
+from graphengine.models.states import LayerStates, Recurrent
+
+RING, STATE = "conv", "ssm"
+"""Names of what a layer keeps: inputs of the convolution, and the heads' states."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2:
+    """Sizes and switches of the block.
+
+    norm_eps     of the norm that the block's input needs
+    gate_eps     of the norm before the output's product, which each group has by itself
+    bias         whether the products have biases
+    conv_bias    whether the convolution has one
+    state_dtype  what a head's state is rounded to after each token
+    """
+
+    hidden_size: int
+    sizes: Mamba2Sizes
+    norm_eps: float
+    gate_eps: float
+    bias: bool = False
+    conv_bias: bool = True
+    state_dtype: torch.dtype = torch.float32
+
+    @property
+    def linears(self) -> Linears:
+        """In the order of a step. Ranks have no part of them: each has all."""
+        return {
+            "mamba_in": Linear("store", self.sizes.projected, self.hidden_size),
+            "mamba_out": Linear("residual", self.hidden_size, self.sizes.inner),
+        }
+
+    @property
+    def first_linears(self) -> Mapping[str, str]:
+        """Of each weight, the linear of a checkpoint that it is."""
+        return {"mamba_in": "in_proj", "mamba_out": "out_proj"}
+
+    @property
+    def states(self) -> LayerStates:
+        """The convolution's newest inputs, and a state for each head."""
+        sizes = self.sizes
+        ring = Recurrent(RING, (sizes.channels,), None, depth=sizes.width - 1, apart=True)
+        return ring, Recurrent(STATE, sizes.state_shape, self.state_dtype)
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch`."""
+        return self.sizes.projected + self.sizes.channels + self.sizes.inner
+
+    def allocate(
+        self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
+    ) -> Mamba2Weights:
+        """Uninitialised weights; `device="meta"` allocates nothing.
+
+        prefix  of the block's tensors in the checkpoint
+        """
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        def of_heads() -> Tensor:
+            return torch.empty(sizes.heads, device=device)
+
+        def weight(name: str, rows: int, columns: int) -> AnyWeight:
+            first = prefix + self.first_linears[name]
+            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
+
+        hidden, sizes = self.hidden_size, self.sizes
+        return Mamba2Weights(
+            block=self,
+            prefix=prefix,
+            projection=weight("mamba_in", sizes.projected, hidden),
+            projection_bias=new(sizes.projected) if self.bias else None,
+            params=Mamba2Params(
+                new(sizes.channels, sizes.width),
+                new(sizes.channels) if self.conv_bias else None,
+                dt_bias=of_heads(),
+                a_log=of_heads(),
+                skip=of_heads(),
+            ),
+            gate_norm=new(sizes.inner),
+            output=weight("mamba_out", hidden, sizes.inner),
+            output_bias=new(hidden) if self.bias else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Weights:
+    """The block's weights; what heads have is float32.
+
+    prefix  of the names in the checkpoint, those of Hugging Face's Mamba2
+    """
+
+    block: Mamba2
+    prefix: str
+    projection: AnyWeight
+    projection_bias: Tensor | None
+    params: Mamba2Params
+    gate_norm: Tensor
+    output: AnyWeight
+    output_bias: Tensor | None
+
+    def linears(self) -> list[StoredLinear]:
+        """The block's products."""
+        block, prefix = self.block, self.prefix
+        projection = ((f"{prefix}in_proj", block.sizes.projected),)
+        output = ((f"{prefix}out_proj", block.hidden_size),)
+        return [StoredLinear(self.projection, projection), StoredLinear(self.output, output)]
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
+        prefix, params = self.prefix, self.params
+        names = {name: view for each in self.linears() for name, view in each.views().items()}
+        for name, tensor in (
+            ("in_proj.bias", self.projection_bias),
+            ("conv1d.weight", params.conv_weight[:, None]),
+            ("conv1d.bias", params.conv_bias),
+            ("dt_bias", params.dt_bias),
+            ("A_log", params.a_log),
+            ("D", params.skip),
+            ("norm.weight", self.gate_norm),
+            ("out_proj.bias", self.output_bias),
+        ):
+            if tensor is not None:
+                names[prefix + name] = Weight(tensor)
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        biases = (self.projection_bias, self.output_bias)
+        return tensors_of(self.projection, self.output, *biases, *self.params, self.gate_norm)
+
+    def decode(
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: NextNorm,
+        states: Mapping[str, Tensor],
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """The block for `row`'s tokens: four kernels.
+
+        `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
+        place but for its squares. `states` are the layer's, by name: each token leaves an entry.
+        """
+        _check_ranks(launch.reduce)
+        block, sizes = self.block, self.block.sizes
+        projected = linear(
+            residual.scaled,
+            self.projection,
+            row.slot,
+            squares_TN=residual.squares,
+            eps=block.norm_eps,
+            bias=self.projection_bias,
+            plan=launch.plan("mamba_in", self.projection),
+            launch=launch,
+        )
+        scanned = mamba2_decode(
+            projected,
+            states[RING],
+            states[STATE],
+            row.slot,
+            row.position,
+            self.params,
+            sizes,
+            tokens_per_row=launch.tokens_per_row,
+            pdl=launch.pdl,
+        )
+        normed = mamba2_norm(
+            scanned,
+            projected[:, : sizes.inner],
+            self.gate_norm,
+            row.slot,
+            groups=sizes.groups,
+            eps=block.gate_eps,
+            out_dtype=projected.dtype,
+            pdl=launch.pdl,
+        )
+        return add_product(
+            normed,
+            self.output,
+            row.slot,
+            residual,
+            next_norm,
+            bias=self.output_bias,
+            plan=launch.plan("mamba_out", self.output),
+            launch=launch,
+        )
+
+    def prefill(
+        self,
+        lanes: PrefillLanes,
+        stream: Tensor,
+        next_norm: NextNorm,
+        states: Mapping[str, Tensor],
+        scratch: PrefillScratch,
+    ) -> None:
+        """The block for a chunk, of the normed `scratch.h`.
+
+        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
+        `states`, the newest entries are those of the chunk's last tokens.
+        """
+        _check_ranks(scratch.launch.reduce)
+        block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
+        projected = scratch.take(sizes.projected)
+        scratch.product(scratch.h, self.projection, self.projection_bias, out=projected)
+        parts = [sizes.inner, sizes.channels, sizes.heads]
+        z, inputs, dt = torch.split(projected, parts, dim=1)
+        xbc = causal_conv_chunk(
+            inputs,
+            self.params.conv_weight,
+            self.params.conv_bias,
+            states[RING],
+            lanes.slot,
+            lanes.position,
+            activation="silu",
+            out=scratch.take(sizes.channels, after=sizes.projected),
+            pdl=pdl,
+        )
+        scanned = mamba2_prefill(
+            xbc,
+            dt,
+            states[STATE],
+            lanes.slot,
+            lanes.position,
+            self.params,
+            sizes,
+            out=scratch.take(sizes.inner, after=sizes.projected + sizes.channels),
+            pdl=pdl,
+        )
+        normed = mamba2_norm(
+            scanned,
+            z,
+            self.gate_norm,
+            lanes.slot,
+            groups=sizes.groups,
+            eps=block.gate_eps,
+            out_dtype=scanned.dtype,
+            out=scanned,
+            pdl=pdl,
+        )
+        add_chunk_product(
+            normed,
+            self.output,
+            self.output_bias,
+            stream,
+            next_norm,
+            lanes.slot,
+            scratch,
+            eps=block.norm_eps,
+            out=scratch.h,
+        )
+
+
+def _check_ranks(reduce: Reduce | None) -> None:
+    if reduce is not None:
+        raise ValueError("ranks cannot split a Mamba2 layer: each head's state is on one rank")

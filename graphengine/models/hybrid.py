@@ -1,0 +1,427 @@
+"""A decoder of blocks in any order: Mamba2, attention and feed-forwards, a norm before each.
+
+A layer is one block (Nemotron-H), or a mixer and a feed-forward (Granite 4). Each block adds to the
+residual stream, and its last kernel leaves the stream as the next block's norm needs it.
+
+Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    AnyWeight,
+    DecodeLanes,
+    PrefillLanes,
+    Residual,
+    RopeConfig,
+    RowFamily,
+    embed,
+    first_rows,
+    linear,
+    rms_norm,
+)
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.mamba2 import Mamba2, Mamba2Weights
+from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
+from graphengine.models.blocks.streams import (
+    PrefillScratch,
+    coded_columns,
+    new_weight,
+    tensors_of,
+)
+from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
+from graphengine.models.contract import (
+    ONE_RANK,
+    PLAIN,
+    ChunkAttention,
+    DecodeLaunch,
+    Linear,
+    Linears,
+    ModelWeights,
+    PrefillEnd,
+    PrefillLaunch,
+    StoredLinear,
+    Weight,
+    WeightForms,
+    in_formats,
+)
+from graphengine.models.states import LayerStates, StateTensors
+
+HEAD = "lm_head"
+Block = GroupedQueryAttention | Mamba2 | Swiglu | SquaredRelu
+BlockWeights = AttentionWeights | Mamba2Weights | SwigluWeights | SquaredReluWeights
+
+
+class Part(NamedTuple):
+    """A block of a layer; names are those in the checkpoint, below the layer's own prefix.
+
+    norm    of the norm before it, without ".weight"
+    prefix  of the block's tensors
+    """
+
+    norm: str
+    prefix: str
+    block: Block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridConfig:
+    """Sizes and switches, as a family reads them from `config.json`.
+
+    layers           the parts of each, in the order in which they run
+    attention        of every part that attends
+    norm_eps         of the norms that read the stream
+    rope             of attention; None: it knows no positions
+    embedding_scale  what a token's embedding is multiplied by
+    stream_scale     what the residual stream stands for is this times what it holds
+    logits_scale     what the logits are multiplied by
+    embedding_name, final_norm_name  in the checkpoint, without ".weight"
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    norm_eps: float
+    max_positions: int
+    layers: tuple[tuple[Part, ...], ...]
+    attention: GroupedQueryAttention
+    rope: RopeConfig | None = None
+    tie_embeddings: bool = False
+    embedding_scale: float = 1.0
+    stream_scale: float = 1.0
+    logits_scale: float = 1.0
+    embedding_name: str = "model.embed_tokens"
+    final_norm_name: str = "model.norm"
+    forms: WeightForms = PLAIN
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def untied(self) -> HybridConfig:
+        """The same with a separate lm_head."""
+        return replace(self, tie_embeddings=False)
+
+    def stored_as(self, forms: WeightForms) -> HybridConfig:
+        """The same model with weights that are stored so."""
+        return replace(self, forms=forms)
+
+    def parts(self) -> Iterator[tuple[int, str, Part]]:
+        """Each part with its layer's index, and with that layer's prefix in the checkpoint."""
+        for index, layer in enumerate(self.layers):
+            for part in layer:
+                yield index, f"model.layers.{index}.", part
+
+    @property
+    def linears(self) -> Linears:
+        """Of a decode step: those of each kind of block, and lm_head.
+
+        Those of the last block are last of all but lm_head: they leave the residual stream.
+        """
+        prefixes: dict[Block, list[str]] = {}
+        for _, layer_prefix, part in self.parts():
+            prefixes[part.block] = [
+                *prefixes.pop(part.block, []),
+                layer_prefix + part.prefix,
+            ]
+        linears = {name: each for block in prefixes for name, each in block.linears.items()}
+        formats = {
+            name: [self.forms.format_of(prefix + first) for prefix in of_block]
+            for block, of_block in prefixes.items()
+            for name, first in block.first_linears.items()
+        }
+        linears[HEAD] = Linear("sample", self.vocab_size, self.hidden_size)
+        formats[HEAD] = [self.forms.format_of(HEAD)]
+        return in_formats(linears, formats)
+
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """What each layer's mixer keeps."""
+        return tuple(
+            tuple(state for part in layer for state in _states_of(part.block))
+            for layer in self.layers
+        )
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, for this many decode lanes and for a chunk."""
+        return self.attention.arrivals(lanes)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+        """Tokens that a program of decode attention reads."""
+        return self.attention.split_tokens(family, dtype)
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Bytes of attention's tables for this many positions, and of a scaled final norm."""
+        norm = 4 * self.hidden_size if self.logits_scale != 1 else 0
+        return norm + RopeTables.nbytes(self.attention.table_dim, max_seq_len)
+
+    def attention_bytes(self, rows: int, max_seq_len: int) -> int:
+        """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
+        return self.attention.workspace_bytes(rows, max_seq_len)
+
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch` where nothing is fused."""
+        return max(
+            part.block.prefill_width()
+            if isinstance(part.block, Swiglu)
+            else part.block.prefill_width
+            for _, _, part in self.parts()
+        )
+
+    def allocate(self, *, device: str, dtype: torch.dtype) -> HybridWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing."""
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        hidden, forms = self.hidden_size, self.forms
+        parts = tuple(
+            PartWeights(
+                layer=layer,
+                norm_name=prefix + part.norm,
+                norm=new(hidden),
+                block=part.block.allocate(prefix + part.prefix, forms, device=device, dtype=dtype),
+            )
+            for layer, prefix, part in self.parts()
+        )
+        embedding = new(self.vocab_size, hidden)
+        lm_head: AnyWeight = embedding
+        if not self.tie_embeddings or HEAD in forms:
+            shape = (self.vocab_size, hidden)
+            lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
+        return HybridWeights(
+            config=self,
+            embedding=embedding,
+            parts=parts,
+            final_norm=new(hidden),
+            lm_head=lm_head,
+        )
+
+
+def _states_of(block: Block) -> LayerStates:
+    match block:
+        case GroupedQueryAttention():
+            return (block.state,)
+        case Mamba2():
+            return block.states
+        case _:
+            return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartWeights:
+    """A block's weights, its layer's index, and the norm before it with its name."""
+
+    layer: int
+    norm_name: str
+    norm: Tensor
+    block: BlockWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridWeights(ModelWeights):
+    """All weights; `parts` are those of all layers, in the order in which they run."""
+
+    config: HybridConfig
+    parts: tuple[PartWeights, ...]
+    final_norm: Tensor
+
+    def linears(self) -> list[StoredLinear]:
+        """Those of the blocks, and lm_head, which is no embedding's copy."""
+        of_parts = [each for part in self.parts for each in part.block.linears()]
+        if self.lm_head is self.embedding:
+            return of_parts
+        return [*of_parts, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+
+    def stored(self) -> dict[str, Weight]:
+        """What is not packed, by its name."""
+        names = {
+            f"{self.config.embedding_name}.weight": Weight(self.embedding),
+            f"{self.config.final_norm_name}.weight": Weight(self.final_norm),
+        }
+        if not self.config.tie_embeddings and isinstance(self.lm_head, Tensor):
+            names[f"{HEAD}.weight"] = Weight(self.lm_head)
+        for part in self.parts:
+            names[f"{part.norm_name}.weight"] = Weight(part.norm)
+            names |= part.block.stored()
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor, tied ones twice."""
+        of_parts = [each for part in self.parts for each in (part.norm, *part.block.tensors())]
+        return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *of_parts]
+
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Of the keys and values of each block that attends, by its prefix."""
+        attending = (part.block for part in self.parts)
+        return {
+            block.prefix: block.kv_scales
+            for block in attending
+            if isinstance(block, AttentionWeights)
+        }
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.config.embedding_scale
+
+    def open(self, *, max_seq_len: int, vocabulary: int = 0) -> HybridModel:
+        """The model, with attention's tables for sequences of at most this many tokens."""
+        return HybridModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
+
+
+class HybridModel:
+    """Weights and attention's tables; logits have the first `vocabulary` ids, 0 for all.
+
+    What scales the logits scales the final norm, in float32: nothing else reads what that leaves.
+    """
+
+    def __init__(self, weights: HybridWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
+        self.config = config = weights.config
+        self.weights = weights
+        head = weights.lm_head
+        self.lm_head: AnyWeight = head
+        if vocabulary:
+            if isinstance(head, Tensor):
+                self.lm_head = head[:vocabulary]
+            else:
+                self.lm_head = first_rows(head, vocabulary)
+        final_norm = weights.final_norm
+        if config.logits_scale != 1:
+            final_norm = final_norm.float() * config.logits_scale
+        norms = [part.norm for part in weights.parts]
+        self.first_norm = norms[0]
+        self._norms_after = (*norms[1:], final_norm)
+        head_dim, device = config.attention.table_dim, weights.embedding.device
+        if config.rope is None:
+            self.tables = RopeTables.still(
+                head_dim=head_dim, max_seq_len=max_seq_len, device=device
+            )
+        else:
+            self.tables = RopeTables.of(
+                config.rope, head_dim=head_dim, max_seq_len=max_seq_len, device=device
+            )
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.tables.max_seq_len
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
+        """The chunks whose gate and up one kernel multiplies, which sums in another order."""
+        gated = [part.block for part in self.weights.parts if isinstance(part.block, SwigluWeights)]
+        plain = [block for block in gated if isinstance(block.gate_up, Tensor)][:1]
+        fused = [size for size in prefill_sizes if any(block.is_fused(size) for block in plain)]
+        return {"fused_swiglu": ",".join(map(str, fused))}
+
+    def decode(
+        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+    ) -> Residual:
+        """The residual stream of `row`'s tokens after the last block, scaled for the final norm.
+
+        `residual` comes from the embedding, scaled for the first norm; it is updated in place. Each
+        live lane's keys, values and recurrent states are written at its position.
+        """
+        caches = iter(states.paged())
+        for part, next_norm in self._parts():
+            block = part.block
+            if isinstance(block, AttentionWeights):
+                kv, table = next(caches)
+                residual = block.decode(row, residual, next_norm, kv, table, self.tables, launch)
+            elif isinstance(block, Mamba2Weights):
+                kept = _recurrent(states, part.layer)
+                residual = block.decode(row, residual, next_norm, kept, launch)
+            else:
+                residual = block.decode(row, residual, next_norm, launch)
+        return residual
+
+    def prefill(
+        self,
+        lanes: PrefillLanes,
+        states: StateTensors,
+        attention: ChunkAttention,
+        *,
+        all_lanes: bool = False,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
+        launch: PrefillLaunch = ONE_RANK,
+    ) -> PrefillEnd:
+        """A prompt chunk through all blocks; all lanes go all the way, asked for or not.
+
+        `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
+        its dtype.
+        """
+        config, slot = self.config, lanes.slot
+        x = embed(lanes.token, self.weights.embedding, slot, scale=config.embedding_scale)
+        scratch = self._scratch(len(x), launch, outlived=all_lanes)
+        rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
+        caches = iter(states.paged())
+        for index, (part, next_norm) in enumerate(self._parts()):
+            block = part.block
+            if isinstance(block, AttentionWeights):
+                kv, table = next(caches)
+                attended = block.attend(lanes, kv, table, self.tables, attention, scratch)
+                block.add_output(attended, x, next_norm, slot, scratch)
+            elif isinstance(block, Mamba2Weights):
+                kept = _recurrent(states, part.layer)
+                block.prefill(lanes, x, next_norm, kept, scratch)
+            else:
+                block.prefill(x, next_norm, slot, scratch)
+            if part.layer in streams and self._ends_layer(index):
+                torch.mul(x, config.stream_scale, out=streams[part.layer][: len(x)])
+        if all_lanes and config.logits_scale != 1:
+            norm = self.weights.final_norm
+            rms_norm(x, norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
+        return PrefillEnd((x.index_select(0, lanes.last),), scratch.h if all_lanes else None)
+
+    def prefill_logits(
+        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+    ) -> Tensor:
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`."""
+        (x_1H,) = end.last
+        final_norm = self._norms_after[-1]
+        h = rms_norm(x_1H, final_norm, slot_1, eps=self.config.norm_eps, out_dtype=self.dtype)
+        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
+
+    def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:
+        """Each part with the norm that reads the stream after it."""
+        return zip(self.weights.parts, self._norms_after, strict=True)
+
+    def _ends_layer(self, index: int) -> bool:
+        parts = self.weights.parts
+        return index + 1 == len(parts) or parts[index + 1].layer != parts[index].layer
+
+    def _scratch(self, lanes: int, launch: PrefillLaunch, *, outlived: bool) -> PrefillScratch:
+        blocks = [part.block for part in self.weights.parts]
+        widths = [
+            each.prefill_width(lanes)
+            if isinstance(each, SwigluWeights)
+            else each.block.prefill_width
+            for each in blocks
+        ]
+        return PrefillScratch(
+            lanes,
+            self.config.hidden_size,
+            max(widths),
+            like=self.first_norm,
+            launch=launch,
+            coded=coded_columns(
+                (each.weight for block in blocks for each in block.linears()), launch.activations
+            ),
+            outlived=outlived,
+        )
+
+
+def _recurrent(states: StateTensors, layer: int) -> dict[str, Tensor]:
+    """A layer's recurrent states, by name."""
+    return {name: kept for (index, name), kept in states.recurrent.items() if index == layer}

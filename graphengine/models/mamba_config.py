@@ -1,0 +1,34 @@
+"""What families with Mamba2 layers read alike of `config.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphengine.models.config_schema import HfConfig, unsupported
+
+# transformers 5 writes an infinite number so.
+_INFINITY = {"__float__": "Infinity"}
+
+
+def with_plain_limits(config: HfConfig) -> dict[str, Any]:
+    """The same with an infinite limit of the time step as a number."""
+    limits = config.get("time_step_limit")
+    if not isinstance(limits, list):
+        return dict(config)
+    return dict(config) | {
+        "time_step_limit": [math.inf if each == _INFINITY else each for each in limits]
+    }
+
+
+def time_step_limits(settings: Mapping[str, Any]) -> dict[str, float]:
+    """`dt_min` and `dt_max` of `Mamba2Sizes`.
+
+    `time_step_min` is none of them, but a bound of what a model is initialised with: it is so where
+    models are trained, and in transformers' steps of one token, though not in its longer ones.
+    """
+    limits: Sequence[float] = settings["time_step_limit"] or (0.0, math.inf)
+    if len(limits) != 2 or limits[0] > limits[1]:
+        raise unsupported("time_step_limit", list(limits), "a least time step, and a most")
+    return {"dt_min": float(limits[0]), "dt_max": float(limits[1])}

@@ -1,0 +1,293 @@
+"""Granite 4's hybrids and Nemotron-H against transformers: Mamba2, attention and feed-forwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+)
+
+from engines.small_engine import run
+from graphengine import Engine, SamplingParams
+from graphengine.config import RoundedKind
+from graphengine.kernels.linear.quantised import dequantise
+from graphengine.models.blocks.mamba2 import RING, STATE
+from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
+from graphengine.models.states import recurrent_field
+from graphengine.speculative import DraftModel, NGram
+from launches.compilation import graph_kernels
+
+TOKENS = 64
+GRANITE: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "shared_intermediate_size": 76, "num_local_experts": 0, "max_position_embeddings": 512,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "rms_norm_eps": 1e-5,
+    "mamba_d_state": 24,
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 54, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 64, "intermediate_size": 76, "max_position_embeddings": 512, "bos_token_id": 2,
+    "eos_token_id": 1, "pad_token_id": 0, "ssm_state_size": 24,
+}  # fmt: skip
+M, A, F = "linear_attention", "full_attention", "mlp"
+
+
+def granite(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = GRANITE | {"num_hidden_layers": len(types), "layer_types": types}
+    model = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes | options))
+    return with_time_steps(model)
+
+
+def nemotron(types: list[str], **options: Any) -> PreTrainedModel:
+    config = NemotronHConfig(**NEMOTRON | {"layers_block_type": types} | options)
+    return with_time_steps(NemotronHForCausalLM(config))
+
+
+def with_time_steps(model: PreTrainedModel) -> PreTrainedModel:
+    """dt far above `time_step_min`, at which transformers cuts in long steps alone, and a memory
+    that forgets more or less.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.uniform_(-1.5, 1.0)
+            if name.endswith("A_log"):
+                parameter.uniform_(-2.5, 0.5)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    # As Granite 4 is published: no positions, multipliers that are no powers of two.
+    "granite": lambda: granite(
+        [M, M, A, M], mamba_n_heads=6, mamba_d_head=64, mamba_expand=3, mamba_n_groups=1,
+        embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.015625,
+        logits_scaling=6, position_embedding_type="nope",
+    ),
+    "granite-rope-limits": lambda: granite(
+        [A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, mamba_n_groups=2, mamba_d_conv=3,
+        mamba_conv_bias=False, mamba_proj_bias=True, attention_bias=True,
+        attention_multiplier=0.11, logits_scaling=4, position_embedding_type="rope",
+        time_step_limit=(0.3, 0.9), tie_word_embeddings=True,
+    ),
+    "nemotron": lambda: nemotron(
+        [M, F, M, A, F, M], mamba_num_heads=6, mamba_head_dim=20, n_groups=3, conv_kernel=4,
+    ),
+    "nemotron-biases": lambda: nemotron(
+        [F, A, M], mamba_num_heads=4, mamba_head_dim=12, n_groups=1, conv_kernel=2,
+        use_bias=True, use_conv_bias=False, mlp_bias=True, layer_norm_epsilon=1e-3,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def hybrids(
+    tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Any]
+) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("hybrids")
+    return {
+        name: write_model(make, folder / name, seed)
+        for seed, (name, make) in enumerate(MODELS.items())
+    }
+
+
+def greedy(max_tokens: int = TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def open_engine(path: Path, **options: Any) -> Engine:
+    options = {"max_batch": 3, "max_seq_len": 400, "dtype": "float32", "block_size": 8} | options
+    return Engine.from_pretrained(path, **({"prefill_buckets": (16, 64)} | options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens(
+    hybrids: dict[str, Any], device: str, eager: Callable[[Engine], Any], name: str
+) -> None:
+    oracle = hybrids[name]
+    with open_engine(oracle.path, device=device, lookahead=0) as engine:
+        for prompt in oracle.prompts((1, 3, 70)):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy())
+            assert len(result.token_ids) == TOKENS
+            oracle.assert_greedy(result)
+            oracle.assert_logits(result, seen)
+            # Tokens that are all alike would hide a wrong state.
+            assert len(set(result.token_ids)) > 4
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron"])
+def test_prompts_of_many_lengths(
+    hybrids: dict[str, Any], device: str, eager: Callable[[Engine], Any], name: str
+) -> None:
+    """About as long as the convolution, a piece and a chunk, and longer than several of them."""
+    oracle = hybrids[name]
+    with open_engine(oracle.path, device=device, lookahead=0) as engine:
+        for prompt in oracle.prompts((2, 4, 5, 63, 64, 65, 128, 300)):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy(6))
+            oracle.assert_logits(result, seen)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_and_batches(hybrids: dict[str, Any], device: str, name: str) -> None:
+    """Prompts in one chunk and in many; in a batch a request says what it says alone."""
+    oracle = hybrids[name]
+    prompts = oracle.prompts((1, 20, 100, 3, 41))
+    results = []
+    for buckets in ((8,), (16, 128)):
+        with open_engine(oracle.path, device=device, prefill_buckets=buckets) as engine:
+            together = engine.generate(prompts, greedy(12))
+            alone = [engine.generate(prompt, greedy(12)) for prompt in prompts]
+            assert engine.counters["slot_reuses"] > 0
+        assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+        results += together
+    for result in results:
+        oracle.assert_greedy(result)
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron"])
+def test_paused_requests_resume_with_the_same_tokens(
+    hybrids: dict[str, Any], device: str, name: str
+) -> None:
+    oracle = hybrids[name]
+    prompts = oracle.prompts((9, 30, 41))
+    with open_engine(oracle.path, device=device) as engine:
+        expected = [engine.generate(prompt, greedy(40)).token_ids for prompt in prompts]
+    with open_engine(oracle.path, device=device, kv_blocks=17, swap_blocks=60) as engine:
+        results = engine.generate(prompts, greedy(40))
+        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
+    assert [result.token_ids for result in results] == expected
+
+
+def test_a_session_goes_on(hybrids: dict[str, Any], device: str) -> None:
+    oracle = hybrids["nemotron"]
+    first, second = oracle.prompts((45, 6))
+    with open_engine(oracle.path, device=device) as engine:
+        with engine.session() as session:
+            session.append(first)
+            reply = session.generate(greedy(20))
+            session.append(second)
+            again = session.generate(greedy(30))
+        run(engine)
+        whole = [*first, *reply.token_ids, *second]
+        assert engine.generate(whole, greedy(30)).token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron"])
+def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str) -> None:
+    """Those of repeated prompts, of which some are right, and of another model."""
+    oracle = hybrids[name]
+    prompts = [prompt * 3 for prompt in oracle.prompts((5, 11, 14))]
+    plain = {"device": device, "row_family": "dot"}
+    with open_engine(oracle.path, **plain) as engine:
+        expected = [each.token_ids for each in engine.generate(prompts, greedy(40))]
+    for mode in (NGram(k=4), DraftModel(hybrids["nemotron-biases"].path, k=3)):
+        with open_engine(oracle.path, **plain, speculative=mode) as engine:
+            results = engine.generate(prompts, greedy(40))
+            assert engine.acceptance.proposed > 0
+        assert [each.token_ids for each in results] == expected
+
+
+def test_a_model_drafts_for_itself(hybrids: dict[str, Any], device: str) -> None:
+    """All drafts are right, so that the draft model computes what the target does."""
+    path = hybrids["nemotron"].path
+    options = {"device": device, "row_family": "dot", "speculative": DraftModel(path, k=3)}
+    with open_engine(path, **options) as engine:
+        engine.generate(hybrids["nemotron"].prompts((21,)), greedy(40))
+        assert engine.acceptance.accepted == engine.acceptance.proposed > 20
+
+
+def test_what_layers_keep(hybrids: dict[str, Any], device: str) -> None:
+    """Nobody's slots stay as they are, and what an earlier request left there does no harm."""
+    oracle = hybrids["nemotron"]
+    (prompt,) = oracle.prompts((20,))
+    with open_engine(oracle.path, device=device, lookahead=0) as engine:
+        expected = engine.generate(prompt, greedy(8)).token_ids
+        kept = [engine.runtime.buffers[recurrent_field(0, name)] for name in (RING, STATE)]
+        assert [each.shape for each in kept] == [(3, 4, 120 + 2 * 3 * 24), (3, 1, 6, 20, 24)]
+        assert all(each.dtype == torch.float32 for each in kept)
+        for each in kept:
+            each.fill_(torch.nan)
+        assert engine.generate(prompt, greedy(8)).token_ids == expected
+        for each in kept:
+            assert not each[0].isnan().any() and each[1:].isnan().all()
+
+
+def edit(oracle: Any, edited: Callable[..., Path], **changes: Any) -> Path:
+    return edited(oracle.path, config=changes)
+
+
+def test_states_may_be_in_half_precision(
+    hybrids: dict[str, Any], edited: Callable[..., Path]
+) -> None:
+    path = edit(hybrids["nemotron"], edited, mamba_ssm_cache_dtype="bfloat16")
+    prompts = hybrids["nemotron"].prompts((30, 70))
+    with open_engine(path, device="cpu") as engine:
+        assert engine.runtime.buffers[recurrent_field(0, STATE)].dtype == torch.bfloat16
+        together = engine.generate(prompts, greedy(20))
+        alone = [engine.generate(prompt, greedy(20)) for prompt in prompts]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("family", ["granite", "nemotron"])
+def test_rounded_weights(
+    tmp_path: Path,
+    write_model: Callable[..., Any],
+    eager: Callable[[Engine], Any],
+    kind: RoundedKind,
+    family: str,
+) -> None:
+    """Against transformers with what the codes mean; Granite's gates and ups are one linear."""
+
+    def make() -> PreTrainedModel:
+        if family == "granite":
+            return granite(
+                [M, A], shared_intermediate_size=256, mamba_n_heads=4, mamba_expand=2,
+                mamba_d_head=64, residual_multiplier=0.5,
+            )  # fmt: skip
+        return nemotron(
+            [M, A, F], hidden_size=128, intermediate_size=256, mamba_num_heads=4,
+            mamba_head_dim=64, n_groups=2,
+        )  # fmt: skip
+
+    oracle = write_model(make, tmp_path / family, 3)
+    with torch.no_grad():
+        for name, weight in oracle.model.named_parameters():
+            if "conv" not in name and name.endswith(("_proj.weight", "_linear.weight")):
+                weight.copy_(dequantise(quantise(weight, KIND_FORMATS[kind])))
+    with open_engine(oracle.path, device="cpu", quantize=kind, lookahead=0) as engine:
+        for prompt in oracle.prompts((3, 70)):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy(12))
+            oracle.assert_logits(result, seen)
+
+
+def test_kernels_of_a_step(hybrids: dict[str, Any]) -> None:
+    """Four of a Mamba2 layer, three of attention and of an MLP without gates."""
+    sizes = {"device": "cpu", "dtype": "bfloat16", "row_family": "dot"}
+    with open_engine(hybrids["nemotron"].path, **sizes) as engine:
+        graphs = graph_kernels(engine)
+    names = [kernel.name.lstrip("_") for kernel in graphs["decode/2/fast"]]
+    mamba = ["dot_kernel", "decode_kernel", "norm_kernel", "dot_kernel"]
+    mlp = ["dot_kernel", "squared_relu_kernel", "dot_kernel"]
+    attention = ["dot_kernel", "decode_attention_kernel", "dot_kernel"]
+    assert names[1:22] == [*mamba, *mlp, *mamba, *attention, *mlp, *mamba]
+    chunk = [kernel.name for kernel in graphs["prefill/16"]]
+    assert chunk.count("prefill_kernel") == chunk.count("norm_kernel") == 3
+
+
+def test_a_checkpoint_with_other_names(hybrids: dict[str, Any]) -> None:
+    """Nemotron-H's tensors begin with "backbone.": transformers reads them so, and writes them."""
+    index = json.loads((hybrids["nemotron"].path / "model.safetensors.index.json").read_text())
+    assert "backbone.embeddings.weight" in index["weight_map"]
