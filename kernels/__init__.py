@@ -16,6 +16,7 @@ from graphengine.kernels.attention.decode import (
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
 )
+from graphengine.kernels.attention.head_gate import gate_heads, gate_heads_reference
 from graphengine.kernels.attention.head_product import head_product, head_product_reference
 from graphengine.kernels.attention.latent import (
     LATENT_TILE,
@@ -416,6 +417,8 @@ __all__ = [
     "expert_swiglu",
     "first_rows",
     "fuses_swiglu",
+    "gate_heads",
+    "gate_heads_reference",
     "gated_delta_decode",
     "gated_delta_prefill",
     "gather_and_embed",

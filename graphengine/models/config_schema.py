@@ -191,6 +191,33 @@ NEMOTRON_KEYS = (
 )
 """The keys of `config.json` that are read of Nemotron-H."""
 
+QWEN3_5_KEYS = (
+    Key("linear_num_key_heads", "integer", (1, 4096), default=16),
+    Key("linear_num_value_heads", "integer", (1, 4096), default=32),
+    Key("linear_key_head_dim", "integer", (1, 256), default=128),
+    Key("linear_value_head_dim", "integer", (1, 256), default=128),
+    Key("linear_conv_kernel_dim", "integer", (2, 8), default=4),
+    Key("full_attention_interval", "integer", (1, 1024), default=4),
+    Key("attn_output_gate", "flag", default=True, null=True),
+    # Of the states.
+    Key("mamba_ssm_dtype", "text", default="float32", null=True),
+)
+"""The keys of `config.json` that are read of Qwen3.5."""
+
+LFM2_KEYS = (
+    Key("norm_eps", "number", (0, 1), default=1e-5),
+    Key("conv_bias", "flag", default=False),
+    Key("conv_L_cache", "integer", (2, 8), default=3),
+    Key("block_multiple_of", "integer", (1, 2**20), default=256),
+    Key("block_ffn_dim_multiplier", "number", (1e-3, 1e3), default=1.0, null=True),
+    Key("block_auto_adjust_ff_dim", "flag", default=True),
+    Key("full_attn_idxs", "integers", (0, 1023), default=None, null=True),
+    # Older names of `tie_word_embeddings` and `intermediate_size`.
+    Key("tie_embedding", "flag", default=None, null=True),
+    Key("block_ff_dim", "integer", (1, 2**22), default=None, null=True),
+)
+"""The keys of `config.json` that are read of LFM2."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -424,7 +451,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor known to change nothing."""
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
-        *(*GRANITE_KEYS, *NEMOTRON_KEYS),
+        *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

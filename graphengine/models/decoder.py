@@ -143,7 +143,7 @@ class DecoderConfig:
             qkv_bias=self.attention_bias or self.qkv_bias,
             output_bias=self.attention_bias,
             qk_norm=self.qk_norm,
-            half=self.rope.rotated < 1,
+            rotated=self.rope.rotated,
             scale_of=self.query_scalar,
             sinks=self.sinks,
         )

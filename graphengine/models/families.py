@@ -10,11 +10,13 @@ from graphengine.models import (
     glm4_moe,
     gpt_oss,
     granite4,
+    lfm2,
     llama,
     mistral,
     nemotron_h,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
 )
 from graphengine.models.config_schema import HfConfig, read_key
@@ -28,12 +30,15 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Glm4MoeForCausalLM": glm4_moe.read_config,
     "GptOssForCausalLM": gpt_oss.read_config,
     "GraniteMoeHybridForCausalLM": granite4.read_config,
+    "Lfm2ForCausalLM": lfm2.read_config,
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "MistralForCausalLM": mistral.read_config,
     "NemotronHForCausalLM": nemotron_h.read_config,
     "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
+    "Qwen3_5ForCausalLM": qwen3_5.read_config,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.read_config,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
 }
 """Reads `config.json` of an architecture; also gets the architecture's name."""

@@ -1,7 +1,8 @@
-"""A decoder of blocks in any order: Mamba2, attention and feed-forwards, a norm before each.
+"""A decoder of blocks in any order: attention, blocks that recur, feed-forwards; norms before them.
 
-A layer is one block (Nemotron-H), or a mixer and a feed-forward (Granite 4). Each block adds to the
-residual stream, and its last kernel leaves the stream as the next block's norm needs it.
+A layer is one block (Nemotron-H), or a mixer and a feed-forward (Granite 4, Qwen3.5, LFM2). Each
+block adds to the residual stream, and its last kernel leaves the stream as the next block's norm
+needs it.
 
 Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
 """
@@ -28,8 +29,11 @@ from graphengine.kernels import (
     linear,
     rms_norm,
 )
+from graphengine.models.blocks.gated_delta import GatedDelta, GatedDeltaWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.mamba2 import Mamba2, Mamba2Weights
+from graphengine.models.blocks.norms import plus_one
+from graphengine.models.blocks.short_conv import ShortConv, ShortConvWeights
 from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
 from graphengine.models.blocks.streams import (
     PrefillScratch,
@@ -56,8 +60,10 @@ from graphengine.models.contract import (
 from graphengine.models.states import LayerStates, StateTensors
 
 HEAD = "lm_head"
-Block = GroupedQueryAttention | Mamba2 | Swiglu | SquaredRelu
-BlockWeights = AttentionWeights | Mamba2Weights | SwigluWeights | SquaredReluWeights
+Recurring = Mamba2 | GatedDelta | ShortConv
+RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights
+Block = GroupedQueryAttention | Recurring | Swiglu | SquaredRelu
+BlockWeights = AttentionWeights | RecurringWeights | SwigluWeights | SquaredReluWeights
 
 
 class Part(NamedTuple):
@@ -83,6 +89,7 @@ class HybridConfig:
     embedding_scale  what a token's embedding is multiplied by
     stream_scale     what the residual stream stands for is this times what it holds
     logits_scale     what the logits are multiplied by
+    norms_plus_one   whether norms of the stream, and of attention's heads, multiply by 1 + weight
     embedding_name, final_norm_name  in the checkpoint, without ".weight"
     """
 
@@ -98,6 +105,7 @@ class HybridConfig:
     embedding_scale: float = 1.0
     stream_scale: float = 1.0
     logits_scale: float = 1.0
+    norms_plus_one: bool = False
     embedding_name: str = "model.embed_tokens"
     final_norm_name: str = "model.norm"
     forms: WeightForms = PLAIN
@@ -159,8 +167,14 @@ class HybridConfig:
         return self.attention.split_tokens(family, dtype)
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of attention's tables for this many positions, and of a scaled final norm."""
-        norm = 4 * self.hidden_size if self.logits_scale != 1 else 0
+        """Bytes of attention's tables for this many positions, and of norms not as stored."""
+        own = 1 if self.logits_scale != 1 else 0
+        norm = 4 * self.hidden_size * own
+        if self.norms_plus_one:
+            blocks = [part.block for _, _, part in self.parts()]
+            attending = [each for each in blocks if isinstance(each, GroupedQueryAttention)]
+            heads = sum(2 * each.head_dim for each in attending if each.qk_norm)
+            norm = 4 * (self.hidden_size * (len(blocks) + 1) + heads)
         return norm + RopeTables.nbytes(self.attention.table_dim, max_seq_len)
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
@@ -211,7 +225,7 @@ def _states_of(block: Block) -> LayerStates:
     match block:
         case GroupedQueryAttention():
             return (block.state,)
-        case Mamba2():
+        case Mamba2() | GatedDelta() | ShortConv():
             return block.states
         case _:
             return ()
@@ -225,6 +239,13 @@ class PartWeights:
     norm_name: str
     norm: Tensor
     block: BlockWeights
+
+    def with_norms_plus_one(self) -> PartWeights:
+        """The same where the checkpoint's norms lack 1."""
+        block = self.block
+        if isinstance(block, AttentionWeights):
+            block = block.with_norms_plus_one()
+        return replace(self, norm=plus_one(self.norm), block=block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,10 +315,14 @@ class HybridModel:
                 self.lm_head = head[:vocabulary]
             else:
                 self.lm_head = first_rows(head, vocabulary)
-        final_norm = weights.final_norm
+        final_norm, parts = weights.final_norm, weights.parts
+        if config.norms_plus_one:
+            final_norm = plus_one(final_norm)
+            parts = tuple(part.with_norms_plus_one() for part in parts)
         if config.logits_scale != 1:
             final_norm = final_norm.float() * config.logits_scale
-        norms = [part.norm for part in weights.parts]
+        self._blocks = parts
+        norms = [part.norm for part in parts]
         self.first_norm = norms[0]
         self._norms_after = (*norms[1:], final_norm)
         head_dim, device = config.attention.table_dim, weights.embedding.device
@@ -339,7 +364,7 @@ class HybridModel:
             if isinstance(block, AttentionWeights):
                 kv, table = next(caches)
                 residual = block.decode(row, residual, next_norm, kv, table, self.tables, launch)
-            elif isinstance(block, Mamba2Weights):
+            elif isinstance(block, RecurringWeights):
                 kept = _recurrent(states, part.layer)
                 residual = block.decode(row, residual, next_norm, kept, launch)
             else:
@@ -372,7 +397,7 @@ class HybridModel:
                 kv, table = next(caches)
                 attended = block.attend(lanes, kv, table, self.tables, attention, scratch)
                 block.add_output(attended, x, next_norm, slot, scratch)
-            elif isinstance(block, Mamba2Weights):
+            elif isinstance(block, RecurringWeights):
                 kept = _recurrent(states, part.layer)
                 block.prefill(lanes, x, next_norm, kept, scratch)
             else:
@@ -395,7 +420,7 @@ class HybridModel:
 
     def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:
         """Each part with the norm that reads the stream after it."""
-        return zip(self.weights.parts, self._norms_after, strict=True)
+        return zip(self._blocks, self._norms_after, strict=True)
 
     def _ends_layer(self, index: int) -> bool:
         parts = self.weights.parts
@@ -413,7 +438,7 @@ class HybridModel:
             lanes,
             self.config.hidden_size,
             max(widths),
-            like=self.first_norm,
+            like=self.weights.final_norm,
             launch=launch,
             coded=coded_columns(
                 (each.weight for block in blocks for each in block.linears()), launch.activations

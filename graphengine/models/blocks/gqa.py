@@ -25,6 +25,7 @@ from graphengine.kernels import (
     decode_attention,
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
+    gate_heads,
     linear,
     prefill_attention_workspace_bytes,
     rope_append,
@@ -87,7 +88,10 @@ class GroupedQueryAttention:
     qk_norm   an RMSNorm on each head's query and key before RoPE
     norm_eps  of these norms, and of the one that the block's input needs
     window    tokens that a query sees, its own among them; 0: all up to its own
-    half      whether RoPE turns the first half of a head alone; `RopeConfig.rotated` is then 0.5
+    rotated   the part of a head, one over a whole number, that RoPE turns: that of its `RopeConfig`
+    gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
+              its query in the checkpoint's linear of queries
+    names     of the output's linear, and what the names of the heads' norms end with
     scale_of  scores are divided by its root; 0: head_dim
     sinks     whether each head has a learned score of no token
     """
@@ -101,9 +105,11 @@ class GroupedQueryAttention:
     output_bias: bool = False
     qk_norm: bool = False
     window: int = 0
-    half: bool = False
+    rotated: float = 1.0
     scale_of: float = 0.0
     sinks: bool = False
+    gated: bool = False
+    names: tuple[str, str] = ("o_proj", "norm")
 
     @property
     def q_size(self) -> int:
@@ -118,6 +124,16 @@ class GroupedQueryAttention:
         return self.q_size + 2 * self.kv_size
 
     @property
+    def projected_size(self) -> int:
+        """Values that a token is projected to: queries, keys, values, and gates after them."""
+        return self.qkv_size + (self.q_size if self.gated else 0)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a head, of which RoPE turns the first."""
+        return round(1 / self.rotated)
+
+    @property
     def scale(self) -> float:
         return float((self.scale_of or self.head_dim) ** -0.5)
 
@@ -125,14 +141,14 @@ class GroupedQueryAttention:
     def linears(self) -> Linears:
         """In the order of a step. Ranks split heads: a kv head stays with its query heads."""
         return {
-            "qkv": Linear("store", self.qkv_size, self.hidden_size, shard="rows"),
+            "qkv": Linear("store", self.projected_size, self.hidden_size, shard="rows"),
             "output": Linear("residual", self.hidden_size, self.q_size, shard="columns"),
         }
 
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has."""
-        return {"qkv": "q_proj", "output": "o_proj"}
+        return {"qkv": "q_proj", "output": self.names[0]}
 
     @property
     def state(self) -> Paged:
@@ -147,7 +163,17 @@ class GroupedQueryAttention:
     @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
+        if self.gated:
+            # Gates must outlive what attention leaves, which lies after all others then.
+            return self.attended_after + self.q_size
         return self.qkv_size + max(self.q_size, self.hidden_size)
+
+    @property
+    def attended_after(self) -> int:
+        """Columns of `PrefillScratch` before attention's sums of a chunk."""
+        if not self.gated:
+            return 0
+        return max(self.projected_size + self.q_size, self.qkv_size + self.hidden_size)
 
     def arrivals(self, lanes: int) -> int:
         """Counters that attention uses, for this many decode lanes and for a chunk."""
@@ -186,8 +212,8 @@ class GroupedQueryAttention:
         return AttentionWeights(
             block=self,
             prefix=prefix,
-            qkv=weight("qkv", self.qkv_size, hidden),
-            qkv_bias=new(self.qkv_bias, self.qkv_size),
+            qkv=weight("qkv", self.projected_size, hidden),
+            qkv_bias=new(self.qkv_bias, self.projected_size),
             q_norm=new(self.qk_norm, self.head_dim),
             k_norm=new(self.qk_norm, self.head_dim),
             kv_scales=torch.ones((2, self.num_kv_heads), device=device),
@@ -199,11 +225,12 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """The block's weights; q, k and v are one matrix.
+    """The block's weights; q, k, v and gates are one matrix.
 
-    Where RoPE turns half of a head, the quarters 1 and 2 of queries and keys are exchanged: then
-    each value that turns is half a head from its partner, as the kernels have it, and so is each of
-    the others. Scores are sums over a head, and stay the same.
+    Where RoPE turns one of n parts of a head, the 2 * n pieces of queries and keys are reordered:
+    the even ones come first. Then each value that turns is half a head from its partner, as the
+    kernels have it. Scores are sums over a head, and stay the same. Gates are reordered like
+    queries, with which they share a tensor, and found again by `gate_heads`.
 
     prefix     of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until somebody sets them
@@ -224,48 +251,74 @@ class AttentionWeights:
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
         parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in self._qkv_rows())
-        output = (f"{self.prefix}o_proj", self.block.hidden_size)
+        output = (f"{self.prefix}{self.block.names[0]}", self.block.hidden_size)
         qkv = StoredLinear(self.qkv, parts, axis=0, order=self._row_order())
         return [qkv, StoredLinear(self.output, (output,), axis=1)]
 
     def _row_order(self) -> Tensor | None:
         """Of each row of `qkv`, the one that it is in a checkpoint; None: all are in its order."""
-        if not self.block.half:
+        if self.block.parts == 1 and not self.block.gated:
             return None
-        rows = torch.arange(self.block.qkv_size)
-        turned = self.block.q_size + self.block.kv_size
-        rows[:turned] = self._of_checkpoint(rows[:turned]).flatten()
-        return rows
-
-    def _of_checkpoint(self, rows: Tensor) -> Tensor:
-        """Rows of queries or keys as a checkpoint has them: a view `[heads, 2, 2, D / 4, ...]`."""
-        if not self.block.half:
-            return rows
-        return rows.view(-1, 2, 2, self.block.head_dim // 4, *rows.shape[1:]).transpose(1, 2)
+        order = torch.empty(self.block.projected_size, dtype=torch.int64)
+        start = 0
+        for (_, rows), view in zip(self._qkv_rows(), self._of_checkpoint(order), strict=True):
+            view.copy_(torch.arange(start, start + rows).view(view.shape))
+            start += rows
+        return order
 
     def _qkv_rows(self) -> list[tuple[str, int]]:
-        return [("q", self.block.q_size), ("k", self.block.kv_size), ("v", self.block.kv_size)]
+        block = self.block
+        queries = block.q_size * (2 if block.gated else 1)
+        return [("q", queries), ("k", block.kv_size), ("v", block.kv_size)]
+
+    def _of_checkpoint(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of `qkv` as a checkpoint has them: views of queries, keys and values."""
+        block = self.block
+        q, k, v, _ = torch.split(
+            rows,
+            [block.q_size, block.kv_size, block.kv_size, block.projected_size - block.qkv_size],
+        )
+        if not block.gated:
+            return self._head_of_checkpoint(q), self._head_of_checkpoint(k), v
+        # The gates of a head lie as far from its query as those of any other.
+        of_heads = self._head_of_checkpoint(q, always=True)
+        row = rows.stride(0)
+        q = rows.as_strided(
+            (block.num_heads, 2, *of_heads.shape[1:]),
+            (block.head_dim * row, block.qkv_size * row, *of_heads.stride()[1:]),
+            rows.storage_offset(),
+        )
+        return q, self._head_of_checkpoint(k), v
+
+    def _head_of_checkpoint(self, rows: Tensor, *, always: bool = False) -> Tensor:
+        """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
+
+        always  also where they are in its order, and need no view
+        """
+        parts = self.block.parts
+        if parts == 1 and not always:
+            return rows
+        width = self.block.head_dim // (2 * parts)
+        return rows.view(-1, 2, parts, width, *rows.shape[1:]).transpose(1, 2)
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         prefix = self.prefix
         names = {name: view for each in self.linears() for name, view in each.views().items()}
-        for name in (f"{prefix}q_proj.weight", f"{prefix}k_proj.weight"):
-            if name in names:
-                names[name] = names[name]._replace(tensor=self._of_checkpoint(names[name].tensor))
-        if self.qkv_bias is not None:
-            named = self._qkv_rows()
-            biases = torch.split(self.qkv_bias, [rows for _, rows in named])
-            for (name, _), part in zip(named, biases, strict=True):
-                turned = part if name == "v" else self._of_checkpoint(part)
-                names[f"{prefix}{name}_proj.bias"] = Weight(turned, 0)
+        for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if isinstance(rows, Tensor):
+                for name, part in zip("qkv", self._of_checkpoint(rows), strict=True):
+                    names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
+        output, norm = self.block.names
         for name, whole in (
-            ("o_proj.bias", self.output_bias),
-            ("q_norm.weight", None if self.q_norm is None else self._of_checkpoint(self.q_norm)),
-            ("k_norm.weight", None if self.k_norm is None else self._of_checkpoint(self.k_norm)),
+            (f"{output}.bias", self.output_bias),
+            (f"q_{norm}.weight", self.q_norm),
+            (f"k_{norm}.weight", self.k_norm),
         ):
             if whole is not None:
-                names[prefix + name] = Weight(whole)
+                of_heads = whole is not self.output_bias
+                view = self._head_of_checkpoint(whole) if of_heads else whole
+                names[prefix + name] = Weight(view)
         if self.sinks is not None:
             names[f"{prefix}sinks"] = Weight(self.sinks, 0)
         return names
@@ -294,7 +347,7 @@ class AttentionWeights:
         tables: RopeTables,
         launch: DecodeLaunch,
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels.
+        """The block for `row`'s tokens: three kernels, and one more with gates.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`, receives
@@ -312,7 +365,7 @@ class AttentionWeights:
             launch=launch,
         )
         attended = decode_attention(
-            qkv,
+            qkv[:, : block.qkv_size],
             tables.cos,
             tables.sin,
             kv,
@@ -333,6 +386,7 @@ class AttentionWeights:
             split_tokens=launch.split_tokens,
             tokens_per_row=launch.tokens_per_row,
         )
+        self._gate(attended, qkv, row.slot, pdl=launch.pdl)
         return add_product(
             attended,
             self.output,
@@ -359,10 +413,11 @@ class AttentionWeights:
         what the product of `add_output` writes.
         """
         block = self.block
-        qkv = scratch.take(block.qkv_size)
-        q = scratch.take(block.q_size, after=block.qkv_size)
+        qkv = scratch.take(block.projected_size)
+        q = scratch.take(block.q_size, after=block.projected_size)
+        scratch.product(scratch.h, self.qkv, self.qkv_bias, out=qkv)
         rope_append(
-            scratch.product(scratch.h, self.qkv, self.qkv_bias, out=qkv),
+            qkv[:, : block.qkv_size],
             tables.cos,
             tables.sin,
             kv,
@@ -378,9 +433,9 @@ class AttentionWeights:
             out=q.view(-1, block.num_heads, block.head_dim),
             pdl=scratch.launch.pdl,
         )
-        attended = scratch.take(block.q_size)
+        attended = scratch.take(block.q_size, after=block.attended_after)
         heads = q.view(-1, block.num_heads, block.head_dim)
-        return attention(
+        attended = attention(
             heads,
             kv,
             block_table_SB=block_table,
@@ -390,6 +445,15 @@ class AttentionWeights:
             sinks=self.sinks,
             out=attended,
         )
+        self._gate(attended, qkv, lanes.slot, pdl=scratch.launch.pdl)
+        return attended
+
+    def _gate(self, attended: Tensor, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
+        """Multiply attention's sums by their gates, where there are some, in place."""
+        block = self.block
+        if block.gated:
+            gates = qkv[:, block.qkv_size :]
+            gate_heads(attended, gates, slot, head_dim=block.head_dim, parts=block.parts, pdl=pdl)
 
     def add_output(
         self,

@@ -44,6 +44,7 @@ class Swiglu:
     """Sizes and switches of the block; `norm_eps` is of the norm that its input needs.
 
     role        what names of its linears begin with
+    names       of gates, ups and down in a checkpoint
     one_linear  whether a checkpoint has gates and ups in one linear without biases, as Granite has
     """
 
@@ -53,6 +54,7 @@ class Swiglu:
     bias: bool = False
     activation: Activation = "silu"
     role: str = ""
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     one_linear: bool = False
 
     @property
@@ -70,7 +72,7 @@ class Swiglu:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has."""
-        names = ("input_linear", "output_linear") if self.one_linear else ("gate_proj", "down_proj")
+        names = ("input_linear", "output_linear") if self.one_linear else self.names[::2]
         return dict(zip((f"{self.role}gate_up", f"{self.role}down"), names, strict=True))
 
     def prefill_width(self, *, fused: bool = False) -> int:
@@ -122,7 +124,7 @@ class SwigluWeights:
         """The block's products."""
         prefix, ffn = self.prefix, self.block.ffn_size
         gate, down = (prefix + name for name in self.block.first_linears.values())
-        gate_up: tuple[tuple[str, int], ...] = ((gate, ffn), (f"{prefix}up_proj", ffn))
+        gate_up: tuple[tuple[str, int], ...] = ((gate, ffn), (prefix + self.block.names[1], ffn))
         if self.block.one_linear:
             gate_up = ((gate, 2 * ffn),)
         return [

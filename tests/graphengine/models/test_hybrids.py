@@ -1,4 +1,4 @@
-"""Granite 4's hybrids and Nemotron-H against transformers: Mamba2, attention and feed-forwards."""
+"""Hybrids against transformers: Mamba2, gated delta nets or short convolutions, and attention."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import torch
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from engines.small_engine import run
@@ -39,7 +43,17 @@ NEMOTRON: dict[str, Any] = {
     "head_dim": 64, "intermediate_size": 76, "max_position_embeddings": 512, "bos_token_id": 2,
     "eos_token_id": 1, "pad_token_id": 0, "ssm_state_size": 24,
 }  # fmt: skip
-M, A, F = "linear_attention", "full_attention", "mlp"
+QWEN: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 54, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 76, "max_position_embeddings": 512, "bos_token_id": 2,
+    "eos_token_id": 1, "pad_token_id": 0, "linear_key_head_dim": 20, "linear_value_head_dim": 24,
+}  # fmt: skip
+LFM2: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 90, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+M, A, F, C = "linear_attention", "full_attention", "mlp", "conv"
 
 
 def granite(types: list[str], **options: Any) -> PreTrainedModel:
@@ -51,6 +65,16 @@ def granite(types: list[str], **options: Any) -> PreTrainedModel:
 def nemotron(types: list[str], **options: Any) -> PreTrainedModel:
     config = NemotronHConfig(**NEMOTRON | {"layers_block_type": types} | options)
     return with_time_steps(NemotronHForCausalLM(config))
+
+
+def qwen(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = QWEN | {"num_hidden_layers": len(types), "layer_types": types}
+    return with_time_steps(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes | options)))
+
+
+def lfm2(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
+    return Lfm2ForCausalLM(Lfm2Config(**sizes | options))
 
 
 def with_time_steps(model: PreTrainedModel) -> PreTrainedModel:
@@ -85,6 +109,19 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "nemotron-biases": lambda: nemotron(
         [F, A, M], mamba_num_heads=4, mamba_head_dim=12, n_groups=1, conv_kernel=2,
         use_bias=True, use_conv_bias=False, mlp_bias=True, layer_norm_epsilon=1e-3,
+    ),
+    "qwen": lambda: qwen(
+        [M, M, A, M], linear_num_key_heads=2, linear_num_value_heads=6, linear_conv_kernel_dim=4,
+    ),
+    "qwen-half-tied": lambda: qwen(
+        [A, M, A], linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
+        attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    ),
+    "lfm2": lambda: lfm2([C, C, A, C], block_multiple_of=16),
+    "lfm2-biases": lambda: lfm2(
+        [A, C], conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False, norm_eps=1e-3,
     ),
 }  # fmt: skip
 
@@ -125,7 +162,7 @@ def test_logits_and_greedy_tokens(
             assert len(set(result.token_ids)) > 4
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron"])
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
 def test_prompts_of_many_lengths(
     hybrids: dict[str, Any], device: str, eager: Callable[[Engine], Any], name: str
 ) -> None:
@@ -155,7 +192,7 @@ def test_chunks_and_batches(hybrids: dict[str, Any], device: str, name: str) -> 
         oracle.assert_greedy(result)
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron"])
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
 def test_paused_requests_resume_with_the_same_tokens(
     hybrids: dict[str, Any], device: str, name: str
 ) -> None:
@@ -183,7 +220,7 @@ def test_a_session_goes_on(hybrids: dict[str, Any], device: str) -> None:
         assert engine.generate(whole, greedy(30)).token_ids == again.token_ids
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron"])
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
 def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str) -> None:
     """Those of repeated prompts, of which some are right, and of another model."""
     oracle = hybrids[name]

@@ -1,0 +1,106 @@
+"""LFM2 without experts: short gated convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphengine.models import hf_config
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.short_conv import ShortConv
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.config_schema import LFM2_KEYS, HfConfig, unsupported
+from graphengine.models.hybrid import HybridConfig, Part
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS)
+_ATTENTION, _CONV = "full_attention", "conv"
+# What transformers takes where the config says nothing, and other families something else.
+_MISSING = {"num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}
+
+
+def read_config(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `Lfm2ForCausalLM` checkpoint."""
+    told = _with_new_names({**_MISSING, **config})
+    types = told.pop("layer_types", None)
+    settings = hf_config.read_settings(told, DEFAULTS)
+    hidden, eps = settings["hidden_size"], settings["norm_eps"]
+    attention = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        norm_eps=eps,
+        qk_norm=True,
+        names=("out_proj", "layernorm"),
+    )
+    conv = ShortConv(
+        hidden_size=hidden,
+        taps=settings["conv_L_cache"],
+        norm_eps=eps,
+        bias=settings["conv_bias"],
+    )
+    mlp = Swiglu(
+        hidden_size=hidden,
+        ffn_size=_ffn_size(settings),
+        norm_eps=eps,
+        names=("w1", "w3", "w2"),
+    )
+    mixers = {
+        _ATTENTION: Part("operator_norm", "self_attn.", attention),
+        _CONV: Part("operator_norm", "conv.", conv),
+    }
+    after = Part("ffn_norm", "feed_forward.", mlp)
+    return HybridConfig(
+        architecture=architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=hidden,
+        norm_eps=eps,
+        max_positions=settings["max_position_embeddings"],
+        layers=tuple((mixers[kind], after) for kind in _layer_types(types, settings)),
+        attention=attention,
+        rope=hf_config.rope(settings),
+        tie_embeddings=settings["tie_word_embeddings"],
+        final_norm_name="model.embedding_norm",
+    )
+
+
+def _with_new_names(config: HfConfig) -> dict[str, Any]:
+    """The older names of two keys win, as in transformers."""
+    told = dict(config)
+    for old, new in (
+        ("tie_embedding", "tie_word_embeddings"),
+        ("block_ff_dim", "intermediate_size"),
+    ):
+        if told.get(old) is not None:
+            told[new] = told[old]
+        told.pop(old, None)
+    return told
+
+
+def _ffn_size(settings: dict[str, Any]) -> int:
+    """Of the SwiGLU: `intermediate_size`, or two thirds of it, scaled and rounded up."""
+    size: int = settings["intermediate_size"]
+    if not settings["block_auto_adjust_ff_dim"]:
+        return size
+    size = int(2 * size / 3)
+    multiplier = settings["block_ffn_dim_multiplier"]
+    multiple: int = settings["block_multiple_of"]
+    if multiplier is None:
+        return size
+    return -(-int(multiplier * size) // multiple) * multiple
+
+
+def _layer_types(types: Any, settings: dict[str, Any]) -> list[str]:
+    layers, attending = settings["num_hidden_layers"], settings["full_attn_idxs"]
+    if types is None:
+        attending = range(layers) if attending is None else attending
+        types = [_ATTENTION if index in attending else _CONV for index in range(layers)]
+    known = (_CONV, _ATTENTION)
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(kind not in known for kind in types)
+        or _ATTENTION not in types
+    ):
+        names = " or ".join(map(repr, known))
+        raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
+    return types
