@@ -25,8 +25,8 @@ def with_plain_limits(config: HfConfig) -> dict[str, Any]:
 def time_step_limits(settings: Mapping[str, Any]) -> dict[str, float]:
     """`dt_min` and `dt_max` of `Mamba2Sizes`.
 
-    `time_step_min` is none of them, but a bound of what a model is initialised with: it is so where
-    models are trained, and in transformers' steps of one token, though not in its longer ones.
+    `time_step_min` is none of them, but a bound of what a model is initialised with, as in its
+    authors' Mamba2. transformers 5.23 cuts Nemotron-H's steps there, though not those of one token.
     """
     limits: Sequence[float] = settings["time_step_limit"] or (0.0, math.inf)
     if len(limits) != 2 or limits[0] > limits[1]:

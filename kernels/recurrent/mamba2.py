@@ -49,7 +49,8 @@ from graphengine.kernels.recurrent.mamba2_triton import (
 
 # Values of a head that a program has: of 128 float32 of state each, 8 KB.
 _DECODE_BLOCK_P = 16
-_PREFILL_BLOCK_P = 64
+# With more, what a program holds of B, C and the state would not fit into its registers.
+_PREFILL_BLOCK_P = 32
 
 
 def mamba2_decode(
@@ -175,9 +176,6 @@ def mamba2_prefill(
         )
     # Matrices of less than 16 values are no products of a tensor core's.
     block_p = max(16, min(_PREFILL_BLOCK_P, triton.next_power_of_2(sizes.head_dim)))
-    if sizes.state_size > 128:
-        # Shared memory holds B and C of a piece, and the state.
-        block_p = min(block_p, 32)
     launcher(prefill_kernel, (sizes.heads, triton.cdiv(sizes.head_dim, block_p)))(
         xbc_TC,
         dt_TH,

@@ -328,3 +328,39 @@ def test_a_checkpoint_with_other_names(hybrids: dict[str, Any]) -> None:
     """Nemotron-H's tensors begin with "backbone.": transformers reads them so, and writes them."""
     index = json.loads((hybrids["nemotron"].path / "model.safetensors.index.json").read_text())
     assert "backbone.embeddings.weight" in index["weight_map"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("family", ["fma", "dot"])
+def test_half_precision_replays_what_it_computes_eagerly(
+    hybrids: dict[str, Any], eager: Callable[[Engine], Any], name: str, family: str
+) -> None:
+    """The tokens of replays, of eager steps, alone and with drafts."""
+    prompts = [prompt * 3 for prompt in hybrids[name].prompts((5, 40))]
+    options = {"device": "cuda", "dtype": "bfloat16", "row_family": family, "max_batch": 2}
+    path = hybrids[name].path
+    with open_engine(path, **options, lookahead=0) as engine:
+        replayed = [each.token_ids for each in engine.generate(prompts, greedy(48))]
+        alone = [engine.generate(prompt, greedy(48)).token_ids for prompt in prompts]
+        assert alone == replayed
+        eager(engine)
+        assert [each.token_ids for each in engine.generate(prompts, greedy(48))] == replayed
+    if family == "dot":
+        with open_engine(path, **options, speculative=NGram(k=4)) as engine:
+            drafted = [each.token_ids for each in engine.generate(prompts, greedy(48))]
+            assert drafted == replayed and engine.acceptance.proposed > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_is_near_float32(
+    hybrids: dict[str, Any], eager: Callable[[Engine], Any], name: str
+) -> None:
+    oracle = hybrids[name]
+    options = {"device": "cuda", "dtype": "bfloat16", "row_family": "dot", "lookahead": 0}
+    with open_engine(oracle.path, **options) as engine:
+        for prompt in oracle.prompts((3, 150)):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy(24))
+            oracle.assert_logits(result, seen, tolerance=0.1)
