@@ -29,7 +29,7 @@ from graphengine.profiles.benchmark.engines import engine_options
 from graphengine.profiles.benchmark.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import kernel_times, least_room
 from graphengine.profiles.benchmark.measure import CHECKED_FIRST_TOKENS, Work
-from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, weight_bytes
+from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, state_bytes, weight_bytes
 from graphengine.profiles.benchmark.speculation import Open, Plain, Plains, Sweep, measure_drafts
 from graphengine.profiles.percentiles import rounded
 from graphengine.speculative import describe
@@ -280,7 +280,8 @@ def _cell(
     """One batch at one context, in a plain engine.
 
     context                   as asked for; the rows begin after `prompt_tokens`
-    weight_bytes, kv_bytes    read in a step, at the mean length of a row; `step_bytes` is the sum
+    weight_bytes, kv_bytes    read in a step, at the mean length of a row; `step_bytes` has them and
+                              recurrent states
     floor_ms, share           the least time to read them, and its share of the step's time
     tb_s                      of these bytes, in 10**12 bytes a second
     """
@@ -289,6 +290,7 @@ def _cell(
     weights = weight_bytes(model, engine.memory.dtype, experts=experts)
     tokens = work.live * (work.prompt_tokens + work.new_tokens / 2)
     kv = kv_bytes(model, rows=work.live, tokens=tokens, itemsize=engine.cache.element_size())
+    states = state_bytes(model, rows=work.live, dtype=engine.memory.dtype)
     found: dict[str, Any] = rounded(
         {
             "live": work.live,
@@ -303,9 +305,9 @@ def _cell(
             "weight_bytes": weights,
             "experts_read": experts,
             "kv_bytes": kv,
-            "step_bytes": weights + kv,
-            "tb_s": (weights + kv) / ms_per_step / 1e9,
-            **floor_and_share(ceiling, weights + kv, ms_per_step),
+            "step_bytes": weights + kv + states,
+            "tb_s": (weights + kv + states) / ms_per_step / 1e9,
+            **floor_and_share(ceiling, weights + kv + states, ms_per_step),
         }
     )
     return found | {"engine": engine.core.description, "speculation": []}

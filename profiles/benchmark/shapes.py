@@ -24,7 +24,7 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, StoredLinear, linear_name
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
-from graphengine.models.states import Paged
+from graphengine.models.states import Paged, recurrent_states
 from graphengine.models.stored import read_model
 
 DEMO = "demo"
@@ -111,6 +111,32 @@ def _gemma3(**sizes: Any) -> dict[str, Any]:
     return {"architectures": ["Gemma3ForCausalLM"]} | fixed | sizes
 
 
+def _granite4(layers: int, attention: tuple[int, ...], **sizes: Any) -> dict[str, Any]:
+    """Layers of Mamba2, but for those that attend."""
+    fixed = {
+        "model_type": "granitemoehybrid",
+        "rms_norm_eps": 1e-5,
+        "num_hidden_layers": layers,
+        "layer_types": ["attention" if i in attention else "mamba" for i in range(layers)],
+        "num_local_experts": 0,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "position_embedding_type": "nope",
+        "tie_word_embeddings": True,
+    }
+    return {"architectures": ["GraniteMoeHybridForCausalLM"]} | fixed | sizes
+
+
+def _nemotron_h(pattern: str, **sizes: Any) -> dict[str, Any]:
+    fixed = {
+        "model_type": "nemotron_h",
+        "layer_norm_epsilon": 1e-5,
+        "hybrid_override_pattern": pattern,
+        "tie_word_embeddings": False,
+    }
+    return {"architectures": ["NemotronHForCausalLM"]} | fixed | sizes
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-1b": _llama(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -166,6 +192,23 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
         },
     },
+    "granite-4-h-1b": _granite4(
+        40, (5, 15, 25, 35), hidden_size=1536, shared_intermediate_size=4096, vocab_size=100352,
+        num_attention_heads=12, num_key_value_heads=4, mamba_n_heads=48, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1, mamba_expand=2, attention_multiplier=0.0078125,
+        logits_scaling=6, max_position_embeddings=131072,
+    ),
+    "nemotron-h-8b": _nemotron_h(
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", hidden_size=4096,
+        intermediate_size=21504, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        mamba_num_heads=128, mamba_head_dim=64, n_groups=8, ssm_state_size=128,
+        vocab_size=131072, max_position_embeddings=8192,
+    ),
+    "tiny-hybrid": _nemotron_h(
+        "M-*", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16,
+        vocab_size=256, max_position_embeddings=512,
+    ),
     "tiny-moe": _qwen3_moe(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=512,
@@ -364,6 +407,14 @@ def _paged(model: ModelConfig | MtpConfig) -> list[Paged]:
     return [state for layer in model.states for state in layer if isinstance(state, Paged)]
 
 
+def state_bytes(model: ModelConfig, *, rows: int, dtype: torch.dtype) -> int:
+    """Bytes of the recurrent states that a step reads in all layers; `dtype` is the model's."""
+    return rows * sum(
+        state.depth * math.prod(state.shape) * (state.dtype or dtype).itemsize
+        for state in recurrent_states(model.states).values()
+    )
+
+
 def step_bytes(
     model: ModelConfig,
     *,
@@ -373,15 +424,16 @@ def step_bytes(
     kv_dtype: torch.dtype | None = None,
     experts: float | None = None,
 ) -> int:
-    """Bytes that a decode step cannot avoid to read: all weights once, and each row's KV, within
-    its window where a layer has one.
+    """Bytes that a decode step cannot avoid to read: all weights once, each row's recurrent states
+    and its KV, within its window where a layer has one.
 
     `context` is the mean number of tokens that a row attends to. `kv_dtype` is that of the KV
     cache; None: `dtype`, the model's. `experts` is as of `weight_bytes`.
     """
     itemsize = (kv_dtype or dtype).itemsize
     kv = kv_bytes(model, rows=rows, tokens=rows * context, itemsize=itemsize)
-    return weight_bytes(model, dtype, experts=experts) + kv
+    states = state_bytes(model, rows=rows, dtype=dtype)
+    return weight_bytes(model, dtype, experts=experts) + kv + states
 
 
 class LinearRead(NamedTuple):

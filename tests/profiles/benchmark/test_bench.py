@@ -49,6 +49,7 @@ from graphengine.profiles.benchmark.shapes import (
     layer_windows,
     linear_reads,
     model_shape,
+    state_bytes,
     step_bytes,
     weight_bytes,
 )
@@ -280,6 +281,8 @@ def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> No
         ("qwen3-30b-a3b", 30_532_122_624),
         ("gemma-3-4b", 3_880_263_168),
         ("gpt-oss-20b", 20_914_757_184),
+        ("granite-4-h-1b", 1_461_538_368),
+        ("nemotron-h-8b", 8_100_852_736),
     ],
 )
 def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
@@ -338,6 +341,17 @@ def test_step_bytes_count_a_window_where_a_layer_has_one() -> None:
         read = step_bytes(model, context=context, **options)  # type: ignore[arg-type]
         assert read - weights == 2 * seen * of_token
     assert layer_windows(model_shape("tiny")) == [0, 0]
+
+
+def test_step_bytes_count_recurrent_states() -> None:
+    """24 layers keep 128 heads of 64 x 128 in float32, and 3 tokens' inputs of a convolution."""
+    model = model_shape("nemotron-h-8b")
+    state, inputs = 4 * 128 * 64 * 128, 3 * (128 * 64 + 2 * 8 * 128) * 2
+    assert state_bytes(model, rows=3, dtype=BF16) == 3 * 24 * (state + inputs)
+    read = step_bytes(model, context=10, rows=3, dtype=BF16)
+    kv = kv_bytes(model, rows=3, tokens=30, itemsize=2)
+    assert read == weight_bytes(model, BF16) + kv + 3 * 24 * (state + inputs)
+    assert state_bytes(model_shape("tiny"), rows=3, dtype=BF16) == 0
 
 
 def test_step_bytes_count_the_experts_that_are_read() -> None:
