@@ -390,7 +390,7 @@ _HARMLESS = """
 
     chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
     mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32
-    time_step_floor time_step_max time_step_min use_mamba_kernels
+    time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Keys that change nothing here: of other programs, tokens, training, other tasks, generation and

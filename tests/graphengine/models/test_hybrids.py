@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
@@ -26,9 +27,12 @@ from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.mamba2 import RING, STATE
+from graphengine.models.blocks.streams import PrefillScratch
+from graphengine.models.contract import PrefillLaunch
+from graphengine.models.families import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.states import recurrent_field
-from graphengine.speculative import DraftModel, NGram
+from graphengine.speculative import DraftModel, NGram, SaveHiddenStates
 from launches.compilation import graph_kernels
 
 TOKENS = 64
@@ -244,6 +248,29 @@ def test_a_model_drafts_for_itself(hybrids: dict[str, Any], device: str) -> None
         assert engine.acceptance.accepted == engine.acceptance.proposed > 20
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["granite", "nemotron"])
+def test_hidden_states_are_those_of_transformers(
+    hybrids: dict[str, Any], device: str, tmp_path: Path, name: str
+) -> None:
+    """Though Granite's stream is kept divided, and its last norm scales logits as well."""
+    oracle = hybrids[name]
+    prompts = oracle.prompts((5, 70))
+    mode = SaveHiddenStates(tmp_path / "states", layers=(0, 2), write_interval=1)
+    with open_engine(oracle.path, device=device, speculative=mode) as engine:
+        requests = [engine.submit(prompt) for prompt in prompts]
+        run(engine)
+    for request, prompt in zip(requests, prompts, strict=True):
+        found = load_file(tmp_path / "states" / f"{request.id:08d}.safetensors")
+        outputs = oracle.model(torch.tensor([prompt]), output_hidden_states=True)
+        states = [each[0] for each in outputs.hidden_states]
+        for got, wanted in (
+            (found["hidden_states"], states[-1]),
+            (found["aux_hidden_states"], torch.cat([states[1], states[3]], dim=1)),
+        ):
+            assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
 def test_what_layers_keep(hybrids: dict[str, Any], device: str) -> None:
     """Nobody's slots stay as they are, and what an earlier request left there does no harm."""
     oracle = hybrids["nemotron"]
@@ -308,6 +335,25 @@ def test_rounded_weights(
             seen = eager(engine)
             result = engine.generate(prompt, greedy(12))
             oracle.assert_logits(result, seen)
+
+
+def test_ranks(hybrids: dict[str, Any]) -> None:
+    """Granite's gates and ups are split each by themselves; heads' states are on one rank."""
+    model = read_model_config(json.loads((hybrids["granite"].path / "config.json").read_text()))
+    weights = model.allocate(device="cpu", dtype=torch.float32)
+    tensor, axis = weights.stored()["model.layers.0.shared_mlp.input_linear.weight"]
+    tensor.copy_(torch.arange(2 * 76 * 128.0).view_as(tensor))
+    first, _ = tensor.chunk(2, axis)
+    rows = first.reshape(76, 128)[:, 0] / 128
+    assert rows.tolist() == [*range(38), *range(76, 76 + 38)]
+    assert weights.stored()["model.layers.0.mamba.in_proj.weight"].axis is None
+
+    launch = PrefillLaunch(reduce=lambda part: part)
+    opened = weights.open(max_seq_len=16)
+    block = opened.weights.parts[0].block  # type: ignore[attr-defined]
+    scratch = PrefillScratch(4, 128, 1, like=opened.first_norm, launch=launch)
+    with pytest.raises(ValueError, match="ranks cannot split a Mamba2 layer"):
+        block.prefill(None, None, None, {}, scratch)
 
 
 def test_kernels_of_a_step(hybrids: dict[str, Any]) -> None:

@@ -27,8 +27,10 @@ from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
+    launches_handed_to,
     record_launch,
 )
+from launches.emulation import run_launch
 
 MODULE = importlib.import_module("graphengine.kernels.recurrent.mamba2")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -420,3 +422,27 @@ def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size):
     weights = {"params.dt_bias", "params.a_log", "params.skip", "weight_ptr"}
     assert {load.argument for load in loads if not load.after_wait} == weights & set(names)
     assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+def test_compiled_kernels_are_their_references():
+    """In bfloat16: their code for sm_90, run in numpy."""
+    sizes = Mamba2Sizes(heads=16, head_dim=4, groups=2, state_size=24, width=4)
+    case = Case(sizes, (0, 9), 2, "cpu", torch.bfloat16)
+    kept, expected = case.kept(3, 4), case.kept(3, 4)
+    slot, position = case.lanes(4, (2, 1))
+    with launches_handed_to(run_launch, MODULE):
+        y = decode(case, *kept, slot, position)
+    live = slot >= 0
+    wanted = decode(case, *expected, slot, position, reference=True)[live]
+    torch.testing.assert_close(y[live], wanted, rtol=1e-5, atol=1e-4)
+    for found, right in zip(kept, expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+    z, weight = case.inputs[:, 1:3].flatten(0, 1)[:, :64], case.inputs[0, 0, :64]
+    options = {"groups": 2, "eps": 1e-5, "out_dtype": torch.bfloat16}
+    y[~live] = torch.nan
+    with launches_handed_to(run_launch, MODULE):
+        normed = mamba2_norm(y, z, weight, slot, **options)
+    expected = mamba2_norm(y, z, weight, slot, **options)
+    torch.testing.assert_close(normed[live], expected[live], rtol=1e-2, atol=1e-2)
