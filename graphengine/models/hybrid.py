@@ -302,7 +302,8 @@ class HybridWeights(ModelWeights):
 class HybridModel:
     """Weights and attention's tables; logits have the first `vocabulary` ids, 0 for all.
 
-    What scales the logits scales the final norm, in float32: nothing else reads what that leaves.
+    What scales the logits scales the final norm, in float32: whoever multiplies what that leaves by
+    lm_head has logits.
     """
 
     def __init__(self, weights: HybridWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
@@ -404,9 +405,6 @@ class HybridModel:
                 block.prefill(x, next_norm, slot, scratch)
             if part.layer in streams and self._ends_layer(index):
                 torch.mul(x, config.stream_scale, out=streams[part.layer][: len(x)])
-        if all_lanes and config.logits_scale != 1:
-            norm = self.weights.final_norm
-            rms_norm(x, norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         return PrefillEnd((x.index_select(0, lanes.last),), scratch.h if all_lanes else None)
 
     def prefill_logits(

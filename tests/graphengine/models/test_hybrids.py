@@ -253,7 +253,7 @@ def test_a_model_drafts_for_itself(hybrids: dict[str, Any], device: str) -> None
 def test_hidden_states_are_those_of_transformers(
     hybrids: dict[str, Any], device: str, tmp_path: Path, name: str
 ) -> None:
-    """Though Granite's stream is kept divided, and its last norm scales logits as well."""
+    """Though Granite's stream is kept divided. After the last norm they are what lm_head reads."""
     oracle = hybrids[name]
     prompts = oracle.prompts((5, 70))
     mode = SaveHiddenStates(tmp_path / "states", layers=(0, 2), write_interval=1)
@@ -264,11 +264,33 @@ def test_hidden_states_are_those_of_transformers(
         found = load_file(tmp_path / "states" / f"{request.id:08d}.safetensors")
         outputs = oracle.model(torch.tensor([prompt]), output_hidden_states=True)
         states = [each[0] for each in outputs.hidden_states]
+        scale = getattr(oracle.model.config, "logits_scaling", 1.0)
         for got, wanted in (
-            (found["hidden_states"], states[-1]),
+            (
+                found["hidden_states"],
+                states[-1] / scale,
+            ),
             (found["aux_hidden_states"], torch.cat([states[1], states[3]], dim=1)),
         ):
             assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["granite", "nemotron"])
+def test_log_probabilities_of_prompts(hybrids: dict[str, Any], device: str, name: str) -> None:
+    oracle = hybrids[name]
+    (prompt,) = oracle.prompts((70,))
+    options = {"device": device, "prompt_logprobs": True, "max_logprobs": 1}
+    with open_engine(oracle.path, **options) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1)
+        result = engine.generate(prompt, params)
+    wanted = oracle.logits(prompt).log_softmax(1)
+    found = [
+        each[token].logprob
+        for token, each in zip(prompt[1:], (result.prompt_logprobs or [])[1:], strict=True)
+    ]
+    expected = wanted[torch.arange(69), prompt[1:]]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_layers_keep(hybrids: dict[str, Any], device: str) -> None:
