@@ -127,6 +127,29 @@ def _granite4(layers: int, attention: tuple[int, ...], **sizes: Any) -> dict[str
     return {"architectures": ["GraniteMoeHybridForCausalLM"]} | fixed | sizes
 
 
+def _qwen3_5(**sizes: Any) -> dict[str, Any]:
+    """The language model alone, as `text_config` of the published files has it."""
+    fixed = {
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "tie_word_embeddings": True,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    return {"architectures": ["Qwen3_5ForCausalLM"]} | fixed | sizes
+
+
 def _nemotron_h(pattern: str, **sizes: Any) -> dict[str, Any]:
     fixed = {
         "model_type": "nemotron_h",
@@ -203,6 +226,20 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         intermediate_size=21504, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         mamba_num_heads=128, mamba_head_dim=64, n_groups=8, ssm_state_size=128,
         vocab_size=131072, max_position_embeddings=8192,
+    ),
+    "qwen3.5-0.8b": _qwen3_5(
+        hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, linear_num_key_heads=16, linear_num_value_heads=16,
+    ),
+    "qwen3.5-4b": _qwen3_5(
+        hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, linear_num_key_heads=16, linear_num_value_heads=32,
+    ),
+    "tiny-delta": _qwen3_5(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, full_attention_interval=2, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        vocab_size=256, max_position_embeddings=512,
     ),
     "tiny-hybrid": _nemotron_h(
         "M-*", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,

@@ -78,7 +78,7 @@ class GatedDelta:
     def states(self) -> LayerStates:
         """The convolution's newest inputs, and a state for each head."""
         sizes = self.sizes
-        ring = Recurrent(RING, (sizes.channels,), depth=sizes.taps - 1, apart=True)
+        ring = Recurrent(RING, (sizes.channels,), None, depth=sizes.taps - 1, apart=True)
         return ring, Recurrent(STATE, sizes.state_shape, self.state_dtype)
 
     @property

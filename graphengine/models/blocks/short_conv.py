@@ -75,7 +75,7 @@ class ShortConv:
     @property
     def states(self) -> LayerStates:
         """The convolution's newest inputs, in the model's dtype."""
-        return (Recurrent(RING, (self.hidden_size,), depth=self.taps - 1),)
+        return (Recurrent(RING, (self.hidden_size,), None, depth=self.taps - 1),)
 
     @property
     def prefill_width(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.contract import PrefillLaunch
 from graphengine.models.families import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
-from graphengine.models.states import recurrent_field
+from graphengine.models.states import Paged, Recurrent, recurrent_field
 from graphengine.speculative import DraftModel, NGram, SaveHiddenStates
 from launches.compilation import graph_kernels
 
@@ -390,6 +391,98 @@ def test_kernels_of_a_step(hybrids: dict[str, Any]) -> None:
     assert names[1:22] == [*mamba, *mlp, *mamba, *attention, *mlp, *mamba]
     chunk = [kernel.name for kernel in graphs["prefill/16"]]
     assert chunk.count("prefill_kernel") == chunk.count("norm_kernel") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "chunk"),
+    [
+        (
+            "qwen",
+            ["dot_kernel", "decode_kernel", "gated_norm_kernel", "dot_kernel"],
+            {"conv_chunk_kernel": 3, "pieces_kernel": 3, "scan_kernel": 3, "gate_kernel": 1},
+        ),
+        ("lfm2", ["dot_kernel", "decode_kernel", "dot_kernel"], {"conv_chunk_kernel": 3}),
+    ],
+)
+def test_kernels_of_layers_with_feed_forwards(
+    hybrids: dict[str, Any], name: str, mixer: list[str], chunk: dict[str, int]
+) -> None:
+    """Two mixers, and attention, which Qwen3.5 gates in a kernel of its own."""
+    sizes = {"device": "cpu", "dtype": "bfloat16", "row_family": "dot"}
+    with open_engine(hybrids[name].path, **sizes) as engine:
+        graphs = graph_kernels(engine)
+    names = [kernel.name.lstrip("_") for kernel in graphs["decode/2/fast"]]
+    mlp = ["dot_kernel", "dot_kernel"]
+    gates = ["gate_kernel"] if name == "qwen" else []
+    attention = ["dot_kernel", "decode_attention_kernel", *gates, "dot_kernel"]
+    wanted = [*mixer, *mlp, *mixer, *mlp, *attention, *mlp, *mixer, *mlp]
+    assert names[1 : 1 + len(wanted)] == wanted
+    launched = [kernel.name.lstrip("_") for kernel in graphs["prefill/16"]]
+    assert {each: launched.count(each) for each in chunk} == chunk
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen", {"layer_types": [M, A, "conv", M]}, "layer_types=.*4 of 'linear_attention' or"),
+        ("qwen", {"layer_types": [M, A]}, "layer_types=.*4 of"),
+        ("qwen", {"layer_types": [M] * 4}, "one that attends among them"),
+        ("qwen", {"linear_num_value_heads": 3}, "linear_num_value_heads=3, no multiple of .*=2"),
+        ("qwen", {"attn_output_gate": False}, "attn_output_gate=False"),
+        ("qwen", {"linear_conv_kernel_dim": 9}, r"linear_conv_kernel_dim=9: must be .*\[2, 8\]"),
+        ("qwen", {"num_experts": 4}, "num_experts=4"),
+        (
+            "qwen",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},
+            "partial_rotary_factor=0.3",
+        ),
+        ("lfm2", {"layer_types": [C, C, M, C]}, "layer_types=.*4 of 'conv' or"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": []}, "one that attends among them"),
+        ("lfm2", {"conv_L_cache": 1}, r"conv_L_cache=1: must be .*\[2, 8\]"),
+        ("lfm2", {"num_experts": 4}, "num_experts=4"),
+    ],
+)
+def test_what_a_config_must_not_say(
+    hybrids: dict[str, Any], name: str, changes: dict[str, Any], message: str
+) -> None:
+    config = json.loads((hybrids[name].path / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        read_model_config(config | changes)
+
+
+def test_types_of_layers_may_be_told_otherwise(hybrids: dict[str, Any]) -> None:
+    """By intervals and by indices, as older files tell them."""
+    configs = {
+        name: json.loads((hybrids[name].path / "config.json").read_text())
+        for name in ("qwen", "lfm2")
+    }
+    for config in configs.values():
+        del config["layer_types"]
+    by_interval = read_model_config(configs["qwen"] | {"full_attention_interval": 3})
+    assert [len(states) for states in by_interval.states] == [2, 2, 1, 2]
+    by_index = read_model_config(configs["lfm2"] | {"full_attn_idxs": [1, 2]})
+    assert [state.name for (state,) in by_index.states if isinstance(state, Recurrent)] == 2 * [C]
+    assert [isinstance(state, Paged) for (state,) in by_index.states] == [False, True, True, False]
+    older = {"block_ff_dim": 192, "tie_embedding": False}
+    renamed = read_model_config(configs["lfm2"] | {"full_attn_idxs": [0]} | older)
+    assert renamed.linears["down"].columns == 128 and not renamed.tie_embeddings
+
+
+def test_a_language_model_beside_a_vision_tower(hybrids: dict[str, Any]) -> None:
+    """Its config is `text_config`; RoPE of three axes is that of one for text."""
+    text = json.loads((hybrids["qwen"].path / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"depth": 2},
+        "tie_word_embeddings": False,
+    }
+    alone, beside = (
+        read_model_config(config)
+        for config in (json.loads((hybrids["qwen"].path / "config.json").read_text()), whole)
+    )
+    assert replace(beside, architecture=alone.architecture) == alone
 
 
 def test_a_checkpoint_with_other_names(hybrids: dict[str, Any]) -> None:
