@@ -75,6 +75,9 @@ class ModuleDrafter(Drafter):
         # The rows of lm_head that it keeps, and their ids.
         return own + head_bytes(self.config.forms, rows, self.config.hidden_size, dtype)
 
+    def table_bytes(self, max_seq_len: int) -> int:
+        return self.config.table_bytes
+
     def arrivals(self, rows: int, lanes: int) -> int:
         widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
         return arrival_counters(self.config, self._linears, self.plans, widest)
@@ -84,7 +87,7 @@ class ModuleDrafter(Drafter):
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         target = setting.model
-        self._modules = self.weights.modules
+        self._modules = self.weights.opened()
         self._kv = cache
         self._fusions = [
             Fusion(
@@ -148,7 +151,7 @@ class ModuleDrafter(Drafter):
 
     def _new_stream(self, lanes: int) -> Residual:
         """A residual stream whose sums of squares the projection makes anew."""
-        norm = self._modules[0].final_norm
+        norm = self.weights.modules[0].final_norm
         return new_residual(
             lanes,
             self.config.hidden_size,

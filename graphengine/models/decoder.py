@@ -119,6 +119,8 @@ class DecoderConfig:
     """Attention's scores are divided by its root; 0: head_dim."""
     sinks: bool = False
     """Whether each head's attention has a learned score of no token."""
+    gated_attention: bool = False
+    """Whether attention's sums are multiplied by sigmoids of gates."""
 
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees; 0: all."""
@@ -146,6 +148,7 @@ class DecoderConfig:
             rotated=self.rope.rotated,
             scale_of=self.query_scalar,
             sinks=self.sinks,
+            gated=self.gated_attention,
         )
 
     @property
@@ -381,16 +384,17 @@ def prefill_scratch(
     layers: Sequence[LayerWeights],
     lanes: int,
     *,
+    like: Tensor,
     launch: PrefillLaunch,
     outlived: bool = False,
 ) -> PrefillScratch:
-    """What these layers compute a chunk in."""
+    """What these layers compute a chunk in, in the dtype of `like`, on its device."""
     widths = [layer.mlp.prefill_width(lanes) for layer in layers]
     return PrefillScratch(
         lanes,
         config.hidden_size,
         max(config.attention.prefill_width, *widths),
-        like=layers[0].input_norm,
+        like=like,
         launch=launch,
         coded=coded_columns(
             (each.weight for layer in layers for each in layer.linears() if not each.expert),
@@ -547,7 +551,14 @@ class DecoderModel:
         config, weights, slot = self.config, self.weights, lanes.slot
         last = len(self._layers) - 1
         x = embed(lanes.token, weights.embedding, slot, scale=weights.embedding_scale)
-        scratch = prefill_scratch(config, weights.layers, len(x), launch=launch, outlived=all_lanes)
+        scratch = prefill_scratch(
+            config,
+            weights.layers,
+            len(x),
+            like=weights.embedding,
+            launch=launch,
+            outlived=all_lanes,
+        )
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         caches = states.paged()
         for index, (layer, (kv, table)) in enumerate(zip(self._layers, caches, strict=True)):
@@ -572,6 +583,9 @@ class DecoderModel:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
         last = self._layers[-1]
         x_1H, attended_1A = end.last
-        scratch = prefill_scratch(self.config, self.weights.layers[-1:], 1, launch=launch)
+        weights = self.weights
+        scratch = prefill_scratch(
+            self.config, weights.layers[-1:], 1, like=weights.embedding, launch=launch
+        )
         finish_prefill_layer(last, self._final_norm, x_1H, attended_1A, slot_1, scratch)
         return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)

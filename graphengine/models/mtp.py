@@ -30,11 +30,14 @@ from graphengine.kernels import (
     DecodeLanes,
     PrefillLanes,
     Residual,
+    RopeConfig,
     linear_residual,
     rms_norm,
 )
 from graphengine.models.blocks.gqa import RopeTables
+from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
 from graphengine.models.contract import (
@@ -53,7 +56,14 @@ from graphengine.models.contract import (
     WeightForms,
     in_formats,
 )
-from graphengine.models.decoder import DecoderConfig, DecoderModel, allocate_layer, prefill_scratch
+from graphengine.models.decoder import (
+    ATTENTION,
+    MLP,
+    DecoderConfig,
+    DecoderModel,
+    allocate_layer,
+    prefill_scratch,
+)
 from graphengine.models.decoder_layer import (
     LayerWeights,
     decode_layer,
@@ -61,6 +71,7 @@ from graphengine.models.decoder_layer import (
     routed_of,
 )
 from graphengine.models.families import read_model_config
+from graphengine.models.hybrid import HybridConfig, HybridModel
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import names_of_packed
@@ -190,11 +201,7 @@ class MtpConfig:
         expert_modules  those that have experts; None: all, if the target has any
         full_attention  whether the modules are known to have no window where target layers have one
         """
-        if not isinstance(target, DecoderConfig):
-            raise ValueError(
-                f"draft modules (MTP) of a {target.architecture} are not supported: its layers are "
-                f"not those of a decoder"
-            )
+        target = _decoder_of(target)
         if any(target.windows) and not full_attention:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} with windows of "
@@ -235,6 +242,15 @@ class MtpConfig:
         """What each module keeps."""
         return self.layer.states * self.modules
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of norms that lacked 1, beside the weights."""
+        layer = self.layer
+        if not layer.norms_plus_one:
+            return 0
+        of_heads = 2 * layer.head_dim if layer.qk_norm else 0
+        return 4 * self.modules * (5 * layer.hidden_size + of_heads)
+
     def arrivals(self, lanes: int) -> int:
         """Counters that a module's attention uses, as of a model."""
         return self.layer.arrivals(lanes)
@@ -268,6 +284,55 @@ class MtpConfig:
     def first(self, modules: int) -> MtpConfig:
         """The same with only the first `modules` modules."""
         return replace(self, prefixes=self.prefixes[:modules])
+
+
+def _decoder_of(target: ModelConfig) -> DecoderConfig:
+    """A decoder of layers as modules have them: the target's, or such as those of a hybrid's layers
+    that attend. ValueError where it has none with attention and gated feed-forwards of Llama's
+    names.
+    """
+    if isinstance(target, DecoderConfig):
+        return target
+    attention = target.attention if isinstance(target, HybridConfig) else None
+    layers = target.layers if isinstance(target, HybridConfig) else ()
+    wanted = [("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP)]
+    for layer in layers:
+        *_, mlp = blocks = [part.block for part in layer]
+        if [(part.norm, part.prefix) for part in layer] != wanted or blocks[0] != attention:
+            continue
+        if isinstance(mlp, Swiglu) and isinstance(target, HybridConfig) and target.rope is not None:
+            return _like_layer(target, mlp, target.rope)
+    raise ValueError(
+        f"draft modules (MTP) of a {target.architecture} are not supported: it has no layers as "
+        f"modules have them"
+    )
+
+
+def _like_layer(target: HybridConfig, mlp: Swiglu, rope: RopeConfig) -> DecoderConfig:
+    """A decoder whose layers have the target's attention, and this feed-forward."""
+    attention = target.attention
+    return DecoderConfig(
+        architecture=target.architecture,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        ffn_size=mlp.ffn_size,
+        num_layers=1,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        norm_eps=target.norm_eps,
+        max_positions=target.max_positions,
+        rope=rope,
+        attention_bias=attention.output_bias,
+        qkv_bias=attention.qkv_bias,
+        mlp_bias=mlp.bias,
+        qk_norm=attention.qk_norm,
+        forms=target.forms,
+        norms_plus_one=target.norms_plus_one,
+        activation=mlp.activation,
+        query_scalar=attention.scale_of,
+        gated_attention=attention.gated,
+    )
 
 
 def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
@@ -424,6 +489,16 @@ class MtpModuleWeights:
             **self.layer.stored(),
         }
 
+    def with_norms_plus_one(self) -> MtpModuleWeights:
+        """The same where the checkpoint's norms lack 1."""
+        return replace(
+            self,
+            embedding_norm=plus_one(self.embedding_norm),
+            hidden_norm=plus_one(self.hidden_norm),
+            layer=self.layer.with_norms_plus_one(),
+            final_norm=plus_one(self.final_norm),
+        )
+
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
         own = [self.embedding_norm, self.hidden_norm, *tensors_of(self.projection), self.final_norm]
@@ -436,6 +511,12 @@ class MtpWeights(StoredWeights):
 
     config: MtpConfig
     modules: tuple[MtpModuleWeights, ...]
+
+    def opened(self) -> tuple[MtpModuleWeights, ...]:
+        """The modules as they compute: with norms of their own where the checkpoint's lack 1."""
+        if not self.config.layer.norms_plus_one:
+            return self.modules
+        return tuple(module.with_norms_plus_one() for module in self.modules)
 
     def linears(self) -> list[StoredLinear]:
         """Every module's products."""
@@ -501,7 +582,7 @@ def rope_of(target: Model) -> RopeTables:
 
     `MtpConfig.of_target` has refused every target without them.
     """
-    assert isinstance(target, DecoderModel), f"{target=}"
+    assert isinstance(target, DecoderModel | HybridModel), f"{target=}"
     return target.tables
 
 
@@ -565,7 +646,7 @@ def mtp_prefill(
     x = chunk_product(
         combined_T2H, module.projection, None, out=x, activations=launch.activations
     ).float()
-    scratch = prefill_scratch(config.layer, [layer], lanes, launch=launch)
+    scratch = prefill_scratch(config.layer, [layer], lanes, like=combined_T2H, launch=launch)
     rms_norm(
         x,
         layer.input_norm,

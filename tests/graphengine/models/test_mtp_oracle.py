@@ -75,6 +75,8 @@ def follow(engine: Engine, chains: Chains, request: Request, *, eagle: bool) -> 
         ("qwen3", "eagle", 3),
         ("qwen3-windows", "vanilla", 2),
         ("qwen3-windows", "eagle", 3),
+        ("qwen3.5", "vanilla", 2),
+        ("qwen3.5", "eagle", 3),
         ("qwen3-moe", "vanilla", 2),
         ("qwen3-moe", "eagle", 3),
         ("deepseek-v3", "vanilla", 3),
@@ -90,8 +92,8 @@ def test_drafts_and_caches_are_those_of_transformers(
     accept nothing, and steps that accept several drafts, or the one.
     """
     eagle = style == "eagle"
-    # What lies before every window need not be kept for others.
-    shares = kind != "qwen3-windows"
+    # What lies before every window need not be kept for others, and no state is.
+    shares = kind not in ("qwen3-windows", "qwen3.5")
     chains = Chains(tmp_path, kind, 1 if eagle else k)
     prompt = torch.randint(VOCAB, (4 * BLOCK,), generator=torch.Generator().manual_seed(k))
     tokens: list[int] = prompt.tolist()

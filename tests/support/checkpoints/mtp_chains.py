@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -64,6 +66,14 @@ def _target(kind: str, modules: int) -> PreTrainedModel:
             layers = ["sliding_attention", "full_attention"]
             windows = {"use_sliding_window": True, "sliding_window": 5, "layer_types": layers}
             return Qwen3ForCausalLM(Qwen3Config(**sizes, **full, **windows))
+        case "qwen3.5":
+            # The last layer attends, as a module's does.
+            layers = ["linear_attention", "full_attention"]
+            delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                     "linear_key_head_dim": 12, "linear_value_head_dim": 20}  # fmt: skip
+            return Qwen3_5ForCausalLM(
+                Qwen3_5TextConfig(**sizes, **full, **delta, layer_types=layers)
+            )
         case "qwen3-moe":
             config = Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=5)
             return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
@@ -85,6 +95,7 @@ class Chains:
 
     def __init__(self, folder: Path, kind: str, modules: int) -> None:
         torch.manual_seed(modules)
+        self.kind = kind
         self.target: Any = _target(kind, modules).float().eval()
         self.mtp: Any = MtpModel(self.target, modules).float().eval()
         self._draw()
@@ -105,11 +116,15 @@ class Chains:
             for name, weight in everything:
                 noise = torch.randn(weight.shape, generator=generator)
                 if "norm" in name:
-                    weight.copy_(1 + 0.06 * noise)
+                    # Norms of Qwen3.5 add 1 themselves, but for those of heads of values.
+                    lacks_one = self.kind == "qwen3.5" and "linear_attn" not in name
+                    weight.copy_((0 if lacks_one else 1) + 0.06 * noise)
                 elif name.endswith("eh_proj.weight"):
                     token = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
                     weight.copy_(token + 0.04 * noise)
-                elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                elif name.endswith(
+                    ("o_proj.weight", "down_proj.weight", "out_proj.weight", "experts.down_proj")
+                ):
                     weight.copy_(0.01 * noise)
                 else:
                     weight.copy_(noise * (0.9 if "embed_tokens" in name else 0.15))
