@@ -129,38 +129,37 @@ def conv_inputs(x_ptrs, mask, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def convolve_token(
-    x_ptrs,
-    x_stride,
-    ring_ptrs,
-    entries,
-    token,
-    position,
-    weight_ptrs,
-    bias_ptrs,
-    mask,
-    keeps,
-    C: tl.constexpr,
-    D: tl.constexpr,
-):
-    """silu of the convolution of some channels for one token of a row in decode, in float32.
+def convolve_token(conv, weights, channel, mask, keeps, C: tl.constexpr, D: tl.constexpr):
+    """silu of the convolution of some channels for one token of a row in decode, in float32, from
+    the oldest input to its own.
 
-    Inputs of the row's earlier tokens are in the product, `x_stride` apart, and those before them
-    in the ring. It gets the token's own where the program `keeps` them: of channels that several
-    programs read, one does.
+    Inputs of the row's earlier tokens are in the product, and those before them in the ring. It
+    gets the token's own where the program `keeps` them: of channels that several programs read, one
+    does.
+
+    conv     the token's inputs, the distance of tokens, the slot's ring, its entries, the token's
+             place in its row, and its position
+    weights  of the convolution, [C, D], and its bias or None
     """
-    total = tl.zeros(x_ptrs.shape, tl.float32)
-    if bias_ptrs is not None:
-        total += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
+    inputs_ptr, stride, ring_ptr, entries, token, position = conv
+    weight_ptr, bias_ptr = weights
+    total = tl.zeros(channel.shape, tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     for tap in tl.static_range(D):
         back = D - 1 - tap
-        entry = ((position - back + entries) % entries).to(tl.int64)
-        here = mask & (token >= back)
-        before = mask & (token < back) & (position >= back)
-        x = tl.load(x_ptrs - back * x_stride, mask=here, other=0.0)
-        x += tl.load(ring_ptrs + entry * C, mask=before, other=0.0)
-        weight = tl.load(weight_ptrs + tap, mask=mask, other=0.0).to(tl.float32)
-        total = tl.fma(x.to(tl.float32), weight, total)
-    own = tl.load(x_ptrs, mask=mask & keeps, other=0.0)
-    tl.store(ring_ptrs + (position % entries).to(tl.int64) * C, own, mask=mask & keeps)
+        old = position - back
+        in_row = token >= back
+        entry = ((old + entries) % entries).to(tl.int64)
+        from_row = tl.load(inputs_ptr - back * stride + channel, mask=mask & in_row, other=0.0).to(
+            tl.float32
+        )
+        from_ring = tl.load(
+            ring_ptr + entry * C + channel, mask=mask & (old >= 0) & (token < back), other=0.0
+        ).to(tl.float32)
+        weight = tl.load(weight_ptr + channel * D + tap, mask=mask, other=0.0)
+        total += tl.where(in_row, from_row, from_ring) * weight.to(tl.float32)
+    own = tl.load(inputs_ptr + channel, mask=mask, other=0.0)
+    target = ring_ptr + (position % entries).to(tl.int64) * C + channel
+    tl.store(target, own.to(ring_ptr.dtype.element_ty), mask=mask & keeps)
     return silu(total)

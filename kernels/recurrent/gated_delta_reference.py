@@ -1,20 +1,19 @@
 """`gated_delta.py` in plain PyTorch: a token after the other, with that module's letters.
 
-A row's bits do not depend on other rows: exponentials are numpy's, which round alike wherever an
-element is, and sums are those of single rows.
+A row's bits do not depend on other rows: sums are those of single rows.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from graphengine.kernels.core.lanes import live_lanes, sum_rows
 from graphengine.kernels.norm_rope.activation import silu_reference
 from graphengine.kernels.recurrent.conv_reference import causal_conv_reference
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
+from graphengine.kernels.recurrent.softplus import exp_reference, softplus_reference
 
 _NORM_EPS = 1e-6
 
@@ -102,10 +101,9 @@ def heads_of(
         for part in (q, k)
     )
     b, a = projected_LX[:, -2 * sizes.value_heads :].float().chunk(2, dim=1)
-    dt = a + params.dt_bias
-    softplus = torch.where(dt > 20.0, dt, _log1p(_exp(dt.clamp(max=20.0))))
-    decay = _exp(-_exp(params.a_log) * softplus)
-    beta = 1.0 / (1.0 + _exp(-b))
+    dt = softplus_reference(a + params.dt_bias)
+    decay = exp_reference(-exp_reference(params.a_log) * dt)
+    beta = 1.0 / (1.0 + exp_reference(-b))
     return Heads(q * sizes.key_dim**-0.5, k, v.unflatten(1, (sizes.value_heads, -1)), decay, beta)
 
 
@@ -160,11 +158,3 @@ def _gated(
     normed = y_LHV * torch.rsqrt(mean + eps)[..., None] * params.norm.float()
     z = projected_LX[:, sizes.channels : sizes.channels + sizes.inner].float()
     return normed.flatten(1) * silu_reference(z)
-
-
-def _exp(x: torch.Tensor) -> torch.Tensor:
-    return torch.exp(x) if x.is_cuda else torch.from_numpy(np.exp(x.numpy()))
-
-
-def _log1p(x: torch.Tensor) -> torch.Tensor:
-    return torch.log1p(x) if x.is_cuda else torch.from_numpy(np.log1p(x.numpy()))

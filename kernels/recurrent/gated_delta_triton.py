@@ -8,6 +8,7 @@ import triton.language as tl
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
 from graphengine.kernels.recurrent.conv_triton import convolve_token
+from graphengine.kernels.recurrent.softplus import softplus
 
 PIECE = 64
 """Positions of a chunk's piece."""
@@ -71,55 +72,18 @@ def decode_kernel(
         live = tl.load(slot_ptr + lane) >= 0
         row = projected_ptr + lane * projected_stride
         here = start + token
-        x_k = convolve_token(
-            row + of_k,
-            projected_stride,
-            ring + of_k,
-            ring_entries,
-            token,
-            here,
-            params.conv_weight + of_k * D,
-            None,
-            live & in_k,
-            keeps,
-            C,
-            D,
-        )
-        x_q = convolve_token(
-            row + of_q,
-            projected_stride,
-            ring + of_q,
-            ring_entries,
-            token,
-            here,
-            params.conv_weight + of_q * D,
-            None,
-            live & in_k,
-            keeps,
-            C,
-            D,
-        )
-        x_v = convolve_token(
-            row + of_v,
-            projected_stride,
-            ring + of_v,
-            ring_entries,
-            token,
-            here,
-            params.conv_weight + of_v * D,
-            None,
-            live & in_v,
-            True,
-            C,
-            D,
-        )
+        conv = (row, projected_stride, ring, ring_entries, token, here)
+        weights = (params.conv_weight, None)
+        x_q = convolve_token(conv, weights, of_q, live & in_k, keeps, C, D)
+        x_k = convolve_token(conv, weights, of_k, live & in_k, keeps, C, D)
+        x_v = convolve_token(conv, weights, of_v, live & in_v, True, C, D)
         x_k = x_k / tl.sqrt_rn(tl.sum(x_k * x_k, 0) + _NORM_EPS)
         x_q = x_q / tl.sqrt_rn(tl.sum(x_q * x_q, 0) + _NORM_EPS) * (1.0 / K**0.5)
         gates = row + C + H * V + head
         b = tl.load(gates, mask=live, other=0.0).to(tl.float32)
         a = tl.load(gates + H, mask=live, other=0.0).to(tl.float32)
         beta = 1.0 / (1.0 + tl.exp(-b))
-        s = s * tl.exp(rate * _softplus(a + dt_bias))
+        s = s * tl.exp(rate * softplus(a + dt_bias))
         delta = (x_v - tl.sum(s * x_k[:, None], 0)) * beta
         stored = tl.fma(
             tl.broadcast_to(x_k[:, None], s.shape), tl.broadcast_to(delta[None, :], s.shape), s
@@ -129,17 +93,6 @@ def decode_kernel(
         tl.store(cells + entry * (H * K * V), stored, mask=mask & live)
         y = tl.sum(s * x_q[:, None], 0)
         tl.store(y_ptr + lane * (H * V) + head * V + v, y, mask=live & in_v)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), exact to the last bits also where the power is small."""
-    grown = tl.exp(tl.minimum(x, 20.0))
-    # What rounding to 1 + e took from e is divided out.
-    whole = 1.0 + grown
-    lost = tl.where(whole == 1.0, 1.0, whole - 1.0)
-    small = tl.where(whole == 1.0, grown, tl.log(whole) * (grown / lost))
-    return tl.where(x > 20.0, x, small)
 
 
 @triton.jit(do_not_specialize=["lanes"])
@@ -201,7 +154,7 @@ def pieces_kernel(
     b = tl.load(gates, mask=there, other=0.0).to(tl.float32)
     a = tl.load(gates + H, mask=there, other=0.0).to(tl.float32)
     beta = tl.where(there, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-    sums = tl.cumsum(tl.where(there, rate * _softplus(a + dt_bias), 0.0), 0)
+    sums = tl.cumsum(tl.where(there, rate * softplus(a + dt_bias), 0.0), 0)
     met = tl.dot(x_k, tl.trans(x_k), input_precision=PRECISION)
     # Above the diagonal some powers would be infinite.
     met *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * beta[:, None]

@@ -1,17 +1,16 @@
 """`mamba2.py` in plain PyTorch: a token after the other, with that module's letters.
 
-A row's bits do not depend on other rows: exponentials are numpy's, which round alike wherever an
-element is, and sums are those of single rows.
+A row's bits do not depend on other rows: sums are those of single rows.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from graphengine.kernels.core.lanes import live_lanes, sum_rows
 from graphengine.kernels.norm_rope.activation import silu_reference
 from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Params, Mamba2Sizes
+from graphengine.kernels.recurrent.softplus import exp_reference, softplus_reference
 
 
 def mamba2_decode_reference(
@@ -134,9 +133,8 @@ def _time_steps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 `[N, H]`: dt, and what a state is multiplied by."""
     x = dt_NH.float() + params.dt_bias.float()
-    softplus = torch.where(x > 20.0, x, _log1p(_exp(x.clamp(max=20.0))))
-    dt = softplus.clamp(sizes.dt_min, sizes.dt_max)
-    return dt, _exp(dt * -_exp(params.a_log.float()))
+    dt = softplus_reference(x).clamp(sizes.dt_min, sizes.dt_max)
+    return dt, exp_reference(dt * -exp_reference(params.a_log.float()))
 
 
 def _advanced(
@@ -148,15 +146,3 @@ def _advanced(
 def _read(h: torch.Tensor, x: torch.Tensor, c: torch.Tensor, params: Mamba2Params) -> torch.Tensor:
     met = h * c[:, :, None]
     return sum_rows(met.flatten(0, 2)).view_as(x) + params.skip.float()[:, None] * x
-
-
-def _exp(x: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        return torch.exp(x)
-    return torch.from_numpy(np.exp(x.numpy()))
-
-
-def _log1p(x: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        return torch.log1p(x)
-    return torch.from_numpy(np.log1p(x.numpy()))

@@ -7,6 +7,8 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
+from graphengine.kernels.recurrent.conv_triton import convolve_token
+from graphengine.kernels.recurrent.softplus import softplus
 
 PIECE = 64
 """Positions of a chunk's piece."""
@@ -73,10 +75,11 @@ def decode_kernel(
         live = tl.load(slot_ptr + lane) >= 0
         row_ptr = projected_ptr + lane * projected_stride
         here = position + token
-        conv = (row_ptr + INNER, projected_stride, ring_ptr, ring_entries, token, here, params)
-        x = _convolved(conv, of_x, live & (p < P), True, CHANNELS, D)
-        b = _convolved(conv, of_b, live & (k < K), keeps, CHANNELS, D)
-        c = _convolved(conv, of_c, live & (k < K), keeps, CHANNELS, D)
+        conv = (row_ptr + INNER, projected_stride, ring_ptr, ring_entries, token, here)
+        weights = (params.conv_weight, params.conv_bias)
+        x = convolve_token(conv, weights, of_x, live & (p < P), True, CHANNELS, D)
+        b = convolve_token(conv, weights, of_b, live & (k < K), keeps, CHANNELS, D)
+        c = convolve_token(conv, weights, of_c, live & (k < K), keeps, CHANNELS, D)
         dt = tl.load(row_ptr + INNER + CHANNELS + head, mask=live, other=0.0).to(tl.float32)
         dt = _time_step(dt + dt_bias, dt_min, dt_max)
         h = tl.exp(dt * rate) * h + (dt * x)[:, None] * b[None, :]
@@ -88,45 +91,9 @@ def decode_kernel(
 
 
 @triton.jit
-def _convolved(conv, channel, mask, keeps, C: tl.constexpr, D: tl.constexpr):
-    """silu of the convolution of some channels for one token, from the oldest input to its own.
-
-    Inputs of the row's earlier tokens are in the product, those before them in the ring, which
-    gets the token's own where the program `keeps` them.
-    """
-    inputs_ptr, stride, ring_ptr, entries, token, position, params = conv
-    total = tl.zeros(channel.shape, tl.float32)
-    if params.conv_bias is not None:
-        total += tl.load(params.conv_bias + channel, mask=mask, other=0.0).to(tl.float32)
-    for tap in tl.static_range(D):
-        back = D - 1 - tap
-        old = position - back
-        in_row = token >= back
-        entry = ((old + entries) % entries).to(tl.int64)
-        from_row = tl.load(inputs_ptr - back * stride + channel, mask=mask & in_row, other=0.0).to(
-            tl.float32
-        )
-        from_ring = tl.load(
-            ring_ptr + entry * C + channel, mask=mask & (old >= 0) & (token < back), other=0.0
-        ).to(tl.float32)
-        weight = tl.load(params.conv_weight + channel * D + tap, mask=mask, other=0.0)
-        total += tl.where(in_row, from_row, from_ring) * weight.to(tl.float32)
-    own = tl.load(inputs_ptr + channel, mask=mask, other=0.0)
-    target = ring_ptr + (position % entries).to(tl.int64) * C + channel
-    tl.store(target, own.to(ring_ptr.dtype.element_ty), mask=mask & keeps)
-    return silu(total)
-
-
-@triton.jit
 def _time_step(x, dt_min, dt_max):
     """softplus(x) within its limits."""
-    grown = tl.exp(tl.minimum(x, 20.0))
-    # log(1 + e) of a small e: what rounding to 1 + e took from e is divided out.
-    whole = 1.0 + grown
-    lost = tl.where(whole == 1.0, 1.0, whole - 1.0)
-    softplus = tl.where(whole == 1.0, grown, tl.log(whole) * (grown / lost))
-    softplus = tl.where(x > 20.0, x, softplus)
-    return tl.minimum(tl.maximum(softplus, dt_min), dt_max)
+    return tl.minimum(tl.maximum(softplus(x), dt_min), dt_max)
 
 
 @triton.jit(do_not_specialize=["lanes", "entries", "dt_min", "dt_max"])
