@@ -271,7 +271,7 @@ def _fingerprint(weights: StoredWeights) -> str:
     digest = hashlib.sha256(repr(weights.config).encode())
     samples: list[Any] = []
     packed = {
-        f"{linear.parts[0][0]} {index}": tensor
+        f"{linear.parts[0][0]}{'' if linear.stack is None else linear.stack.expert} {index}": tensor
         for linear in weights.linears()
         if isinstance(linear.weight, PackedWeight)
         for index, tensor in enumerate(linear.weight.tensors)

@@ -212,6 +212,13 @@ class Weight(NamedTuple):
     axis: int | None = None
 
 
+class Stack(NamedTuple):
+    """Where the weight of an expert is in tensors that have those of all: `[experts, ...]`."""
+
+    expert: int
+    experts: int
+
+
 class StoredLinear(NamedTuple):
     """A weight of linears, and what it is in a checkpoint.
 
@@ -221,6 +228,8 @@ class StoredLinear(NamedTuple):
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
             A weight in the model's dtype has views that say the same
     expert  whether it is one of several, of which a lane takes some
+    stack   its place in the tensors of `parts`, which all experts of a layer share and whose names
+            have no ".weight"; None: they are its own. `views` are of those that are its own
     """
 
     weight: AnyWeight
@@ -229,6 +238,7 @@ class StoredLinear(NamedTuple):
     axis: int | None = None
     order: Tensor | None = None
     expert: bool = False
+    stack: Stack | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -253,7 +263,7 @@ class RoutedExperts(NamedTuple):
     experts     of a layer; `chosen` of them are a token's
     parameters  values of the weights of one
     nbytes      of all experts of all layers
-    stacked     whether a checkpoint has those of a layer in one tensor, which is never packed
+    stacked     whether a checkpoint has those of a layer in one tensor, as gpt-oss has them
     """
 
     layers: int

@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
 
 from graphengine.config import RoundedKind
 from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids, some
@@ -27,14 +26,8 @@ from graphengine.models.quantised.filling import (
     rounding_reader,
     stored_reader,
 )
-from graphengine.models.quantised.forms import check_rounding, rounded_forms, stored_forms
+from graphengine.models.quantised.forms import rounded_forms, stored_forms
 from graphengine.models.quantised.schemes import Quantisation
-from graphengine.models.quantised.stacked import (
-    check_stacked,
-    fill_stacked,
-    say_stacked,
-    stacked_names,
-)
 
 log = logging.getLogger(__name__)
 
@@ -76,18 +69,12 @@ def read_model(
             f"quantize={quantize!r} is for weights of 16 or 32 bits, and those of "
             f"{checkpoint.path} are quantised ({quantisation.method})"
         )
-    if quantize is not None:
-        check_rounding(config, quantize)
     unknown = unknown_keys(checkpoint.config)
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
     stored = checkpoint.tensors
     used = destinations(checkpoint, _meta(config))
-    used, stacked = _without_stacked(checkpoint, used)
-    pairs = {each for pair in stacked_names(checkpoint, stacked).values() for each in pair}
-    if stacked:
-        _check_stacked(checkpoint, quantisation, stacked)
-    unused = sorted(stored.keys() - used.keys() - names_of_packed(checkpoint, packed) - pairs)
+    unused = sorted(stored.keys() - used.keys() - names_of_packed(checkpoint, packed))
     # A scale says more than the weights that are missing in its place.
     _refuse_quantised(checkpoint, quantisation, config, unused)
     checkpoint.check(used)
@@ -107,28 +94,6 @@ def _rounded(
         return config.stored_as(rounded_forms(_meta(config).linears(), quantize, head=head))
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {error}") from error
-
-
-def _without_stacked(
-    checkpoint: Checkpoint, wanted: Destinations
-) -> tuple[Destinations, dict[str, Tensor]]:
-    """Destinations of tensors that are stored as they are, and of experts in blocks and scales."""
-    names = stacked_names(checkpoint, wanted)
-    stacked = {name: wanted[name] for name in names}
-    return {name: wanted[name] for name in wanted if name not in names}, stacked
-
-
-def _check_stacked(
-    checkpoint: Checkpoint, quantisation: Quantisation | None, stacked: dict[str, Tensor]
-) -> None:
-    if quantisation is None or quantisation.method != "mxfp4":
-        told = "nothing of quantised weights" if quantisation is None else quantisation.method
-        raise ValueError(
-            f"{checkpoint.path} has experts in blocks and scales, and config.json says {told}: "
-            f"{some(sorted(stacked))}"
-        )
-    check_stacked(checkpoint, stacked)
-    log.info("%s", say_stacked(checkpoint, stacked_names(checkpoint, stacked)))
 
 
 def _meta(config: ModelConfig) -> ModelWeights:
@@ -158,9 +123,6 @@ def load_weights(
     sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     quantisation = quantisation_of(checkpoint)
     names = names_of_packed(checkpoint, linears)
-    wanted, stacked = _without_stacked(checkpoint, wanted)
-    pairs = {each for pair in stacked_names(checkpoint, stacked).values() for each in pair}
-    names |= pairs
     plain, done = sum(sizes[name] for name in wanted if name in sizes), 0
     total = plain + sum(sizes[name] for name in names)
 
@@ -178,8 +140,7 @@ def load_weights(
         if quantisation is None
         else stored_reader(checkpoint, quantisation)
     )
-    fill_stacked(checkpoint, stacked, note)
-    used = fill_packed(checkpoint.path, linears, reader, note) | pairs
+    used = fill_packed(checkpoint.path, linears, reader, note)
     return sorted(set(unused) - used)
 
 
@@ -259,12 +220,6 @@ def _refuse_quantised(
         and not name.startswith(_DRAFT_MODULES)
         and _layer(name) < config.num_layers
     ]
-    of_experts = [name for name in found if ".experts." in name]
-    if of_experts:
-        raise ValueError(
-            f"{checkpoint.path} has {len(of_experts)} tensors of quantised experts, which are read "
-            f"in 16 or 32 bits alone: {some(of_experts)}"
-        )
     if found:
         reason = (
             "and its configs say nothing of quantised weights"

@@ -18,6 +18,7 @@ from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
 from graphengine.drafters.making import beside_target
 from graphengine.engine_options import EngineOptions
+from graphengine.kernels import PackedWeight
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.observe.tracing import span
@@ -135,10 +136,16 @@ def freed(engine: Engine) -> Iterator[Engine]:
 
 
 def rounded_model(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with its weights as `config.quantize` wants them."""
+    """The model with its weights as `config.quantize` wants them. ValueError for packed ones."""
     if config.quantize is None:
         return model
     linears = model.allocate(device="meta", dtype=torch.float32).linears()
+    packed = [each.weight for each in linears if isinstance(each.weight, PackedWeight)]
+    if packed:
+        raise ValueError(
+            f"quantize={config.quantize!r} is for weights of 16 or 32 bits, and this model has "
+            f"{len(packed)} linears in other formats, such as {packed[0].format.label}"
+        )
     return model.stored_as(rounded_forms(linears, config.quantize, head=config.quantize_lm_head))
 
 

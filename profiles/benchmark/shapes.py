@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
-from graphengine.kernels import PackedWeight
+from graphengine.kernels import PackedWeight, packed_form
 from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, StoredLinear, linear_name
+from graphengine.models.contract import ModelConfig, StoredLinear, WeightForms, linear_name
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
+from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.states import Paged, recurrent_states
 from graphengine.models.stored import read_model
 
@@ -160,6 +161,21 @@ def _nemotron_h(pattern: str, **sizes: Any) -> dict[str, Any]:
     return {"architectures": ["NemotronHForCausalLM"]} | fixed | sizes
 
 
+def _gpt_oss() -> dict[str, Any]:
+    return {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu",
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-1b": _llama(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -203,16 +219,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=2, head_dim=64, vocab_size=256, query_pre_attn_scalar=64,
         sliding_window=20, sliding_window_pattern=2, max_position_embeddings=512,
     ),
-    "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu",
-        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
-        "attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0,
-        "max_position_embeddings": 131072, "tie_word_embeddings": False,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
-            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+    "gpt-oss-20b": _gpt_oss() | {
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head",
+            ],
         },
     },
     "granite-4-h-1b": _granite4(
@@ -246,6 +259,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         head_dim=64, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16,
         vocab_size=256, max_position_embeddings=512,
     ),
+    "gpt-oss-20b-bf16": _gpt_oss(),
     "tiny-moe": _qwen3_moe(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=512,
@@ -279,7 +293,8 @@ class Subject:
             return cls.of_checkpoint(checkpoint_path(), name=DEMO)
         if name not in SHAPES:
             raise ValueError(f"unknown shape {name!r}; known: {', '.join(NAMES)}")
-        return cls(name=name, hf_config=SHAPES[name], model=read_model_config(SHAPES[name]))
+        config = SHAPES[name]
+        return cls(name=name, hf_config=config, model=_as_told(read_model_config(config), config))
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, *, name: str | None = None) -> Subject:
@@ -307,6 +322,22 @@ def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
     return drawn[:size].sort().values
 
 
+def _as_told(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
+    """The model with its weights as its config tells: MXFP4, whose scales are powers of two."""
+    quantisation = read_quantisation(config)
+    if quantisation is None:
+        return model
+    linears = model.allocate(device="meta", dtype=torch.float32).linears()
+    firsts = dict.fromkeys(linear.parts[0][0] for linear in linears)
+    schemes = {name: quantisation.scheme(name) for name in firsts}
+    forms = {
+        name: packed_form(scheme.format, torch.uint8)
+        for name, scheme in schemes.items()
+        if scheme is not None
+    }
+    return model.stored_as(WeightForms(forms))
+
+
 def model_shape(name: str) -> ModelConfig:
     """The model of a shape of `NAMES`; ValueError lists them."""
     return Subject.of_shape(name).model
@@ -323,7 +354,10 @@ def fill_random(
     """
     for linear in linears:
         if isinstance(linear.weight, PackedWeight):
-            generator = _generator(linear.parts[0][0], linear.weight.codes.device, seed)
+            name = linear.parts[0][0]
+            if linear.stack is not None:
+                name = f"{name}.{linear.stack.expert}"
+            generator = _generator(name, linear.weight.codes.device, seed)
             _fill_packed(linear.weight, generator)
     for name, tensor in tensors.items():
         generator = _generator(name, tensor.device, seed)

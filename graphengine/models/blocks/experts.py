@@ -43,6 +43,7 @@ from graphengine.models.contract import (
     Linear,
     Linears,
     Reduce,
+    Stack,
     StoredLinear,
     Weight,
     WeightForms,
@@ -66,7 +67,8 @@ class Experts:
     bias       whether the router's product and those of the experts have biases
     clamped    the experts' in place of silu(gate) * up
     stacked    whether a checkpoint has all experts of a layer in one tensor, as gpt-oss's has them:
-               [E, H, 2F], a gate and its up side by side, and [E, F, H]
+               [E, H, 2F], a gate and its up side by side, and [E, F, H]; or in 4 bits, of which
+               each expert has rows as a linear's, gates and ups alternately
     """
 
     hidden_size: int
@@ -96,14 +98,19 @@ class Experts:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has; of all experts that
-        of the first. Those that are stacked are no linears.
+        of the first, or what all of them are in.
         """
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: SHARED + first for name, first in shared.items()}
-        if not self.stacked:
-            names["expert_gate_up"] = expert_prefix(0) + "gate_proj"
-            names["expert_down"] = expert_prefix(0) + "down_proj"
+        names["expert_gate_up"], names["expert_down"] = self.expert_names(0)
         return names
+
+    def expert_names(self, index: int) -> tuple[str, str]:
+        """Of the weights of an expert, below the block's prefix: of gates, and of down."""
+        if self.stacked:
+            return "experts.gate_up_proj", "experts.down_proj"
+        prefix = expert_prefix(index)
+        return f"{prefix}gate_proj", f"{prefix}down_proj"
 
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`: of each of its pairs, what the products leave."""
@@ -135,15 +142,15 @@ class Experts:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        def of_all(name: str, rows: int, columns: int, *, swiglu: bool = False) -> ExpertWeight:
-            names = [f"{prefix}{expert_prefix(index)}{name}" for index in range(self.experts)]
-            form = _same_form(names, forms)
+        def of_all(names: Sequence[str], rows: int, columns: int, *, swiglu: bool) -> ExpertWeight:
+            form = _same_form([prefix + name for name in names], forms)
             shape = (self.experts, rows, columns)
             if form is None:
                 return new(*shape)
             return empty_experts(form, shape, swiglu=swiglu, device=device)
 
         hidden, ffn = self.hidden_size, self.ffn_size
+        gates, downs = zip(*map(self.expert_names, range(self.experts)), strict=True)
         return ExpertsWeights(
             block=self,
             prefix=prefix,
@@ -158,8 +165,8 @@ class Experts:
                 if self.shared is None
                 else self.shared.allocate(prefix + SHARED, forms, device=device, dtype=dtype)
             ),
-            gate_up=of_all("gate_proj", 2 * ffn, hidden, swiglu=True),
-            down=of_all("down_proj", hidden, ffn),
+            gate_up=of_all(gates, 2 * ffn, hidden, swiglu=True),
+            down=of_all(downs, hidden, ffn, swiglu=False),
             gate_bias=new(self.experts) if self.bias else None,
             gate_up_bias=new(self.experts, 2 * ffn) if self.bias else None,
             down_bias=new(self.experts, hidden) if self.bias else None,
@@ -188,11 +195,31 @@ class ExpertsWeights:
     down_bias: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """Those of each expert and of the shared ones; a router is never packed, nor are experts
-        that are stacked.
-        """
+        """Those of each expert and of the shared ones; a router is never packed."""
         shared = [] if self.shared is None else self.shared.linears()
-        return shared if self.block.stacked else self._expert_linears() + shared
+        return (self._stacked_linears() if self.block.stacked else self._expert_linears()) + shared
+
+    def _stacked_linears(self) -> list[StoredLinear]:
+        block, ffn = self.block, self.block.ffn_size
+        gate_up, down = (self.prefix + name for name in block.expert_names(0))
+        # Rows of gates and ups alternate.
+        order = torch.arange(2 * ffn).view(-1, 2).t().flatten()
+        found = []
+        for index in range(block.experts):
+            stack = Stack(index, block.experts)
+            up_weight, down_weight = (_of_expert(w, index) for w in (self.gate_up, self.down))
+            found += [
+                StoredLinear(
+                    up_weight,
+                    ((gate_up, 2 * ffn),),
+                    swiglu=True,
+                    order=order,
+                    expert=True,
+                    stack=stack,
+                ),
+                StoredLinear(down_weight, ((down, block.hidden_size),), expert=True, stack=stack),
+            ]
+        return found
 
     def _expert_linears(self) -> list[StoredLinear]:
         ffn, hidden = self.block.ffn_size, self.block.hidden_size
@@ -224,15 +251,15 @@ class ExpertsWeights:
 
     def _stacked(self) -> dict[str, Weight]:
         assert self.correction is None and self.shared is None
-        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
-        experts, _, hidden = self.gate_up.shape
-        pairs = self.gate_up.view(experts, 2, -1, hidden)
-        names = {
-            "router.weight": Weight(self.gate),
+        names = {"router.weight": Weight(self.gate)}
+        gate_up, down = self.block.expert_names(0)
+        experts = self.block.experts
+        if isinstance(self.gate_up, Tensor):
+            pairs = self.gate_up.view(experts, 2, -1, self.block.hidden_size)
             # As the tensors of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
-            "experts.gate_up_proj": Weight(pairs.permute(0, 3, 2, 1)),
-            "experts.down_proj": Weight(self.down.transpose(1, 2)),
-        }
+            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1))
+        if isinstance(self.down, Tensor):
+            names[down] = Weight(self.down.transpose(1, 2))
         if self.gate_bias is not None:
             assert self.gate_up_bias is not None and self.down_bias is not None
             names |= {

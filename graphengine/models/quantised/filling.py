@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphengine.kernels import PackedWeight, QuantisedWeight, pack
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import StoredLinear
+from graphengine.models.contract import Stack, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate, in_order
 from graphengine.models.quantised.readers import read_weight
@@ -23,6 +23,8 @@ from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
 
 EMBEDDING = "model.embed_tokens"
+# Of tensors with the codes and scales of all experts, after the name that those in 16 bits have.
+_STACKED_ENDS = ("_blocks", "_scales")
 
 
 class Read(NamedTuple):
@@ -55,6 +57,36 @@ class _OnDevice(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
+class _OfExpert(Mapping[str, Tensor]):
+    """An expert's part of tensors that have those of all; each is looked up whole."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], stack: Stack) -> None:
+        self._tensors, self._stack = tensors, stack
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, (index, experts) = self._tensors[name], self._stack
+        if tensor.shape[:1] != (experts,):
+            raise ValueError(f"{name} has shape {[*tensor.shape]}, and there are {experts} experts")
+        return tensor[index]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str, Tensor]:
+    """The tensors as a linear has them. A look-up raises ValueError for another number of experts.
+
+    stack  the linear's place in them; None: they are its own
+    """
+    return tensors if stack is None else _OfExpert(tensors, stack)
+
+
 def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
     """Weights as the checkpoint has them."""
     tensors = checkpoint.mapped()
@@ -65,7 +97,7 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
         for name, rows in linear.parts:
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
-            there = _OnDevice(tensors, device)
+            there = _OnDevice(of_stack(tensors, linear.stack), device)
             try:
                 found = read_weight(scheme, there, name, (rows, linear.shape[1]))
             except ValueError as error:
@@ -83,10 +115,13 @@ def rounding_reader(checkpoint: Checkpoint) -> Reader:
 
     def read(linear: StoredLinear, device: torch.device) -> Read:
         assert isinstance(linear.weight, PackedWeight)
-        names = [f"{name}.weight" for name, _ in linear.parts]
+        stack = linear.stack
+        names = [f"{name}.weight" if stack is None else name for name, _ in linear.parts]
         if names == [f"{HEAD}.weight"] and names[0] not in checkpoint.tensors:
             names = [f"{EMBEDDING}.weight"]
-        whole = torch.cat([tensors[name].to(device) for name in names])
+        parts = [of_stack(tensors, stack)[name].to(device) for name in names]
+        # Tensors that all experts are in have columns where a linear's have rows.
+        whole = torch.cat(parts if stack is None else [part.t() for part in parts])
         try:
             return Read(quantise(whole, linear.weight.format), tuple(names))
         except ValueError as error:
@@ -112,8 +147,9 @@ def fill_packed(
     for linear in linears:
         if isinstance(linear.weight, PackedWeight):
             names = _fill(path, linear, linear.weight, read)
+            # What several experts are in is told once.
+            progress(tuple(name for name in names if name not in used))
             used |= set(names)
-            progress(names)
     return used
 
 
@@ -134,10 +170,12 @@ def _fill(path: Path, linear: StoredLinear, target: PackedWeight, read: Reader) 
 def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
     """The checkpoint's tensors of the weights of those linears that are packed."""
     packed = packed_names(linears)
+    stacked = {name for each in linears if each.stack is not None for name, _ in each.parts}
+    stacked = {name + end for name in packed & stacked for end in ("", *_STACKED_ENDS)}
     return {
         name
         for name in checkpoint.tensors
-        if name.rpartition(".")[0] in packed and is_of_weight(name)
+        if name in stacked or (name.rpartition(".")[0] in packed and is_of_weight(name))
     }
 
 

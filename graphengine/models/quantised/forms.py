@@ -21,9 +21,9 @@ from graphengine.kernels import (
     packed_form,
 )
 from graphengine.models.checkpoint import Checkpoint, some
-from graphengine.models.contract import ModelConfig, StoredLinear, WeightForms
+from graphengine.models.contract import Stack, StoredLinear, WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format
-from graphengine.models.quantised.filling import is_of_weight
+from graphengine.models.quantised.filling import is_of_weight, of_stack
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight
 from graphengine.models.quantised.rounding import KIND_FORMATS, check_columns
 from graphengine.models.quantised.schemes import HEAD, Quantisation, WeightScheme
@@ -108,7 +108,7 @@ def _form(
         raise ValueError(f"linears that are computed as one are stored in different ways: {shown}")
     columns, first = linear.shape[1], next(iter(found.values()))
     parts = [
-        _checked(stored, scheme, name, (rows, columns))
+        _checked(stored, scheme, linear.stack, name, (rows, columns))
         for (name, rows), scheme in zip(linear.parts, found.values(), strict=True)
     ]
     dtypes = {part.scales.dtype for part in parts}
@@ -127,13 +127,17 @@ def _form(
 
 
 def _checked(
-    stored: _Stored, scheme: WeightScheme, name: str, shape: tuple[int, int]
+    stored: _Stored,
+    scheme: WeightScheme,
+    stack: Stack | None,
+    name: str,
+    shape: tuple[int, int],
 ) -> QuantisedWeight:
     """A weight without values. ValueError for tensors below its name that its format has not.
 
     A scale that nothing uses means that the weight is another one.
     """
-    found = read_weight(scheme, stored.headers, name, shape)
+    found = read_weight(scheme, of_stack(stored.headers, stack), name, shape)
     below = [other for other in stored.below.get(name, ()) if is_of_weight(other)]
     left = [other for other in below if other not in found.names]
     if left:
@@ -161,16 +165,6 @@ def _is_ordered(stored: _Stored, schemes: Mapping[str, WeightScheme], columns: i
 
 def _format(scheme: WeightScheme | None) -> str:
     return "the model's dtype" if scheme is None else scheme.format.label
-
-
-def check_rounding(config: ModelConfig, kind: RoundedKind) -> None:
-    """ValueError for a model with experts that nobody rounds, though most of it is in them."""
-    routed = config.allocate(device="meta", dtype=torch.bfloat16).routed
-    if routed is not None and routed.stacked:
-        raise ValueError(
-            f"a {config.architecture} has the {routed.experts} experts of a layer in one tensor, "
-            f"which is not rounded: quantize={kind!r}"
-        )
 
 
 def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: bool) -> WeightForms:

@@ -23,7 +23,6 @@ from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import unsupported
 from graphengine.models.contract import ModelConfig
-from graphengine.models.quantised.forms import check_rounding
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import quantisation_of, read_model
@@ -80,7 +79,7 @@ def write_quantised(
             f"{source.path} has quantised weights ({quantisation.method}): those of 16 or 32 bits "
             f"can become {kind}"
         )
-    check_rounding(config, kind)
+    _check_names(config, kind)
     form = KIND_FORMATS[kind]
     if kind == "int4":
         form = form._replace(columns=group_size)
@@ -101,6 +100,16 @@ def write_quantised(
         raise
     before = sum(info.nbytes for info in source.tensors.values())
     return Written(tuple(linears), before, size)
+
+
+def _check_names(config: ModelConfig, kind: RoundedKind) -> None:
+    """ValueError for experts of which the format has no names: most of a model is in them."""
+    routed = config.allocate(device="meta", dtype=torch.bfloat16).routed
+    if routed is not None and routed.stacked:
+        raise ValueError(
+            f"a {config.architecture} has the {routed.experts} experts of a layer in one tensor, "
+            f"which compressed-tensors cannot hold: quantize={kind!r} rounds them while loading"
+        )
 
 
 def _linears(

@@ -175,12 +175,12 @@ def test_a_model_without_experts_in_any_layer_is_a_dense_one(
         read_model(checkpoint)
 
 
-def test_experts_in_8_bits_are_named(expert_checkpoints: dict[str, Any]) -> None:
+def test_scales_of_experts_without_a_format_are_named(expert_checkpoints: dict[str, Any]) -> None:
     checkpoint = Checkpoint.open(expert_checkpoints[NAMES[1]].path)
     scale = "model.layers.1.mlp.experts.4.up_proj.weight_scale_inv"
     info = checkpoint.tensors["model.norm.weight"]
     checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, scale: info})
-    with pytest.raises(ValueError, match=f"1 tensors of quantised experts, .*: {scale}"):
+    with pytest.raises(ValueError, match=f"1 tensors of quantised weights, and its .*: {scale}"):
         read_model(checkpoint)
 
 

@@ -14,9 +14,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from graphengine import Engine, SamplingParams
+from graphengine.kernels import PackedExperts
+from graphengine.kernels.linear.quantised import dequantise
+from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.decoder import DecoderConfig
+from graphengine.models.decoder import DecoderConfig, DecoderWeights
 from graphengine.models.families import read_model_config
+from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, load_weights, read_model
 from graphengine.speculative import NGram
@@ -226,21 +230,50 @@ def packed_checkpoint(source: Path, target: Path, **changes: Any) -> dict[str, t
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Any]) -> Any:
     """Sizes of which MXFP4's blocks are parts."""
-
-    def make() -> GptOssForCausalLM:
-        return _gpt_oss(
-            vocab_size=251, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, num_local_experts=5,
-            num_experts_per_tok=2, sliding_window=9, eos_token_id=7,
-        )  # fmt: skip
-
-    return write_model(make, tmp_path_factory.mktemp("even") / "model", 3)
+    return write_model(
+        lambda: _in_blocks(hidden_size=64, intermediate_size=32),
+        tmp_path_factory.mktemp("even") / "model",
+        3,
+    )
 
 
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Any]) -> Any:
+    """The same, and no multiple of the columns that kernels multiply at a time."""
+    return write_model(
+        lambda: _in_blocks(hidden_size=160, intermediate_size=96),
+        tmp_path_factory.mktemp("odd") / "model",
+        4,
+    )
+
+
+def _in_blocks(**sizes: int) -> GptOssForCausalLM:
+    return _gpt_oss(
+        vocab_size=251, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=5, num_experts_per_tok=2, sliding_window=9, eos_token_id=7, **sizes,
+    )  # fmt: skip
+
+
+def experts_of(engine: Engine, layer: int) -> ExpertsWeights:
+    weights = engine.model.weights
+    assert isinstance(weights, DecoderWeights)
+    experts = weights.layers[layer].mlp
+    assert isinstance(experts, ExpertsWeights)
+    return experts
+
+
+@pytest.mark.parametrize("shape", ["even", "odd"])
 def test_mxfp4_experts_are_those_that_transformers_dequantises(
-    even: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    even: Any,
+    odd: Any,
+    tmp_path: Path,
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    shape: str,
 ) -> None:
-    tensors = packed_checkpoint(even.path, tmp_path / "packed")
+    """They stay in 4 bits, and mean the same; alone, in a batch and with drafts."""
+    source = {"even": even, "odd": odd}[shape]
+    tensors = packed_checkpoint(source.path, tmp_path / "packed")
     ends = ("_blocks", "_scales")
     plain = {name: each for name, each in tensors.items() if not name.endswith(ends)}
     for name in [name for name in tensors if name.endswith("_blocks")]:
@@ -249,21 +282,88 @@ def test_mxfp4_experts_are_those_that_transformers_dequantises(
             tensors[name].clone(), tensors[f"{stem}_scales"].clone(), dtype=torch.float32
         ).contiguous()
     (tmp_path / "plain").mkdir()
-    config = (even.path / "config.json").read_text()
+    config = (source.path / "config.json").read_text()
     (tmp_path / "plain" / "config.json").write_text(config)
     save_file(plain, tmp_path / "plain" / "model.safetensors")
-    oracle = type(even)(tmp_path / "plain")
-    (prompt,) = oracle.prompts((21,))
-    seen = []
-    for name in ("plain", "packed"):
-        with caplog.at_level("INFO"), open_engine(type(even)(tmp_path / name)) as engine:
-            seen.append(engine.generate(prompt, greedy(24)))
-    oracle.assert_greedy(seen[1])
-    assert seen[1].token_ids == seen[0].token_ids
-    assert caplog.text.count("experts in MXFP4 are read in the model's dtype") == 1
-    loaded = [read_weights(tmp_path / name) for name in ("plain", "packed")]
-    for one, other in zip(*loaded, strict=True):
-        assert torch.equal(one, other)
+    oracle = type(source)(tmp_path / "plain")
+    prompts = oracle.prompts((1, 21, 9))
+    # What n-grams find again.
+    prompts[1] = prompts[2] * 4
+    packed, alone = tmp_path / "packed", []
+    with Engine.from_pretrained(packed, **small(device=device, lookahead=0)) as engine:
+        for layer in range(2):
+            experts = experts_of(engine, layer)
+            name = f"model.layers.{layer}.mlp.experts."
+            assert isinstance(experts.gate_up, PackedExperts)
+            assert isinstance(experts.down, PackedExperts)
+            assert isinstance(experts.gate, torch.Tensor)
+            for index in range(5):
+                pairs = plain[f"{name}gate_up_proj"][index].t()
+                expected = torch.cat((pairs[::2], pairs[1::2]))
+                assert torch.equal(experts.gate_up.floats(index).cpu(), expected)
+                expected = plain[f"{name}down_proj"][index].t()
+                assert torch.equal(experts.down.floats(index).cpu(), expected)
+        for prompt in prompts:
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy(24))
+            oracle.assert_greedy(result)
+            oracle.assert_logits(result, seen)
+            alone.append(result.token_ids)
+        together = engine.generate(prompts, greedy(24))
+    assert [result.token_ids for result in together] == alone
+    with open_engine(oracle, device=device) as engine:
+        assert [engine.generate(prompt, greedy(24)).token_ids for prompt in prompts] == alone
+    with Engine.from_pretrained(packed, **small(device=device, speculative=NGram(k=3))) as engine:
+        drafted = engine.generate(prompts, greedy(24))
+        assert engine.acceptance.accepted > 0 or shape == "odd"
+    assert [result.token_ids for result in drafted] == alone
+
+
+def test_a_budget_counts_mxfp4_experts_in_4_bits(even: Any, tmp_path: Path) -> None:
+    """Codes of 4 bits, scales of 8 for 32 of them, and a factor in 32 bits for each row."""
+    packed_checkpoint(even.path, tmp_path / "packed")
+    config = read_model(Checkpoint.open(tmp_path / "packed"))
+    weights = config.allocate(device="meta", dtype=torch.bfloat16)
+    rows = {"gate_up": (64, 64), "down": (64, 32)}
+    expected = sum(m * k // 2 + m * k // 32 + 4 * m for m, k in rows.values()) + 2 * (64 + 64)
+    # Blocks of codes have 64 columns: half of those of down are empty.
+    expected += 64 * 32 // 2
+    assert weights.routed is not None and weights.routed.nbytes == 2 * 5 * expected
+    labels = weights.bytes_by_kind(torch.bfloat16)
+    assert labels["e2m1-1x32"] == 2 * 5 * (expected - 2 * (64 + 64))
+    assert weights.parameters == even.model.num_parameters()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_stacked_experts_are_rounded_while_loading(
+    oracles: dict[str, Any], tmp_path: Path, device: str, kind: Any
+) -> None:
+    """As transformers computes with the rounded numbers; the router stays as it is."""
+    source = oracles["long" if kind != "int4" else "short"]
+    tensors = {name: each.clone() for name, each in Checkpoint.open(source.path).mapped().items()}
+    for name, tensor in tensors.items():
+        if name.endswith(CODES):
+            rounded = [dequantise(quantise(each.t(), KIND_FORMATS[kind])).t() for each in tensor]
+            tensors[name] = torch.stack(rounded).contiguous()
+        elif name.endswith("_proj.weight"):
+            tensors[name] = dequantise(quantise(tensor, KIND_FORMATS[kind]))
+    meant = tmp_path / "meant"
+    meant.mkdir()
+    (meant / "config.json").write_text((source.path / "config.json").read_text())
+    save_file(tensors, meant / "model.safetensors")
+    oracle = type(source)(meant)
+    with open_engine(source, device=device, quantize=kind) as engine:
+        experts = experts_of(engine, 0)
+        assert isinstance(experts.gate_up, PackedExperts)
+        assert experts.gate_up.format == KIND_FORMATS[kind]
+        for prompt in oracle.prompts((4, 31)):
+            oracle.assert_greedy(engine.generate(prompt, greedy(24)))
+
+
+def small(**options: Any) -> dict[str, Any]:
+    """Options of `open_engine`."""
+    sizes = {"max_batch": 4, "max_seq_len": 160, "dtype": "float32", "block_size": 8}
+    return sizes | {"device": "cpu"} | options
 
 
 def read_weights(path: Path) -> list[torch.Tensor]:
@@ -277,13 +377,20 @@ def test_mxfp4_experts_that_do_not_fit(even: Any, tmp_path: Path) -> None:
     tensors = packed_checkpoint(even.path, tmp_path / "packed")
     name = "model.layers.1.mlp.experts.down_proj"
     for changed, message in (
-        ({f"{name}_scales": None}, f"lacks {name}_scales"),
-        ({f"{name}_blocks": None}, f"lacks {name}_blocks"),
+        ({f"{name}_scales": None}, f"one of .*, {name}_scales is needed"),
+        ({f"{name}_blocks": None}, f"one of .*, {name}_blocks is needed"),
+        (
+            {f"{name}_blocks": tensors[f"{name}_blocks"][:4].contiguous()},
+            rf"{name}_blocks has shape \[4, 64, 1, 16\], and there are 5 experts",
+        ),
         (
             {f"{name}_scales": tensors[f"{name}_scales"][:, :3].contiguous()},
-            rf"{name}_scales of torch.uint8 \[5, 3, 1\], not of torch.uint8 \[5, 64, 1\]",
+            rf"{name}_scales .*\[3, 1\].*\[64, 1\]",
         ),
-        ({f"{name}_scales": torch.full((5, 64, 1), 255, dtype=torch.uint8)}, "255, which is no"),
+        (
+            {f"{name}_scales": torch.full((5, 64, 1), 255, dtype=torch.uint8)},
+            "scales are positive and finite",
+        ),
     ):
         kept = {k: v for k, v in (tensors | changed).items() if v is not None}
         save_file(kept, tmp_path / "packed" / "model.safetensors")
@@ -293,15 +400,13 @@ def test_mxfp4_experts_that_do_not_fit(even: Any, tmp_path: Path) -> None:
     del config["quantization_config"]
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "packed" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"config\.json says nothing of quantised weights"):
+    with pytest.raises(ValueError, match=r"configs say nothing of quantised weights"):
         read_weights(tmp_path / "packed")
 
 
-def test_experts_in_one_tensor_are_not_rounded(oracles: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_not_written(oracles: dict[str, Any], tmp_path: Path) -> None:
     oracle = next(iter(oracles.values()))
     checkpoint = Checkpoint.open(oracle.path)
-    message = r"has the \d+ experts of a layer in one tensor, which is not rounded: quantize='int8'"
-    with pytest.raises(ValueError, match=message):
-        read_model(checkpoint, "int8")
+    message = r"has the \d+ experts of a layer in one tensor, .*: quantize='int8' rounds them while"
     with pytest.raises(ValueError, match=message):
         write_quantised(checkpoint, tmp_path / "out", "int8")

@@ -283,6 +283,7 @@ def test_impossible_work_is_refused(changes: dict[str, Any], message: str) -> No
         ("gpt-oss-20b", 20_914_757_184),
         ("granite-4-h-1b", 1_461_538_368),
         ("nemotron-h-8b", 8_100_852_736),
+        ("gpt-oss-20b-bf16", 20_914_757_184),
     ],
 )
 def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
@@ -290,6 +291,23 @@ def test_shapes_are_those_of_the_published_models(name: str, parameters: int) ->
     model = model_shape(name)
     weights = model.allocate(device="meta", dtype=torch.bfloat16)
     assert weights.parameters == parameters
+
+
+def test_gpt_oss_has_experts_in_4_bits_as_published() -> None:
+    published, plain = (model_shape(name) for name in ("gpt-oss-20b", "gpt-oss-20b-bf16"))
+    held = published.allocate(device="meta", dtype=torch.bfloat16).bytes_by_kind(torch.bfloat16)
+    assert [*held] == ["bfloat16", "e2m1-1x32"]
+    routed = plain.allocate(device="meta", dtype=torch.bfloat16).routed
+    assert routed is not None
+    rows = 24 * 32 * (2880 + 2 * 2880)
+    biases = 2 * rows
+    # 4 bits a code, 8 for 32 of them, and 4 bytes a row.
+    assert held["e2m1-1x32"] == rows * (2880 // 2 + 2880 // 32 + 4)
+    assert routed.nbytes == 2 * rows * 2880 + biases
+    every, four = (weight_bytes(published, torch.bfloat16, experts=n) for n in (32, 4))
+    assert every - four == (held["e2m1-1x32"] + biases) * 28 // 32
+    with pytest.raises(ValueError, match=r"for weights of 16 or 32 bits.* e2m1-1x32"):
+        rounded_model(published, EngineConfig(quantize="int8"))
 
 
 def test_every_shape_can_be_read() -> None:
