@@ -198,4 +198,4 @@ def config_scratch(config: DecoderConfig, weights: Any) -> Any:
     from graphengine.models.decoder import prefill_scratch
 
     launch = PrefillLaunch(reduce=lambda part: part)
-    return prefill_scratch(config, weights.layers, 2, launch=launch)
+    return prefill_scratch(config, weights.layers, 2, like=weights.final_norm, launch=launch)

@@ -183,7 +183,7 @@ def test_latents_are_not_split_among_ranks(latent_checkpoints: dict[str, Any]) -
     config = replace(read_config(latent_checkpoints["latent-lite"]), num_layers=1, expert_layers=())
     weights = config.allocate(device="cpu", dtype=torch.float32)
     launch = PrefillLaunch(reduce=lambda part: part)
-    scratch = prefill_scratch(config, weights.layers, 2, launch=launch)
+    scratch = prefill_scratch(config, weights.layers, 2, like=weights.final_norm, launch=launch)
     attention = weights.layers[0].attention
     lanes: Any = None
     with pytest.raises(ValueError, match="latent attention is not split among ranks"):
