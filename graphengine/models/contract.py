@@ -230,6 +230,8 @@ class StoredLinear(NamedTuple):
     expert  whether it is one of several, of which a lane takes some
     stack   its place in the tensors of `parts`, which all experts of a layer share and whose names
             have no ".weight"; None: they are its own. `views` are of those that are its own
+    plain   whether it is in the model's dtype whatever the checkpoint has: then 8 or 4 bits are
+            dequantised while they are read
     """
 
     weight: AnyWeight
@@ -239,6 +241,7 @@ class StoredLinear(NamedTuple):
     order: Tensor | None = None
     expert: bool = False
     stack: Stack | None = None
+    plain: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import (
+    dequantised_names,
     fill_packed,
     names_of_packed,
     packed_names,
@@ -74,6 +75,7 @@ def read_model(
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
     stored = checkpoint.tensors
     used = destinations(checkpoint, _meta(config))
+    used = _without(used, dequantised_names(checkpoint, packed))
     unused = sorted(stored.keys() - used.keys() - names_of_packed(checkpoint, packed))
     # A scale says more than the weights that are missing in its place.
     _refuse_quantised(checkpoint, quantisation, config, unused)
@@ -117,12 +119,15 @@ def load_weights(
     progress  called with (bytes read, bytes to read), first with 0 read
 
     Packed weights are as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
+    Those that are plain are dequantised, and rounded to their dtype.
     Returns the sorted names of the checkpoint's tensors that were not read. ValueError as of
     `Checkpoint.load` and of `read_weight`.
     """
     sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     quantisation = quantisation_of(checkpoint)
     names = names_of_packed(checkpoint, linears)
+    dequantised = dequantised_names(checkpoint, linears)
+    wanted = _without(wanted, dequantised)
     plain, done = sum(sizes[name] for name in wanted if name in sizes), 0
     total = plain + sum(sizes[name] for name in names)
 
@@ -140,8 +145,14 @@ def load_weights(
         if quantisation is None
         else stored_reader(checkpoint, quantisation)
     )
-    used = fill_packed(checkpoint.path, linears, reader, note)
+    used = fill_packed(checkpoint.path, linears, reader, note, dequantised)
     return sorted(set(unused) - used)
+
+
+def _without(wanted: Destinations, linears: Collection[str]) -> Destinations:
+    """Those that are no weight of these linears."""
+    left_out = {f"{name}.weight" for name in linears}
+    return {name: wanted[name] for name in wanted if name not in left_out}
 
 
 def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:

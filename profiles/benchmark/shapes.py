@@ -523,7 +523,7 @@ def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
     dense = [name for name, linear in model.linears.items() if not linear.experts]
     weights = model.allocate(device="meta", dtype=dtype)
     *names, last = dict.fromkeys(name.partition(".")[0] for name in dense)
-    held = [linear.weight for linear in weights.linears() if not linear.expert]
+    held = [linear.weight for linear in weights.linears() if not (linear.expert or linear.plain)]
     if len(held) == len(names) * model.num_layers:
         held.append(weights.lm_head)
     order = names * model.num_layers + [last]

@@ -189,7 +189,7 @@ class LatentAttentionWeights:
     """The block's weights; the first products of queries and of latents are one matrix.
 
     prefix  of the names in the checkpoint, those of Hugging Face's DeepSeek-V2
-    kv_b    `[Q * (C + V), R]`, from a latent to each head's key and value
+    kv_b    `[Q * (C + V), R]`, from a latent to each head's key and value, in the model's dtype
     """
 
     block: LatentAttention
@@ -207,12 +207,14 @@ class LatentAttentionWeights:
         return None
 
     def linears(self) -> list[StoredLinear]:
-        """The block's products, but for those of each head, which are not packed."""
+        """The block's products; those of each head are of parts of one weight, which is plain."""
         block, prefix = self.block, self.prefix
         first = (prefix + block.first_linears["q_kv_a"], block.first_size)
         linears = [StoredLinear(self.q_kv_a, (first, (f"{prefix}kv_a_proj_with_mqa", block.entry)))]
         if self.q_b is not None:
             linears.append(StoredLinear(self.q_b, ((f"{prefix}q_b_proj", block.q_size),)))
+        of_heads = (f"{prefix}kv_b_proj", len(self.kv_b))
+        linears.append(StoredLinear(self.kv_b, (of_heads,), plain=True))
         output = (f"{prefix}o_proj", block.hidden_size)
         return [*linears, StoredLinear(self.output, (output,))]
 
@@ -220,7 +222,6 @@ class LatentAttentionWeights:
         """What is not packed, by its name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         names[f"{self.prefix}kv_a_layernorm.weight"] = Weight(self.kv_norm)
-        names[f"{self.prefix}kv_b_proj.weight"] = Weight(self.kv_b)
         if self.q_norm is not None:
             names[f"{self.prefix}q_a_layernorm.weight"] = Weight(self.q_norm)
         return names

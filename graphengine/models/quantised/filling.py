@@ -1,4 +1,4 @@
-"""Packed weights of a model, filled from a checkpoint: one linear after the other.
+"""A model's weights of 8 and 4 bits, filled from a checkpoint: one linear after the other.
 
 Beside what is already filled, the device holds a linear as it is stored and as it is laid out, and
 what a format's own layout takes to undo. The host maps files.
@@ -6,7 +6,7 @@ what a format's own layout takes to undo. The host maps files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import PackedWeight, QuantisedWeight, pack
+from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Stack, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate, in_order
-from graphengine.models.quantised.readers import read_weight
+from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
 
@@ -135,26 +137,34 @@ def fill_packed(
     linears: Sequence[StoredLinear],
     read: Reader,
     progress: Callable[[tuple[str, ...]], None],
+    dequantised: Collection[str] = (),
 ) -> set[str]:
     """Fill those of the weights that are packed; the names of the tensors that were read.
 
-    path      of the checkpoint, for errors
-    progress  called with the names of each
+    path         of the checkpoint, for errors
+    progress     called with the names of each
+    dequantised  names of linears whose weights are filled though they are in the model's dtype
 
     ValueError, with names and numbers, for what a weight's form did not say.
     """
     used: set[str] = set()
     for linear in linears:
-        if isinstance(linear.weight, PackedWeight):
-            names = _fill(path, linear, linear.weight, read)
+        if isinstance(linear.weight, PackedWeight) or linear.parts[0][0] in dequantised:
+            names = _fill(path, linear, read)
             # What several experts are in is told once.
             progress(tuple(name for name in names if name not in used))
             used |= set(names)
     return used
 
 
-def _fill(path: Path, linear: StoredLinear, target: PackedWeight, read: Reader) -> tuple[str, ...]:
+def _fill(path: Path, linear: StoredLinear, read: Reader) -> tuple[str, ...]:
     """The names that were read. What it was read into is freed before the next linear is."""
+    target = linear.weight
+    if isinstance(target, Tensor):
+        found = read(linear, target.device)
+        with torch.no_grad():
+            target.copy_(dequantise(in_order(found.weight, linear.order)))
+        return found.names
     found = read(linear, target.codes.device)
     try:
         packed = pack(in_order(found.weight, linear.order), swiglu=linear.swiglu)
@@ -168,8 +178,8 @@ def _fill(path: Path, linear: StoredLinear, target: PackedWeight, read: Reader) 
 
 
 def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
-    """The checkpoint's tensors of the weights of those linears that are packed."""
-    packed = packed_names(linears)
+    """The checkpoint's tensors of weights that are packed, or dequantised while they are read."""
+    packed = packed_names(linears) | dequantised_names(checkpoint, linears)
     stacked = {name for each in linears if each.stack is not None for name, _ in each.parts}
     stacked = {name + end for name in packed & stacked for end in ("", *_STACKED_ENDS)}
     return {
@@ -183,6 +193,21 @@ def packed_names(linears: Sequence[StoredLinear]) -> set[str]:
     """Of the linears whose weights are packed."""
     packed = [linear for linear in linears if isinstance(linear.weight, PackedWeight)]
     return {name for linear in packed for name, _ in linear.parts}
+
+
+def dequantised_names(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
+    """Of the linears in the model's dtype, those that the checkpoint has in 8 or 4 bits."""
+    names = {name for linear in linears if linear.plain for name, _ in linear.parts}
+    quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config) if names else None
+    if quantisation is None:
+        return set()
+    dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
+    schemes = {name: quantisation.scheme(name) for name in names}
+    return {
+        name
+        for name, scheme in schemes.items()
+        if scheme is not None and not is_plain(scheme, dtypes, name)
+    }
 
 
 def is_of_weight(name: str) -> bool:

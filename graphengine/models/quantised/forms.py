@@ -54,7 +54,7 @@ def stored_forms(
             for name, scheme in schemes.items()
             if scheme and is_plain(scheme, stored.dtypes, name)
         ]
-        if plain and not may_be_plain:
+        if plain and not (may_be_plain or linear.plain):
             raise ValueError(
                 f"{checkpoint.path} has {plain[0]}.weight in {stored.dtypes[f'{plain[0]}.weight']},"
                 f" and nothing beside it, but config.json says that it is quantised "
@@ -65,7 +65,7 @@ def stored_forms(
             form = _form(stored, schemes, linear)
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        if form is not None:
+        if form is not None and not linear.plain:
             forms[linear.parts[0][0]] = form
     return WeightForms(forms)
 
@@ -174,7 +174,9 @@ def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: b
 
     ValueError, with the name and the number, for columns that the codes cannot have.
     """
-    chosen = [linear for linear in linears if head or linear.parts[0][0] != HEAD]
+    chosen = [
+        linear for linear in linears if not linear.plain and (head or linear.parts[0][0] != HEAD)
+    ]
     for linear in chosen:
         try:
             check_columns(KIND_FORMATS[kind], linear.shape[1])

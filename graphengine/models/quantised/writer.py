@@ -121,7 +121,7 @@ def _linears(
     tied = f"{HEAD}{ends}" not in weights.named() or f"{HEAD}{ends}" not in source.tensors
     if head and tied:
         raise ValueError(f"{source.path} has no {HEAD} of its own: it is its embedding")
-    names = [name for linear in weights.linears() for name, _ in linear.parts]
+    names = [name for linear in weights.linears() if not linear.plain for name, _ in linear.parts]
     linears = {
         name: source.tensors[f"{name}{ends}"].shape
         for name in names

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -264,6 +266,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek-v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 
 

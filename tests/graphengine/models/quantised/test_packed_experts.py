@@ -14,13 +14,15 @@ from transformers import Qwen3MoeForCausalLM
 
 from checkpoints.quantised_models import KINDS, Tensors, Written, write_model
 from graphengine import Engine, SamplingParams
-from graphengine.kernels import PackedExperts
+from graphengine.kernels import PackedExperts, PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.mla import LatentAttentionWeights
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.decoder import DecoderWeights
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
+from graphengine.models.stored import destinations, load_weights, read_model
 from graphengine.speculative import NGram
 
 TOLERANCE = 1e-4
@@ -89,6 +91,78 @@ def test_experts_mean_what_the_checkpoint_says(tmp_path: Path, name: str) -> Non
             drafted = engine.generate(list(PROMPTS), greedy())
             assert engine.acceptance.accepted > 0
         assert [result.token_ids for result in drafted] == expected
+
+
+LATENT: dict[str, Any] = {
+    "family": "deepseek-v3",
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 136,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 56,
+}
+
+
+# Sizes that groups of 32 and 128 columns are parts of.
+EVEN = {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "files"), [("fp8 blocks", 3), ("fp8 tensor", 1), ("packed int4 of 32", 1), ("gptq", 1)]
+)
+def test_latent_attention_as_deepseek_stores_it(tmp_path: Path, name: str, files: int) -> None:
+    """What heads have to themselves is dequantised, exactly in float32; the rest stays packed."""
+    sizes = LATENT if name.startswith("fp8") else LATENT | EVEN
+    written = write_model(tmp_path / "model", KINDS[name], files=files, **sizes)
+    told: list[tuple[int, int]] = []
+    with open_engine(written.path, progress=lambda *sizes: told.append(sizes)) as engine:
+        weights = engine.model.weights
+        assert isinstance(weights, DecoderWeights)
+        for index, layer in enumerate(weights.layers):
+            assert isinstance(layer.attention, LatentAttentionWeights)
+            meant = written.model.get_parameter(f"model.layers.{index}.self_attn.kv_b_proj.weight")
+            assert torch.equal(layer.attention.kv_b, meant)
+            assert isinstance(layer.attention.q_kv_a, PackedWeight)
+            assert isinstance(layer.attention.output, PackedWeight)
+        alone = [engine.generate(prompt, greedy()) for prompt in PROMPTS]
+        together = engine.generate(list(PROMPTS), greedy())
+    stored = sum(info.nbytes for info in Checkpoint.open(written.path).tensors.values())
+    assert told[0] == (0, stored) and told[-1] == (stored, stored)
+    for prompt, result in zip(PROMPTS, alone, strict=True):
+        assert_greedy(written.model, prompt, result.token_ids)
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
+def test_dequantised_weights_are_rounded_to_the_models_dtype(tmp_path: Path) -> None:
+    written = write_model(tmp_path / "model", KINDS["fp8 blocks"], **LATENT)
+    checkpoint = Checkpoint.open(written.path)
+    weights = read_model(checkpoint).allocate(device="cpu", dtype=torch.bfloat16)
+    assert load_weights(checkpoint, destinations(checkpoint, weights), weights.linears()) == []
+    assert isinstance(weights, DecoderWeights)
+    attention = weights.layers[1].attention
+    assert isinstance(attention, LatentAttentionWeights)
+    meant = written.model.get_parameter("model.layers.1.self_attn.kv_b_proj.weight")
+    assert torch.equal(attention.kv_b, meant.bfloat16())
+    assert not torch.equal(attention.kv_b.float(), meant)
+
+
+def test_a_scale_that_kv_b_lacks_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.kv_b_proj.weight_scale_inv"
+
+    def edit(config: dict[str, Any], tensors: Tensors) -> None:
+        del tensors[name]
+
+    written = write_model(tmp_path / "model", KINDS["fp8 blocks"], edit=edit, **LATENT)
+    with pytest.raises(ValueError, match=f"one of {name}, .* is needed"):
+        read_model(Checkpoint.open(written.path))
 
 
 @pytest.fixture(scope="module")
