@@ -27,6 +27,7 @@ from engines.small_engine import run
 from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.contract import PrefillLaunch
@@ -292,6 +293,29 @@ def test_log_probabilities_of_prompts(hybrids: dict[str, Any], device: str, name
     ]
     expected = wanted[torch.arange(69), prompt[1:]]
     torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_that_is_not_taken_back_is_found(
+    hybrids: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if one more token, such as a refused draft, were in a convolution's window."""
+    oracle, options = hybrids["lfm2"], {"device": "cpu", "row_family": "dot"}
+    (prompt,) = oracle.prompts((14,))
+    with open_engine(oracle.path, **options) as engine:
+        expected = engine.generate(prompt * 3, greedy(40)).token_ids
+    real = short_conv_reference.causal_conv_reference
+
+    def faulty(x: torch.Tensor, weight: Any, bias: Any, ring: torch.Tensor, *where: Any) -> Any:
+        y = real(x, weight, bias, ring.roll(-1, dims=1), *where)
+        real(x, weight, bias, ring, *where)
+        return y
+
+    mode = NGram(k=4)
+    with open_engine(oracle.path, **options, speculative=mode) as engine:
+        assert engine.generate(prompt * 3, greedy(40)).token_ids == expected
+    monkeypatch.setattr(short_conv_reference, "causal_conv_reference", faulty)
+    with open_engine(oracle.path, **options, speculative=mode) as engine:
+        assert engine.generate(prompt * 3, greedy(40)).token_ids != expected
 
 
 def test_what_layers_keep(hybrids: dict[str, Any], device: str) -> None:
