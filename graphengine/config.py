@@ -208,6 +208,14 @@ class EngineConfig:
         doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a longer
         session keeps its first; None: all that no request needs""",
     )
+    session_states: int = option(
+        4,
+        _INDEX,
+        NOT_NEGATIVE,
+        doc="""points of sessions and cached prefixes at which the states of a model's recurrent
+        layers are kept, of all of them together: without one a turn prefills everything; no other
+        model keeps any""",
+    )
     window_rings: bool = option(
         True,
         doc="""whether layers with a window keep the newest tokens alone, in a ring for each slot,

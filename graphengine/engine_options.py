@@ -111,6 +111,12 @@ class EngineOptions(TypedDict, total=False):
     keeps its first; None: all that no request needs
     """
 
+    session_states: int
+    """points of sessions and cached prefixes at which the states of a model's recurrent layers are
+    kept, of all of them together: without one a turn prefills everything; no other model keeps
+    any
+    """
+
     window_rings: bool
     """whether layers with a window keep the newest tokens alone, in a ring for each slot, where
     that is less than their part of the pool; False, or with prefix_caching: they keep all,

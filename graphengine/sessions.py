@@ -16,8 +16,11 @@ Layers with windows may keep their newest tokens alone (`host/rings.py`). Then a
 ring of its last turn, and has no blocks without it: its next turn prefills everything where another
 request has taken the ring, or where a rewind goes back further than it reaches.
 
-A model with recurrent layers keeps no blocks: their states depend on every token, and only that of
-the newest token exists. Every turn prefills the whole conversation.
+The states of recurrent layers depend on every token, and a session goes on only where they have
+been kept (`host/kept_states.py`): at the ends of its turns, and at some points on the way, as many
+as `session_states` allows of all sessions. Of a turn that the host alone ends, as at a stop string,
+the end has passed when it is noticed, unless `lookahead` is 0: then its reply is prefilled again.
+No states are kept with window rings, nor with a draft model that has recurrent layers itself.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, Unpack
+
+from torch import Tensor
 
 from graphengine.checks import is_int
 from graphengine.core import runs
@@ -94,8 +99,7 @@ class Session:
 
         With `prefix_caching` the turn may find more, if others have prefilled the same tokens.
         """
-        usable = self._core.scheduler.reuse.reusable(self._context, len(self))
-        return len(usable) * self._core.memory.block_size
+        return self._core.scheduler.reuse.cached_tokens(self._context, len(self))
 
     @property
     def evicted(self) -> bool:
@@ -137,8 +141,10 @@ class Session:
     def rewind(self, n_tokens: int) -> None:
         """Remove the last `n_tokens`, of prompts or replies; their KV is dropped by whole blocks.
 
-        Where KV is in rings, it is all dropped if they do not reach back that far. To return to a
-        point, remember `len(session)` there and rewind by the difference. ValueError
+        Where KV is in rings, it is all dropped if they do not reach back that far. With recurrent
+        layers the next turn goes on from the last kept state before that point; the counter
+        `states/rewound_past` has the tokens between. To return to a point, remember `len(session)`
+        there and rewind by the difference. ValueError
         unless 0 <= n_tokens <= len(session).
         """
         self._check_idle()
@@ -160,6 +166,7 @@ class Session:
             context.evicted = True
         elif self._context.blocks:
             reuse.give(context, self._context.blocks)
+        reuse.states.share(self._context, context)
         return Session(self._core, list(self._tokens), context)
 
     # Turns.
@@ -219,7 +226,7 @@ class Session:
     # Life.
 
     def snapshot(self, path: str | os.PathLike[str] | None = None) -> SessionSnapshot:
-        """A copy of tokens and KV in host memory, and in a safetensors file if `path` is given.
+        """A copy of all that it keeps, on the host, and in a safetensors file if `path` is given.
 
         Waits for the device. `Engine.restore_session` makes a session of either, in this process or
         another. No KV is copied where layers keep theirs in rings (`EngineConfig.window_rings`):
@@ -227,8 +234,10 @@ class Session:
         cannot be written; it appears whole or not at all.
         """
         self._check_idle()
-        rings = self._core.scheduler.reuse.rings
-        made = copy_out(self._core, self._tokens, [] if rings else self._context.blocks)
+        reuse, context = self._core.scheduler.reuse, self._context
+        blocks = [] if reuse.rings else context.blocks
+        state = context.states[-1] if context.states else None
+        made = copy_out(self._core, self._tokens, blocks, state)
         if path is not None:
             made.save(path)
         return made
@@ -293,25 +302,39 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
         too_many=lambda count: f"a session of {count} tokens exceeds max_seq_len={limit}",
     )
     return session_of(
-        core, tokens, source.blocks, lambda blocks: core.runtime.write_blocks(blocks, source.caches)
+        core,
+        tokens,
+        source.blocks,
+        lambda blocks: core.runtime.write_blocks(blocks, source.caches),
+        position=source.position,
+        states=source.states,
     )
 
 
 def session_of(
-    core: EngineCore, token_ids: Sequence[int], count: int, write: Callable[[list[int]], None]
+    core: EngineCore,
+    token_ids: Sequence[int],
+    count: int,
+    write: Callable[[list[int]], None],
+    *,
+    position: int = 0,
+    states: Sequence[Tensor] = (),
 ) -> Session:
     """A session of these tokens, which keeps `count` blocks with what `write` puts into them.
 
-    They are the blocks of its first tokens. ValueError, with both numbers, for more blocks than the
-    pool has free or `session_blocks` allows.
+    They are the blocks of its first tokens. For a model with recurrent layers they have the KV of
+    the first `position`, and `states` are those after them. ValueError, with both numbers, for more
+    blocks than the pool has free or `session_blocks` allows, and for blocks without states.
     """
     scheduler, context = core.scheduler, Context()
-    pool, most = scheduler.pool, core.config.session_blocks
-    if count and scheduler.reuse.rings:
+    pool, most, reuse = scheduler.pool, core.config.session_blocks, scheduler.reuse
+    if count and reuse.rings:
         raise ValueError(
             f"a session of {count} KV blocks, but layers with windows keep their KV in rings, "
             f"which cannot be filled: open the engine with window_rings=False"
         )
+    if count and reuse.states and not position:
+        raise ValueError(f"a session of {count} KV blocks has no states of recurrent layers")
     if count > pool.free:
         raise ValueError(
             f"a session of {count} KV blocks, but {pool.free} of the pool's {pool.count} are free"
@@ -321,8 +344,14 @@ def session_of(
     if count:
         blocks = pool.take(count)
         try:
+            # What is pending may read these blocks, or places, as they were.
+            core.runtime.copy_kept(reuse.states.before)
             write(blocks)
-            scheduler.reuse.give(context, blocks)
+            if position:
+                state = reuse.states.adopt(context, position, blocks)
+                core.runtime.write_states(state.place, states)
+            else:
+                reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
     return Session(core, list(token_ids), context)

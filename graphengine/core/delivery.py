@@ -138,6 +138,7 @@ class Delivery:
         tokens, text, stopped = items[:count], "", None
         ended: FinishReason | None = None
         job = request.job
+        job.halted = bool(flags & (STOP | LENGTH))
         if job.guide is not None:
             taken, ended = self._follow(request, job.guide, tokens, flags)
             if taken < count:

@@ -237,6 +237,8 @@ class EngineCore:
         """Queue the plan's swaps and replays on the stream."""
         if plan.swap_out or plan.swap_in:
             self.runtime.swap(len(plan.swap_out), len(plan.swap_in))
+        states = self.scheduler.reuse.states
+        self.runtime.copy_kept(states.before)
         replays = []
         chunk = plan.prefill
         if chunk is not None:
@@ -246,6 +248,7 @@ class EngineCore:
             full = request.job.processing is not None and not chunk.noted
             with span("prefill", key.size, chunk.count):
                 replays.append(self._launch(key, requests, epochs, 1, 0, chunk, full))
+            self.runtime.copy_kept(states.after)
         if plan.rows:
             rows, drafts, full = plan.bucket, plan.width - 1, plan.full
             key = decode_key(rows, drafts, self.runtime.program.samplers[-1 if full else 0])
@@ -361,10 +364,9 @@ def new_scheduler(
 ) -> Scheduler:
     """The scheduler of an engine with these sizes.
 
-    A recurrent layer's state follows from every token, and is kept at the newest one alone: whoever
-    skipped the tokens of kept blocks would lack the state after them. So no blocks are kept.
+    A recurrent layer's state follows from every token: without kept states no blocks are kept.
     """
-    recurrent = bool(recurrent_states(runtime.model.config.states))
+    nothing = recurrent_states(runtime.model.config.states) and not memory.state_places
     return Scheduler(
         slots=config.max_batch,
         kv_blocks=memory.kv_blocks,
@@ -379,10 +381,11 @@ def new_scheduler(
         max_waiting=config.max_waiting,
         lookahead=config.lookahead,
         prefix_caching=config.prefix_caching,
-        kept_blocks=0 if recurrent else config.session_blocks,
+        kept_blocks=0 if nothing else config.session_blocks,
         tokens_after=needs.tokens_after,
         note_all=config.relaxed_acceptance is not None or needs.notes,
         rings=memory.rings,
+        state_places=memory.state_places,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphengine.buckets import CaptureReport
+from graphengine.buckets import CaptureReport, format_bytes
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
@@ -53,6 +53,7 @@ class EngineReport:
             memory.budget.table(),
             memory.describe_kv(),
             _describe_kv(self.kv),
+            *_describe_states(self.kv, memory),
             "",
             f"{'graph':<18}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
         ]
@@ -114,7 +115,22 @@ def _kv_blocks(scheduler: Scheduler) -> dict[str, int | None]:
         "vacant": pool.vacant,
         "idle": len(pool.idle),
         "session_blocks": pool.max_idle,
-    }
+    } | _states(scheduler)
+
+
+def _states(scheduler: Scheduler) -> dict[str, int | None]:
+    """Of a model with recurrent layers alone."""
+    states = scheduler.reuse.states
+    return {"session_states": states.count, "states": len(states.held)} if states else {}
+
+
+def _describe_states(kv: Mapping[str, int | None], memory: MemoryPlan) -> list[str]:
+    if "states" not in kv:
+        return []
+    return [
+        f"kept states {kv['states']} of {kv['session_states']}, of "
+        f"{format_bytes(memory.state_bytes)} each: sessions and prefixes go on from there"
+    ]
 
 
 def _describe_compilation(compilation: KernelCompilation | None) -> list[str]:

@@ -22,6 +22,7 @@ from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
 from graphengine.drafters import Drafter
+from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
 from graphengine.models.contract import Model
@@ -59,6 +60,7 @@ class Runtime:
     buffers       every tensor that a replay can see, except weights and caches
     caches        pairs (KV of every block of the pool, including the dummy block 0; its swap area):
                   the target's, then the drafter's if it has one
+    kept          places for the states of recurrent layers
     mailbox       tokens and flags of each replay; `logprobs` has the log-probabilities that
                   requests asked for
     masks         the host's side of the masks for grammars and allowed ids
@@ -87,7 +89,7 @@ class Runtime:
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
-        self.caches, self.program = held.caches, held.program
+        self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
         self.launched = 0
         self._device = memory.device
@@ -108,6 +110,10 @@ class Runtime:
         pairs = min(1, memory.swap_blocks)
         swap = partial(self.swap, pairs, pairs)
         with self.on_stream():
+            if memory.state_places:
+                # What torch loads for these copies is there from now on.
+                self.kept.copy([StateCopy(0, 0, 1, back) for back in (False, True)])
+                self.kept.copy([BlockCopy(0, 0)])
             self.buffers.reset()
             self.compilation = compile_steps(steps, memory.device, {"swap": swap})
             self.buffers.reset()
@@ -165,6 +171,13 @@ class Runtime:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
         with self.on_stream():
             swap_blocks(self.caches, self.buffers, out, back)
+
+    def copy_kept(self, copies: list[Copy]) -> None:
+        """Queue these copies, and forget them."""
+        if copies:
+            with self.on_stream():
+                self.kept.copy(copies)
+            copies.clear()
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on the stream; one that publishes takes the next sequence number."""
@@ -243,6 +256,16 @@ class Runtime:
             # A layer at a time, as the gathered blocks take device memory outside the budget.
             return tuple(_read_cache(cache, index) for cache, _ in self.caches)
 
+    def read_states(self, place: int) -> tuple[Tensor, ...]:
+        """Copies of the states kept there on the host, [D, ...] each; waits for them."""
+        with self.on_stream():
+            return self.kept.read(place)
+
+    def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
+        """Copy what `read_states` returned to this place, after everything that was queued."""
+        with self.on_stream():
+            self.kept.write(place, parts)
+
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
         """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
         with self.on_stream():
@@ -274,7 +297,7 @@ class Runtime:
         for graph in self.captured:
             graph.close()
         self.buffers.close()
-        del self.graphs, self.captured, self.program, self.model, self.caches
+        del self.graphs, self.captured, self.program, self.model, self.caches, self.kept
         del self.masks, self.mailbox, self.logprobs, self.routing, self.buffers
 
 

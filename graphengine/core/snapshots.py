@@ -1,9 +1,11 @@
-"""A session in host memory, or in a file: its tokens, and the blocks of every cache.
+"""A session in host memory, or in a file: its tokens, and the blocks of every cache; with recurrent
+layers, also their states after the tokens that the blocks have.
 
 A file is safetensors. It holds `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size,
-G, D] of the target; and `cache_1` of the drafter if it has one. The metadata hold, as JSON under
-`session`, what must be equal in the engine that continues it, and SHA-256 digests of all this. The
-digests find damage and mix-ups, not tampering: they can be recomputed for a changed file.
+G, D] of the target; `cache_1` of the drafter if it has one; and `state_0`, ..., of each recurrent
+state the newest entries. The metadata hold, as JSON under `session`, what must be equal in the
+engine that continues it, and SHA-256 digests of all this. The digests find damage and mix-ups, not
+tampering: they can be recomputed for a changed file.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from graphengine.kernels import PackedWeight
 from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
+from graphengine.requests.context import KeptState
 from graphengine.speculative import DraftModel, Speculative, describe
 
 # Schema 3 is the first with digests.
@@ -43,7 +46,8 @@ class Origin:
     dtype        of the model, and what KV is kept in where that is another: fp8 and its scales
     model        fingerprint of the configuration and of samples of the weights
     caches       shape of a block of each cache, layers first
-    speculative  the drafter, as in reports, but without the path of a draft model
+    speculative  the drafter, as in reports, but without the path of a draft model; "off" also where
+                 it keeps nothing of its own
     drafter      fingerprint of the drafter's configuration and weights, like the model's; "" if it
                  has none
     """
@@ -65,19 +69,37 @@ class SessionSnapshot:
     token_ids  tokens of the conversation
     caches     for each cache [layers, blocks, ...]: the first blocks of the conversation, on the
                host; no blocks if the session was evicted
-    digests    SHA-256 of "origin", "token_ids", "cache_0", ... at the time it was made
+    states     of each recurrent state the entries of the tokens before `position`, oldest first
+    position   tokens that the states follow from, and of which there is KV; 0 without states
+    digests    SHA-256 of "origin", "token_ids", "cache_0", ... at the time it was made; with states
+               also of "position", "state_0", ...
     """
 
     origin: Origin
     token_ids: tuple[int, ...]
     caches: tuple[Tensor, ...]
     digests: Mapping[str, str]
+    states: tuple[Tensor, ...] = ()
+    position: int = 0
 
     @classmethod
-    def make(cls, origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]) -> Self:
+    def make(
+        cls,
+        origin: Origin,
+        token_ids: Sequence[int],
+        caches: Sequence[Tensor],
+        states: Sequence[Tensor] = (),
+        position: int = 0,
+    ) -> Self:
         """A snapshot with the digests of its parts."""
-        digests = dict(_digests(origin, token_ids, caches))
-        return cls(origin=origin, token_ids=tuple(token_ids), caches=tuple(caches), digests=digests)
+        return cls(
+            origin=origin,
+            token_ids=tuple(token_ids),
+            caches=tuple(caches),
+            states=tuple(states),
+            position=position,
+            digests=dict(_digests(origin, token_ids, caches, states, position)),
+        )
 
     @property
     def blocks(self) -> int:
@@ -86,7 +108,7 @@ class SessionSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
+        return sum(part.nbytes for part in (*self.caches, *self.states))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file, which appears whole or not at all; OSError if not.
@@ -96,9 +118,11 @@ class SessionSnapshot:
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"path={path!r} must be that of a file")
         tensors = {f"cache_{index}": cache for index, cache in enumerate(self.caches)}
+        tensors |= {f"state_{index}": state for index, state in enumerate(self.states)}
         tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
+        kept = {"position": self.position} if self.states else {}
         about = json.dumps(
-            {"schema": _SCHEMA, **asdict(self.origin), "digests": dict(self.digests)}
+            {"schema": _SCHEMA, **asdict(self.origin), **kept, "digests": dict(self.digests)}
         )
         try:
             save_whole(tensors, Path(path).expanduser(), {"session": about})
@@ -122,7 +146,7 @@ class SessionSnapshot:
                 # The tensors read are views of the mapped file, which others may change or
                 # truncate.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            origin, digests = _origin_in(about)
+            origin, digests, position = _origin_in(about)
             caches = tuple(tensors[f"cache_{index}"] for index in range(len(origin.caches)))
             for index, (cache, shape) in enumerate(zip(caches, origin.caches, strict=True)):
                 if cache.dim() < 2 or (cache.shape[0], *cache.shape[2:]) != shape:
@@ -130,9 +154,18 @@ class SessionSnapshot:
                         f"cache {index} is {tuple(cache.shape)}, of blocks of shape {shape}"
                     )
             token_ids = tuple(tensors["token_ids"].tolist())
+            count = sum(name.startswith("state_") for name in tensors)
+            states = tuple(tensors[f"state_{index}"] for index in range(count))
         except _UNREADABLE as error:
             raise ValueError(f"{path} is no snapshot of a session: {error!r}") from error
-        return cls(origin=origin, token_ids=token_ids, caches=caches, digests=digests)
+        return cls(
+            origin=origin,
+            token_ids=token_ids,
+            caches=caches,
+            states=states,
+            position=position,
+            digests=digests,
+        )
 
     def check(self, core: EngineCore) -> None:
         """ValueError, with both values, unless the KV is what `engine` would have computed.
@@ -156,7 +189,11 @@ class SessionSnapshot:
         if not isinstance(self.caches, tuple | list) or len(self.caches) != len(ours.caches):
             found = len(self.caches) if isinstance(self.caches, tuple | list) else self.caches
             raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
+        self._check_states(core)
         most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
+        if core.runtime.kept.shapes:
+            most = -(-self.position // core.memory.block_size)
+            blocks = most or None
         for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
             if not isinstance(cache, Tensor):
                 raise ValueError(f"cache {index} of the session must be a tensor, not {cache!r}")
@@ -177,9 +214,39 @@ class SessionSnapshot:
                 )
         self._check_digests()
 
+    def _check_states(self, core: EngineCore) -> None:
+        """ValueError, with both values, unless the states are those that the engine would keep.
+
+        They do not depend on its drafts: their entries are laid out anew, by position.
+        """
+        kept, found = core.runtime.kept, self.states
+        if not isinstance(found, tuple | list) or not is_int(self.position):
+            raise ValueError(f"the session's states={found!r:.99} at position={self.position!r}")
+        if not found and not self.position:
+            return
+        if not kept.shapes:
+            raise ValueError(
+                f"the session has {len(found)} states of recurrent layers: the engine keeps none "
+                f"(session_states={core.config.session_states})"
+            )
+        fits = all(isinstance(part, Tensor) and part.device.type == "cpu" for part in found)
+        shapes = tuple(tuple(part.shape) for part in found) if fits else ()
+        if shapes != kept.shapes or tuple(part.dtype for part in found) != kept.dtypes:
+            raise ValueError(
+                f"the session's states are {shapes or found!r:.99}, those of the engine "
+                f"{kept.shapes} of {kept.dtypes}"
+            )
+        most = len(self.token_ids) - core.needs.tokens_after
+        if not 1 <= self.position <= most:
+            raise ValueError(
+                f"position={self.position} of the session's states must be in [1, {most}], of "
+                f"{len(self.token_ids)} tokens"
+            )
+
     def _check_digests(self) -> None:
         """ValueError, naming the part, if a part differs from when the snapshot was made."""
-        for name, found in _digests(self.origin, self.token_ids, self.caches):
+        parts = _digests(self.origin, self.token_ids, self.caches, self.states, self.position)
+        for name, found in parts:
             made = self.digests.get(name)
             if made != found:
                 raise ValueError(
@@ -189,20 +256,29 @@ class SessionSnapshot:
 
 
 def _digests(
-    origin: Origin, token_ids: Sequence[int], caches: Sequence[Tensor]
+    origin: Origin,
+    token_ids: Sequence[int],
+    caches: Sequence[Tensor],
+    states: Sequence[Tensor],
+    position: int,
 ) -> Iterator[tuple[str, str]]:
-    """The SHA-256 of each part of a snapshot; a cache's includes its dtype and shape."""
+    """The SHA-256 of each part of a snapshot; a tensor's includes its dtype and shape."""
     about = json.dumps(asdict(origin), sort_keys=True)
     yield "origin", hashlib.sha256(about.encode()).hexdigest()
     yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
-    for index, cache in enumerate(caches):
-        digest = hashlib.sha256(f"{cache.dtype} {tuple(cache.shape)} ".encode())
-        digest.update(cache.contiguous().flatten().view(torch.uint8).numpy().data)
-        yield f"cache_{index}", digest.hexdigest()
+    if states:
+        yield "position", hashlib.sha256(str(position).encode()).hexdigest()
+    for kind, parts in (("cache", caches), ("state", states)):
+        for index, part in enumerate(parts):
+            digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)} ".encode())
+            digest.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
+            yield f"{kind}_{index}", digest.hexdigest()
 
 
-def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
-    """Origin and digests from a file's metadata; ValueError, with the value, for anything else."""
+def _origin_in(about: object) -> tuple[Origin, dict[str, str], int]:
+    """Origin, digests and the position of the states from a file's metadata; ValueError, with the
+    value, for anything else.
+    """
     if not isinstance(about, dict):
         raise ValueError(f"session={about!r:.99} in its metadata must be an object")
     about = dict(about)
@@ -212,6 +288,9 @@ def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
             f"it has schema {schema!r:.99}, not {_SCHEMA}: this version reads no other, and those "
             f"before 3 have no digests of what they hold"
         )
+    position = about.pop("position", 0)
+    if not is_int(position) or position < 0:
+        raise ValueError(f"position={position!r:.99} in its metadata must be an integer from 0 up")
     digests = about.pop("digests", None)
     if not isinstance(digests, dict) or not all(
         isinstance(value, str) for value in digests.values()
@@ -227,7 +306,7 @@ def _origin_in(about: object) -> tuple[Origin, dict[str, str]]:
         right = {"block_size": is_int(value), "caches": True}.get(name, isinstance(value, str))
         if not right:
             raise ValueError(f"{name}={value!r:.99} in its metadata has the wrong type")
-    return origin, digests
+    return origin, digests, position
 
 
 def origin_of(core: EngineCore) -> Origin:
@@ -240,7 +319,7 @@ def origin_of(core: EngineCore) -> Origin:
         block_size=core.memory.block_size,
         model=_fingerprint(core.runtime.model.weights),
         caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
-        speculative=_without_path(core.config.mode),
+        speculative=_without_path(core.config.mode) if core.needs.states else describe(None),
         drafter="" if core.drafter.weights is None else _fingerprint(core.drafter.weights),
         numerics_id=core.runtime.numerics_id,
     )
@@ -255,9 +334,19 @@ def _dtypes(core: EngineCore) -> str:
     return f"{dtypes} of scales {scales_id(weights for weights in held if weights is not None)}"
 
 
-def copy_out(core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int]) -> SessionSnapshot:
-    """A session's tokens and blocks, copied to the host after everything that was launched."""
-    return SessionSnapshot.make(origin_of(core), token_ids, core.runtime.read_blocks(blocks))
+def copy_out(
+    core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int], state: KeptState | None
+) -> SessionSnapshot:
+    """A session's tokens, and its blocks or its kept state with those of the state, copied to the
+    host after everything that was launched.
+    """
+    origin, runtime = origin_of(core), core.runtime
+    if state is None:
+        return SessionSnapshot.make(origin, token_ids, runtime.read_blocks(blocks))
+    runtime.copy_kept(core.scheduler.reuse.states.before)
+    parts = runtime.read_states(state.place)
+    caches = runtime.read_blocks(state.blocks)
+    return SessionSnapshot.make(origin, token_ids, caches, parts, state.position)
 
 
 def _without_path(mode: Speculative | None) -> str:

@@ -1,9 +1,5 @@
-"""KV blocks and their holders: requests, idle sessions, and prefixes that may come again.
-
-A block has *users*, the requests whose tables name it, and *keepers*: sessions, and the index of
-prefixes. A block with neither is vacant. A block that is only kept is *idle*: it counts as free,
-since it is evicted when its place is needed. `Reuse.evict` says what is evicted, and in which
-order.
+"""Which KV blocks are kept for sessions and for prefixes that may come again, and who begins with
+them.
 
 Only whole blocks are reused, and only blocks that hold, at every position, what a prefill of the
 same tokens would write there. `tokens_after` is the number of tokens after a position on which its
@@ -16,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from graphengine.host.kept_states import KeptStates
+from graphengine.host.pool import BlockPool
 from graphengine.host.rings import NO_RINGS, WindowRings
-from graphengine.requests.context import Context, HeldRing
+from graphengine.requests.context import Context, HeldRing, KeptState
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
-from graphengine.routing_record import Ids
 
 
 def _needs_every_token(request: Request) -> bool:
@@ -35,114 +33,19 @@ def _needs_every_token(request: Request) -> bool:
     return request.params.prompt_logprobs is not None or request.job.given_routes is not None
 
 
-class BlockPool:
-    """Blocks `first .. first + count - 1`; the vacant block that was freed last is taken first.
+class Beginning(NamedTuple):
+    """What a request need not compute.
 
-    idle      blocks without a user but with a keeper
-    indexed   the blocks that the index of prefixes keeps; its owner fills this
-    unwanted  the idle blocks that only the index keeps, longest idle first
-    evict     called with a number of idle blocks that it must make vacant
-    max_idle  more idle blocks than this are evicted at once; None: as many as there are
-    routes    of kept blocks, the page with the experts of their tokens, where these are recorded
+    blocks  whole blocks of its first tokens, to be shared
+    tokens  how many tokens it skips, all but one at most
+    own     whether its session kept them
+    state   what the rest of the tokens' KV, and the states after them, are copied from
     """
 
-    def __init__(self, count: int, *, first: int = 0, max_idle: int | None = None) -> None:
-        self.count = count
-        self.max_idle = max_idle
-        self.idle: dict[int, None] = {}
-        self.indexed: dict[int, bytes] = {}
-        # Unlike a dict, it finds its first item quickly after many items before it were deleted.
-        self.unwanted: OrderedDict[int, None] = OrderedDict()
-        self.evict: Callable[[int], None] | None = None
-        self.routes: dict[int, Ids] = {}
-        self._vacant = list(range(first + count - 1, first - 1, -1))
-        self._users = [0] * (first + count)
-        self._keepers = [0] * (first + count)
-
-    @property
-    def free(self) -> int:
-        """Blocks that can be taken: vacant and idle ones."""
-        return len(self._vacant) + len(self.idle)
-
-    @property
-    def vacant(self) -> int:
-        return len(self._vacant)
-
-    def users(self, block: int) -> int:
-        return self._users[block]
-
-    def keepers(self, block: int) -> int:
-        return self._keepers[block]
-
-    def take(self, count: int) -> list[int]:
-        """Blocks without other holders, each with one user; idle ones are evicted for them."""
-        assert count <= self.free, f"{count=} of {self.free} free blocks"
-        missing = count - len(self._vacant)
-        if missing > 0:
-            self._make_vacant(missing)
-        blocks = [self._vacant.pop() for _ in range(count)]
-        for block in blocks:
-            self._users[block] = 1
-            self.routes.pop(block, None)
-        return blocks
-
-    def use(self, blocks: Sequence[int]) -> None:
-        """One more user for each of these blocks, which must have a user or keeper already."""
-        for block in blocks:
-            assert self._users[block] or self._keepers[block], f"{block=} has no user or keeper"
-            self.idle.pop(block, None)
-            self.unwanted.pop(block, None)
-            self._users[block] += 1
-
-    def give_back(self, blocks: list[int]) -> None:
-        """One user less for each, and `blocks` is emptied; the first are evicted last."""
-        for block in reversed(blocks):
-            self._users[block] -= 1
-            assert self._users[block] >= 0, f"{block=} has no user"
-            if self._users[block]:
-                continue
-            if self._keepers[block]:
-                self.idle[block] = None
-                self._note_unwanted(block)
-            else:
-                self._vacant.append(block)
-        blocks.clear()
-        self._limit()
-
-    def keep(self, blocks: Sequence[int]) -> None:
-        """One more keeper for each of these blocks, which must have a user or keeper already."""
-        for block in blocks:
-            assert self._users[block] or self._keepers[block], f"{block=} has no user or keeper"
-            self._keepers[block] += 1
-            self.unwanted.pop(block, None)
-
-    def let_go(self, blocks: Sequence[int]) -> None:
-        """One keeper less for each of these blocks."""
-        for block in reversed(blocks):
-            self._keepers[block] -= 1
-            assert self._keepers[block] >= 0, f"{block=} has no keeper"
-            if self._users[block]:
-                continue
-            if self._keepers[block]:
-                self._note_unwanted(block)
-            else:
-                del self.idle[block]
-                self.unwanted.pop(block, None)
-                self._vacant.append(block)
-
-    def _note_unwanted(self, block: int) -> None:
-        if self._keepers[block] == 1 and block in self.indexed:
-            self.unwanted[block] = None
-
-    def _limit(self) -> None:
-        if self.max_idle is not None and len(self.idle) > self.max_idle:
-            self._make_vacant(len(self.idle) - self.max_idle)
-
-    def _make_vacant(self, count: int) -> None:
-        enough = len(self._vacant) + count
-        assert self.evict is not None, f"{len(self.idle)} idle blocks, but nothing evicts them"
-        self.evict(count)
-        assert len(self._vacant) >= enough, f"{len(self._vacant)} vacant of {enough} blocks"
+    blocks: list[int]
+    tokens: int
+    own: bool
+    state: KeptState | None = None
 
 
 class Reuse:
@@ -153,6 +56,7 @@ class Reuse:
     prefixes      whether prompts find blocks of earlier prompts by their tokens
     counters      where `prefix/...` and `sessions/...` are counted
     rings         the KV of layers with a window that is not in the pool
+    state_places  kept states of recurrent layers, at most; 0 also of a model without such layers
 
     A session's blocks are of use only together with its ring, where KV is in rings: `reusable` says
     how many are. No prefix can be shared there.
@@ -162,6 +66,8 @@ class Reuse:
     entries. The index has only blocks that prefill has written as a whole. The blocks of a reply
     are written by the decode kernels and may differ in their last bits, so a turn of a session that
     builds on a reply adds none.
+
+    With kept states (`kept_states.py`) no other blocks are kept: sessions and prefixes have theirs.
     """
 
     def __init__(
@@ -173,11 +79,20 @@ class Reuse:
         prefixes: bool,
         counters: Counter[str],
         rings: WindowRings = NO_RINGS,
+        state_places: int = 0,
     ) -> None:
-        assert not (prefixes and rings), "a ring holds no prefix"
+        assert not ((prefixes or state_places) and rings), "a ring holds no prefix, and no state"
         self.prefixes = prefixes
         self.rings = rings
         self.contexts: dict[Context, None] = {}
+        self.states = KeptStates(
+            state_places,
+            pool,
+            block_size=block_size,
+            tokens_after=tokens_after,
+            prefixes=prefixes,
+            counters=counters,
+        )
         self._pool = pool
         self._block_size = block_size
         self._tokens_after = tokens_after
@@ -188,18 +103,49 @@ class Reuse:
 
     # Requests, as the scheduler sees them.
 
-    def begin_with(self, request: Request) -> tuple[list[int], bool]:
-        """Blocks of the request's first tokens, all but one of them at most.
-
-        Also returns whether they are its session's: they are, unless the index has more of the
-        prompt.
+    def begin_with(self, request: Request) -> Beginning:
+        """What is kept of the request's first tokens: its session's, unless there is more of the
+        prompt that all may find.
         """
+        if self.states:
+            return self._state_for(request)
         found, context = self.find(request), request.job.context
         if context is not None and not _needs_every_token(request):
             own = self.reusable(context, request.job.prompt_len)
             if own and len(own) >= len(found):
-                return own, True
-        return found, False
+                return Beginning(own, len(own) * self._block_size, own=True)
+        return Beginning(found, len(found) * self._block_size, own=False)
+
+    def _state_for(self, request: Request) -> Beginning:
+        if _needs_every_token(request):
+            return Beginning([], 0, own=False)
+        own = self.states.newest(request.job.context, request.job.prompt_len)
+        found = self.states.find(request)
+        state = found
+        if own is not None and (found is None or own.position >= found.position):
+            state = own
+        if state is None:
+            return Beginning([], 0, own=False)
+        whole = state.position // self._block_size
+        return Beginning(state.blocks[:whole], state.position, state is own, state)
+
+    def begin(self, request: Request, beginning: Beginning) -> None:
+        """The request has just been given these blocks: it gets what else it begins with."""
+        request.cached_tokens = beginning.tokens
+        if beginning.state is not None:
+            self.states.go_on(request, beginning.state)
+        self._share_routes(request, beginning)
+        if beginning.own:
+            self._counters["sessions/reused_tokens"] += beginning.tokens
+            # What it writes after a reply's blocks is not a prefill of its tokens alone.
+            request.job.placed.indexed = request.job.prompt_len
+
+    def cached_tokens(self, context: Context, tokens: int) -> int:
+        """Tokens that a turn of so many need not compute, for what its session keeps."""
+        if self.states:
+            state = self.states.newest(context, tokens)
+            return 0 if state is None else state.position
+        return len(self.reusable(context, tokens)) * self._block_size
 
     def reusable(self, context: Context, tokens: int) -> list[int]:
         """Blocks of a session that a turn of so many tokens can begin with."""
@@ -218,18 +164,17 @@ class Reuse:
             found.append(block)
         return found
 
-    def took(self, request: Request) -> None:
-        """The turn of a session was admitted with blocks that its session keeps."""
-        self._counters["sessions/reused_tokens"] += request.cached_tokens
-        # What it writes after a reply's blocks is not a prefill of its tokens alone.
-        request.job.placed.indexed = request.job.prompt_len
-
-    def share_routes(self, request: Request) -> None:
-        """The request has just been given these blocks to begin with: it has their records, too."""
+    def _share_routes(self, request: Request, beginning: Beginning) -> None:
+        """The request has the records of the blocks it begins with, too."""
         routes = request.job.routes
-        if routes is not None:
-            kept = request.job.placed.blocks[: request.cached_tokens // self._block_size]
-            routes.share([self._pool.routes.get(block) for block in kept])
+        if routes is None:
+            return
+        pages = [self._pool.routes.get(block) for block in beginning.blocks]
+        if beginning.tokens > len(pages) * self._block_size:
+            assert beginning.state is not None, f"{beginning=}"
+            rest = self._pool.routes.get(beginning.state.blocks[len(pages)])
+            pages.append(None if rest is None else rest.copy())
+        routes.share(pages)
 
     def _keep_routes(self, request: Request, first: int, last: int) -> None:
         """What is recorded for blocks `first .. last - 1` of the request stays with them."""
@@ -252,8 +197,17 @@ class Reuse:
             self._counters["prefix/hit_tokens"] += cached
 
     def fed(self, request: Request) -> None:
-        """Put the blocks into the index whose prefill replays have been launched."""
+        """Keep what the prompt's chunks up to `prefilled`, which are all but launched, will leave:
+        in the index, or as a state.
+        """
         placement = request.job.placed
+        if self.states:
+            if request.job.given_routes is None:
+                self.states.fed(request, indexed=placement.indexed < request.job.prompt_len)
+                self._keep_routes(request, 0, placement.prefilled // self._block_size)
+            return
+        if not self.prefixes:
+            return
         done = (placement.prefilled - self._tokens_after) // self._block_size
         if done <= placement.indexed:
             return
@@ -276,6 +230,9 @@ class Reuse:
         """
         job, placement = request.job, request.job.placed
         context, blocks = job.context, placement.blocks
+        if self.states:
+            self._end_states(request)
+            return
         if context is None or context.closed or request.finish_reason not in ("stop", "length"):
             return
         if job.given_routes is not None:
@@ -288,6 +245,16 @@ class Reuse:
         if len(blocks) >= count > len(context.blocks):
             self._keep_routes(request, 0, count)
             self.give(context, blocks[:count])
+
+    def _end_states(self, request: Request) -> None:
+        job, context = request.job, request.job.context
+        ended_well = request.finish_reason in ("stop", "length") and job.given_routes is None
+        good = context is not None and not context.closed and ended_well
+        self.states.ended(request, good=good)
+        if good and job.routes is not None:
+            for state in context.states if context is not None else ():
+                if state.blocks == job.placed.blocks[: len(state.blocks)]:
+                    self._keep_routes(request, 0, len(state.blocks))
 
     # Rings.
 
@@ -363,7 +330,8 @@ class Reuse:
             self.contexts[context] = None
 
     def cut(self, context: Context, tokens: int) -> None:
-        """Release the blocks that depend on more than the first `tokens` tokens."""
+        """Release what depends on more than the first `tokens` tokens."""
+        self.states.cut(context, tokens)
         count = self.whole_blocks(tokens)
         self._pool.let_go(context.blocks[count:])
         del context.blocks[count:]
@@ -375,7 +343,8 @@ class Reuse:
             self._evict_session(context, 0)
 
     def close(self, context: Context) -> None:
-        """Release all blocks; may be called again."""
+        """Release all that it keeps; may be called again."""
+        self.states.close(context)
         self._pool.let_go(context.blocks)
         self._drop_ring(context)
         context.blocks = []
@@ -390,10 +359,14 @@ class Reuse:
         First go blocks that only the index of prefixes keeps: longest idle first, and within one
         request from its end. Then whole sessions without a block in use, least recently used first;
         a block that two sessions keep goes with the second of them. Last come sessions with some
-        blocks in use, such as that of a running turn, from their first idle block on.
+        blocks in use, such as that of a running turn, from their first idle block on. Where states
+        are kept, their blocks go with them, those worth least first.
         """
         pool = self._pool
         enough = pool.vacant + count
+        if self.states:
+            self.states.evict_blocks(enough)
+            return
         while not self._evict_prefixes(enough):
             unused = (
                 context for context in self.contexts if not any(map(pool.users, context.blocks))

@@ -37,8 +37,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from graphengine.buckets import BucketLadder
-from graphengine.host.blocks import BlockPool, Reuse
+from graphengine.host.blocks import Reuse
 from graphengine.host.plan import NOTHING, Plan, PrefillChunk
+from graphengine.host.pool import BlockPool
 from graphengine.host.rings import WindowRing, WindowRings
 from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.job import Job, Placement
@@ -77,6 +78,7 @@ class Scheduler:
     kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
     tokens_after      tokens after a position on which its entries in the caches depend
     rings             how layers with a window keep the newest tokens alone; each slot has a ring
+    state_places      kept states of recurrent layers, at most
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
@@ -105,6 +107,7 @@ class Scheduler:
         tokens_after: int = 0,
         note_all: bool = False,
         rings: Sequence[WindowRing] = (),
+        state_places: int = 0,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
@@ -126,6 +129,7 @@ class Scheduler:
             prefixes=prefix_caching,
             counters=self.counters,
             rings=WindowRings(rings, count=slots, block_size=block_size),
+            state_places=state_places,
         )
         self.moves: list[tuple[Move, int]] = []
         self.guided = 0
@@ -239,6 +243,7 @@ class Scheduler:
             self.retire(request)
         for context in list(self.reuse.contexts):
             self.reuse.close(context)
+        self.reuse.states.clear()
 
     def plan(self) -> Plan | None:
         """The next step; None if nothing can be launched before something is collected.
@@ -428,7 +433,8 @@ class Scheduler:
                 return
             request = self.waiting[0]
             job = request.job
-            found, own = self.reuse.begin_with(request)
+            beginning = self.reuse.begin_with(request)
+            found, cached = beginning.blocks, beginning.tokens
             need = self._greatest_need(job) - len(found)
             if not self._roomy or need > self.pool.vacant:
                 prompt = self._reach(job, job.prompt_len)
@@ -446,8 +452,7 @@ class Scheduler:
             self.pool.use(found)
             if job.context is not None:
                 self.reuse.touch(job.context)
-            cached = len(found) * self.block_size
-            ring = self.reuse.take_ring(request, own=own)
+            ring = self.reuse.take_ring(request, own=beginning.own)
             job.placement = Placement(
                 slot=slot,
                 epoch=self._epoch,
@@ -457,10 +462,7 @@ class Scheduler:
                 prefilled=cached,
                 noted=0 if self._is_noted(job) else cached,
             )
-            request.cached_tokens = cached
-            self.reuse.share_routes(request)
-            if own:
-                self.reuse.took(request)
+            self.reuse.begin(request, beginning)
             request.phase = Phase.PREFILL
             self.slots[slot] = request
             self.active.append(request)
@@ -504,18 +506,18 @@ class Scheduler:
         placement = request.job.placed
         if not self.reuse.prefixes or placement.indexed:
             return
-        have = request.cached_tokens // self.block_size
-        more = self.reuse.find(request)[have:]
-        if more:
+        beginning = self.reuse.begin_with(request)
+        if beginning.tokens > request.cached_tokens:
+            have = request.cached_tokens // self.block_size
+            more = beginning.blocks[have:]
             self.pool.use(more)
             own = placement.blocks[have : have + len(more)]
             placement.blocks[have : have + len(more)] = more
             self.pool.give_back(own)
-            cached = request.cached_tokens + len(more) * self.block_size
             if not self._is_noted(request.job):
-                placement.noted = cached
-            placement.prefilled = request.cached_tokens = cached
-            self.reuse.share_routes(request)
+                placement.noted = beginning.tokens
+            placement.prefilled = beginning.tokens
+            self.reuse.begin(request, beginning)
             self._changes.tables = True
         self.reuse.begun(request)
 
@@ -529,7 +531,7 @@ class Scheduler:
             placement.noted += chunk.count
             return
         placement.prefilled += chunk.count
-        if self.reuse.prefixes:
+        if self.reuse.prefixes or self.reuse.states:
             self.reuse.fed(chunk.request)
         if chunk.final:
             placement.least = 1

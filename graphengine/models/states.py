@@ -6,6 +6,7 @@ cache, and entries of a recurrent state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -136,6 +137,19 @@ def recurrent_tensors(
 ) -> dict[tuple[int, str], Tensor]:
     """The fields' tensors, by layer and name, as `StateTensors.recurrent` has them."""
     return {key: buffers[recurrent_field(*key, whose)] for key in recurrent_states(states)}
+
+
+def kept_shape(state: Recurrent) -> tuple[int, ...]:
+    """`[depth, *shape]` of what a sequence goes on from: the entries of its newest tokens."""
+    return (state.depth, *state.shape)
+
+
+def kept_bytes(states: Sequence[LayerStates], dtype: torch.dtype) -> int:
+    """Of all recurrent states of a model in this dtype, after one token."""
+    return sum(
+        math.prod(kept_shape(state)) * (state.dtype or dtype).itemsize
+        for state in recurrent_states(states).values()
+    )
 
 
 class RingTensors(NamedTuple):

@@ -28,6 +28,7 @@ from graphengine.models.states import RingTensors, StateTensors, cache_shape, re
 from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
+from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
 from graphengine.program.fields import engine_fields
 from graphengine.program.graph_key import GraphKey
@@ -46,6 +47,7 @@ class Allocation:
     caches  (KV of every block of the pool, the dummy block 0 included, its swap area): the
             target's, then the drafter's if it has any
     routing  records of experts; None without
+    kept    places for the states of recurrent layers
     stream  of all replays and copies; None on a CPU
     """
 
@@ -57,6 +59,7 @@ class Allocation:
     masks: MaskTable
     routing: Routing | None
     caches: tuple[tuple[Tensor, Tensor], ...]
+    kept: KeptTensors
     program: StepProgram
     stream: torch.cuda.Stream | None
 
@@ -130,6 +133,7 @@ def allocate(
         masks=MaskTable(buffers, host_drafts=drafter.needs.host_drafts),
         routing=routing,
         caches=tuple(caches),
+        kept=KeptTensors(states, buffers, memory.state_places, [cache for cache, _ in caches]),
         program=program,
         stream=stream,
     )

@@ -33,6 +33,7 @@ from graphengine.models.contract import Linear, ModelConfig, RoutedExperts, most
 from graphengine.models.states import (
     LayerStates,
     cache_shape,
+    kept_bytes,
     kv_scale_bytes,
     paged_states,
     recurrent_states,
@@ -72,6 +73,7 @@ class MemoryPlan:
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     graphs         all that are captured, in that order
     routed         the model's experts, where they are recorded
+    state_places   points at which states of recurrent layers are kept; `state_bytes` of each
     """
 
     device: torch.device
@@ -92,6 +94,8 @@ class MemoryPlan:
     routed: RoutedExperts | None = None
     rings: tuple[WindowRing, ...] = ()
     ring_bytes: int = 0
+    state_places: int = 0
+    state_bytes: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -201,10 +205,15 @@ def _plan(
                         allocated, so the budget has a line for what it takes beyond these
     """
     recurrent = recurrent_states(model.states)
-    if config.prefix_caching and recurrent:
+    state_places = 0
+    # A draft model's own states are kept for nobody.
+    if recurrent and not rings and not recurrent_states(drafter.needs.states):
+        state_places = config.session_states
+    if config.prefix_caching and recurrent and not state_places:
         raise ValueError(
             f"prefix_caching=True, but a {model.architecture} has {len(recurrent)} recurrent "
-            f"states, which follow from every token of a prompt: none of it can be skipped"
+            f"states, which follow from every token of a prompt, and none are kept: that needs "
+            f"session_states above 0, and a drafter without such states"
         )
     device = torch.device(config.device)
     dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
@@ -243,6 +252,10 @@ def _plan(
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, where)
     sizes = FieldSizes(config.max_batch, max_seq_len, chunks.sizes[-1], dtype)
     _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu, routed, rings)
+    state_bytes = kept_bytes(model.states, dtype)
+    if state_places:
+        name = f"states of recurrent layers ({state_places} of sessions and prefixes)"
+        budget.add(name, state_places * state_bytes, where)
     if config.mode is not None:
         # What was asked for has its lines, also where it holds nothing.
         budget.add("drafter's weights", drafter.weight_bytes(dtype), where)
@@ -330,6 +343,8 @@ def _plan(
         budget=budget,
         routed=routed,
         rings=rings,
+        state_places=state_places,
+        state_bytes=state_bytes if state_places else 0,
         ring_bytes=sum(ring.blocks * len(ring.layers) for ring in rings) * layer_bytes,
     )
 

@@ -9,7 +9,7 @@ from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
 if TYPE_CHECKING:
-    from graphengine.requests.context import Context, HeldRing
+    from graphengine.requests.context import Context, HeldRing, KeptState
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
@@ -28,6 +28,7 @@ class Placement:
                    the first of them, too
     swap_blocks    host blocks while paused
     ring           what it keeps in rings, paused or not; None without any
+    states         of recurrent layers, kept while its prompt was fed; its session gets them
     prefilled      prompt tokens whose prefill was launched or not needed
     noted          prompt tokens whose prefill was not needed, and that were noted on the device or
                    need not be
@@ -43,6 +44,7 @@ class Placement:
     blocks: list[int] = field(default_factory=list)
     swap_blocks: list[int] = field(default_factory=list)
     ring: HeldRing | None = None
+    states: list[KeptState] = field(default_factory=list)
     prefilled: int = 0
     noted: int = 0
     begun: bool = False
@@ -71,6 +73,7 @@ class Job:
     deadline     `time.perf_counter()` after which it is late; None: never
     context      KV of its session, if it is a turn of one
     placement    what it has been allocated; None while it holds no slot
+    halted       whether the device has ended it: nothing that was launched since feeds a token
     block_keys   keys of the prompt's blocks, by which prefixes are found; None until they are made
     given_routes ids [T, L, k] of experts that its tokens take; None: the router's choice
 
@@ -93,6 +96,7 @@ class Job:
     deadline: float | None = None
     context: Context | None = None
     placement: Placement | None = None
+    halted: bool = False
     block_keys: list[bytes] | None = None
     given_routes: Ids | None = None
     stream: TextStream | None = None

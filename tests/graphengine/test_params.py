@@ -283,6 +283,7 @@ def test_engine_defaults() -> None:
         "kv_calibration": None,
         "prefix_caching": False,
         "session_blocks": None,
+        "session_states": 4,
         "window_rings": True,
         "lookahead": 1,
         "memory_fraction": 0.9,

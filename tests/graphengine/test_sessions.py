@@ -474,7 +474,6 @@ OTHERS = [
     ({"dtype": "bfloat16"}, r"dtype='float32', the engine of 'bfloat16'"),
     ({"prefill_buckets": (16, 32)}, r"numerics_id='[0-9a-f]+', the engine of '[0-9a-f]+'"),
     ({"speculative": MTP(k=1)}, r"caches=.*, the engine of "),
-    ({"speculative": NGram(k=1)}, r"speculative='off', the engine of 'n-gram"),
     ({"max_seq_len": 40}, r"a session of \d+ tokens exceeds max_seq_len=40"),
     ({"kv_blocks": 4}, r"a session of 5 KV blocks, but 4 of the pool's 4 are free"),
 ]

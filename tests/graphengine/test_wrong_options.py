@@ -120,6 +120,7 @@ ENGINE: dict[str, list[Any]] = {
     "kv_blocks": [*but(NO_INTEGERS, None), 0, 2**31, 10**18],
     "swap_blocks": [*but(NO_INTEGERS, None), -1, 2**31, 10**18],
     "session_blocks": [*but(NO_INTEGERS, None), -1, 2**31, 10**18],
+    "session_states": [*NO_INTEGERS, -1, 2**31, 10**18],
     "max_waiting": [*but(NO_INTEGERS, None), 0, -1],
     "prefill_buckets": [None, 16, "16", (0,), (16, 1.0), (True,), (2**31,), (16, 10**18)],
 }

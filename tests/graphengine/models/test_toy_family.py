@@ -158,11 +158,11 @@ def turn(session: Any, appended: list[int], params: SamplingParams) -> tuple[lis
     return list(session.token_ids), session.generate(params)
 
 
-def test_sessions_prefill_every_turn_as_a_whole(
+def test_sessions_without_kept_states_prefill_every_turn_as_a_whole(
     path: Path, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     params = greedy(10, ignore_eos=True)
-    with open_toy(path) as engine, engine.session() as session:
+    with open_toy(path, session_states=0) as engine, engine.session() as session:
         for appended in (PROMPTS[1], [5, 5], [6]):
             prompt, result = turn(session, appended, params)
             assert list(result.token_ids) == expected(tensors, prompt, params)
@@ -176,7 +176,7 @@ def test_sessions_prefill_every_turn_as_a_whole(
         assert engine.counters["sessions/reused_tokens"] == 0
         assert engine.stats()["kv"]["session_blocks"] == 0
         assert_idle(engine)
-    with open_toy(path) as engine:
+    with open_toy(path, session_states=0) as engine:
         for source in (kept, tmp_path / "session"):
             with engine.restore_session(source) as session:
                 assert session.token_ids == kept.token_ids
@@ -195,9 +195,9 @@ def test_snapshots_know_the_model(path: Path, tmp_path: Path) -> None:
         engine.restore_session(kept)
 
 
-def test_prefix_caching_is_refused(path: Path) -> None:
+def test_prefix_caching_without_kept_states_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match=r"prefix_caching=True, but a ToyFor.* has 1 recurrent"):
-        open_toy(path, prefix_caching=True)
+        open_toy(path, prefix_caching=True, session_states=0)
 
 
 def test_hidden_states_of_prompts_can_be_saved(

@@ -1,0 +1,329 @@
+"""Kept states: points of sequences from which requests of a model with recurrent layers can go on.
+
+A recurrent state follows from every token before it, so KV is of use only together with the states
+after it. A kept state has both: a place with the states of all such layers after some tokens, and
+the blocks with these tokens' KV. Any number of tokens will do, so the last block may be of a few
+tokens only; whoever goes on there copies it, and writes into the copy.
+
+States are kept where a turn of a session ends; and, as long as no better one wants the place, where
+a chunk of its prompt ends, for those who go back to there. With prefix caching they are also kept
+for prompts that begin with the same tokens. All are copied on the device, in the order in which
+replays are launched: this file only says which, in `before` and `after` the next replays.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from graphengine.host.pool import BlockPool
+from graphengine.requests.context import Context, KeptState, StateHolder
+from graphengine.requests.request import Request
+
+
+class StateCopy(NamedTuple):
+    """Of the states after `position` tokens: from a slot to a place, or `back`."""
+
+    place: int
+    slot: int
+    position: int
+    back: bool
+
+
+class BlockCopy(NamedTuple):
+    """Of a block in every cache."""
+
+    source: int
+    destination: int
+
+
+Copy = StateCopy | BlockCopy
+
+
+class KeptStates:
+    """Which states are kept, and by whom.
+
+    count         places
+    pool          the blocks of the KV cache
+    tokens_after  as `Reuse` has it
+    prefixes      whether prompts find states of earlier prompts by their tokens
+    counters      where `states/...` and `sessions/evicted` are counted
+    before        copies that are to be queued before the next replays, in this order
+    after         the same behind them
+    """
+
+    def __init__(
+        self,
+        count: int,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        tokens_after: int,
+        prefixes: bool,
+        counters: Counter[str],
+    ) -> None:
+        self.count = count
+        self.before: list[Copy] = []
+        self.after: list[Copy] = []
+        self._pool = pool
+        self._block_size = block_size
+        self._tokens_after = tokens_after
+        self._prefixes = prefixes
+        self._counters = counters
+        self._vacant = list(range(count - 1, -1, -1))
+        # Those used last are at the end.
+        self._held: dict[KeptState, None] = {}
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    @property
+    def held(self) -> tuple[KeptState, ...]:
+        """All that are kept."""
+        return tuple(self._held)
+
+    # Requests.
+
+    def newest(self, context: Context | None, tokens: int) -> KeptState | None:
+        """The session's state that a turn of so many tokens can go on from: one is to be fed."""
+        states = () if context is None else context.states
+        return next((state for state in reversed(states) if state.position < tokens), None)
+
+    def find(self, request: Request) -> KeptState | None:
+        """The longest beginning of the prompt that is kept for all; one token is to be fed."""
+        if not self._prefixes or not any(state.tokens for state in self._held):
+            return None
+        prompt = _as_bytes(request)
+        found = [
+            state
+            for state in self._held
+            if state.tokens is not None
+            and state.position < request.job.prompt_len
+            and prompt.startswith(state.tokens)
+        ]
+        return max(found, key=lambda state: state.position, default=None)
+
+    def go_on(self, request: Request, state: KeptState) -> None:
+        """Bring the states to the slot of a request that has the state's whole blocks, and the rest
+        of its KV to the request's next block.
+        """
+        placement = request.job.placed
+        self._touch(state)
+        self.before.append(
+            StateCopy(place=state.place, slot=placement.slot, position=state.position, back=True)
+        )
+        whole, rest = divmod(state.position, self._block_size)
+        if rest:
+            self.before.append(BlockCopy(state.blocks[whole], placement.blocks[whole]))
+
+    def fed(self, request: Request, *, indexed: bool) -> None:
+        """A chunk of the prompt is about to be launched, the last before `prefilled`.
+
+        indexed  whether others may find the state: nothing of a reply is in it
+        """
+        job, placement = request.job, request.job.placed
+        position = placement.prefilled
+        depends = position + self._tokens_after
+        for_all = indexed and self._prefixes and depends <= job.prompt_len
+        if not for_all and job.context is None:
+            return
+        tokens = _as_bytes(request)[: 8 * depends] if for_all else None
+        if tokens is not None:
+            same = next((state for state in self._held if state.tokens == tokens), None)
+            if same is not None:
+                self._touch(same)
+                self._give(same, placement)
+                return
+        whole, rest = divmod(position, self._block_size)
+        # What a drafter writes into the last entries once it sees the tokens after them would not
+        # be in a copy.
+        if rest and (self._tokens_after or job.routes is not None or not self._pool.free):
+            return
+        place = self._place(most=1 if for_all else 0)
+        if place is None:
+            return
+        self.after.append(
+            StateCopy(place=place, slot=placement.slot, position=position, back=False)
+        )
+        blocks, copied = placement.blocks[:whole], []
+        if rest:
+            copied = self._pool.take(1)
+            self.after.append(BlockCopy(placement.blocks[whole], copied[0]))
+        state = KeptState(position=position, place=place, blocks=blocks + copied, tokens=tokens)
+        self._add(state)
+        self._give(state, placement)
+        self._pool.give_back(copied)
+
+    def ended(self, request: Request, *, good: bool) -> None:
+        """The request's slot and blocks are about to be given back.
+
+        good  whether its session gets what it has kept, and where it has come to
+        """
+        job, placement = request.job, request.job.placed
+        context = job.context
+        if good and context is not None:
+            # The last sampled token has not been fed.
+            position = job.prompt_len + len(request.token_ids) - 1
+            if placement.prefilled == job.prompt_len and self._is_there(request):
+                self._keep_end(request, context, position)
+            for state in placement.states:
+                self._give(state, context)
+        for state in tuple(placement.states):
+            self._take(state, placement)
+
+    def _is_there(self, request: Request) -> bool:
+        """Whether the slot still has the states after all tokens but the last.
+
+        They are lost where the host alone ends a request, and it has gone on in launches ahead.
+        """
+        placement, known = request.job.placed, len(request.token_ids)
+        idle = placement.least == known and not placement.in_doubt
+        return known > 0 and (request.job.halted or idle)
+
+    def _keep_end(self, request: Request, context: Context, position: int) -> None:
+        blocks = request.job.placed.blocks[: -(-position // self._block_size)]
+        known = position + 1
+        if (
+            len(blocks) * self._block_size < position
+            or position + self._tokens_after > known
+            or any(state.position == position for state in request.job.placed.states)
+            or (self._pool.max_idle is not None and len(blocks) > self._pool.max_idle)
+        ):
+            return
+        if not self._vacant and context.states and context.states[0].holders == [context]:
+            # None of another session's for one of its own that it will hardly go back to.
+            self._take(context.states[0], context)
+        place = self._place(most=2)
+        if place is not None:
+            slot = request.job.placed.slot
+            self.before.append(StateCopy(place=place, slot=slot, position=position, back=False))
+            state = KeptState(position=position, place=place, blocks=blocks)
+            self._add(state)
+            self._give(state, context)
+
+    # Sessions.
+
+    def usable(self, context: Context, tokens: int) -> KeptState | None:
+        """The newest one after which nothing depends on tokens past the first `tokens`."""
+        most = tokens - self._tokens_after
+        return next((state for state in reversed(context.states) if state.position <= most), None)
+
+    def cut(self, context: Context, tokens: int) -> None:
+        """Let go of what depends on more than the first `tokens` tokens, and count the tokens that
+        are to be fed again, as no state is kept after the last of them.
+        """
+        newest = self.usable(context, tokens)
+        had = bool(context.states)
+        while context.states and context.states[-1] is not newest:
+            self._take(context.states[-1], context)
+        if had:
+            kept = 0 if newest is None else newest.position
+            self._counters["states/rewound_past"] += tokens - kept
+
+    def share(self, source: Context, other: Context) -> None:
+        """Let another session have the same states."""
+        for state in source.states:
+            self._give(state, other)
+
+    def adopt(self, context: Context, position: int, blocks: Sequence[int]) -> KeptState:
+        """A session's state of which somebody will fill place and blocks at once."""
+        place = self._place(most=2)
+        assert place is not None, f"{self.count} places"
+        state = KeptState(position=position, place=place, blocks=list(blocks))
+        self._add(state)
+        self._give(state, context)
+        return state
+
+    def close(self, context: Context) -> None:
+        """Let go of all that the session has."""
+        for state in tuple(context.states):
+            self._take(state, context)
+
+    def clear(self) -> None:
+        """Let go of all that anybody has."""
+        for state in tuple(self._held):
+            state.tokens = None
+            for holder in tuple(state.holders):
+                holder.states.remove(state)
+            state.holders.clear()
+            self._drop(state)
+
+    # Making room.
+
+    def evict_blocks(self, enough: int) -> None:
+        """Let go of states until this many blocks are vacant."""
+        pool = self._pool
+        while pool.vacant < enough:
+            idle = (each for each in self._held if any(block in pool.idle for block in each.blocks))
+            self._evict(min(idle, key=_worth))
+
+    def _place(self, *, most: int) -> int | None:
+        """A place, if need be that of the state worth least, if that is worth `most` or less."""
+        if not self._vacant:
+            least = min(self._held, key=_worth, default=None)
+            if least is None or _worth(least) > most:
+                return None
+            self._evict(least)
+        return self._vacant.pop()
+
+    def _evict(self, state: KeptState) -> None:
+        self._counters["states/evicted"] += 1
+        state.tokens = None
+        for holder in tuple(state.holders):
+            self._take(state, holder)
+            if isinstance(holder, Context) and not holder.states:
+                holder.evicted = True
+                self._counters["sessions/evicted"] += 1
+        if state in self._held:
+            self._drop(state)
+
+    def _touch(self, state: KeptState) -> None:
+        del self._held[state]
+        self._held[state] = None
+
+    def _add(self, state: KeptState) -> None:
+        self._counters["states/kept"] += 1
+        self._pool.keep(state.blocks)
+        self._held[state] = None
+
+    def _give(self, state: KeptState, holder: StateHolder) -> None:
+        """Let a holder have it, among its others by position; of one position it keeps the first.
+
+        A session's states are all of its tokens, so those of one position are alike.
+        """
+        positions = [each.position for each in holder.states]
+        if state.position in positions:
+            return
+        at = sum(position < state.position for position in positions)
+        holder.states.insert(at, state)
+        state.holders.append(holder)
+        if isinstance(holder, Context):
+            holder.evicted = False
+
+    def _take(self, state: KeptState, holder: StateHolder) -> None:
+        holder.states.remove(state)
+        state.holders = [each for each in state.holders if each is not holder]
+        if not state.holders and state.tokens is None:
+            self._drop(state)
+
+    def _drop(self, state: KeptState) -> None:
+        del self._held[state]
+        self._vacant.append(state.place)
+        self._pool.let_go(state.blocks)
+
+
+def _worth(state: KeptState) -> int:
+    """2 of where a session has come to, 1 of a prefix, 0 of a point on the way."""
+    if any(isinstance(each, Context) and each.states[-1] is state for each in state.holders):
+        return 2
+    return 0 if state.tokens is None else 1
+
+
+def _as_bytes(request: Request) -> bytes:
+    """The prompt; made once."""
+    keys = request.job.block_keys
+    if keys is None:
+        keys = request.job.block_keys = [array("q", request.prompt_token_ids).tobytes()]
+    return keys[0]
