@@ -57,9 +57,9 @@ from graphengine.models.contract import (
     WeightForms,
     in_formats,
 )
+from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig
 from graphengine.models.states import LayerStates, StateTensors
 
-HEAD = "lm_head"
 Recurring = Mamba2 | GatedDelta | ShortConv
 RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights
 Block = GroupedQueryAttention | Recurring | Swiglu | SquaredRelu
@@ -127,6 +127,46 @@ class HybridConfig:
         for index, layer in enumerate(self.layers):
             for part in layer:
                 yield index, f"model.layers.{index}.", part
+
+    def attending_decoder(self) -> HybridConfig | DecoderConfig:
+        """A decoder of one layer such as those here that have attention and a SwiGLU with the names
+        of Llama's lineage, as draft modules have; the same model where there is none.
+        """
+        named = [("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP)]
+        for layer in self.layers:
+            mixer, mlp = layer[0].block, layer[-1].block
+            if mixer != self.attention or not isinstance(mlp, Swiglu):
+                continue
+            if [(part.norm, part.prefix) for part in layer] == named:
+                return self._decoder_of(mlp)
+        return self
+
+    def _decoder_of(self, mlp: Swiglu) -> HybridConfig | DecoderConfig:
+        attention = self.attention
+        if self.rope is None:
+            return self
+        return DecoderConfig(
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            ffn_size=mlp.ffn_size,
+            num_layers=1,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            norm_eps=self.norm_eps,
+            max_positions=self.max_positions,
+            rope=self.rope,
+            attention_bias=attention.output_bias,
+            qkv_bias=attention.qkv_bias,
+            mlp_bias=mlp.bias,
+            qk_norm=attention.qk_norm,
+            forms=self.forms,
+            norms_plus_one=self.norms_plus_one,
+            activation=mlp.activation,
+            query_scalar=attention.scale_of,
+            gated_attention=attention.gated,
+        )
 
     @property
     def linears(self) -> Linears:

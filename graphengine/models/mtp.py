@@ -30,14 +30,12 @@ from graphengine.kernels import (
     DecodeLanes,
     PrefillLanes,
     Residual,
-    RopeConfig,
     linear_residual,
     rms_norm,
 )
 from graphengine.models.blocks.gqa import RopeTables
 from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
-from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
 from graphengine.models.contract import (
@@ -57,8 +55,6 @@ from graphengine.models.contract import (
     in_formats,
 )
 from graphengine.models.decoder import (
-    ATTENTION,
-    MLP,
     DecoderConfig,
     DecoderModel,
     allocate_layer,
@@ -201,7 +197,13 @@ class MtpConfig:
         expert_modules  those that have experts; None: all, if the target has any
         full_attention  whether the modules are known to have no window where target layers have one
         """
-        target = _decoder_of(target)
+        if isinstance(target, HybridConfig):
+            target = target.attending_decoder()
+        if not isinstance(target, DecoderConfig):
+            raise ValueError(
+                f"draft modules (MTP) of a {target.architecture} are not supported: it has no "
+                f"layers as modules have them"
+            )
         if any(target.windows) and not full_attention:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} with windows of "
@@ -284,55 +286,6 @@ class MtpConfig:
     def first(self, modules: int) -> MtpConfig:
         """The same with only the first `modules` modules."""
         return replace(self, prefixes=self.prefixes[:modules])
-
-
-def _decoder_of(target: ModelConfig) -> DecoderConfig:
-    """A decoder of layers as modules have them: the target's, or such as those of a hybrid's layers
-    that attend. ValueError where it has none with attention and gated feed-forwards of Llama's
-    names.
-    """
-    if isinstance(target, DecoderConfig):
-        return target
-    attention = target.attention if isinstance(target, HybridConfig) else None
-    layers = target.layers if isinstance(target, HybridConfig) else ()
-    wanted = [("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP)]
-    for layer in layers:
-        *_, mlp = blocks = [part.block for part in layer]
-        if [(part.norm, part.prefix) for part in layer] != wanted or blocks[0] != attention:
-            continue
-        if isinstance(mlp, Swiglu) and isinstance(target, HybridConfig) and target.rope is not None:
-            return _like_layer(target, mlp, target.rope)
-    raise ValueError(
-        f"draft modules (MTP) of a {target.architecture} are not supported: it has no layers as "
-        f"modules have them"
-    )
-
-
-def _like_layer(target: HybridConfig, mlp: Swiglu, rope: RopeConfig) -> DecoderConfig:
-    """A decoder whose layers have the target's attention, and this feed-forward."""
-    attention = target.attention
-    return DecoderConfig(
-        architecture=target.architecture,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        ffn_size=mlp.ffn_size,
-        num_layers=1,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        norm_eps=target.norm_eps,
-        max_positions=target.max_positions,
-        rope=rope,
-        attention_bias=attention.output_bias,
-        qkv_bias=attention.qkv_bias,
-        mlp_bias=mlp.bias,
-        qk_norm=attention.qk_norm,
-        forms=target.forms,
-        norms_plus_one=target.norms_plus_one,
-        activation=mlp.activation,
-        query_scalar=attention.scale_of,
-        gated_attention=attention.gated,
-    )
 
 
 def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:

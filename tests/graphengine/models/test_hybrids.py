@@ -32,6 +32,7 @@ from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.contract import PrefillLaunch
 from graphengine.models.families import read_model_config
+from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.states import Paged, Recurrent, recurrent_field
 from graphengine.speculative import DraftModel, NGram, SaveHiddenStates
@@ -507,6 +508,13 @@ def test_a_language_model_beside_a_vision_tower(hybrids: dict[str, Any]) -> None
         for config in (json.loads((hybrids["qwen"].path / "config.json").read_text()), whole)
     )
     assert replace(beside, architecture=alone.architecture) == alone
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron", "lfm2"])
+def test_families_without_draft_modules(hybrids: dict[str, Any], name: str) -> None:
+    config = read_model_config(json.loads((hybrids[name].path / "config.json").read_text()))
+    with pytest.raises(ValueError, match=f"of a {config.architecture} are not supported"):
+        MtpConfig.of_target(config, LAYOUTS[0], ("mtp.",))
 
 
 def test_a_checkpoint_with_other_names(hybrids: dict[str, Any]) -> None:
