@@ -39,10 +39,16 @@ _QUANTISED = re.compile(
     r"qzeros|g_idx|SCB|weight_format|absmax|quant_map|quant_state.*|nested_(absmax|quant_map)"
 )
 # What old checkpoints store beside their weights: functions of the config, or masks.
-_BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias")
+_BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias|(.*\.)?position_ids")
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
-_MODULES = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.|model\.(embed_tokens|norm)\.|lm_head\.")
-_DRAFT_MODULES = ("mtp.", "model.mtp_layers.")
+_LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
+_DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
+# What stands beside a language model and says nothing of its tokens: towers for images and sound
+# and what leads from them to it, value heads of reinforcement learning, and a draft vocabulary.
+_BESIDE = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|audio_model|multi_modal_projector|"
+    r"embed_vision|embed_audio)\..*|v_head\..*|d2t|t2d"
+)
 
 
 def read_model(
@@ -244,15 +250,16 @@ def _refuse_quantised(
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
-    """Raise ValueError for tensors of the model's modules that are not read; log unused layers."""
-    own = [name for name in unused if _MODULES.match(name)]
+    """Raise ValueError for tensors that the model may need and nobody reads; log unused layers."""
     unknown = [
         name
-        for name in own
+        for name in unused
         if _layer(name) < config.num_layers
+        and not name.startswith(_DRAFT_MODULES)
+        and not _BESIDE.fullmatch(name)
         and not is_kv_scale(name)
         and not _BUFFERS.fullmatch(name)
-        and checkpoint.tensors[name].dtype not in _BUFFER_DTYPES
+        and not (_layer(name) >= 0 and checkpoint.tensors[name].dtype in _BUFFER_DTYPES)
         and not (name == _HEAD and config.tie_embeddings)
     ]
     if unknown:
@@ -260,7 +267,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
             f"{checkpoint.path} has {len(unknown)} tensors that a {config.architecture} of this "
             f"config does not have: {some(unknown)}"
         )
-    beyond = {_layer(name) for name in own if _layer(name) >= config.num_layers}
+    beyond = {_layer(name) for name in unused if _layer(name) >= config.num_layers}
     draft_module = f"model.layers.{config.num_layers}.eh_proj."
     if beyond and not any(name.startswith(draft_module) for name in checkpoint.tensors):
         log.warning(
@@ -286,5 +293,5 @@ def _empty_biases(
 
 def _layer(name: str) -> int:
     """The layer that a tensor belongs to; -1 for none."""
-    found = _MODULES.match(name)
-    return int(found["layer"]) if found and found["layer"] else -1
+    found = _LAYER.match(name)
+    return int(found["layer"]) if found else -1

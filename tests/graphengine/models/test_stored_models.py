@@ -206,6 +206,10 @@ LAYER = "model.layers.1."
         (f"{LAYER}self_attn.q_proj.bias", torch.ones(64), "of this config does not have"),
         (f"{LAYER}mlp.extra", torch.ones(2, dtype=torch.int8), "of this config does not have"),
         ("model.norm.bias", torch.ones(64), "of this config does not have"),
+        ("foo", torch.ones(1), "of this config does not have"),
+        ("foo.bar", torch.ones(1, dtype=torch.int64), "of this config does not have"),
+        ("model.embed_positions.weight", torch.ones(2, 2), "of this config does not have"),
+        ("model.visuals.weight", torch.ones(2, 2), "of this config does not have"),
     ],
 )
 def test_a_tensor_that_nobody_reads_is_refused(
@@ -231,7 +235,11 @@ def test_what_stands_beside_the_layers_is_no_obstacle(
     def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         config |= {"num_hidden_layers": 1, "scale_sinks": 2}
         tensors["mtp.fc.weight_scale_inv"] = torch.ones(1)
-        tensors["medusa.0.weight"] = torch.ones(1)
+        beside = ("medusa.0.weight", "visual.merger.weight", "model.vision_tower.x", "v_head.bias")
+        buffers = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
+        for name in (*beside, *buffers, "model.layers.0.self_attn.k_scale"):
+            tensors[name] = torch.ones(1)
+        tensors["d2t"] = torch.zeros(1, dtype=torch.int64)
 
     config = read_model(Checkpoint.open(changed(source, tmp_path, edit)))
     assert config.num_layers == 1
