@@ -51,6 +51,7 @@ from graphengine.speculative import (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 KvDtype = Literal["auto", "fp8"]
+StateDtype = Literal["auto", "float32", "bfloat16"]
 RoundedKind = Literal["fp8", "int8", "int4"]
 """What weights can be rounded to while they are loaded."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -207,6 +208,13 @@ class EngineConfig:
         NOT_NEGATIVE,
         doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a longer
         session keeps its first; None: all that no request needs""",
+    )
+    state_dtype: StateDtype = option(
+        "auto",
+        doc="""what the states of recurrent layers' heads are kept in, rounded after every token:
+        "bfloat16" is half the bytes, and less exact; "auto": as the checkpoint's config says, else
+        float32""",
+        flag=Flag(),
     )
     session_states: int = option(
         4,

@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.config import KvDtype, LogprobsMode, RoundedKind
+from graphengine.config import KvDtype, LogprobsMode, RoundedKind, StateDtype
 from graphengine.kernels import ActivationKind, RowFamily
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
@@ -109,6 +109,12 @@ class EngineOptions(TypedDict, total=False):
     session_blocks: int | None
     """most blocks of the pool that idle sessions and cached prefixes may hold; a longer session
     keeps its first; None: all that no request needs
+    """
+
+    state_dtype: StateDtype
+    """what the states of recurrent layers' heads are kept in, rounded after every token:
+    "bfloat16" is half the bytes, and less exact; "auto": as the checkpoint's config says, else
+    float32
     """
 
     session_states: int

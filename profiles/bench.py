@@ -78,6 +78,7 @@ TTFT_TOKENS = (128, 1024)
 ENGINE_FLAGS = (
     *("device", "row_family", "prefill_buckets"),
     *("max_prefill_tokens_per_step", "max_prefill_ms_per_step", "kv_dtype"),
+    "state_dtype",
     *("quantize", "quantize_lm_head", "activations"),
 )
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch

@@ -45,7 +45,7 @@ from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
 from graphengine.models.checkpoint import Checkpoint, find_local, stored_dtype
 from graphengine.models.contract import ModelWeights
-from graphengine.models.stored import read_model
+from graphengine.models.stored import read_model, with_state_dtype
 from graphengine.opening.calibration import calibration_ids
 from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.prefill_cut import PrefillCut
@@ -149,6 +149,7 @@ def info(options: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(_checkpoint(options))
     config = EngineConfig(**_engine_options(options))
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
+    model = with_state_dtype(model, config.state_dtype)
     drafter = make_drafter(config, checkpoint, model)
     has_text = isinstance(config.kv_calibration, str) and checkpoint.has_tokenizer
     tokenizer = Tokenizer.from_directory(checkpoint.path) if has_text else None

@@ -122,6 +122,20 @@ class HybridConfig:
         """The same model with weights that are stored so."""
         return replace(self, forms=forms)
 
+    def with_state_dtype(self, dtype: torch.dtype) -> HybridConfig:
+        """The same with heads' states in this dtype; itself where no layer has some."""
+
+        def changed(part: Part) -> Part:
+            if isinstance(part.block, Mamba2 | GatedDelta):
+                return part._replace(block=replace(part.block, state_dtype=dtype))
+            return part
+
+        if not any(isinstance(part.block, Mamba2 | GatedDelta) for _, _, part in self.parts()):
+            return self
+        return replace(
+            self, layers=tuple(tuple(changed(part) for part in layer) for layer in self.layers)
+        )
+
     def parts(self) -> Iterator[tuple[int, str, Part]]:
         """Each part with its layer's index, and with that layer's prefix in the checkpoint."""
         for index, layer in enumerate(self.layers):

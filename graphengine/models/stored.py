@@ -12,11 +12,12 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from graphengine.config import RoundedKind
+from graphengine.config import DTYPES, RoundedKind, StateDtype
 from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids, some
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights, StoredLinear
 from graphengine.models.families import read_model_config
+from graphengine.models.hybrid import HybridConfig
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import (
@@ -93,6 +94,24 @@ def read_model(
     if quantize is not None:
         config = _rounded(checkpoint, config, quantize, head)
     return config
+
+
+def with_state_dtype(config: ModelConfig, dtype: StateDtype) -> ModelConfig:
+    """The model with the states of recurrent layers' heads in this dtype; "auto": as it is.
+
+    ValueError for a model without such states.
+    """
+    if dtype == "auto":
+        return config
+    changed = config
+    if isinstance(config, HybridConfig):
+        changed = config.with_state_dtype(DTYPES[dtype])
+    if changed is config:
+        raise ValueError(
+            f"state_dtype={dtype!r}, but no layer of this {config.architecture} has heads with "
+            f"states"
+        )
+    return changed
 
 
 def _rounded(

@@ -13,7 +13,13 @@ from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import Model
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.stored import destinations, load_weights, read_eos_ids, read_model
+from graphengine.models.stored import (
+    destinations,
+    load_weights,
+    read_eos_ids,
+    read_model,
+    with_state_dtype,
+)
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
@@ -38,6 +44,7 @@ def open_checkpoint(
     """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
     checkpoint = Checkpoint.open(path)
     model_config = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
+    model_config = with_state_dtype(model_config, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
     drafter = make_drafter(config, checkpoint, model_config)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None

@@ -21,6 +21,7 @@ from graphengine.engine_options import EngineOptions
 from graphengine.kernels import PackedWeight
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.forms import rounded_forms
+from graphengine.models.stored import with_state_dtype
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
@@ -136,7 +137,8 @@ def freed(engine: Engine) -> Iterator[Engine]:
 
 
 def rounded_model(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with its weights as `config.quantize` wants them. ValueError for packed ones."""
+    """The model with weights and states as `config` wants them. ValueError for packed ones."""
+    model = with_state_dtype(model, config.state_dtype)
     if config.quantize is None:
         return model
     linears = model.allocate(device="meta", dtype=torch.float32).linears()

@@ -283,6 +283,7 @@ def test_engine_defaults() -> None:
         "kv_calibration": None,
         "prefix_caching": False,
         "session_blocks": None,
+        "state_dtype": "auto",
         "session_states": 4,
         "window_rings": True,
         "lookahead": 1,
@@ -352,6 +353,7 @@ def test_engine_defaults() -> None:
             "quantize_lm_head=True is for an engine with quantize, which is None",
         ),
         ({"kv_dtype": "fp4"}, "kv_dtype='fp4' must be 'auto' or 'fp8'"),
+        ({"state_dtype": "fp8"}, "state_dtype='fp8' must be 'auto', 'float32' or 'bfloat16'"),
         ({"kv_calibration": "x"}, "kv_calibration is for kv_dtype='fp8', not for kv_dtype='auto'"),
         (
             {"kv_dtype": "fp8", "kv_calibration": 5},

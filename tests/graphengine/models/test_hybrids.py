@@ -24,10 +24,12 @@ from transformers import (
 )
 
 from engines.small_engine import run
+from engines.speculation import script, step_with
 from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
+from graphengine.models.blocks import gated_delta as delta
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.contract import PrefillLaunch
@@ -35,7 +37,7 @@ from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.states import Paged, Recurrent, recurrent_field
-from graphengine.speculative import DraftModel, NGram, SaveHiddenStates
+from graphengine.speculative import DraftModel, NGram, SaveHiddenStates, UserProvided
 from launches.compilation import graph_kernels
 
 TOKENS = 64
@@ -242,12 +244,13 @@ def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str)
         assert [each.token_ids for each in results] == expected
 
 
-def test_a_model_drafts_for_itself(hybrids: dict[str, Any], device: str) -> None:
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
+def test_a_model_drafts_for_itself(hybrids: dict[str, Any], device: str, name: str) -> None:
     """All drafts are right, so that the draft model computes what the target does."""
-    path = hybrids["nemotron"].path
+    path = hybrids[name].path
     options = {"device": device, "row_family": "dot", "speculative": DraftModel(path, k=3)}
     with open_engine(path, **options) as engine:
-        engine.generate(hybrids["nemotron"].prompts((21,)), greedy(40))
+        engine.generate(hybrids[name].prompts((21,)), greedy(40))
         assert engine.acceptance.accepted == engine.acceptance.proposed > 20
 
 
@@ -444,6 +447,51 @@ def test_kernels_of_layers_with_feed_forwards(
     assert names[1 : 1 + len(wanted)] == wanted
     launched = [kernel.name.lstrip("_") for kernel in graphs["prefill/16"]]
     assert {each: launched.count(each) for each in chunk} == chunk
+
+
+def with_scripted_drafts(path: Path, prompt: list[int], known: list[int], **options: Any) -> None:
+    """Run a request whose caller proposes drafts of which 0, 1, 2, 3 and so on are right."""
+    with open_engine(path, row_family="dot", speculative=UserProvided(k=3), **options) as engine:
+        request = engine.submit(prompt, greedy(len(known)))
+        drafts = script("partly", [tuple(known)], 3, 263).of([request])
+        while engine.busy:
+            step_with(engine, drafts)
+        assert list(request.token_ids) == known
+        found = engine.acceptance
+        assert 0 < found.accepted < found.proposed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_of_which_some_are_right_change_no_token(
+    hybrids: dict[str, Any], device: str, name: str
+) -> None:
+    oracle = hybrids[name]
+    (prompt,) = oracle.prompts((19,))
+    with open_engine(oracle.path, device=device, row_family="dot") as engine:
+        known = list(engine.generate(prompt, greedy(40)).token_ids)
+    with_scripted_drafts(oracle.path, prompt, known, device=device)
+
+
+@pytest.mark.parametrize("name", ["qwen", "nemotron"])
+def test_states_in_half_the_bytes(hybrids: dict[str, Any], device: str, name: str) -> None:
+    """Rounded after every token: drafts still change nothing, and logits come near."""
+    oracle = hybrids[name]
+    (prompt,) = oracle.prompts((31,))
+    halved = {"device": device, "state_dtype": "bfloat16"}
+    layer = STATE if name == "nemotron" else delta.STATE
+    with open_engine(oracle.path, row_family="dot", **halved) as engine:
+        known = list(engine.generate(prompt, greedy(40)).token_ids)
+        assert engine.runtime.buffers[recurrent_field(0, layer)].dtype == torch.bfloat16
+    with_scripted_drafts(oracle.path, prompt, known, **halved)
+    with open_engine(oracle.path, device=device, row_family="dot") as engine:
+        exact = engine.generate(prompt, greedy(1)).token_ids
+    # The first token is that of a prompt, whose state is rounded once.
+    assert list(exact) == known[:1]
+
+
+def test_models_without_states_of_heads_take_no_dtype_of_them(hybrids: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="state_dtype='bfloat16', but no layer of this Lfm2For"):
+        open_engine(hybrids["lfm2"].path, device="cpu", state_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
