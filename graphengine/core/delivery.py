@@ -35,6 +35,7 @@ StopCallback = Callable[[tuple[int, ...]], Iterable[int]]
 
 # Makes an event from a tuple. Calling the class runs a Python function and takes twice as long.
 _make = tuple.__new__
+_HALTED = STOP | LENGTH
 
 
 class Delivery:
@@ -137,8 +138,7 @@ class Delivery:
             return 0
         tokens, text, stopped = items[:count], "", None
         ended: FinishReason | None = None
-        job = request.job
-        job.halted = bool(flags & (STOP | LENGTH))
+        job, halted = request.job, flags & _HALTED
         if job.guide is not None:
             taken, ended = self._follow(request, job.guide, tokens, flags)
             if taken < count:
@@ -165,6 +165,8 @@ class Delivery:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
         given = len(tokens)
+        # A host that takes none of a step's tokens is where the step before ended.
+        job.halted = bool(halted) and given > 0
         request.timings.tokens += [now] * given
         if stopped is not None:
             request.stop_reason = stopped

@@ -129,6 +129,13 @@ class Reuse:
         whole = state.position // self._block_size
         return Beginning(state.blocks[:whole], state.position, state is own, state)
 
+    def touch_kept(self, request: Request, beginning: Beginning) -> None:
+        """Note that what the request begins with was used last, and so is its session."""
+        if request.job.context is not None:
+            self.touch(request.job.context)
+        if beginning.state is not None:
+            self.states.touch(beginning.state)
+
     def begin(self, request: Request, beginning: Beginning) -> None:
         """The request has just been given these blocks: it gets what else it begins with."""
         request.cached_tokens = beginning.tokens

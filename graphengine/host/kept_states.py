@@ -108,9 +108,11 @@ class KeptStates:
     def go_on(self, request: Request, state: KeptState) -> None:
         """Bring the states to the slot of a request that has the state's whole blocks, and the rest
         of its KV to the request's next block.
+
+        The state may have been evicted since it was found, for the request's own blocks: all that
+        is copied here is copied before anything is written.
         """
         placement = request.job.placed
-        self._touch(state)
         self.before.append(
             StateCopy(place=state.place, slot=placement.slot, position=state.position, back=True)
         )
@@ -133,7 +135,7 @@ class KeptStates:
         if tokens is not None:
             same = next((state for state in self._held if state.tokens == tokens), None)
             if same is not None:
-                self._touch(same)
+                self.touch(same)
                 self._give(same, placement)
                 return
         whole, rest = divmod(position, self._block_size)
@@ -279,7 +281,8 @@ class KeptStates:
         if state in self._held:
             self._drop(state)
 
-    def _touch(self, state: KeptState) -> None:
+    def touch(self, state: KeptState) -> None:
+        """Note that it was used last."""
         del self._held[state]
         self._held[state] = None
 

@@ -450,8 +450,7 @@ class Scheduler:
             # First these: otherwise they, and the rest of the session, might be evicted for the
             # others.
             self.pool.use(found)
-            if job.context is not None:
-                self.reuse.touch(job.context)
+            self.reuse.touch_kept(request, beginning)
             ring = self.reuse.take_ring(request, own=beginning.own)
             job.placement = Placement(
                 slot=slot,
@@ -511,6 +510,7 @@ class Scheduler:
             have = request.cached_tokens // self.block_size
             more = beginning.blocks[have:]
             self.pool.use(more)
+            self.reuse.touch_kept(request, beginning)
             own = placement.blocks[have : have + len(more)]
             placement.blocks[have : have + len(more)] = more
             self.pool.give_back(own)

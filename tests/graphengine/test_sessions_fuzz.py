@@ -12,17 +12,20 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpoints import toy_family
 from checkpoints.mtp_modules import write_random
 from engines.small_engine import open_engine, run
+from engines.speculation import write_draft_model
 from extent import SEEDS, extent
 from graphengine import Engine, Event, Request, Result, SamplingParams, Session, SessionSnapshot
+from graphengine.models import families
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 72, "max_batch": 3, "row_family": "dot"}
@@ -41,6 +44,15 @@ HAPPENED = (
     "sessions/reused_tokens", "finished/cancelled", "finished/deadline", "rewinds", "forks",
     "snapshots", "restores", "stopped", "callbacks", "logprobs",
 )  # fmt: skip
+# With a model that has a recurrent layer, whose KV is of use only together with kept states.
+RECURRENT: dict[str, tuple[Callable[[Path], Speculative | None], dict[str, Any]]] = {
+    "plain-0": (lambda path: None, {"lookahead": 0, "session_states": 8, "kv_blocks": 19}),
+    "plain-1": (lambda path: None, {"session_states": 8, "kv_blocks": 19}),
+    "bounded": (lambda path: None, {"session_blocks": 16, "kv_blocks": 19}),
+    "ngram": (lambda path: NGram(k=3), {"session_states": 6, "kv_blocks": 19}),
+    "model": (lambda path: DraftModel(path, k=2), {"session_states": 6}),
+}
+OF_STATES = ("states/evicted", "states/rewound_past")
 # How often each of these happens at least, and at how many tokens that is given up.
 TIMES, TOKENS = (50, 400_000) if SEEDS else (1, 20_000)
 
@@ -189,21 +201,32 @@ class World:
         pool, reuse = scheduler.pool, scheduler.reuse
         assert pool.free == pool.count and scheduler.swap.free == scheduler.swap.count
         assert not any(scheduler.slots) and not reuse.contexts
-        assert set(pool.idle) == set(reuse._key_of)
+        held = reuse.states.held
+        assert all(state.tokens and not state.holders for state in held)
+        assert set(pool.idle) == set(reuse._key_of).union(*(state.blocks for state in held))
 
 
-def short_of(happened: Counter[str]) -> list[str]:
-    return [each for each in HAPPENED if happened[each] < TIMES]
+def short_of(happened: Counter[str], needed: Sequence[str]) -> list[str]:
+    return [each for each in needed if happened[each] < TIMES]
 
 
-def live_through(path: Path, name: str, seed: int, **more: Any) -> None:
+def live_through(
+    path: Path,
+    name: str,
+    seed: int,
+    *,
+    cases: Mapping[str, tuple[Callable[[Path], Speculative | None], dict[str, Any]]] = CASES,
+    drafter: Path | None = None,
+    needed: Sequence[str] = HAPPENED,
+    **more: Any,
+) -> None:
     """Ask for anything until all has happened; then compare every request with one alone."""
-    mode, options = CASES[name]
+    mode, options = cases[name]
     options = SIZES | options | more
-    with open_engine(path, **SHORT | options, speculative=mode(path)) as engine:
+    with open_engine(path, **SHORT | options, speculative=mode(drafter or path)) as engine:
         world = World(engine, random.Random(f"{name}/{seed}"))
         happened = Counter[str]()
-        while short_of(happened) and happened["tokens"] < TOKENS:
+        while short_of(happened, needed) and happened["tokens"] < TOKENS:
             world.act()
             for _ in range(world.dice.randrange(5)):
                 engine.step(timeout=world.dice.choice([None, 0]))
@@ -221,7 +244,8 @@ def live_through(path: Path, name: str, seed: int, **more: Any) -> None:
         )
         for request, result in zip(spoken, expected, strict=True):
             compare(request, result)
-    assert not short_of(happened), {each: happened[each] for each in short_of(happened)}
+    short = short_of(happened, needed)
+    assert not short, {each: happened[each] for each in short}
 
 
 def asked_of(request: Request) -> SamplingParams:
@@ -250,6 +274,7 @@ def compare(request: Request, expected: Result) -> None:
 
 # Seeds by which all has happened early.
 EARLY = {"plain-0": 5, "eagle": 5, "vanilla": 4, "model": 2}
+EARLY_OF_STATES = {"plain-0": 2, "bounded": 2}
 RUNS = extent([(name, EARLY.get(name, 0)) for name in CASES], [*product(CASES, range(SEEDS or 1))])
 
 
@@ -258,6 +283,26 @@ def test_any_order_of_calls_gives_the_tokens_of_requests_alone(
     tmp_path: Path, name: str, seed: int
 ) -> None:
     live_through(write_random(tmp_path / "modules", "mimo"), name, seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    extent(
+        [(name, EARLY_OF_STATES.get(name, 0)) for name in RECURRENT],
+        [*product(RECURRENT, range(SEEDS or 1))],
+    ),
+)
+def test_so_does_a_model_whose_states_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+) -> None:
+    monkeypatch.setitem(families.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    path = toy_family.write_checkpoint(tmp_path / "toy", vocab_size=97)
+    needed = OF_STATES + tuple(each for each in HAPPENED if each != "prefix/evicted_blocks")
+    if name == "model":
+        # A prompt's end depends on the token after it, in the draft model's KV: fewer are shared.
+        needed = tuple(each for each in needed if each != "prefix/hits")
+    dense = write_draft_model(tmp_path / "dense", "llama", 97, None)
+    live_through(path, name, seed, cases=RECURRENT, drafter=dense, needed=needed)
 
 
 @pytest.mark.gpu
