@@ -25,7 +25,7 @@ from transformers import (
 
 from engines.small_engine import run
 from engines.speculation import script, step_with
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, SamplingParams, Session
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
@@ -215,18 +215,62 @@ def test_paused_requests_resume_with_the_same_tokens(
     assert [result.token_ids for result in results] == expected
 
 
-def test_a_session_goes_on(hybrids: dict[str, Any], device: str) -> None:
-    oracle = hybrids["nemotron"]
-    first, second = oracle.prompts((45, 6))
-    with open_engine(oracle.path, device=device) as engine:
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
+def test_a_session_goes_on(
+    hybrids: dict[str, Any], device: str, tmp_path: Path, name: str, k: int
+) -> None:
+    """From kept states, its own, a fork's, and those of a file, with other drafts. Each reply is
+    the best that transformers knows of the whole conversation.
+    """
+    oracle = hybrids[name]
+    first, second, third = oracle.prompts((45, 6, 21))
+    options = {"device": device, "row_family": "dot"}
+
+    def say(session: Session, prompt: list[int], tokens: int, cached: int) -> None:
+        session.append(prompt)
+        result = session.generate(greedy(tokens))
+        assert result.cached_tokens == cached
+        oracle.assert_greedy(result)
+
+    drafts = NGram(k=k) if k else None
+    with open_engine(oracle.path, **options, speculative=drafts) as engine:
         with engine.session() as session:
-            session.append(first)
-            reply = session.generate(greedy(20))
-            session.append(second)
-            again = session.generate(greedy(30))
-        run(engine)
-        whole = [*first, *reply.token_ids, *second]
-        assert engine.generate(whole, greedy(30)).token_ids == again.token_ids
+            say(session, first, 20, 0)
+            say(session, second, 30, 64)
+            # Back to within the second reply: to the end of its prompt.
+            session.rewind(23)
+            with session.fork() as fork:
+                say(session, third, 17, 71)
+                say(fork, second, 17, 71)
+                assert fork.cached_tokens == len(fork) - 1
+            session.snapshot(tmp_path / "session")
+            length = len(session)
+        assert engine.counters["states/rewound_past"] == 78 - 71
+    with (
+        open_engine(oracle.path, **options, speculative=NGram(k=5 - k)) as engine,
+        engine.restore_session(tmp_path / "session") as session,
+    ):
+        say(session, second, 17, length - 1)
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
+def test_prompts_go_on_from_those_of_others(
+    hybrids: dict[str, Any], device: str, name: str
+) -> None:
+    oracle = hybrids[name]
+    head, one, other = oracle.prompts((150, 5, 9))
+    options = {"device": device, "prefix_caching": True, "session_states": 8}
+    with open_engine(oracle.path, **options) as engine:
+        for prompt, cached in (
+            (head, 0),
+            (head + one, 150),
+            (head[:140] + other, 128),
+            (head[:70] + other, 64),
+        ):
+            result = engine.generate(prompt, greedy(12))
+            assert result.cached_tokens == cached
+            oracle.assert_greedy(result)
 
 
 @pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
