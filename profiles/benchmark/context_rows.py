@@ -2,7 +2,8 @@
 
 The KV is either prefilled, by a prompt of random tokens for each row, or random: drawn on the
 device, normal values with the standard deviation that the keys, and the values, of the same layer
-have after a real prompt.
+have after a real prompt. Recurrent states, whose size is that of any context, are those after this
+prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphengine import Engine, Request, Result, SamplingParams
+from graphengine.core.snapshots import SessionSnapshot
 from graphengine.profiles.benchmark.measure import Work, random_prompt, sampling
 from graphengine.sessions import Session, session_of
 
@@ -38,12 +40,12 @@ class ContextRows:
         self.kept_tokens = blocks * size
         self._turns: list[Session] = []
         self._sessions: list[Session] = []
-        scales = [] if prefilled or not blocks else kv_scales(engine, work)
+        example = None if prefilled or not blocks else _example(engine, work)
         try:
             for row, prompt in enumerate(work.prompts(engine.model.config.vocab_size)):
                 session = (
-                    _random_session(engine, prompt, blocks, scales, seed=row)
-                    if scales
+                    _random_session(engine, prompt, blocks, example, seed=row)
+                    if example is not None
                     else _prefilled_session(engine, prompt)
                 )
                 self._sessions.append(session)
@@ -99,12 +101,28 @@ def _prefilled_session(engine: Engine, prompt: list[int]) -> Session:
 
 
 def _random_session(
-    engine: Engine, prompt: list[int], blocks: int, scales: Sequence[Tensor], *, seed: int
+    engine: Engine, prompt: list[int], blocks: int, example: SessionSnapshot, *, seed: int
 ) -> Session:
+    scales, states = _scales_of(example), example.states
+
     def fill(taken: list[int]) -> None:
         fill_blocks(engine, taken, scales, seed=seed)
 
-    return session_of(engine.core, prompt, blocks, fill)
+    position = blocks * engine.memory.block_size if states else 0
+    return session_of(engine.core, prompt, blocks, fill, position=position, states=states)
+
+
+def _example(engine: Engine, work: Work) -> SessionSnapshot:
+    """What a session keeps of a real prompt."""
+    tokens = min(SCALE_TOKENS, work.prompt_tokens)
+    with engine.session() as session:
+        session.append(random_prompt(engine.model.config.vocab_size, tokens, seed=0))
+        session.generate(sampling("fast", 1, seed=0))
+        return session.snapshot()
+
+
+def _scales_of(example: SessionSnapshot) -> list[Tensor]:
+    return [cache.float().transpose(1, 2).flatten(2).std(-1) for cache in example.caches]
 
 
 def kv_scales(engine: Engine, work: Work) -> list[Tensor]:
@@ -112,12 +130,7 @@ def kv_scales(engine: Engine, work: Work) -> list[Tensor]:
 
     A cache has two parts: keys and values.
     """
-    tokens = min(SCALE_TOKENS, work.prompt_tokens)
-    with engine.session() as session:
-        session.append(random_prompt(engine.model.config.vocab_size, tokens, seed=0))
-        session.generate(sampling("fast", 1, seed=0))
-        kept = session.snapshot().caches
-    return [cache.float().transpose(1, 2).flatten(2).std(-1) for cache in kept]
+    return _scales_of(_example(engine, work))
 
 
 @torch.no_grad()

@@ -54,10 +54,10 @@ class Contexts:
 
     def check(self, works: Sequence[Work], subject: Subject) -> None:
         """ValueError unless every context is possible if there is memory enough."""
-        if recurrent_states(subject.model.states):
+        if self.prefilled and recurrent_states(subject.model.states):
             raise ValueError(
-                f"--context: a {subject.model.architecture} has recurrent states, of which no "
-                f"session keeps anything"
+                f"--context: a {subject.model.architecture} has recurrent states, and a prefill "
+                f"leaves none where the rows begin: take random KV"
             )
         if self.lengths[-1] > self.limit:
             raise ValueError(f"--context {self.lengths[-1]} exceeds max_seq_len={self.limit}")
@@ -83,6 +83,8 @@ class Contexts:
             "max_seq_len": need if self.max_seq_len is None else self.max_seq_len,
             "kv_blocks": work.live * (table_blocks + 1),
             "swap_blocks": 0,
+            # Where a row begins, and where its turn ends.
+            "session_states": 2 * work.live,
             # Every row begins at the KV that a session keeps, which no ring does for several.
             "window_rings": False,
             "buckets": tuple(sorted({work.live, slots})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -133,6 +134,24 @@ def test_a_context_of_less_than_a_block_is_fed_as_a_whole(drafting: Engine) -> N
     with standing_rows(drafting, tiny_work(prompt_tokens=16), prefilled=False) as rows:
         assert rows.kept_tokens == 0
         assert [len(result.token_ids) for result in rows.run(BEHIND.params())] == [6] * 3
+
+
+def test_rows_of_recurrent_layers_begin_with_their_states() -> None:
+    """The same in every run; a prefill would leave none there."""
+    subject = Subject.of_shape("tiny-delta")
+    contexts = Contexts(lengths=(60,), limit=96)
+    contexts.check([BEHIND], subject)
+    with pytest.raises(ValueError, match="has recurrent states, and a prefill leaves none"):
+        dataclasses.replace(contexts, prefilled=True).check([BEHIND], subject)
+    sizes = contexts.options(BEHIND, 60)
+    engine, _ = build_engine(subject, {"device": "cpu"} | sizes)
+    with engine, standing_rows(engine, BEHIND, prefilled=False) as rows:
+        kept = rows.kept_tokens
+        first = rows.run(BEHIND.params())
+        assert [result.cached_tokens for result in first] == [kept] * 3 == [48] * 3
+        again = rows.run(BEHIND.params())
+        assert [one.token_ids for one in first] == [one.token_ids for one in again]
+        assert engine.counters["sessions/evicted"] == engine.counters["pauses"] == 0
 
 
 def test_rows_without_their_kv_are_refused(drafting: Engine) -> None:
