@@ -40,36 +40,16 @@ Reader = Callable[[StoredLinear, torch.device], Read]
 """Reads the weight for a linear; what is done to it is done on the device."""
 
 
-class _OnDevice(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each of which goes to the device when it is looked up."""
+class _Changed(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each of which is changed when it is looked up."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._device)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class _OfExpert(Mapping[str, Tensor]):
-    """An expert's part of tensors that have those of all; each is looked up whole."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], stack: Stack) -> None:
-        self._tensors, self._stack = tensors, stack
+    def __init__(
+        self, tensors: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        self._tensors, self._change = tensors, change
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, (index, experts) = self._tensors[name], self._stack
-        if tensor.shape[:1] != (experts,):
-            raise ValueError(f"{name} has shape {[*tensor.shape]}, and there are {experts} experts")
-        return tensor[index]
+        return self._change(name, self._tensors[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -86,7 +66,16 @@ def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str,
 
     stack  the linear's place in them; None: they are its own
     """
-    return tensors if stack is None else _OfExpert(tensors, stack)
+    if stack is None:
+        return tensors
+    expert, experts = stack
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        if tensor.shape[:1] != (experts,):
+            raise ValueError(f"{name} has shape {[*tensor.shape]}, and there are {experts} experts")
+        return tensor[expert]
+
+    return _Changed(tensors, part)
 
 
 def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
@@ -99,7 +88,7 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
         for name, rows in linear.parts:
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
-            there = _OnDevice(of_stack(tensors, linear.stack), device)
+            there = _Changed(of_stack(tensors, linear.stack), lambda _, each: each.to(device))
             try:
                 found = read_weight(scheme, there, name, (rows, linear.shape[1]))
             except ValueError as error:
