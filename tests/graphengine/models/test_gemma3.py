@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engines.small_engine import run
+from engines.family_checks import assert_half_precision_replays, assert_rewinds
 from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
@@ -185,21 +186,8 @@ def test_a_model_drafts_for_itself(gemmas: dict[str, Any], device: str) -> None:
 
 def test_sessions_rewind(gemmas: dict[str, Any], device: str) -> None:
     oracle = gemmas["pattern-2"]
-    first, second, third = oracle.prompts((45, 6, 9))
     with open_engine(oracle.path, device=device) as engine:
-        with engine.session() as session:
-            session.append(first)
-            reply = session.generate(greedy(20))
-            session.append(second)
-            session.generate(greedy(8))
-            session.rewind(len(session) - 30)
-            session.append(third)
-            again = session.generate(greedy(30))
-        run(engine)
-        assert engine.generate(first, greedy(20)).token_ids == reply.token_ids
-        continued = engine.generate(first[:30] + third, greedy(30))
-        assert again.token_ids == continued.token_ids
-        oracle.assert_greedy(continued)
+        assert_rewinds(engine, oracle)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
@@ -358,16 +346,9 @@ def test_a_chain_of_its_linears_can_be_tuned(gemmas: dict[str, Any]) -> None:
 def test_half_precision_replays_what_it_computes_eagerly(
     gemmas: dict[str, Any], eager: Callable[[Engine], Any], name: str, kv_dtype: str
 ) -> None:
-    """There attention is Gluon's: the tokens of replays, of eager steps, and with drafts."""
-    prompts = [prompt * 3 for prompt in gemmas[name].prompts((5, 11, 40))]
-    options = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": kv_dtype, "row_family": "dot"}
-    with open_engine(gemmas[name].path, **options, lookahead=0) as engine:
-        replayed = [each.token_ids for each in engine.generate(prompts, greedy(48))]
-        eager(engine)
-        assert [each.token_ids for each in engine.generate(prompts, greedy(48))] == replayed
-    with open_engine(gemmas[name].path, **options, speculative=NGram(k=4)) as engine:
-        drafted = [each.token_ids for each in engine.generate(prompts, greedy(48))]
-        assert drafted == replayed and engine.acceptance.proposed > 0
+    """There attention is Gluon's."""
+    opened = partial(open_engine, gemmas[name].path)
+    assert_half_precision_replays(opened, gemmas[name], eager, kv_dtype)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from engines.family_checks import assert_half_precision_replays, assert_rewinds
 from graphengine import Engine, SamplingParams
 from graphengine.kernels import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
@@ -23,7 +25,7 @@ from graphengine.models.families import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, load_weights, read_model
-from graphengine.speculative import NGram
+from graphengine.speculative import DraftModel, NGram
 
 TOKENS = 64
 YARN = {
@@ -119,6 +121,86 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     with open_engine(oracle, device=device, prefill_buckets=(8, 32)) as engine:
         for result in engine.generate(prompts, greedy(32)):
             oracle.assert_greedy(result)
+
+
+@pytest.mark.parametrize("rings", [True, False], ids=["rings", "whole"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sessions_rewind_across_the_windows_edge(
+    oracles: dict[str, Any], device: str, tmp_path: Path, name: str, rings: bool
+) -> None:
+    oracle, file = oracles[name], tmp_path / "session.safetensors"
+    options = {"device": device, "window_rings": rings, "prefill_buckets": (4, 13)}
+    with open_engine(oracle, **options) as engine:
+        assert bool(engine.memory.rings) == rings
+        again = assert_rewinds(engine, oracle, file)
+    with open_engine(oracle, **options) as engine, engine.restore_session(file) as session:
+        assert (session.cached_tokens == 0) == rings
+        assert session.generate(greedy(30)).token_ids == again
+
+
+def test_an_fp8_cache(oracles: dict[str, Any], device: str, eager: Callable[..., Any]) -> None:
+    """Its rounding alone is seen, and in any company, and by drafts, the same."""
+    oracle = oracles["short"]
+    prompts = oracle.prompts((9, 30, 41))
+    prompts[1] = prompts[0] * 4
+    options: dict[str, Any] = {"device": device, "kv_dtype": "fp8", "prefill_buckets": (64,)}
+    with open_engine(oracle, **options, lookahead=0) as engine:
+        alone = [engine.generate(prompt, greedy(32)).token_ids for prompt in prompts]
+        seen = eager(engine)
+        result = engine.generate(prompts[2], greedy(8))
+        expected = oracle.logits([*prompts[2], *result.token_ids])
+        errors = [
+            (row - expected[place]).abs().max() / expected[place].abs().max()
+            for (_, place), row in seen.items()
+        ]
+        assert 1e-4 < max(errors) < 0.15
+    for mode in (None, NGram(k=3)):
+        with open_engine(oracle, **options, speculative=mode) as engine:
+            together = engine.generate(prompts, greedy(32))
+        assert [each.token_ids for each in together] == alone
+        assert mode is None or sum(each.acceptance.accepted for each in together) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_half_precision_replays_what_it_computes_eagerly(
+    oracles: dict[str, Any], eager: Callable[[Engine], Any], kv_dtype: str
+) -> None:
+    opened = partial(open_engine, oracles["short"])
+    assert_half_precision_replays(opened, oracles["short"], eager, kv_dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_drafts_for_itself(oracles: dict[str, Any], device: str, name: str) -> None:
+    """With windows of its own: past their edge, all of its drafts are taken still."""
+    oracle = oracles[name]
+    options = {"device": device, "row_family": "dot", "prefill_buckets": (64,)}
+    prompts = oracle.prompts((9, 30))
+    with open_engine(oracle, **options) as engine:
+        expected = [result.token_ids for result in engine.generate(prompts, greedy(40))]
+    with open_engine(oracle, **options, speculative=DraftModel(oracle.path, k=3)) as engine:
+        drafted = engine.generate(prompts, greedy(40))
+        assert engine.acceptance.accepted == engine.acceptance.proposed > 40
+    assert [result.token_ids for result in drafted] == expected
+
+
+def test_any_end_of_a_generation_config_ends_a_reply(
+    oracles: dict[str, Any], edited: Callable[..., Path], device: str
+) -> None:
+    """gpt-oss has several, and config.json names another one, which then says nothing."""
+    oracle = oracles["short"]
+    (prompt,) = oracle.prompts((12,))
+    with open_engine(oracle, device=device) as engine:
+        said = engine.generate(prompt, greedy(40)).token_ids
+    new = [index for index in range(2, 40) if said[index] not in said[:index]]
+    first, later = new[len(new) // 2], new[-1]
+    assert first < later
+    for ids in ([said[later], said[first]], [said[first], 7, said[later]]):
+        path = edited(oracle.path, generation_config={"eos_token_id": ids})
+        with Engine.from_pretrained(path, **small(device=device)) as engine:
+            assert engine.eos_ids == tuple(ids)
+            result = engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=40))
+        assert result.finish_reason == "stop" and result.token_ids == said[: first + 1]
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engines.small_engine import run
+from engines.family_checks import assert_half_precision_replays, assert_rewinds
 from graphengine import Engine, SamplingParams
 from graphengine.models.families import read_model_config
 from graphengine.speculative import DraftModel, NGram
@@ -155,48 +156,23 @@ def test_drafts_change_no_token(
 def test_half_precision_replays_what_it_computes_eagerly(
     windowed: dict[str, Any], eager: Callable[[Engine], Any], name: str, kv_dtype: str
 ) -> None:
-    """There attention is Gluon's: the tokens of replays, of eager steps, and with drafts."""
-    prompts = [prompt * 3 for prompt in windowed[name].prompts((5, 11, 40))]
-    options = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": kv_dtype, "row_family": "dot"}
-    with open_engine(windowed[name].path, **options, lookahead=0) as engine:
-        replayed = [each.token_ids for each in engine.generate(prompts, greedy(48))]
-        eager(engine)
-        assert [each.token_ids for each in engine.generate(prompts, greedy(48))] == replayed
-    with open_engine(windowed[name].path, **options, speculative=NGram(k=4)) as engine:
-        drafted = [each.token_ids for each in engine.generate(prompts, greedy(48))]
-        assert drafted == replayed and engine.acceptance.proposed > 0
+    """There attention is Gluon's."""
+    opened = partial(open_engine, windowed[name].path)
+    assert_half_precision_replays(opened, windowed[name], eager, kv_dtype)
 
 
 def test_sessions_rewind_and_snapshots(
     windowed: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
-    """A turn says what a request of the whole says: after a rewind to before the window, too.
-
-    So it is with all of the layers' KV; `test_window_rings.py` has rings.
-    """
+    """With all of the layers' KV; `test_window_rings.py` has rings."""
     options = {"device": device, "window_rings": False}
     oracle = windowed[ALTERNATING]
-    first, second, third = oracle.prompts((45, 6, 9))
     file = tmp_path / "session.safetensors"
     with open_engine(oracle.path, **options) as engine:
-        with engine.session() as session:
-            session.append(first)
-            reply = session.generate(greedy(20))
-            session.append(second)
-            session.generate(greedy(8))
-            session.rewind(len(session) - 30)
-            session.append(third)
-            session.snapshot(file)
-            again = session.generate(greedy(30))
-        run(engine)
-        whole = engine.generate(first, greedy(20))
-        assert whole.token_ids == reply.token_ids
-        continued = engine.generate(first[:30] + third, greedy(30))
-        assert again.token_ids == continued.token_ids
-        oracle.assert_greedy(continued)
+        again = assert_rewinds(engine, oracle, file)
     with open_engine(oracle.path, **options) as engine, engine.restore_session(file) as session:
         assert session.cached_tokens > 0
-        assert session.generate(greedy(30)).token_ids == again.token_ids
+        assert session.generate(greedy(30)).token_ids == again
 
 
 def test_layers_with_windows_have_their_own_rope(
