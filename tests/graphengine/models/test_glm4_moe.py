@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, read_model
-from graphengine.speculative import NGram
 
 NAMES = ("glm-norms-biases", "glm-plain-yarn")
 PROMPT_LENGTHS = (1, 75)
@@ -47,42 +48,14 @@ def test_logits_and_greedy_tokens(
 ) -> None:
     oracle = glm_checkpoints[name]
     with open_engine(oracle, device=device, prefill_buckets=(16, 64), lookahead=0) as engine:
-        for prompt in oracle.prompts(PROMPT_LENGTHS):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+        assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     glm_checkpoints: dict[str, Any], device: str
 ) -> None:
     oracle = glm_checkpoints[NAMES[0]]
-    prompts = oracle.prompts((9, 30, 41, 65))
-    # What n-grams find again.
-    prompts[1] = prompts[0] * 4
-    with open_engine(oracle, device=device, prefill_buckets=(64,)) as engine:
-        alone = [engine.generate(prompt, greedy(32)) for prompt in prompts]
-        together = engine.generate(prompts, greedy(32))
-    for result in alone:
-        oracle.assert_greedy(result)
-    expected = [result.token_ids for result in alone]
-    assert [result.token_ids for result in together] == expected
-    with open_engine(
-        oracle, device=device, prefill_buckets=(64,), speculative=NGram(k=3)
-    ) as engine:
-        drafted = engine.generate(prompts, greedy(32))
-        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
-    assert [result.token_ids for result in drafted] == expected
-    options = {"kv_blocks": 20, "swap_blocks": 60, "prefill_buckets": (64,)}
-    with open_engine(oracle, device=device, **options) as engine:
-        paused = engine.generate(prompts, greedy(32))
-        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
-    assert [result.token_ids for result in paused] == expected
-    with open_engine(oracle, device=device, prefill_buckets=(8, 32)) as engine:
-        for result in engine.generate(prompts, greedy(32)):
-            oracle.assert_greedy(result)
+    assert_same_in_any_company(partial(open_engine, oracle, device=device), oracle)
 
 
 @pytest.mark.parametrize("name", NAMES)

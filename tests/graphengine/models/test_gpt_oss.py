@@ -14,7 +14,12 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engines.family_checks import assert_half_precision_replays, assert_rewinds
+from engines.family_checks import (
+    assert_half_precision_replays,
+    assert_replies,
+    assert_rewinds,
+    assert_same_in_any_company,
+)
 from graphengine import Engine, SamplingParams
 from graphengine.kernels import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
@@ -86,41 +91,14 @@ def test_logits_and_greedy_tokens(
 ) -> None:
     oracle = oracles[name]
     with open_engine(oracle, device=device, prefill_buckets=(16, 64), lookahead=0) as engine:
-        for prompt in oracle.prompts((1, 17, 75)):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+        assert_replies(engine, oracle, eager, (1, 17, 75))
 
 
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     oracles: dict[str, Any], device: str
 ) -> None:
     oracle = oracles["short"]
-    prompts = oracle.prompts((9, 30, 41, 65))
-    # What n-grams find again.
-    prompts[1] = prompts[0] * 4
-    with open_engine(oracle, device=device, prefill_buckets=(64,)) as engine:
-        alone = [engine.generate(prompt, greedy(32)) for prompt in prompts]
-        together = engine.generate(prompts, greedy(32))
-    for result in alone:
-        oracle.assert_greedy(result)
-    expected = [result.token_ids for result in alone]
-    assert [result.token_ids for result in together] == expected
-    options: dict[str, Any] = {"prefill_buckets": (64,), "speculative": NGram(k=3)}
-    with open_engine(oracle, device=device, **options) as engine:
-        drafted = engine.generate(prompts, greedy(32))
-        assert sum(result.acceptance.accepted for result in drafted) > 0
-    assert [result.token_ids for result in drafted] == expected
-    options = {"kv_blocks": 20, "swap_blocks": 60, "prefill_buckets": (64,)}
-    with open_engine(oracle, device=device, **options) as engine:
-        paused = engine.generate(prompts, greedy(32))
-        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
-    assert [result.token_ids for result in paused] == expected
-    with open_engine(oracle, device=device, prefill_buckets=(8, 32)) as engine:
-        for result in engine.generate(prompts, greedy(32)):
-            oracle.assert_greedy(result)
+    assert_same_in_any_company(partial(open_engine, oracle, device=device), oracle)
 
 
 @pytest.mark.parametrize("rings", [True, False], ids=["rings", "whole"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.chains import new_chain
 from graphengine.models.checkpoint import Checkpoint
@@ -18,7 +20,7 @@ from graphengine.models.contract import PrefillLaunch, heuristic_plans, stream_g
 from graphengine.models.decoder import DecoderConfig, prefill_scratch
 from graphengine.models.states import Paged, cache_shape, kv_scale_bytes
 from graphengine.models.stored import read_model
-from graphengine.speculative import DraftModel, NGram
+from graphengine.speculative import DraftModel
 
 NAMES = ("latent-lite", "latent-groups", "latent-corrected", "latent-five-experts")
 PROMPT_LENGTHS = (1, 75)
@@ -49,12 +51,7 @@ def test_logits_and_greedy_tokens(
 ) -> None:
     oracle = latent_checkpoints[name]
     with open_engine(oracle, device=device, prefill_buckets=(16, 64), lookahead=0) as engine:
-        for prompt in oracle.prompts(PROMPT_LENGTHS):
-            seen = eager(engine)
-            result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == TOKENS
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+        assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
 @pytest.mark.parametrize("name", NAMES[2:3])
@@ -62,31 +59,7 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     latent_checkpoints: dict[str, Any], device: str, name: str
 ) -> None:
     oracle = latent_checkpoints[name]
-    prompts = oracle.prompts((9, 30, 41, 65))
-    # What n-grams find again.
-    prompts[1] = prompts[0] * 4
-    with open_engine(oracle, device=device, prefill_buckets=(64,)) as engine:
-        alone = [engine.generate(prompt, greedy(32)) for prompt in prompts]
-        together = engine.generate(prompts, greedy(32))
-    for result in alone:
-        oracle.assert_greedy(result)
-    expected = [result.token_ids for result in alone]
-    assert [result.token_ids for result in together] == expected
-    with open_engine(
-        oracle, device=device, prefill_buckets=(64,), speculative=NGram(k=3)
-    ) as engine:
-        drafted = engine.generate(prompts, greedy(32))
-        accepted = sum(result.acceptance.accepted for result in drafted)
-        assert 0 < accepted < sum(result.acceptance.proposed for result in drafted)
-    assert [result.token_ids for result in drafted] == expected
-    options = {"kv_blocks": 20, "swap_blocks": 60, "prefill_buckets": (64,)}
-    with open_engine(oracle, device=device, **options) as engine:
-        paused = engine.generate(prompts, greedy(32))
-        assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
-    assert [result.token_ids for result in paused] == expected
-    with open_engine(oracle, device=device, prefill_buckets=(8, 32)) as engine:
-        for result in engine.generate(prompts, greedy(32)):
-            oracle.assert_greedy(result)
+    assert_same_in_any_company(partial(open_engine, oracle, device=device), oracle)
 
 
 def test_sessions_snapshots_and_shared_prefixes(
