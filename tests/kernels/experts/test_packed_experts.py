@@ -20,6 +20,7 @@ from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack, packed_form
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
 NAN, EPS = float("nan"), 1e-6
 FORMATS = {
@@ -120,7 +121,7 @@ class Case:
         return expert_plan(kind, M, K, self.x.dtype, "dot", weight.format)
 
 
-def swiglu(case, *, grouped=False, tile=None):
+def swiglu(case, *, grouped=False, tile=None, **options):
     grouping = case.grouping(tile.lanes if tile else DECODE_BLOCK) if grouped else None
     return expert_swiglu(
         case.x,
@@ -131,10 +132,11 @@ def swiglu(case, *, grouped=False, tile=None):
         squares_TN=case.squares,
         eps=EPS,
         grouping=grouping,
+        **options,
     )
 
 
-def residual(case, a, *, grouped):
+def residual(case, a, *, grouped, **options):
     lanes, hidden = case.stream.shape
     arrivals = case.slot.new_zeros(residual_arrivals(lanes, hidden))
     stream = Residual(case.stream.clone(), torch.zeros_like(case.x), None)
@@ -148,12 +150,13 @@ def residual(case, a, *, grouped):
         plan=case.plan("residual", case.down),
         arrivals=arrivals,
         grouping=case.grouping() if grouped else None,
+        **options,
     )
     assert not arrivals.any()
     return result
 
 
-def reference_swiglu(case):
+def reference_swiglu(case, **options):
     shape = (case.routes.expert.numel(), case.gate_up.shape[1] // 2)
     return expert_product_reference(
         case.x,
@@ -164,6 +167,7 @@ def reference_swiglu(case):
         eps=EPS,
         swiglu=True,
         out=case.x.new_zeros(shape),
+        **options,
     )
 
 
@@ -199,6 +203,32 @@ def test_decode_means_what_the_weights_mean(label, dtype, device):
         assert torch.equal(found, same)
     assert torch.equal(one.x[~live], case.stream[~live])
     assert torch.equal(one.squares[:, live], other.squares[:, live])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_as_gpt_oss_has_them(dtype, device):
+    """MXFP4 with biases and a clamped SwiGLU, of columns that are no multiple of a block's 64."""
+    case = Case("e2m1-1x32", dtype, device, lanes=4, hidden=160, ffn=96)
+    generator = torch.Generator().manual_seed(5)
+    gate_up, down = (
+        torch.randn(case.E, rows, generator=generator).to(device, dtype) for rows in (192, 160)
+    )
+    clamped, live = ClampedSwiglu(limit=0.7, slope=1.7), case.slot >= 0
+    expected = reference_swiglu(case, bias_EM=gate_up, clamped=clamped)
+    biased = {"bias_E2F": gate_up, "clamped": clamped}
+    a, grouped = (swiglu(case, grouped=grouped, **biased) for grouped in (False, True))
+    torch.testing.assert_close(of_pairs(case, a), of_pairs(case, expected), **tolerance(dtype))
+    assert torch.equal(of_pairs(case, a), of_pairs(case, grouped))
+    unclamped = of_pairs(case, swiglu(case, bias_E2F=gate_up))
+    assert not torch.allclose(of_pairs(case, a), unclamped, atol=0.1)
+    y = expert_sum_reference(
+        a, case.down, case.slot, case.routes, bias_EH=down, out_dtype=torch.float32
+    )
+    wanted = case.stream + y
+    found = [residual(case, a, grouped=each, bias_EH=down).x for each in (False, True)]
+    torch.testing.assert_close(found[0][live], wanted[live], **tolerance(dtype))
+    assert torch.equal(found[0][live], found[1][live])
+    assert torch.equal(found[0][~live], case.stream[~live])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
