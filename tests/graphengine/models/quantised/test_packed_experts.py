@@ -23,7 +23,7 @@ from graphengine.models.decoder import DecoderWeights
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, load_weights, read_model
-from graphengine.speculative import NGram
+from graphengine.speculative import MTP, NGram
 
 TOLERANCE = 1e-4
 PROMPTS = ([5, 3, 80], [*range(1, 72, 3)], [7, 9, 7, 9, 7, 9])
@@ -152,6 +152,33 @@ def test_dequantised_weights_are_rounded_to_the_models_dtype(tmp_path: Path) -> 
     meant = written.model.get_parameter("model.layers.1.self_attn.kv_b_proj.weight")
     assert torch.equal(attention.kv_b, meant.bfloat16())
     assert not torch.equal(attention.kv_b.float(), meant)
+
+
+def test_draft_modules_with_a_packed_kv_b(tmp_path: Path) -> None:
+    """As DeepSeek-V3's own: a layer in fp8 past the others, its projection in bfloat16."""
+
+    def edit(config: dict[str, Any], tensors: Tensors) -> None:
+        config["num_nextn_predict_layers"] = 1
+        last, module = "model.layers.1.", "model.layers.2."
+        for name in [name for name in tensors if name.startswith(last)]:
+            tensors[module + name.removeprefix(last)] = tensors[name].clone()
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{module}{name}.weight"] = torch.ones(128, dtype=torch.bfloat16)
+        tensors[f"{module}eh_proj.weight"] = torch.eye(128, 256, dtype=torch.bfloat16)
+
+    written = write_model(tmp_path / "model", KINDS["fp8 blocks"], edit=edit, **LATENT)
+    with open_engine(written.path) as engine:
+        expected = [each.token_ids for each in engine.generate(list(PROMPTS), greedy())]
+    with open_engine(written.path, speculative=MTP(k=1)) as engine:
+        weights = engine.runtime.program.drafter.weights
+        assert weights is not None
+        (attention,) = (module.layer.attention for module in weights.modules)
+        assert isinstance(attention, LatentAttentionWeights)
+        meant = written.model.get_parameter("model.layers.1.self_attn.kv_b_proj.weight")
+        assert torch.equal(attention.kv_b, meant) and isinstance(attention.q_kv_a, PackedWeight)
+        drafted = engine.generate(list(PROMPTS), greedy())
+        assert engine.acceptance.proposed > 0
+    assert [each.token_ids for each in drafted] == expected
 
 
 def test_a_scale_that_kv_b_lacks_is_named(tmp_path: Path) -> None:
