@@ -125,15 +125,27 @@ class KeptStates:
 
         indexed  whether others may find the state: nothing of a reply is in it
         """
+        self._keep_point(request, indexed=indexed)
+        placement = request.job.placed
+        if not (indexed and self._prefixes):
+            return
+        for state in placement.states:
+            # Before that a drafter has not written all that it will.
+            depends = state.position + self._tokens_after
+            if state.tokens is None and depends <= placement.prefilled:
+                tokens = _as_bytes(request)[: 8 * depends]
+                if self._with_tokens(tokens) is None:
+                    state.tokens = tokens
+
+    def _keep_point(self, request: Request, *, indexed: bool) -> None:
         job, placement = request.job, request.job.placed
         position = placement.prefilled
         depends = position + self._tokens_after
         for_all = indexed and self._prefixes and depends <= job.prompt_len
         if not for_all and job.context is None:
             return
-        tokens = _as_bytes(request)[: 8 * depends] if for_all else None
-        if tokens is not None:
-            same = next((state for state in self._held if state.tokens == tokens), None)
+        if for_all:
+            same = self._with_tokens(_as_bytes(request)[: 8 * depends])
             if same is not None:
                 self.touch(same)
                 self._give(same, placement)
@@ -153,10 +165,13 @@ class KeptStates:
         if rest:
             copied = self._pool.take(1)
             self.after.append(BlockCopy(placement.blocks[whole], copied[0]))
-        state = KeptState(position=position, place=place, blocks=blocks + copied, tokens=tokens)
+        state = KeptState(position=position, place=place, blocks=blocks + copied)
         self._add(state)
         self._give(state, placement)
         self._pool.give_back(copied)
+
+    def _with_tokens(self, tokens: bytes) -> KeptState | None:
+        return next((state for state in self._held if state.tokens == tokens), None)
 
     def ended(self, request: Request, *, good: bool) -> None:
         """The request's slot and blocks are about to be given back.
@@ -171,7 +186,8 @@ class KeptStates:
             if placement.prefilled == job.prompt_len and self._is_there(request):
                 self._keep_end(request, context, position)
             for state in placement.states:
-                self._give(state, context)
+                if state.position + self._tokens_after <= position + 1:
+                    self._give(state, context)
         for state in tuple(placement.states):
             self._take(state, placement)
 

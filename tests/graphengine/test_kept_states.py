@@ -410,6 +410,23 @@ def test_prompts_that_come_together_share_what_the_first_leaves(
         assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
 
 
+@pytest.mark.parametrize(("mode", "cached"), [("off", 8), ("dense", 0)])
+def test_prompts_find_what_a_drafter_has_finished(
+    folder: Path, alone: Engine, mode: str, cached: int
+) -> None:
+    """The draft model's KV of a chunk's last token is there once the next chunk is launched."""
+    options = {"speculative": MODES[mode](folder), "prefill_buckets": (8,), "lookahead": 0}
+    with open_toy(folder, prefix_caching=True, **options) as engine:
+        request = engine.submit(LONG, NINE)
+        engine.step()
+        request.cancel()
+        run(engine)
+        result = engine.generate(LONG, NINE)
+        assert result.cached_tokens == cached
+        assert result.token_ids == alone.generate(LONG, NINE).token_ids
+        assert engine.generate([*LONG, 1], NINE).cached_tokens == (40 if mode == "off" else 32)
+
+
 # Copies.
 
 

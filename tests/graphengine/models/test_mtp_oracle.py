@@ -92,8 +92,9 @@ def test_drafts_and_caches_are_those_of_transformers(
     accept nothing, and steps that accept several drafts, or the one.
     """
     eagle = style == "eagle"
-    # What lies before every window need not be kept for others, and no state is.
-    shares = kind not in ("qwen3-windows", "qwen3.5")
+    # What lies before every window need not be kept for others; states are, where a chunk ends.
+    shares = kind != "qwen3-windows"
+    cached = 16 if kind == "qwen3.5" else 3 * BLOCK
     chains = Chains(tmp_path, kind, 1 if eagle else k)
     prompt = torch.randint(VOCAB, (4 * BLOCK,), generator=torch.Generator().manual_seed(k))
     tokens: list[int] = prompt.tolist()
@@ -105,5 +106,30 @@ def test_drafts_and_caches_are_those_of_transformers(
         for asked in (tokens[:1], tokens[:29], [*tokens[:27], 3, 4]):
             request = engine.submit(asked, greedy(16, **ENDLESS))
             counts |= follow(engine, chains, request, eagle=eagle)
-        assert request.cached_tokens == (3 * BLOCK if shares else 0)
+        assert request.cached_tokens == (cached if shares else 0)
     assert 1 in counts and max(counts) > min(k, 2), f"{counts}"
+
+
+@pytest.mark.parametrize(("style", "k", "kept"), [("eagle", 3, 34), ("vanilla", 2, 16)])
+def test_a_session_of_a_hybrid_has_the_entries_of_modules(
+    tmp_path: Path, style: Any, k: int, kept: int
+) -> None:
+    """They are copied with the block where a turn ended. A module that sees two tokens more has no
+    entry there yet: its next turn begins where a chunk ended.
+    """
+    eagle = style == "eagle"
+    chains = Chains(tmp_path, "qwen3.5", 1 if eagle else k)
+    generator = torch.Generator().manual_seed(k)
+    first, second = (torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (19, 5))
+    options: dict[str, Any] = {"max_batch": 2, "max_seq_len": 96, "block_size": BLOCK,
+                               "prefill_buckets": (4, 16), "lookahead": 0, "device": "cpu",
+                               "dtype": "float32"}  # fmt: skip
+    with (
+        open_speculating(MTP(k, style=style), chains.path, **options) as engine,
+        engine.session() as session,
+    ):
+        for appended, cached in ((first, 0), (second, kept)):
+            session.append(appended)
+            request = session.submit(greedy(16, **ENDLESS))
+            follow(engine, chains, request, eagle=eagle)
+            assert request.cached_tokens == cached
