@@ -41,6 +41,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from checkpoints.hybrids import MODELS as HYBRIDS
 from engines.small_engine import open_engine
 from launches.rounding_bounds import assert_best, in_float64, room_of
 
@@ -319,6 +320,15 @@ def latent_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Or
 def glm_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     folder = tmp_path_factory.mktemp("glm")
     return {name: write_checkpoint(name, folder / name) for name in GLM_MODELS}
+
+
+@pytest.fixture(scope="session")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("hybrids")
+    return {
+        name: write_random_model(make, folder / name, seed)
+        for seed, (name, make) in enumerate(HYBRIDS.items())
+    }
 
 
 @pytest.fixture(params=list(MODELS))

@@ -19,6 +19,7 @@ from engines.churn import Owners, write_tokenizer
 from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
+from graphengine.speculative import NGram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,11 @@ def used(engine: Engine, rows: int) -> bool:
     return any(engine.counters[f"replays/decode/{rows}/{sampler}"] for sampler in ("fast", "full"))
 
 
-def churn(engine: Engine, size: Size, dice: random.Random) -> Owners:
-    """Drive `engine` until it has done `size`; every request is finished."""
+def churn(engine: Engine, size: Size, dice: random.Random, *, all_options: bool = True) -> Owners:
+    """Drive `engine` until it has done `size`; every request is finished.
+
+    all_options  also until every option was asked for, and every bucket used
+    """
     vocab = engine.model.config.vocab_size
     owners = Owners(engine, dice)
     quiet = 0
@@ -85,8 +89,8 @@ def churn(engine: Engine, size: Size, dice: random.Random) -> Owners:
         return (
             counters["tokens"] >= size.tokens
             and all(counters[name] >= size.occurrences for name in COUNTED)
-            and not owners.unasked()
-            and all(used(engine, rows) for rows in engine.memory.ladder.sizes)
+            and not (all_options and owners.unasked())
+            and all(used(engine, rows) for rows in engine.memory.ladder.sizes if all_options)
         )
 
     while not enough() and engine.counters["tokens"] < 20 * size.tokens:
@@ -137,6 +141,31 @@ def test_each_request_gets_the_tokens_it_gets_alone(
 
     assert not owners.unasked()
     with open_engine(path, device, size, lookahead=lookahead) as alone:
+        owners.check(alone)
+
+
+HYBRID_SIZES = {
+    "cpu": Size(tokens=300, occurrences=2, max_batch=5, kv_blocks=20),
+    "cuda": Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),
+}
+
+
+@pytest.mark.parametrize("name", ["qwen", "nemotron"])
+def test_states_are_those_of_the_requests_alone(
+    hybrids: dict[str, Any], edited: Callable[..., Path], device: str, name: str
+) -> None:
+    """Of recurrent layers, under drafts of n-grams, pauses, cancels and slots that are used again."""
+    size = HYBRID_SIZES[device]
+    path = edited(hybrids[name].path)
+    write_tokenizer(path, 263, eos=1)
+    options = {"row_family": "dot"}
+    pool = {"kv_blocks": size.kv_blocks, "swap_blocks": 400}
+    with open_engine(path, device, size, speculative=NGram(k=2), **options, **pool) as engine:
+        owners = churn(engine, size, random.Random(3), all_options=device == "cuda")
+        for counted in COUNTED:
+            assert engine.counters[counted] >= size.occurrences, counted
+        assert engine.acceptance.accepted > 0
+    with open_engine(path, device, size, **options) as alone:
         owners.check(alone)
 
 

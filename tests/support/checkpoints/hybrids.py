@@ -1,0 +1,112 @@
+"""Random hybrids of each family, with odd sizes and patterns of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+
+GRANITE: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "shared_intermediate_size": 76, "num_local_experts": 0, "max_position_embeddings": 512,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "rms_norm_eps": 1e-5,
+    "mamba_d_state": 24,
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 54, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 64, "intermediate_size": 76, "max_position_embeddings": 512, "bos_token_id": 2,
+    "eos_token_id": 1, "pad_token_id": 0, "ssm_state_size": 24,
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 54, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 76, "max_position_embeddings": 512, "bos_token_id": 2,
+    "eos_token_id": 1, "pad_token_id": 0, "linear_key_head_dim": 20, "linear_value_head_dim": 24,
+}  # fmt: skip
+LFM2: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 90, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+M, A, F, C = "linear_attention", "full_attention", "mlp", "conv"
+
+
+def granite(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = GRANITE | {"num_hidden_layers": len(types), "layer_types": types}
+    model = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes | options))
+    return with_time_steps(model)
+
+
+def nemotron(types: list[str], **options: Any) -> PreTrainedModel:
+    config = NemotronHConfig(**NEMOTRON | {"layers_block_type": types} | options)
+    return with_time_steps(NemotronHForCausalLM(config))
+
+
+def qwen(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = QWEN | {"num_hidden_layers": len(types), "layer_types": types}
+    return with_time_steps(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes | options)))
+
+
+def lfm2(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
+    return Lfm2ForCausalLM(Lfm2Config(**sizes | options))
+
+
+def with_time_steps(model: PreTrainedModel) -> PreTrainedModel:
+    """dt far above `time_step_min`, at which transformers cuts in long steps alone, and a memory
+    that forgets more or less.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.uniform_(-1.5, 1.0)
+            if name.endswith("A_log"):
+                parameter.uniform_(-2.5, 0.5)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    # As Granite 4 is published: no positions, multipliers that are no powers of two.
+    "granite": lambda: granite(
+        [M, M, A, M], mamba_n_heads=6, mamba_d_head=64, mamba_expand=3, mamba_n_groups=1,
+        embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.015625,
+        logits_scaling=6, position_embedding_type="nope",
+    ),
+    "granite-rope-limits": lambda: granite(
+        [A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, mamba_n_groups=2, mamba_d_conv=3,
+        mamba_conv_bias=False, mamba_proj_bias=True, attention_bias=True,
+        attention_multiplier=0.11, logits_scaling=4, position_embedding_type="rope",
+        time_step_limit=(0.3, 0.9), tie_word_embeddings=True,
+    ),
+    "nemotron": lambda: nemotron(
+        [M, F, M, A, F, M], mamba_num_heads=6, mamba_head_dim=20, n_groups=3, conv_kernel=4,
+    ),
+    "nemotron-biases": lambda: nemotron(
+        [F, A, M], mamba_num_heads=4, mamba_head_dim=12, n_groups=1, conv_kernel=2,
+        use_bias=True, use_conv_bias=False, mlp_bias=True, layer_norm_epsilon=1e-3,
+    ),
+    "qwen": lambda: qwen(
+        [M, M, A, M], linear_num_key_heads=2, linear_num_value_heads=6, linear_conv_kernel_dim=4,
+    ),
+    "qwen-half-tied": lambda: qwen(
+        [A, M, A], linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
+        attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    ),
+    "lfm2": lambda: lfm2([C, C, A, C], block_multiple_of=16),
+    "lfm2-biases": lambda: lfm2(
+        [A, C], conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False, norm_eps=1e-3,
+    ),
+}  # fmt: skip
