@@ -27,6 +27,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files of over 90 s on an H200 with 30 processes beside each other, the longest first.
 SHARDS = {
+    "tests/graphengine/models/test_gemma3.py": 4,
+    "tests/graphengine/models/test_hybrids.py": 6,
     "tests/kernels/attention/test_scores.py": 5,
     "tests/kernels/attention/test_prefill.py": 6,
     "tests/graphengine/drafters/test_speculation.py": 3,
@@ -42,6 +44,8 @@ SHARDS = {
     "tests/graphengine/opening/test_compilation.py": 2,
     "tests/kernels/linear/test_linear.py": 2,
     "tests/graphengine/models/test_experts_gpu.py": 2,
+    "tests/graphengine/models/test_window_rings.py": 2,
+    "tests/kernels/experts/test_experts.py": 2,
     "tests/kernels/attention/test_prefill_gluon.py": 2,
     "tests/kernels/linear/test_packed_linear.py": 2,
     "tests/kernels/linear/test_packed_chunk_fp8.py": 2,
