@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -436,18 +437,24 @@ class HybridModel:
         streams: Mapping[int, Tensor] = MappingProxyType({}),
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
-        """A prompt chunk through all blocks; all lanes go all the way, asked for or not.
+        """A prompt chunk through all blocks up to the last that keeps something.
 
+        What follows it matters to the sampled token alone: `prefill_logits` does it. With
+        `all_lanes` it is done for every lane as well; the logits' bits do not depend on it.
         `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
-        its dtype.
+        its dtype; that of a layer after the last that keeps something with `all_lanes` only.
         """
         config, slot = self.config, lanes.slot
         x = embed(lanes.token, self.weights.embedding, slot, scale=config.embedding_scale)
         scratch = self._scratch(len(x), launch, outlived=all_lanes)
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
-        caches = iter(states.paged())
+        caches, x_1H = iter(states.paged()), None
         for index, (part, next_norm) in enumerate(self._parts()):
             block = part.block
+            if index == self._tail:
+                x_1H = x.index_select(0, lanes.last)
+                if not all_lanes:
+                    break
             if isinstance(block, AttentionWeights):
                 kv, table = next(caches)
                 attended = block.attend(lanes, kv, table, self.tables, attention, scratch)
@@ -459,16 +466,31 @@ class HybridModel:
                 block.prefill(x, next_norm, slot, scratch)
             if part.layer in streams and self._ends_layer(index):
                 torch.mul(x, config.stream_scale, out=streams[part.layer][: len(x)])
-        return PrefillEnd((x.index_select(0, lanes.last),), scratch.h if all_lanes else None)
+        if x_1H is None:
+            x_1H = x.index_select(0, lanes.last)
+        return PrefillEnd((x_1H,), scratch.h if all_lanes else None)
 
     def prefill_logits(
         self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`."""
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
         (x_1H,) = end.last
-        final_norm = self._norms_after[-1]
-        h = rms_norm(x_1H, final_norm, slot_1, eps=self.config.norm_eps, out_dtype=self.dtype)
-        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
+        norm, eps = self._norms_after[self._tail - 1], self.config.norm_eps
+        scratch = self._scratch(1, launch, outlived=False)
+        rms_norm(x_1H, norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
+        for part, next_norm in islice(self._parts(), self._tail, None):
+            block = part.block
+            assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{part.layer=}"
+            block.prefill(x_1H, next_norm, slot_1, scratch)
+        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
+
+    @property
+    def _tail(self) -> int:
+        """Index of the first of the parts after the last that keeps something."""
+        keeps = AttentionWeights | RecurringWeights
+        return 1 + max(
+            index for index, part in enumerate(self._blocks) if isinstance(part.block, keeps)
+        )
 
     def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:
         """Each part with the norm that reads the stream after it."""
