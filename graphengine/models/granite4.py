@@ -94,17 +94,7 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
 
 def _layer_types(config: HfConfig, settings: dict[str, Any]) -> list[str]:
     types = config.get("layer_types") or config.get("layers_block_type")
-    layers = settings["num_hidden_layers"]
-    known = (*_MAMBA, *_ATTENTION)
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in known for kind in types)
-        or not any(kind in _ATTENTION for kind in types)
-    ):
-        names = ", ".join(map(repr, known))
-        raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
-    return types
+    return hf_config.types_of_layers(types, settings, (*_MAMBA, *_ATTENTION), _ATTENTION)
 
 
 def _mamba_sizes(settings: dict[str, Any]) -> Mamba2Sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -168,6 +168,22 @@ def _check_windows(
             raise unsupported("use_sliding_window", used, "null beside a sliding_window")
         if "full_attention" in (types or ()):
             raise unsupported("layer_types", types, "'sliding_attention' in every layer")
+
+
+def types_of_layers(
+    types: Any, settings: dict[str, Any], known: Sequence[str], attending: Collection[str]
+) -> list[str]:
+    """A hybrid's `layer_types`: one of the `known` for each layer, at least one that attends."""
+    layers = settings["num_hidden_layers"]
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(kind not in known for kind in types)
+        or not any(kind in attending for kind in types)
+    ):
+        names = " or ".join(map(repr, known))
+        raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
+    return types
 
 
 def rope(settings: dict[str, Any]) -> RopeConfig:

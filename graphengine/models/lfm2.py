@@ -8,7 +8,7 @@ from graphengine.models import hf_config
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.config_schema import LFM2_KEYS, HfConfig, unsupported
+from graphengine.models.config_schema import LFM2_KEYS, HfConfig
 from graphengine.models.hybrid import HybridConfig, Part
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS)
@@ -94,13 +94,4 @@ def _layer_types(types: Any, settings: dict[str, Any]) -> list[str]:
     if types is None:
         attending = range(layers) if attending is None else attending
         types = [_ATTENTION if index in attending else _CONV for index in range(layers)]
-    known = (_CONV, _ATTENTION)
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in known for kind in types)
-        or _ATTENTION not in types
-    ):
-        names = " or ".join(map(repr, known))
-        raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
-    return types
+    return hf_config.types_of_layers(types, settings, (_CONV, _ATTENTION), (_ATTENTION,))

@@ -113,16 +113,7 @@ def _layer_types(types: Any, settings: dict[str, Any]) -> list[str]:
     layers, every = settings["num_hidden_layers"], settings["full_attention_interval"]
     if types is None:
         types = [_DELTA if (index + 1) % every else _ATTENTION for index in range(layers)]
-    known = (_DELTA, _ATTENTION)
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in known for kind in types)
-        or _ATTENTION not in types
-    ):
-        names = " or ".join(map(repr, known))
-        raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
-    return types
+    return hf_config.types_of_layers(types, settings, (_DELTA, _ATTENTION), (_ATTENTION,))
 
 
 def _delta_sizes(settings: dict[str, Any]) -> GatedDeltaSizes:
