@@ -223,8 +223,7 @@ class HybridConfig:
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms not as stored."""
-        own = 1 if self.logits_scale != 1 else 0
-        norm = 4 * self.hidden_size * own
+        norm = 4 * self.hidden_size if self.logits_scale != 1 else 0
         if self.norms_plus_one:
             blocks = [part.block for _, _, part in self.parts()]
             attending = [each for each in blocks if isinstance(each, GroupedQueryAttention)]
@@ -378,6 +377,10 @@ class HybridModel:
         if config.logits_scale != 1:
             final_norm = final_norm.float() * config.logits_scale
         self._blocks = parts
+        keeps = AttentionWeights | RecurringWeights
+        kept = [index for index, part in enumerate(parts) if isinstance(part.block, keeps)]
+        # The first of the parts after the last that keeps something.
+        self._tail = 1 + kept[-1]
         norms = [part.norm for part in parts]
         self.first_norm = norms[0]
         self._norms_after = (*norms[1:], final_norm)
@@ -483,14 +486,6 @@ class HybridModel:
             assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{part.layer=}"
             block.prefill(x_1H, next_norm, slot_1, scratch)
         return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
-
-    @property
-    def _tail(self) -> int:
-        """Index of the first of the parts after the last that keeps something."""
-        keeps = AttentionWeights | RecurringWeights
-        return 1 + max(
-            index for index, part in enumerate(self._blocks) if isinstance(part.block, keeps)
-        )
 
     def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:
         """Each part with the norm that reads the stream after it."""
