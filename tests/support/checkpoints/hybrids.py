@@ -1,4 +1,8 @@
-"""Random hybrids of each family, with odd sizes and patterns of layers."""
+"""Random hybrids of each family, with odd sizes and patterns of layers.
+
+A family's classes are looked up when a model of it is made: the oldest transformers that the
+package admits has not all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-)
+import transformers
+from transformers import PreTrainedModel
 
 GRANITE: dict[str, Any] = {
     "vocab_size": 263, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -44,23 +39,24 @@ M, A, F, C = "linear_attention", "full_attention", "mlp", "conv"
 
 def granite(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = GRANITE | {"num_hidden_layers": len(types), "layer_types": types}
-    model = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes | options))
-    return with_time_steps(model)
+    config = transformers.GraniteMoeHybridConfig(**sizes | options)
+    return with_time_steps(transformers.GraniteMoeHybridForCausalLM(config))
 
 
 def nemotron(types: list[str], **options: Any) -> PreTrainedModel:
-    config = NemotronHConfig(**NEMOTRON | {"layers_block_type": types} | options)
-    return with_time_steps(NemotronHForCausalLM(config))
+    config = transformers.NemotronHConfig(**NEMOTRON | {"layers_block_type": types} | options)
+    return with_time_steps(transformers.NemotronHForCausalLM(config))
 
 
 def qwen(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = QWEN | {"num_hidden_layers": len(types), "layer_types": types}
-    return with_time_steps(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes | options)))
+    config = transformers.Qwen3_5TextConfig(**sizes | options)
+    return with_time_steps(transformers.Qwen3_5ForCausalLM(config))
 
 
 def lfm2(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
-    return Lfm2ForCausalLM(Lfm2Config(**sizes | options))
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes | options))
 
 
 def with_time_steps(model: PreTrainedModel) -> PreTrainedModel:
