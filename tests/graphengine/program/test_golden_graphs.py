@@ -1,5 +1,5 @@
-"""The graphs of the demo model as they are on file: an added kernel or a lost programmatic edge
-fails here.
+"""The graphs of the demo model and of small models with other layers as they are on file: an added
+kernel or a lost programmatic edge fails here.
 
 Which kernels there are also depends on the GPU and on the versions of torch and triton, so each of
 those has its own files, in `__snapshots__/test_golden_graphs/<key>/`. To record a new one, on that
@@ -21,7 +21,8 @@ import pytest
 from engines.named_graphs import graph_names
 from graphengine import Engine
 from graphengine.buckets import GraphStructure
-from graphengine.demo import checkpoint_path
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP
 from graphengine.testing.snapshot import GraphSnapshot, environment_key
 from launches.compilation import GraphKernel, graph_kernels, own_kernels
@@ -29,38 +30,54 @@ from launches.compilation import GraphKernel, graph_kernels, own_kernels
 SNAPSHOTS = Path(__file__).parent / "__snapshots__" / Path(__file__).stem
 SIZES: dict[str, Any] = {"max_seq_len": 256, "block_size": 16, "prefill_buckets": (16, 64)}
 # One row in the `fma` family, a ladder in `dot`, and a step that also verifies and drafts.
+ONE_ROW: dict[str, Any] = {"max_batch": 1}
+DRAFTS: dict[str, Any] = {"max_batch": 2, "buckets": (2,), "speculative": MTP(k=3)}
 ENGINES: dict[str, dict[str, Any]] = {
-    "fma": {"max_batch": 1},
+    "fma": ONE_ROW,
     "dot": {"max_batch": 8, "buckets": (1, 8)},
-    "mtp": {"max_batch": 2, "buckets": (2,), "speculative": MTP(k=3)},
+    "mtp": DRAFTS,
+    # Gated delta nets, Mamba2, experts: shapes with random weights.
+    "tiny-delta": DRAFTS,
+    "tiny-hybrid": ONE_ROW,
+    "tiny-moe": {"max_batch": 8, "buckets": (8,)},
 }
 PREFILL = tuple(f"prefill/{name}" for name in ("16", "16/full", "64", "64/full", "64/note"))
 GRAPHS: dict[str, tuple[str, ...]] = {
     "fma": ("decode/1/fast", "decode/1/full", *PREFILL),
     "dot": ("decode/1/fast", "decode/1/full", "decode/8/fast", "decode/8/full", *PREFILL),
     "mtp": ("decode/2/fast", "decode/2/full", "decode/2/k3/fast", "decode/2/k3/full", *PREFILL),
-}
+    "tiny-delta": (
+        "decode/2/fast", "decode/2/full", "decode/2/k3/fast", "decode/2/k3/full", *PREFILL,
+    ),
+    "tiny-hybrid": ("decode/1/fast", "decode/1/full", *PREFILL),
+    "tiny-moe": ("decode/8/fast", "decode/8/full", *PREFILL),
+}  # fmt: skip
+
+
+def open_engine(case: str, device: str) -> Engine:
+    """Of a case's shape; of the demo model where the case is none."""
+    subject = Subject.of_shape(case if case in SHAPES else DEMO)
+    options = {"device": device, "dtype": "bfloat16"} | SIZES | ENGINES[case]
+    engine, _ = build_engine(subject, options)
+    return engine
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ENGINES)
-def test_demo_model(case: str, graph_snapshot: GraphSnapshot) -> None:
-    options = SIZES | ENGINES[case]
-    with Engine.from_pretrained(
-        checkpoint_path(), device="cuda", dtype="bfloat16", **options
-    ) as engine:
+def test_captured(case: str, graph_snapshot: GraphSnapshot) -> None:
+    with open_engine(case, "cuda") as engine:
         layers = engine.model.config.num_layers
         assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
         for graph in engine.runtime.captured:
             name = graph.name
             # Five kernels a layer, and begin, lm_head with its sampler, finish.
-            plain = name.startswith("decode/") and name.endswith("/fast") and case != "mtp"
+            plain = name.startswith("decode/") and name.endswith("/fast") and case in ("fma", "dot")
             budget = 5 * layers + 3 if plain else None
             graph_snapshot(graph, name, key=environment_key(), max_nodes=budget)
 
 
 def file_of(key: str, case: str, name: str) -> Path:
-    return GraphSnapshot(SNAPSHOTS, f"test_demo_model[{case}]", update=False).path(name, key)
+    return GraphSnapshot(SNAPSHOTS, f"test_captured[{case}]", update=False).path(name, key)
 
 
 def recorded_keys() -> list[str]:
@@ -70,9 +87,7 @@ def recorded_keys() -> list[str]:
 @pytest.mark.parametrize("case", ENGINES)
 def test_what_a_capture_would_launch_is_on_file(case: str) -> None:
     """Of decode graphs all there is; of others all but the kernels that are torch's."""
-    with Engine.from_pretrained(
-        checkpoint_path(), device="cpu", dtype="bfloat16", **SIZES | ENGINES[case]
-    ) as engine:
+    with open_engine(case, "cpu") as engine:
         assert sorted(graph_names(engine)) == sorted(GRAPHS[case])
         found, own = graph_kernels(engine), own_kernels()
     assert sorted(found) == sorted(GRAPHS[case])

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -41,6 +42,8 @@ FLOAT32_ON_GPU = pytest.param(
 BFLOAT16_ON_GPU = pytest.param(("cuda", "demo", "bfloat16"), marks=pytest.mark.gpu, id="cuda-bf16")
 GPU_CASES = [FLOAT32_ON_GPU, BFLOAT16_ON_GPU]
 CASES = [pytest.param(("cpu", "qwen3-biases", "float32"), id="cpu"), *GPU_CASES]
+OTHER_LAYERS = ("qwen", "nemotron", "granite", "lfm2", "moe-even")
+"""Checkpoints with gated delta nets, Mamba2, short convolutions, experts."""
 Case = tuple[str, str, str]
 SAMPLERS = get_args(Sampler)
 # By max_batch: what an engine of so many slots is to compute with.
@@ -91,6 +94,13 @@ SLOT_PARAMETERS = (
 SLOT_STATE = ("next_token", "kv_len", "running")
 # What a step of the full sampler notes of its live slots.
 NOTED = ("counts", "history")
+
+
+@pytest.fixture
+def all_checkpoints(
+    checkpoints: dict[str, Any], hybrids: dict[str, Any], expert_checkpoints: dict[str, Any]
+) -> dict[str, Any]:
+    return checkpoints | hybrids | expert_checkpoints
 
 
 def open_engine(case: Case, checkpoints: dict[str, Any], **options: Any) -> Engine:
@@ -238,14 +248,18 @@ class CheckedGraph:
             {"quantize": "fp8", "activations": "fp8"},
             id="bfloat16-fp8-activations",
         ),
+        *(
+            pytest.param(("cuda", name, "bfloat16"), {}, id=f"bfloat16-{name}")
+            for name in OTHER_LAYERS
+        ),
     ],
 )
 def test_a_replay_equals_the_eager_step(
-    case: Case, checkpoints: dict[str, Any], max_batch: int, weights: dict[str, Any]
+    case: Case, all_checkpoints: dict[str, Any], max_batch: int, weights: dict[str, Any]
 ) -> None:
     checked: Counter[str] = Counter()
     options = sized(max_batch) | {"prefill_buckets": (8, 32)} | weights
-    with open_engine(case, checkpoints, **options) as engine:
+    with open_engine(case, all_checkpoints, **options) as engine:
         assert engine.row_family == FAMILIES[max_batch]
         for name in graph_names(engine):
             replace_graph(engine, name, CheckedGraph(engine, name, checked))
@@ -330,13 +344,21 @@ def test_sync_debug_mode_sees_a_synchronisation() -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("name", ["demo", "qwen", "nemotron", "moe-even"])
 def test_steps_allocate_and_synchronise_nothing(
-    checkpoints: dict[str, Any], lookahead: int, sampler: str
+    all_checkpoints: dict[str, Any],
+    edited: Callable[..., Path],
+    name: str,
+    lookahead: int,
+    sampler: str,
 ) -> None:
-    case = ("cuda", "demo", "bfloat16")
-    with decode_for_long(case, checkpoints, lookahead, sampler) as engine:
-        name = f"replays/decode/4/{sampler}"
-        replays = engine.counters[name]
+    if name != "demo":
+        path = all_checkpoints[name].path
+        path = edited(path, config={"max_position_embeddings": LONG["max_seq_len"]})
+        all_checkpoints[name] = replace(all_checkpoints[name], path=path)
+    with decode_for_long(("cuda", name, "bfloat16"), all_checkpoints, lookahead, sampler) as engine:
+        counter = f"replays/decode/4/{sampler}"
+        replays = engine.counters[counter]
         # What earlier tests left to the collector must not be freed in the middle of this one.
         gc.collect()
         torch.cuda.synchronize()
@@ -349,7 +371,7 @@ def test_steps_allocate_and_synchronise_nothing(
         changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
         assert not changed, f"allocator counters (before, after): {changed}"
         assert free_after == free, f"the driver's free memory changed by {free_after - free} bytes"
-        assert engine.counters[name] - replays == REPLAYS, dict(engine.counters)
+        assert engine.counters[counter] - replays == REPLAYS, dict(engine.counters)
 
 
 @pytest.mark.gpu
