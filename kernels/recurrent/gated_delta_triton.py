@@ -22,7 +22,7 @@ def decode_kernel(
     state_ptr,
     slot_ptr,
     position_ptr,
-    params,
+    layer,
     y_ptr,
     projected_stride,
     tokens,
@@ -52,8 +52,8 @@ def decode_kernel(
     of_q = group * K + k
     of_k = of_q + G * K
     of_v = 2 * G * K + head * V + v
-    rate = -tl.exp(tl.load(params.a_log + head))
-    dt_bias = tl.load(params.dt_bias + head)
+    rate = -tl.exp(tl.load(layer.a_log + head))
+    dt_bias = tl.load(layer.dt_bias + head)
     wait_for_inputs(PDL)
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first).to(tl.int64)
@@ -73,7 +73,7 @@ def decode_kernel(
         row = projected_ptr + lane * projected_stride
         here = start + token
         conv = (row, projected_stride, ring, ring_entries, token, here)
-        weights = (params.conv_weight, None)
+        weights = (layer.conv_weight, None)
         x_q = convolve_token(conv, weights, of_q, live & in_k, keeps, C, D)
         x_k = convolve_token(conv, weights, of_k, live & in_k, keeps, C, D)
         x_v = convolve_token(conv, weights, of_v, live & in_v, True, C, D)
@@ -101,7 +101,7 @@ def pieces_kernel(
     projected_ptr,
     slot_ptr,
     position_ptr,
-    params,
+    layer,
     q_ptr,
     k_ptr,
     u_ptr,
@@ -129,8 +129,8 @@ def pieces_kernel(
     piece = tl.program_id(0)
     head = tl.program_id(1)
     group = head // (H // G)
-    rate = -tl.exp(tl.load(params.a_log + head))
-    dt_bias = tl.load(params.dt_bias + head)
+    rate = -tl.exp(tl.load(layer.a_log + head))
+    dt_bias = tl.load(layer.dt_bias + head)
     wait_for_inputs(PDL)
     live = _live_lanes(slot_ptr, lanes, BLOCK_T)
     i = tl.arange(0, PIECE)

@@ -21,7 +21,7 @@ def decode_kernel(
     state_ptr,
     slot_ptr,
     position_ptr,
-    params,
+    layer,
     y_ptr,
     projected_stride,
     tokens,
@@ -49,9 +49,9 @@ def decode_kernel(
     tile = tl.program_id(2)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.arange(0, BLOCK_K)
-    dt_bias = tl.load(params.dt_bias + head).to(tl.float32)
-    rate = -tl.exp(tl.load(params.a_log + head).to(tl.float32))
-    skip = tl.load(params.skip + head).to(tl.float32)
+    dt_bias = tl.load(layer.dt_bias + head).to(tl.float32)
+    rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
+    skip = tl.load(layer.skip + head).to(tl.float32)
     wait_for_inputs(PDL)
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first).to(tl.int64)
@@ -76,7 +76,7 @@ def decode_kernel(
         row_ptr = projected_ptr + lane * projected_stride
         here = position + token
         conv = (row_ptr + INNER, projected_stride, ring_ptr, ring_entries, token, here)
-        weights = (params.conv_weight, params.conv_bias)
+        weights = (layer.conv_weight, layer.conv_bias)
         x = convolve_token(conv, weights, of_x, live & (p < P), True, CHANNELS, D)
         b = convolve_token(conv, weights, of_b, live & (k < K), keeps, CHANNELS, D)
         c = convolve_token(conv, weights, of_c, live & (k < K), keeps, CHANNELS, D)
@@ -103,7 +103,7 @@ def prefill_kernel(
     state_ptr,
     slot_ptr,
     position_ptr,
-    params,
+    layer,
     y_ptr,
     xbc_stride,
     dt_stride,
@@ -127,9 +127,9 @@ def prefill_kernel(
     head = tl.program_id(0)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.arange(0, BLOCK_K)
-    dt_bias = tl.load(params.dt_bias + head).to(tl.float32)
-    rate = -tl.exp(tl.load(params.a_log + head).to(tl.float32))
-    skip = tl.load(params.skip + head).to(tl.float32)
+    dt_bias = tl.load(layer.dt_bias + head).to(tl.float32)
+    rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
+    skip = tl.load(layer.skip + head).to(tl.float32)
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot < 0:

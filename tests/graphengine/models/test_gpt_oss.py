@@ -70,6 +70,11 @@ def oracles(
     written = {}
     for name, make in MODELS.items():
         written[name] = write_model(make, folder / name, len(name))
+        model = written[name].model
+        for layer in model.model.layers:
+            # Before version 5.18 transformers had numbers of its own there.
+            layer.mlp.experts.limit = model.config.swiglu_limit
+            layer.mlp.experts.alpha = model.config.swiglu_alpha
     return written
 
 
@@ -327,30 +332,16 @@ def test_mxfp4_experts_are_those_that_transformers_dequantises(
     even: Any,
     odd: Any,
     tmp_path: Path,
-    device: str,
     eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
     shape: str,
 ) -> None:
     """They stay in 4 bits, and mean the same; alone, in a batch and with drafts."""
-    source = {"even": even, "odd": odd}[shape]
-    tensors = packed_checkpoint(source.path, tmp_path / "packed")
-    ends = ("_blocks", "_scales")
-    plain = {name: each for name, each in tensors.items() if not name.endswith(ends)}
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        stem = name.removesuffix("_blocks")
-        plain[stem] = convert_moe_packed_tensors(
-            tensors[name].clone(), tensors[f"{stem}_scales"].clone(), dtype=torch.float32
-        ).contiguous()
-    (tmp_path / "plain").mkdir()
-    config = (source.path / "config.json").read_text()
-    (tmp_path / "plain" / "config.json").write_text(config)
-    save_file(plain, tmp_path / "plain" / "model.safetensors")
-    oracle = type(source)(tmp_path / "plain")
+    oracle, plain = packed_and_plain({"even": even, "odd": odd}[shape], tmp_path)
     prompts, tokens = oracle.prompts((1, 21, 9)), 24 if shape == "even" else 8
     # What n-grams find again.
     prompts[1] = prompts[2] * 4
     packed, alone = tmp_path / "packed", []
-    with Engine.from_pretrained(packed, **small(device=device, lookahead=0)) as engine:
+    with Engine.from_pretrained(packed, **small(lookahead=0)) as engine:
         for layer in range(2):
             experts = experts_of(engine, layer)
             name = f"model.layers.{layer}.mlp.experts."
@@ -360,9 +351,9 @@ def test_mxfp4_experts_are_those_that_transformers_dequantises(
             for index in range(5):
                 pairs = plain[f"{name}gate_up_proj"][index].t()
                 expected = torch.cat((pairs[::2], pairs[1::2]))
-                assert torch.equal(experts.gate_up.floats(index).cpu(), expected)
+                assert torch.equal(experts.gate_up.floats(index), expected)
                 expected = plain[f"{name}down_proj"][index].t()
-                assert torch.equal(experts.down.floats(index).cpu(), expected)
+                assert torch.equal(experts.down.floats(index), expected)
         for prompt in prompts:
             seen = eager(engine)
             result = engine.generate(prompt, greedy(tokens))
@@ -371,12 +362,51 @@ def test_mxfp4_experts_are_those_that_transformers_dequantises(
             alone.append(result.token_ids)
         together = engine.generate(prompts, greedy(tokens))
     assert [result.token_ids for result in together] == alone
-    with open_engine(oracle, device=device) as engine:
+    with open_engine(oracle, device="cpu") as engine:
         assert [engine.generate(prompt, greedy(tokens)).token_ids for prompt in prompts] == alone
-    with Engine.from_pretrained(packed, **small(device=device, speculative=NGram(k=3))) as engine:
+    with Engine.from_pretrained(packed, **small(speculative=NGram(k=3))) as engine:
         drafted = engine.generate(prompts, greedy(tokens))
         assert engine.acceptance.accepted > 0 or shape == "odd"
     assert [result.token_ids for result in drafted] == alone
+
+
+def packed_and_plain(source: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A checkpoint `folder / "packed"` with random MXFP4 experts like `source`; the model that
+    transformers makes of it, and its tensors.
+    """
+    tensors = packed_checkpoint(source.path, folder / "packed")
+    ends = ("_blocks", "_scales")
+    plain = {name: each for name, each in tensors.items() if not name.endswith(ends)}
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        stem = name.removesuffix("_blocks")
+        plain[stem] = convert_moe_packed_tensors(
+            tensors[name].clone(), tensors[f"{stem}_scales"].clone(), dtype=torch.float32
+        ).contiguous()
+    (folder / "plain").mkdir()
+    (folder / "plain" / "config.json").write_text((source.path / "config.json").read_text())
+    save_file(plain, folder / "plain" / "model.safetensors")
+    return type(source)(folder / "plain"), plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["fma", "dot"])
+@pytest.mark.parametrize("shape", ["even", "odd"])
+def test_mxfp4_experts_on_a_gpu(
+    even: Any, odd: Any, tmp_path: Path, eager: Callable[[Engine], Any], shape: str, family: str
+) -> None:
+    """As in float32 but for rounding, with the same tokens in any company and of replays."""
+    oracle, _ = packed_and_plain({"even": even, "odd": odd}[shape], tmp_path)
+    options = small(device="cuda", dtype="bfloat16", max_batch=2, row_family=family, lookahead=0)
+    prompts = oracle.prompts((1, 40))
+    with Engine.from_pretrained(tmp_path / "packed", **options) as engine:
+        assert isinstance(experts_of(engine, 0).gate_up, PackedExperts)
+        together = [each.token_ids for each in engine.generate(prompts, greedy(24))]
+        assert [engine.generate(prompt, greedy(24)).token_ids for prompt in prompts] == together
+        for prompt, expected in zip(prompts, together, strict=True):
+            seen = eager(engine)
+            result = engine.generate(prompt, greedy(24))
+            assert result.token_ids == expected
+            oracle.assert_logits(result, seen, tolerance=0.15)
 
 
 def test_a_budget_counts_mxfp4_experts_in_4_bits(even: Any, tmp_path: Path) -> None:
@@ -396,7 +426,7 @@ def test_a_budget_counts_mxfp4_experts_in_4_bits(even: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_stacked_experts_are_rounded_while_loading(
-    oracles: dict[str, Any], tmp_path: Path, device: str, kind: Any
+    oracles: dict[str, Any], tmp_path: Path, kind: Any
 ) -> None:
     """As transformers computes with the rounded numbers; the router stays as it is."""
     source = oracles["long" if kind != "int4" else "short"]
@@ -412,7 +442,7 @@ def test_stacked_experts_are_rounded_while_loading(
     (meant / "config.json").write_text((source.path / "config.json").read_text())
     save_file(tensors, meant / "model.safetensors")
     oracle = type(source)(meant)
-    with open_engine(source, device=device, quantize=kind) as engine:
+    with open_engine(source, device="cpu", quantize=kind) as engine:
         experts = experts_of(engine, 0)
         assert isinstance(experts.gate_up, PackedExperts)
         assert experts.gate_up.format == KIND_FORMATS[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 import threading
@@ -376,3 +377,29 @@ def test_every_launch_can_be_compiled_only() -> None:
     assert len(through) > 30 and through <= kernels
     planted = ast.parse("_swiglu_kernel[(1,)](x)\nlinear_gluon.dot_kernel[grid](x)\nlines[0](x)")
     assert bare_launches(planted, kernels) == [1, 2]
+
+
+# Locals of the function that triton makes around a kernel: an argument of that name is lost.
+TAKEN = {"params", "specialization", "options"}
+
+
+def taken_names(tree: ast.AST) -> list[str]:
+    """Arguments of kernels, "kernel.argument", whose names triton takes for itself."""
+    kernels = jitted(tree)
+    return [
+        f"{node.name}.{argument.arg}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in kernels
+        for argument in node.args.args
+        if argument.arg in TAKEN
+    ]
+
+
+def test_no_argument_has_a_name_that_triton_takes() -> None:
+    """Natively it is another object then; a compiled or interpreted kernel does not show it."""
+    trees = [ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")]
+    assert not [name for tree in trees for name in taken_names(tree)]
+    planted = "@triton.jit\ndef kernel(x_ptr, params): pass\ndef wrapper(params): pass"
+    assert taken_names(ast.parse(planted)) == ["kernel.params"]
+    generated = inspect.getsource(triton.runtime.jit.create_function_from_signature)
+    assert all(name in generated for name in TAKEN)

@@ -56,7 +56,7 @@ def launches_of(lanes: int, *, width: int = 0) -> dict[str, RecordedLaunch]:
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        ("pieces_kernel", {"params"}),
+        ("pieces_kernel", {"layer"}),
         ("scan_kernel", set()),
         ("gated_norm_kernel", {"norm_ptr"}),
     ],
