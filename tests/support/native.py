@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SHARDS = {
     "tests/graphengine/models/test_gemma3.py": 4,
     "tests/graphengine/models/test_hybrids.py": 6,
+    "tests/kernels/recurrent/test_gated_delta.py": 4,
     "tests/kernels/attention/test_scores.py": 5,
     "tests/kernels/attention/test_prefill.py": 6,
     "tests/graphengine/drafters/test_speculation.py": 3,

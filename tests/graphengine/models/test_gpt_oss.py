@@ -72,9 +72,9 @@ def oracles(
         written[name] = write_model(make, folder / name, len(name))
         model = written[name].model
         for layer in model.model.layers:
-            # Before version 5.18 transformers had numbers of its own there.
-            layer.mlp.experts.limit = model.config.swiglu_limit
-            layer.mlp.experts.alpha = model.config.swiglu_alpha
+            # Before 5.18 transformers had these numbers in its code, whatever the config says.
+            layer.mlp.experts.limit = getattr(model.config, "swiglu_limit", 7.0)
+            layer.mlp.experts.alpha = getattr(model.config, "swiglu_alpha", 1.702)
     return written
 
 
@@ -394,19 +394,29 @@ def packed_and_plain(source: Any, folder: Path) -> tuple[Any, dict[str, torch.Te
 def test_mxfp4_experts_on_a_gpu(
     even: Any, odd: Any, tmp_path: Path, eager: Callable[[Engine], Any], shape: str, family: str
 ) -> None:
-    """As in float32 but for rounding, with the same tokens in any company and of replays."""
-    oracle, _ = packed_and_plain({"even": even, "odd": odd}[shape], tmp_path)
+    """The same tokens in any company, and of replays; of most prompts the logits are near those of
+    the same weights in bfloat16. Of others a router's choice hangs on a rounding.
+    """
+    source, _ = packed_and_plain({"even": even, "odd": odd}[shape], tmp_path)
     options = small(device="cuda", dtype="bfloat16", max_batch=2, row_family=family, lookahead=0)
-    prompts = oracle.prompts((1, 40))
-    with Engine.from_pretrained(tmp_path / "packed", **options) as engine:
-        assert isinstance(experts_of(engine, 0).gate_up, PackedExperts)
-        together = [each.token_ids for each in engine.generate(prompts, greedy(24))]
-        assert [engine.generate(prompt, greedy(24)).token_ids for prompt in prompts] == together
-        for prompt, expected in zip(prompts, together, strict=True):
+    prompts = source.prompts((1, 5, 9, 20, 40))
+    last: dict[str, list[torch.Tensor]] = {"packed": [], "plain": []}
+    for name, rows in last.items():
+        with Engine.from_pretrained(tmp_path / name, **options) as engine:
+            packed = isinstance(experts_of(engine, 0).gate_up, PackedExperts)
+            assert packed == (name == "packed")
+            together = [each.token_ids for each in engine.generate(prompts, greedy(24))]
+            assert [engine.generate(each, greedy(24)).token_ids for each in prompts] == together
             seen = eager(engine)
-            result = engine.generate(prompt, greedy(24))
-            assert result.token_ids == expected
-            oracle.assert_logits(result, seen, tolerance=0.15)
+            for prompt, tokens in zip(prompts, together, strict=True):
+                seen.clear()
+                assert engine.generate(prompt, greedy(24)).token_ids == tokens
+                rows += [row for (_, place), row in seen.items() if place == len(prompt) - 1]
+    errors = [
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(last["packed"], last["plain"], strict=True)
+    ]
+    assert len(errors) == 5 and sorted(errors)[2] < 0.03, errors
 
 
 def test_a_budget_counts_mxfp4_experts_in_4_bits(even: Any, tmp_path: Path) -> None:

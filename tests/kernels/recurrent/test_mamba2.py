@@ -242,14 +242,22 @@ def test_prefill_is_the_definition(device, dtypes, name, start, live, reference)
         y = prefill(case, xbc, state, *case.lanes(3, (live,)), dtype, reference).cpu()
         wanted, states = case.expected(xbc)
         tolerance = TOLERANCE[dtype]
+        # A GPU multiplies inputs of 16 bits, powers and states in TF32: 10 bits after the first.
+        tf32 = 1e-3 if case.device != "cpu" and dtype != torch.float32 else 0.0
         # Powers of a piece are differences of sums that may be in the hundreds.
         torch.testing.assert_close(
-            y[:live].double(), wanted[0, :live], rtol=tolerance, atol=5e-4 + tolerance
+            y[:live].double(),
+            wanted[0, :live],
+            rtol=tolerance,
+            atol=5e-4 + tolerance + tf32 * float(wanted.abs().max()),
         )
         assert (y[live:] == 77).all()
-        last = (start + live - 1) % 2
+        last, wanted_state = (start + live - 1) % 2, states[0, live - 1]
         torch.testing.assert_close(
-            state[2, last].double().cpu(), states[0, live - 1], rtol=1e-4, atol=1e-4
+            state[2, last].double().cpu(),
+            wanted_state,
+            rtol=1e-4,
+            atol=1e-4 + tf32 * float(wanted_state.abs().max()),
         )
         assert_only(state, before, [(2, last)])
 
@@ -419,7 +427,7 @@ def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size):
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    weights = {"params.dt_bias", "params.a_log", "params.skip", "weight_ptr"}
+    weights = {"layer.dt_bias", "layer.a_log", "layer.skip", "weight_ptr"}
     assert {load.argument for load in loads if not load.after_wait} == weights & set(names)
     assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}
 

@@ -6,6 +6,7 @@ package admits has not all of them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,13 @@ def granite(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = GRANITE | {"num_hidden_layers": len(types), "layer_types": types}
     config = transformers.GraniteMoeHybridConfig(**sizes | options)
     return with_time_steps(transformers.GraniteMoeHybridForCausalLM(config))
+
+
+def granite_groups() -> int:
+    """2; 1 where transformers is older than its norm of each group by itself."""
+    module = transformers.models.granitemoehybrid.modeling_granitemoehybrid
+    norm = inspect.signature(module.GraniteMoeHybridRMSNormGated.__init__)
+    return 2 if "group_size" in norm.parameters else 1
 
 
 def nemotron(types: list[str], **options: Any) -> PreTrainedModel:
@@ -80,7 +88,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         logits_scaling=6, position_embedding_type="nope",
     ),
     "granite-rope-limits": lambda: granite(
-        [A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, mamba_n_groups=2, mamba_d_conv=3,
+        [A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, mamba_n_groups=granite_groups(),
+        mamba_d_conv=3,
         mamba_conv_bias=False, mamba_proj_bias=True, attention_bias=True,
         attention_multiplier=0.11, logits_scaling=4, position_embedding_type="rope",
         time_step_limit=(0.3, 0.9), tie_word_embeddings=True,
