@@ -6,7 +6,8 @@ What a linear costs depends on its neighbours: launched with PDL they overlap an
 on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
 place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
 does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
-left out: `output` reads the first q_size columns of qkv's result, a strided view.
+left out: `output` reads the first q_size columns of qkv's result, a strided view. Of a hybrid the
+chain has a block of each kind in place of a layer, without what recurs.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,
 lm_head, and once more if that gained anything. Compared plans are replayed alternately, and a

@@ -1,7 +1,8 @@
 """The linears of a few layers, one after the other, to measure how best to cut them.
 
 A chain is a model of like layers, with which its decode step can be run without attention. Where
-some layers have experts and others have not, those of the chain have.
+some layers have experts and others have not, those of the chain have. Of a hybrid it has one block
+of each kind after the other, again and again, without what recurs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphengine.kernels import AnyWeight, DecodeLanes, Residual, linear_reference
+from graphengine.kernels import AnyWeight, DecodeLanes, PackedForm, Residual, linear_reference
 from graphengine.kernels.experts.reference import (
     expert_product_reference,
     expert_sum_reference,
@@ -22,50 +23,66 @@ from graphengine.kernels.linear.residual import add_to_residual_reference
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig, WeightForms
 from graphengine.models.decoder import HEAD, DecoderConfig, DecoderModel, layer_prefix
+from graphengine.models.hybrid import Block, HybridConfig, Part
 
 
 class Chain(Model, Protocol):
-    """A model whose layers have the same linears each, which can be asked for."""
+    """A model whose links have the same linears each, which can be asked for."""
 
-    def linear(self, layer: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
+    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
         """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual.
 
         None of a layer's experts is asked for.
         """
         ...
 
-    def experts(self, layer: int) -> tuple[ExpertsWeights, Tensor]:
-        """The experts of a layer that has some, and the weight of the next norm."""
-        ...
-
 
 def new_chain(
     config: ModelConfig, *, layers: int, dtype: torch.dtype, device: torch.device
 ) -> Chain:
-    """A chain of this many layers with uninitialised weights, stored as the first layer's are.
+    """A chain of this many links with uninitialised weights, stored as the first ones are.
 
-    Its embedding is lm_head's weight, where that is not packed. ValueError for a model whose layers
-    differ from each other.
+    A link is a layer; of a hybrid it is a block of each kind. The embedding is lm_head's weight,
+    where that is not packed. ValueError for a model whose layers, or blocks of a kind, differ from
+    each other.
     """
-    found = config
+    if isinstance(config, HybridConfig):
+        hybrid = _of_kinds(config, layers).allocate(device=str(device), dtype=dtype)
+        return hybrid.open(max_seq_len=1)
+    weights = _of_layers(config, layers).allocate(device=str(device), dtype=dtype)
+    return DecoderModel(weights, max_seq_len=1)
+
+
+def chain_length(config: ModelConfig) -> int:
+    """How many links a chain with this config has."""
+    if isinstance(config, HybridConfig):
+        return config.num_layers // len({part.block for _, _, part in config.parts()})
+    return config.num_layers
+
+
+def link_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of a link's linears but experts, which are read in part. ValueError as of `new_chain`."""
+    chain = _of_kinds(config, 1) if isinstance(config, HybridConfig) else _of_layers(config, 1)
+    weights = chain.allocate(device="meta", dtype=dtype)
+    linears = [each for each in weights.linears() if each.weight is not weights.lm_head]
+    return sum(each.weight.nbytes for each in linears if not (each.expert or each.plain))
+
+
+def _of_layers(found: ModelConfig, layers: int) -> DecoderConfig:
+    config = found
     if isinstance(config, DecoderConfig) and config.expert_layers:
         config = _of_experts(config)
-    bases = {name.partition(".")[0] for name in config.linears}
     if (
         not isinstance(config, DecoderConfig)
         or config.latent
         or (config.experts is not None and config.experts.shared is not None)
-        or len(bases) < len(config.linears)
+        or not _has_one_of_each(config)
     ):
         raise ValueError(
             f"the layers of a {found.architecture} with the linears {', '.join(found.linears)} "
             f"are not all alike, or have latents, or shared experts: there is no chain of them"
         )
-    first = {
-        name.removeprefix(layer_prefix(0)): form
-        for name, form in config.forms.items()
-        if name.startswith(layer_prefix(0))
-    }
+    first = _below(config.forms, layer_prefix(0))
     forms = {
         layer_prefix(layer) + name: form for layer in range(layers) for name, form in first.items()
     }
@@ -74,15 +91,55 @@ def new_chain(
     config = replace(config, num_layers=layers, tie_embeddings=True, forms=WeightForms(forms))
     if config.expert_layers:
         config = replace(config, expert_layers=tuple(range(layers)))
-    weights = config.allocate(device=str(device), dtype=dtype)
-    return DecoderModel(weights, max_seq_len=1)
+    return config
+
+
+def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
+    """Layers of one block each, which are those of a link in the order in which the last of each
+    kind runs, `links` times. What scales is left out: it has no part in the linears.
+    """
+    if not _has_one_of_each(config):
+        raise ValueError(
+            f"the blocks of a {config.architecture} with the linears {', '.join(config.linears)} "
+            f"are not stored alike: there is no chain of them"
+        )
+    last: dict[Block, tuple[str, Part]] = {}
+    for _, prefix, part in config.parts():
+        last.pop(part.block, None)
+        last[part.block] = prefix + part.prefix, part
+    forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}
+    layers: list[tuple[Part, ...]] = []
+    for _ in range(links):
+        for prefix, part in last.values():
+            for name, form in _below(config.forms, prefix).items():
+                forms[layer_prefix(len(layers)) + part.prefix + name] = form
+            layers.append((part,))
+    return replace(
+        config,
+        layers=tuple(layers),
+        tie_embeddings=True,
+        norms_plus_one=False,
+        logits_scale=1.0,
+        forms=WeightForms(forms),
+    )
+
+
+def _has_one_of_each(config: ModelConfig) -> bool:
+    """Whether every weight of a name is stored in the same way."""
+    return len({name.partition(".")[0] for name in config.linears}) == len(config.linears)
+
+
+def _below(forms: WeightForms, prefix: str) -> dict[str, PackedForm]:
+    return {
+        name.removeprefix(prefix): form for name, form in forms.items() if name.startswith(prefix)
+    }
 
 
 def chain_experts(
     chain: Chain, layer: int, slot_N: Tensor, residual: Residual, launch: DecodeLaunch
 ) -> Residual:
     """Router, gates and ups, and down of a layer's experts, as a decode step launches them."""
-    weights, norm = chain.experts(layer)
+    weights, norm = _experts(chain, layer)
     return weights.decode(DecodeLanes(slot_N, slot_N, slot_N), residual, norm, launch)
 
 
@@ -90,7 +147,7 @@ def chain_experts_reference(
     chain: Chain, layer: int, slot_N: Tensor, residual: Residual, chosen_Nk: Tensor
 ) -> Residual:
     """The same on references; `chosen_Nk`, int32, takes the place of the router's choice."""
-    weights, norm = chain.experts(layer)
+    weights, norm = _experts(chain, layer)
     block, x = weights.block, residual.scaled
     of_stream: dict[str, Any] = {"squares_TN": residual.squares, "eps": block.norm_eps}
     logits = linear_reference(
@@ -114,6 +171,11 @@ def chain_experts_reference(
         gated, weights.down, slot_N, routes, bias_EH=weights.down_bias, out_dtype=torch.float32
     )
     return add_to_residual_reference(y, slot_N, residual, norm)
+
+
+def _experts(chain: Chain, layer: int) -> tuple[ExpertsWeights, Tensor]:
+    assert isinstance(chain, DecoderModel), f"{type(chain)} has no experts"
+    return chain.experts(layer)
 
 
 def _of_experts(config: DecoderConfig) -> DecoderConfig:

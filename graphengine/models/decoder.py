@@ -478,14 +478,13 @@ class DecoderModel:
         """The chunks whose gate and up one kernel multiplies, which sums in another order."""
         return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
 
-    def linear(self, layer: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual.
-
-        KeyError for a linear that is not there.
+    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
+        """Weight, bias and next norm of one of a layer's `config.linears`; a norm where it is a
+        residual. KeyError for a linear that is not there.
         """
-        of_layer = self.weights.layers[layer]
+        of_layer = self.weights.layers[link]
         attention, mlp = of_layer.attention, of_layer.mlp
-        assert isinstance(attention, AttentionWeights), f"a chain of latent attention: {layer=}"
+        assert isinstance(attention, AttentionWeights), f"a chain of latent attention: {link=}"
         there: dict[str, tuple[AnyWeight, Tensor | None, Tensor | None]] = {
             "qkv": (attention.qkv, attention.qkv_bias, None),
             "output": (attention.output, attention.output_bias, of_layer.ffn_norm),
@@ -493,11 +492,11 @@ class DecoderModel:
         }
         if isinstance(mlp, SwigluWeights):
             there["gate_up"] = (mlp.gate_up, mlp.gate_up_bias, None)
-            there["down"] = (mlp.down, mlp.down_bias, self.norm_after(layer).to(self.dtype))
+            there["down"] = (mlp.down, mlp.down_bias, self.norm_after(link).to(self.dtype))
         for base, found in there.items():
             if linear_name(base, found[0]) == name:
                 return found
-        raise KeyError(f"no linear {name} in layer {layer}: {', '.join(self.config.linears)}")
+        raise KeyError(f"no linear {name} in layer {link}: {', '.join(self.config.linears)}")
 
     def experts(self, layer: int) -> tuple[ExpertsWeights, Tensor]:
         """The experts of a layer that has some, and the weight of the norm after them."""

@@ -57,6 +57,7 @@ from graphengine.models.contract import (
     Weight,
     WeightForms,
     in_formats,
+    linear_name,
 )
 from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig
 from graphengine.models.states import LayerStates, StateTensors
@@ -409,6 +410,24 @@ class HybridModel:
         fused = [size for size in prefill_sizes if any(block.is_fused(size) for block in plain)]
         return {"fused_swiglu": ",".join(map(str, fused))}
 
+    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
+        """Weight, bias and next norm of one of `config.linears`, of the block that is the
+        `link`-th of its kind; a norm where it is a residual. KeyError for what is not there.
+        """
+        if linear_name(HEAD, self.lm_head) == name:
+            return self.lm_head, None, None
+        found = [
+            (weight, bias, next_norm if linear.kind == "residual" else None)
+            for part, next_norm in self._parts()
+            for (base, linear), (weight, bias) in zip(
+                part.block.block.linears.items(), _products(part.block), strict=True
+            )
+            if linear_name(base, weight) == name
+        ]
+        if link >= len(found):
+            raise KeyError(f"no linear {name} in {link=}: {', '.join(self.config.linears)}")
+        return found[link]
+
     def decode(
         self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
     ) -> Residual:
@@ -514,6 +533,20 @@ class HybridModel:
             ),
             outlived=outlived,
         )
+
+
+def _products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
+    """Weight and bias of each of a block's linears, in the order of a step."""
+    match block:
+        case AttentionWeights():
+            return [(block.qkv, block.qkv_bias), (block.output, block.output_bias)]
+        case SwigluWeights():
+            return [(block.gate_up, block.gate_up_bias), (block.down, block.down_bias)]
+        case SquaredReluWeights():
+            return [(block.up, block.up_bias), (block.down, block.down_bias)]
+        case GatedDeltaWeights():
+            return [(block.projection, None), (block.output, None)]
+    return [(block.projection, block.projection_bias), (block.output, block.output_bias)]
 
 
 def _recurrent(states: StateTensors, layer: int) -> dict[str, Tensor]:

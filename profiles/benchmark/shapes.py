@@ -533,9 +533,3 @@ def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
         LinearRead(linear_name(name, weight), weight.nbytes)
         for name, weight in zip(order, held, strict=True)
     ]
-
-
-def layer_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the linears of a layer, where all are alike."""
-    *reads, _ = linear_reads(model, dtype)
-    return sum(read.nbytes for read in reads) // model.num_layers

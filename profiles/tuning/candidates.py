@@ -20,7 +20,10 @@ from graphengine.models import tuning
 from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_linear_plan
 from graphengine.models.tuning import TuningKey
 
-ORDER = ("expert_down", "expert_gate_up", "down", "gate_up", "qkv", "output", "lm_head")
+ORDER = (
+    "expert_down", "expert_gate_up", "down", "gate_up", "up", "qkv", "output", "delta_in",
+    "delta_out", "mamba_in", "mamba_out", "conv_in", "conv_out", "lm_head",
+)  # fmt: skip
 FMA_REGISTERS = (12, 96)
 """Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
 DOT_SHARED_BYTES = 200 * 1024

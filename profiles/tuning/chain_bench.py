@@ -37,11 +37,13 @@ from graphengine.models.chains import (
     Chain,
     chain_experts,
     chain_experts_reference,
+    chain_length,
+    link_bytes,
     new_chain,
 )
 from graphengine.models.contract import DecodeLaunch, LinearPlans, ModelConfig, stream_groups
 from graphengine.models.routing import StepRoutes
-from graphengine.profiles.benchmark.shapes import fill_random, layer_bytes
+from graphengine.profiles.benchmark.shapes import fill_random
 
 Times = tuple[float, ...]
 """Microseconds of a chain, for each number of rows."""
@@ -216,7 +218,7 @@ class ChainBench:
         """Median microseconds of graphs that are replayed alternately, after a round to warm up."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         event = partial(torch.cuda.Event, enable_timing=True)
-        layers, graphs = self.model.config.num_layers, []
+        layers, graphs = chain_length(self.model.config), []
         with contextlib.ExitStack() as stack:
             for plans in variants:
                 graphs.append(
@@ -296,8 +298,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def chain_layers(config: ModelConfig, dtype: torch.dtype) -> int:
     """Layers of about `CHAIN_BYTES`; at least two, and otherwise no more than the model has."""
-    layer = layer_bytes(config, dtype)
-    return max(2, min(config.num_layers, math.ceil(CHAIN_BYTES / layer)))
+    return max(2, min(config.num_layers, math.ceil(CHAIN_BYTES / link_bytes(config, dtype))))
 
 
 def chain_model(

@@ -18,6 +18,7 @@ from graphengine.kernels import KernelCompilation, PackedForm, WeightFormat, emp
 from graphengine.kernels.attention.decode_triton import decode_attention_kernel
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
+from graphengine.models.chains import link_bytes
 from graphengine.models.contract import StoredLinear
 from graphengine.models.decoder import DecoderModel
 from graphengine.models.families import read_model_config
@@ -45,7 +46,6 @@ from graphengine.profiles.benchmark.shapes import (
     attention_layers,
     fill_random,
     kv_bytes,
-    layer_bytes,
     layer_windows,
     linear_reads,
     model_shape,
@@ -409,7 +409,7 @@ def test_linear_bytes_are_the_matrices() -> None:
     sizes = [matrix.nbytes for matrix in matrices]
     assert [read.nbytes for read in found] == [*sizes, *sizes, weights.lm_head.nbytes]
     assert [read.name for read in found[4:]] == list(model.linears)
-    assert layer_bytes(model, torch.bfloat16) == sum(sizes)
+    assert link_bytes(model, torch.bfloat16) == sum(sizes)
 
 
 @pytest.mark.parametrize("tied", [False, True])
