@@ -129,37 +129,43 @@ def conv_inputs(x_ptrs, mask, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def token_weights(weight_ptr, bias_ptr, channel, mask, D: tl.constexpr):
+    """For `convolve_token`: weights [N, D] of some channels, D padded to a power of two, and what
+    their sums begin with, in float32.
+    """
+    tap = tl.arange(0, triton.next_power_of_2(D))
+    there = mask[:, None] & (tap < D)[None, :]
+    weights = tl.load(weight_ptr + channel[:, None] * D + tap[None, :], mask=there, other=0.0)
+    start = tl.zeros(channel.shape, tl.float32)
+    if bias_ptr is not None:
+        start += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    return weights.to(tl.float32), start
+
+
+@triton.jit
 def convolve_token(conv, weights, channel, mask, keeps, C: tl.constexpr, D: tl.constexpr):
-    """silu of the convolution of some channels for one token of a row in decode, in float32, from
-    the oldest input to its own.
+    """silu of the convolution of some channels for one token of a row in decode, in float32.
 
     Inputs of the row's earlier tokens are in the product, and those before them in the ring. It
     gets the token's own where the program `keeps` them: of channels that several programs read, one
-    does.
+    does. All are one matrix [N, D], so that a thread asks for few of them.
 
     conv     the token's inputs, the distance of tokens, the slot's ring, its entries, the token's
              place in its row, and its position
-    weights  of the convolution, [C, D], and its bias or None
+    weights  `token_weights` of these channels
     """
     inputs_ptr, stride, ring_ptr, entries, token, position = conv
-    weight_ptr, bias_ptr = weights
-    total = tl.zeros(channel.shape, tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    for tap in tl.static_range(D):
-        back = D - 1 - tap
-        old = position - back
-        in_row = token >= back
-        entry = ((old + entries) % entries).to(tl.int64)
-        from_row = tl.load(inputs_ptr - back * stride + channel, mask=mask & in_row, other=0.0).to(
-            tl.float32
-        )
-        from_ring = tl.load(
-            ring_ptr + entry * C + channel, mask=mask & (old >= 0) & (token < back), other=0.0
-        ).to(tl.float32)
-        weight = tl.load(weight_ptr + channel * D + tap, mask=mask, other=0.0)
-        total += tl.where(in_row, from_row, from_ring) * weight.to(tl.float32)
-    own = tl.load(inputs_ptr + channel, mask=mask, other=0.0)
-    target = ring_ptr + (position % entries).to(tl.int64) * C + channel
-    tl.store(target, own.to(ring_ptr.dtype.element_ty), mask=mask & keeps)
-    return silu(total)
+    of_taps, start = weights
+    tap = tl.arange(0, triton.next_power_of_2(D))
+    back = D - 1 - tap
+    in_row = (token >= back) & (back >= 0)
+    in_ring = (token < back) & (position >= back)
+    row_ptrs = inputs_ptr + channel[:, None] - (back * stride)[None, :]
+    from_row = tl.load(row_ptrs, mask=mask[:, None] & in_row[None, :], other=0.0)
+    entry = ((position - back + entries) % entries).to(tl.int64)
+    ring_ptrs = ring_ptr + channel[:, None] + (entry * C)[None, :]
+    from_ring = tl.load(ring_ptrs, mask=mask[:, None] & in_ring[None, :], other=0.0)
+    own = mask[:, None] & (back == 0)[None, :] & keeps
+    tl.store(ring_ptrs, from_row.to(ring_ptr.dtype.element_ty), mask=own)
+    x = from_row.to(tl.float32) + from_ring.to(tl.float32)
+    return silu(start + tl.sum(x * of_taps, 1))

@@ -39,12 +39,13 @@ from graphengine.kernels.recurrent.gated_delta_reference import (
 )
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
 from graphengine.kernels.recurrent.gated_delta_triton import (
-    PIECE,
     decode_kernel,
     gated_norm_kernel,
+    outputs_kernel,
     pieces_kernel,
     scan_kernel,
 )
+from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 # Values of a head that a program has the states of; more would not fit its registers.
 _DECODE_VALUES, _SCAN_VALUES = 32, 32
@@ -145,7 +146,7 @@ def gated_delta_prefill(
     """The same for one slot's chunk, whose live lanes come first, at consecutive positions.
 
     Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
-    token alone, rounded once. Three kernels.
+    token alone, rounded once. Three kernels, and float32 `[pieces, H, K, V]` between them.
 
     Args:
         qkv_TC: queries, keys and values after `causal_conv_chunk` with silu.
@@ -165,20 +166,20 @@ def gated_delta_prefill(
             qkv_TC, projected_TX, state_SEHKV, slot_T, position_T, params, sizes, eps, out
         )
     H, K, V = sizes.state_shape
-    dtype = torch.float32
-    q, k, w = (torch.empty((H, lanes, K), dtype=dtype, device=qkv_TC.device) for _ in range(3))
-    u = torch.empty((H, lanes, V), dtype=dtype, device=qkv_TC.device)
-    y = torch.empty((lanes, sizes.inner), dtype=dtype, device=qkv_TC.device)
-    sums = torch.empty((H, lanes), dtype=dtype, device=qkv_TC.device)
+    pieces = piece_count(lanes)
+    shapes = ((H, lanes, K),) * 3 + ((H, lanes, V), (H, lanes, PIECE), (pieces, H))
+    q, k, w, u, met, decay, states = (
+        torch.empty(shape, dtype=torch.float32, device=qkv_TC.device)
+        for shape in (*shapes, (pieces, H, K, V))
+    )
     options = {
         "BLOCK_T": triton.next_power_of_2(lanes),
         "PIECE": PIECE,
         "PRECISION": "ieee" if qkv_TC.dtype == torch.float32 else "tf32",
-        "num_stages": 1,
+        "num_warps": 8,
         **launch_options(pdl),
     }
-    # A chunk that begins within a piece may end within one more.
-    launcher(pieces_kernel, (triton.cdiv(lanes, PIECE) + 1, H))(
+    launcher(pieces_kernel, (pieces, H))(
         qkv_TC,
         projected_TX,
         slot_T,
@@ -188,33 +189,51 @@ def gated_delta_prefill(
         k,
         u,
         w,
-        sums,
+        met,
+        decay,
         qkv_TC.stride(0),
         projected_TX.stride(0),
         lanes,
         G=sizes.key_heads,
         **_constants(sizes, least=16),
-        num_warps=8,
+        num_stages=1,
         **options,
     )
     constants = _constants(sizes, least=16, most=_SCAN_VALUES)
     launcher(scan_kernel, (H, triton.cdiv(V, constants["BLOCK_V"])))(
-        q,
         k,
         u,
         w,
-        sums,
+        decay,
+        states,
         state_SEHKV,
         slot_T,
         position_T,
-        y,
         lanes,
         state_SEHKV.shape[1],
         **constants,
-        num_warps=8,
+        num_stages=2,
         **options,
     )
-    _launch_norm(y, projected_TX, slot_T, params, sizes, eps, out, pdl)
+    launcher(outputs_kernel, (pieces, H))(
+        q,
+        u,
+        met,
+        states,
+        projected_TX,
+        slot_T,
+        position_T,
+        params.norm,
+        out,
+        projected_TX.stride(0),
+        out.stride(0),
+        lanes,
+        eps,
+        C=sizes.channels,
+        **_constants(sizes, least=16),
+        num_stages=1,
+        **options,
+    )
     return out
 
 

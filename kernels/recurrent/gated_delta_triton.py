@@ -7,11 +7,10 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
-from graphengine.kernels.recurrent.conv_triton import convolve_token
+from graphengine.kernels.recurrent.conv_triton import convolve_token, token_weights
+from graphengine.kernels.recurrent.pieces import lanes_of_piece, live_lanes
 from graphengine.kernels.recurrent.softplus import softplus
 
-PIECE = 64
-"""Positions of a chunk's piece."""
 _NORM_EPS = tl.constexpr(1e-6)
 
 
@@ -54,6 +53,9 @@ def decode_kernel(
     of_v = 2 * G * K + head * V + v
     rate = -tl.exp(tl.load(layer.a_log + head))
     dt_bias = tl.load(layer.dt_bias + head)
+    q_taps = token_weights(layer.conv_weight, None, of_q, in_k, D)
+    k_taps = token_weights(layer.conv_weight, None, of_k, in_k, D)
+    v_taps = token_weights(layer.conv_weight, None, of_v, in_v, D)
     wait_for_inputs(PDL)
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first).to(tl.int64)
@@ -73,10 +75,9 @@ def decode_kernel(
         row = projected_ptr + lane * projected_stride
         here = start + token
         conv = (row, projected_stride, ring, ring_entries, token, here)
-        weights = (layer.conv_weight, None)
-        x_q = convolve_token(conv, weights, of_q, live & in_k, keeps, C, D)
-        x_k = convolve_token(conv, weights, of_k, live & in_k, keeps, C, D)
-        x_v = convolve_token(conv, weights, of_v, live & in_v, True, C, D)
+        x_q = convolve_token(conv, q_taps, of_q, live & in_k, keeps, C, D)
+        x_k = convolve_token(conv, k_taps, of_k, live & in_k, keeps, C, D)
+        x_v = convolve_token(conv, v_taps, of_v, live & in_v, True, C, D)
         x_k = x_k / tl.sqrt_rn(tl.sum(x_k * x_k, 0) + _NORM_EPS)
         x_q = x_q / tl.sqrt_rn(tl.sum(x_q * x_q, 0) + _NORM_EPS) * (1.0 / K**0.5)
         gates = row + C + H * V + head
@@ -106,7 +107,8 @@ def pieces_kernel(
     k_ptr,
     u_ptr,
     w_ptr,
-    sums_ptr,
+    met_ptr,
+    decay_ptr,
     qkv_stride,
     projected_stride,
     lanes,
@@ -123,8 +125,13 @@ def pieces_kernel(
 ):
     """One program a piece and head of values: what of a piece does not depend on the state.
 
-    With A[i, j] = beta[i] k[i].k[j] exp(sums[i] - sums[j]) below the diagonal and T = (I + A)^-1:
-    u = T (beta v) and w = T (beta exp(sums) k), of which the state's part of u is w @ state.
+    With `sums` of the logarithms of the decays from the piece's first token on, A[i, j] =
+    beta[i] k[i].k[j] exp(sums[i] - sums[j]) below the diagonal, and T = (I + A)^-1:
+
+    q, k   exp(sums) q, and exp(sums of the last token - sums) k
+    u, w   T (beta v) and T (beta exp(sums) k): the state's part of u is w @ state
+    met    q[i].k[j] exp(sums[i] - sums[j]) up to the diagonal
+    decay  of the whole piece
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
@@ -132,75 +139,91 @@ def pieces_kernel(
     rate = -tl.exp(tl.load(layer.a_log + head))
     dt_bias = tl.load(layer.dt_bias + head)
     wait_for_inputs(PDL)
-    live = _live_lanes(slot_ptr, lanes, BLOCK_T)
-    i = tl.arange(0, PIECE)
-    lane = (piece * PIECE - tl.load(position_ptr) % PIECE + i).to(tl.int64)
-    if tl.load(slot_ptr) < 0:
-        return
-    there = (lane >= 0) & (lane < live)
+    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
     if tl.max(there.to(tl.int32), 0) == 0:
         return
+    i = tl.arange(0, PIECE)
     k = tl.arange(0, BLOCK_K)
     v = tl.arange(0, BLOCK_V)
     in_k = there[:, None] & (k < K)[None, :]
     in_v = there[:, None] & (v < V)[None, :]
-    row = qkv_ptr + lane[:, None] * qkv_stride
-    x_q = tl.load(row + (group * K + k)[None, :], mask=in_k, other=0.0).to(tl.float32)
-    x_k = tl.load(row + ((G + group) * K + k)[None, :], mask=in_k, other=0.0).to(tl.float32)
-    x_v = tl.load(row + (2 * G * K + head * V + v)[None, :], mask=in_v, other=0.0).to(tl.float32)
-    x_q = x_q / tl.sqrt_rn(tl.sum(x_q * x_q, 1) + _NORM_EPS)[:, None] * (1.0 / K**0.5)
-    x_k = x_k / tl.sqrt_rn(tl.sum(x_k * x_k, 1) + _NORM_EPS)[:, None]
+    at = (head * lanes + lane)[:, None]
     gates = projected_ptr + lane * projected_stride + (2 * G * K + 2 * H * V + head)
     b = tl.load(gates, mask=there, other=0.0).to(tl.float32)
     a = tl.load(gates + H, mask=there, other=0.0).to(tl.float32)
     beta = tl.where(there, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-    sums = tl.cumsum(tl.where(there, rate * softplus(a + dt_bias), 0.0), 0)
-    met = tl.dot(x_k, tl.trans(x_k), input_precision=PRECISION)
+    steps = tl.where(there, rate * softplus(a + dt_bias), 0.0)
+    sums = tl.cumsum(steps, 0)
+    whole = tl.sum(steps, 0)
+    tl.store(decay_ptr + piece * H + head, tl.exp(whole))
     # Above the diagonal some powers would be infinite.
-    met *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * beta[:, None]
-    met = tl.where(i[:, None] > i[None, :], met, 0.0)
-    inverse = _unit_lower_inverse(met, PIECE)
+    powers = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
+    # A matrix after the other: all at once would not fit a program's registers.
+    row = qkv_ptr + lane[:, None] * qkv_stride
+    x_k = _unit_rows(row + ((G + group) * K + k)[None, :], in_k)
+    tl.store(k_ptr + at * K + k[None, :], x_k * tl.exp(whole - sums)[:, None], mask=in_k)
+    x_q = _unit_rows(row + (group * K + k)[None, :], in_k) * (1.0 / K**0.5)
+    tl.store(q_ptr + at * K + k[None, :], x_q * tl.exp(sums)[:, None], mask=in_k)
+    met = tl.dot(x_q, tl.trans(x_k), input_precision=PRECISION) * powers
+    met = tl.where(i[:, None] >= i[None, :], met, 0.0)
+    tl.store(met_ptr + at * PIECE + i[None, :], met, mask=there[:, None])
+    of_keys = tl.dot(x_k, tl.trans(x_k), input_precision=PRECISION) * powers * beta[:, None]
+    of_keys = tl.where(i[:, None] > i[None, :], of_keys, 0.0)
+    inverse = _unit_lower_inverse(of_keys, PIECE, PRECISION)
+    x_k *= (beta * tl.exp(sums))[:, None]
+    w = tl.dot(inverse, x_k, input_precision=PRECISION)
+    tl.store(w_ptr + at * K + k[None, :], w, mask=in_k)
+    x_v = tl.load(row + (2 * G * K + head * V + v)[None, :], mask=in_v, other=0.0).to(tl.float32)
     u = tl.dot(inverse, x_v * beta[:, None], input_precision=PRECISION)
-    w = tl.dot(inverse, x_k * (beta * tl.exp(sums))[:, None], input_precision=PRECISION)
-    at = (head * lanes + lane)[:, None]
-    tl.store(q_ptr + at * K + k[None, :], x_q.to(q_ptr.dtype.element_ty), mask=in_k)
-    tl.store(k_ptr + at * K + k[None, :], x_k.to(k_ptr.dtype.element_ty), mask=in_k)
-    tl.store(u_ptr + at * V + v[None, :], u.to(u_ptr.dtype.element_ty), mask=in_v)
-    tl.store(w_ptr + at * K + k[None, :], w.to(w_ptr.dtype.element_ty), mask=in_k)
-    tl.store(sums_ptr + head * lanes + lane, sums, mask=there)
+    tl.store(u_ptr + at * V + v[None, :], u, mask=in_v)
 
 
 @triton.jit
-def _unit_lower_inverse(a, SIZE: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular a, a row after the other."""
+def _unit_rows(ptrs, mask):
+    """Rows divided by their lengths, in float32."""
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    return x / tl.sqrt_rn(tl.sum(x * x, 1) + _NORM_EPS)[:, None]
+
+
+@triton.jit
+def _unit_lower_inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a [SIZE, SIZE] of four blocks of rows.
+
+    Blocks of the diagonal are inverted a row after the other, all four at once. With D these
+    inverses and L what is below, I + a is D^-1 (I + D L), and (D L)^4 is zero.
+    """
+    BLOCK: tl.constexpr = SIZE // 4
     i = tl.arange(0, SIZE)
-    inverse = (i[:, None] == i[None, :]).to(tl.float32)
-    for row in range(1, SIZE):
-        of_row = tl.sum(tl.where(i[:, None] == row, a, 0.0), 0)
-        known = tl.sum(of_row[:, None] * inverse, 0)
-        new = tl.where(i == row, 1.0, -known)
-        inverse = tl.where(i[:, None] == row, new[None, :], inverse)
-    return inverse
-
-
-@triton.jit
-def _live_lanes(slot_ptr, lanes, BLOCK_T: tl.constexpr):
-    t = tl.arange(0, BLOCK_T)
-    slots = tl.load(slot_ptr + t, mask=t < lanes, other=-1)
-    return tl.sum((slots >= 0).to(tl.int32), 0)
+    own = i[:, None] // BLOCK == i[None, :] // BLOCK
+    diagonal = tl.sum(tl.reshape(tl.where(own, a, 0.0), (4, BLOCK, 4, BLOCK)), 2)
+    r = tl.arange(0, BLOCK)
+    inverses = (r[:, None] == r[None, :]).to(tl.float32)[None, :, :] + tl.zeros_like(diagonal)
+    for row in range(1, BLOCK):
+        at = (r == row)[None, :, None]
+        of_row = tl.sum(tl.where(at, diagonal, 0.0), 1)
+        known = tl.sum(of_row[:, :, None] * inverses, 1)
+        new = tl.where((r == row)[None, :], 1.0, -known)
+        inverses = tl.where(at, new[:, None, :], inverses)
+    spread = tl.broadcast_to(inverses[:, :, None, :], (4, BLOCK, 4, BLOCK))
+    inverses = tl.where(own, tl.reshape(spread, (SIZE, SIZE)), 0.0)
+    below = tl.dot(inverses, tl.where(own, 0.0, a), input_precision=PRECISION)
+    squared = tl.dot(below, below, input_precision=PRECISION)
+    # I - N + N^2 - N^3
+    series = (i[:, None] == i[None, :]).to(tl.float32) - below
+    series = tl.dot(series, squared, acc=series, input_precision=PRECISION)
+    return tl.dot(series, inverses, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["lanes", "entries"])
 def scan_kernel(
-    q_ptr,
     k_ptr,
     u_ptr,
     w_ptr,
-    sums_ptr,
+    decay_ptr,
+    states_ptr,
     state_ptr,
     slot_ptr,
     position_ptr,
-    y_ptr,
     lanes,
     entries,
     H: tl.constexpr,
@@ -213,7 +236,9 @@ def scan_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head and BLOCK_V of its values, through all pieces of the chunk."""
+    """One program a head and BLOCK_V of its values, through all pieces of the chunk: the state
+    before each of them, and u without what the state predicted, in its place.
+    """
     head = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     k = tl.arange(0, BLOCK_K)
@@ -221,37 +246,90 @@ def scan_kernel(
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot < 0:
         return
-    live = _live_lanes(slot_ptr, lanes, BLOCK_T)
+    live = live_lanes(slot_ptr, lanes, BLOCK_T)
     position = tl.load(position_ptr)
     mask = (k < K)[:, None] & (v < V)[None, :]
-    cells = state_ptr + (slot * entries * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    of_head = head * (K * V) + k[:, None] * V + v[None, :]
+    cells = state_ptr + slot * entries * (H * K * V) + of_head
     before = ((position + entries - 1) % entries).to(tl.int64)
     s = tl.load(cells + before * (H * K * V), mask=mask & (position > 0), other=0.0).to(tl.float32)
     i = tl.arange(0, PIECE)
+    states_ptrs = states_ptr + of_head
+    # The piece's lanes, of which the first may be before the chunk.
     for start in range(-(position % PIECE), live, PIECE):
         lane = (start + i).to(tl.int64)
         there = (lane >= 0) & (lane < live)
         in_k = there[:, None] & (k < K)[None, :]
         in_v = there[:, None] & (v < V)[None, :]
         at = (head * lanes + lane)[:, None]
-        x_q = tl.load(q_ptr + at * K + k[None, :], mask=in_k, other=0.0).to(tl.float32)
-        x_k = tl.load(k_ptr + at * K + k[None, :], mask=in_k, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + at * K + k[None, :], mask=in_k, other=0.0).to(tl.float32)
-        u = tl.load(u_ptr + at * V + v[None, :], mask=in_v, other=0.0).to(tl.float32)
-        # Past the last lane the sums stay as they are.
-        sums = tl.load(sums_ptr + head * lanes + lane, mask=there, other=0.0)
-        whole = tl.min(sums, 0)
+        x_k = tl.load(k_ptr + at * K + k[None, :], mask=in_k, other=0.0)
+        w = tl.load(w_ptr + at * K + k[None, :], mask=in_k, other=0.0)
+        u_ptrs = u_ptr + at * V + v[None, :]
+        u = tl.load(u_ptrs, mask=in_v, other=0.0)
+        decay = tl.load(decay_ptr + head)
+        tl.store(states_ptrs, s, mask=mask)
         delta = u - tl.dot(w, s, input_precision=PRECISION)
-        y = tl.dot(x_q * tl.exp(sums)[:, None], s, input_precision=PRECISION)
-        met = tl.dot(x_q, tl.trans(x_k), input_precision=PRECISION)
-        met *= tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
-        met = tl.where(i[:, None] >= i[None, :], met, 0.0)
-        y = tl.dot(met, delta, acc=y, input_precision=PRECISION)
-        tl.store(y_ptr + lane[:, None] * (H * V) + head * V + v[None, :], y, mask=in_v)
-        kept = x_k * tl.exp(whole - sums)[:, None]
-        s = tl.dot(tl.trans(kept), delta, acc=s * tl.exp(whole), input_precision=PRECISION)
+        tl.store(u_ptrs, delta, mask=in_v)
+        s = tl.dot(tl.trans(x_k), delta, acc=s * decay, input_precision=PRECISION)
+        decay_ptr += H
+        states_ptrs += H * K * V
     last = ((position + live - 1) % entries).to(tl.int64)
     tl.store(cells + last * (H * K * V), s.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["lanes", "eps"])
+def outputs_kernel(
+    q_ptr,
+    u_ptr,
+    met_ptr,
+    states_ptr,
+    projected_ptr,
+    slot_ptr,
+    position_ptr,
+    norm_ptr,
+    out_ptr,
+    projected_stride,
+    out_stride,
+    lanes,
+    eps,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a piece and head: what its tokens read of the state before it and of each other,
+    normed, times silu(z).
+    """
+    piece = tl.program_id(0)
+    head = tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    v = tl.arange(0, BLOCK_V)
+    i = tl.arange(0, PIECE)
+    norm = tl.load(norm_ptr + v, mask=v < V, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    if tl.max(there.to(tl.int32), 0) == 0:
+        return
+    in_v = there[:, None] & (v < V)[None, :]
+    at = (head * lanes + lane)[:, None]
+    q = tl.load(q_ptr + at * K + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
+    s_ptrs = states_ptr + (piece * H + head).to(tl.int64) * (K * V) + k[:, None] * V + v[None, :]
+    s = tl.load(s_ptrs, mask=(k < K)[:, None] & (v < V)[None, :], other=0.0)
+    y = tl.dot(q, s, input_precision=PRECISION)
+    met = tl.load(met_ptr + at * PIECE + i[None, :], mask=there[:, None], other=0.0)
+    delta = tl.load(u_ptr + at * V + v[None, :], mask=in_v, other=0.0)
+    y = tl.dot(met, delta, acc=y, input_precision=PRECISION)
+    z_ptrs = projected_ptr + lane[:, None] * projected_stride + (C + head * V + v)[None, :]
+    z = tl.load(z_ptrs, mask=in_v, other=0.0).to(tl.float32)
+    y = y / tl.sqrt_rn(tl.sum(y * y, 1) / V + eps)[:, None] * norm[None, :] * silu(z)
+    target = out_ptr + lane[:, None] * out_stride + (head * V + v)[None, :]
+    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=in_v)
 
 
 @triton.jit(do_not_specialize=["eps"])

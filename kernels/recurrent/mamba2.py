@@ -10,9 +10,10 @@ Everything is computed in float32.
 
 In decode a program owns some rows of one head's state: it reads those of the token before, walks
 through the row's tokens in registers, and stores them after each one. So a token's bits do not
-depend on how many tokens its row has. In prefill a program walks through the chunk in pieces of
-64 tokens, cut at absolute multiples of 64 positions: within a piece tokens meet in products of
-matrices, and the state goes from piece to piece (the state space duality of Dao & Gu 2024).
+depend on how many tokens its row has. In prefill a chunk is cut into pieces of 64 tokens, at
+absolute multiples of 64 positions: within a piece tokens meet in products of matrices, all pieces
+at once, and between two such kernels the state goes from piece to piece (the state space duality of
+Dao & Gu 2024).
 
 Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot's state, F of its inputs,
 H heads, P values of a head, K values of the state for each of them, G groups, I = H * P,
@@ -41,16 +42,19 @@ from graphengine.kernels.recurrent.mamba2_reference import (
 )
 from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Params, Mamba2Sizes
 from graphengine.kernels.recurrent.mamba2_triton import (
-    PIECE,
     decode_kernel,
     norm_kernel,
-    prefill_kernel,
+    outputs_kernel,
+    pass_kernel,
+    pieces_kernel,
 )
+from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
-# Values of a head that a program has: of 128 float32 of state each, 8 KB.
-_DECODE_BLOCK_P = 16
-# With more, what a program holds of B, C and the state would not fit into its registers.
-_PREFILL_BLOCK_P = 32
+# Values of a head that a program has: of 128 float32 of state each, 16 KB.
+_DECODE_BLOCK_P = 32
+_PREFILL_BLOCK_P = 64
+# Numbers of a head's state that a program carries through a chunk.
+_PASS_BLOCK = 1024
 
 
 def mamba2_decode(
@@ -150,7 +154,7 @@ def mamba2_prefill(
     """The states of one slot's chunk, whose live lanes come first, at consecutive positions.
 
     Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
-    token alone, rounded once.
+    token alone, rounded once. Three kernels, and float32 `[pieces, H, P, K]` between them.
 
     Args:
         xbc_TC: x, B and C after the convolution; any float dtype, dense rows.
@@ -176,29 +180,42 @@ def mamba2_prefill(
         )
     # Matrices of less than 16 values are no products of a tensor core's.
     block_p = max(16, min(_PREFILL_BLOCK_P, triton.next_power_of_2(sizes.head_dim)))
-    launcher(prefill_kernel, (sizes.heads, triton.cdiv(sizes.head_dim, block_p)))(
-        xbc_TC,
-        dt_TH,
+    H, P, K = sizes.state_shape
+    pieces = piece_count(lanes)
+    states = torch.empty((pieces, H, P, K), dtype=torch.float32, device=xbc_TC.device)
+    decay = torch.empty((pieces, H), dtype=torch.float32, device=xbc_TC.device)
+    strides, limits = (xbc_TC.stride(0), dt_TH.stride(0)), (sizes.dt_min, sizes.dt_max)
+    of_chunk = {"BLOCK_T": triton.next_power_of_2(lanes), "PIECE": PIECE, **launch_options(pdl)}
+    of_piece = of_chunk | {
+        **_constants(sizes, block_p, least=16),
+        "PRECISION": "ieee" if xbc_TC.dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+    grid = (pieces, H, triton.cdiv(P, block_p))
+    launcher(pieces_kernel, grid)(
+        xbc_TC, dt_TH, slot_T, position_T, params, states, decay, *strides, lanes, *limits,
+        **of_piece,
+    )  # fmt: skip
+    launcher(pass_kernel, (H, triton.cdiv(P * K, _PASS_BLOCK)))(
+        states,
+        decay,
         state_SEHPK,
         slot_T,
         position_T,
-        params,
-        out,
-        xbc_TC.stride(0),
-        dt_TH.stride(0),
-        out.stride(0),
         lanes,
         state_SEHPK.shape[1],
-        sizes.dt_min,
-        sizes.dt_max,
-        **_constants(sizes, block_p, least=16),
-        BLOCK_T=triton.next_power_of_2(lanes),
-        PIECE=PIECE,
-        PRECISION="ieee" if xbc_TC.dtype == torch.float32 else "tf32",
-        num_warps=8,
-        num_stages=1,
-        **launch_options(pdl),
+        H=H,
+        P=P,
+        K=K,
+        BLOCK=_PASS_BLOCK,
+        num_warps=4,
+        **of_chunk,
     )
+    launcher(outputs_kernel, grid)(
+        xbc_TC, dt_TH, states, slot_T, position_T, params, out, *strides, out.stride(0), lanes,
+        *limits, **of_piece,
+    )  # fmt: skip
     return out
 
 

@@ -7,11 +7,9 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
-from graphengine.kernels.recurrent.conv_triton import convolve_token
+from graphengine.kernels.recurrent.conv_triton import convolve_token, token_weights
+from graphengine.kernels.recurrent.pieces import lanes_of_piece, live_lanes
 from graphengine.kernels.recurrent.softplus import softplus
-
-PIECE = 64
-"""Positions of a chunk's piece."""
 
 
 @triton.jit(do_not_specialize=["tokens", "ring_entries", "entries", "dt_min", "dt_max"])
@@ -52,6 +50,13 @@ def decode_kernel(
     dt_bias = tl.load(layer.dt_bias + head).to(tl.float32)
     rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
     skip = tl.load(layer.skip + head).to(tl.float32)
+    of_x = head * P + p
+    of_b = INNER + head // (H // G) * K + k
+    of_c = of_b + G * K
+    weights = (layer.conv_weight, layer.conv_bias)
+    x_taps = token_weights(*weights, of_x, p < P, D)
+    b_taps = token_weights(*weights, of_b, k < K, D)
+    c_taps = token_weights(*weights, of_c, k < K, D)
     wait_for_inputs(PDL)
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first).to(tl.int64)
@@ -65,9 +70,6 @@ def decode_kernel(
     h = tl.load(cells + before * (INNER * K), mask=mask & (position > 0), other=0.0)
     h = h.to(tl.float32)
     ring_ptr += slot * ring_entries * CHANNELS
-    of_x = head * P + p
-    of_b = INNER + head // (H // G) * K + k
-    of_c = of_b + G * K
     keeps = (head % (H // G) == 0) & (tile == 0)
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
@@ -76,10 +78,9 @@ def decode_kernel(
         row_ptr = projected_ptr + lane * projected_stride
         here = position + token
         conv = (row_ptr + INNER, projected_stride, ring_ptr, ring_entries, token, here)
-        weights = (layer.conv_weight, layer.conv_bias)
-        x = convolve_token(conv, weights, of_x, live & (p < P), True, CHANNELS, D)
-        b = convolve_token(conv, weights, of_b, live & (k < K), keeps, CHANNELS, D)
-        c = convolve_token(conv, weights, of_c, live & (k < K), keeps, CHANNELS, D)
+        x = convolve_token(conv, x_taps, of_x, live & (p < P), True, CHANNELS, D)
+        b = convolve_token(conv, b_taps, of_b, live & (k < K), keeps, CHANNELS, D)
+        c = convolve_token(conv, c_taps, of_c, live & (k < K), keeps, CHANNELS, D)
         dt = tl.load(row_ptr + INNER + CHANNELS + head, mask=live, other=0.0).to(tl.float32)
         dt = _time_step(dt + dt_bias, dt_min, dt_max)
         h = tl.exp(dt * rate) * h + (dt * x)[:, None] * b[None, :]
@@ -96,20 +97,18 @@ def _time_step(x, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus(x), dt_min), dt_max)
 
 
-@triton.jit(do_not_specialize=["lanes", "entries", "dt_min", "dt_max"])
-def prefill_kernel(
+@triton.jit(do_not_specialize=["lanes", "dt_min", "dt_max"])
+def pieces_kernel(
     xbc_ptr,
     dt_ptr,
-    state_ptr,
     slot_ptr,
     position_ptr,
     layer,
-    y_ptr,
+    states_ptr,
+    decay_ptr,
     xbc_stride,
     dt_stride,
-    y_stride,
     lanes,
-    entries,
     dt_min,
     dt_max,
     H: tl.constexpr,
@@ -123,56 +122,153 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head and BLOCK_P values of it, through all pieces of the chunk."""
-    head = tl.program_id(0)
-    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    """One program a piece, head, and BLOCK_P values of it: what its tokens add to the state by the
+    piece's end, and by what the state decays until then.
+    """
+    piece = tl.program_id(0)
+    head = tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.arange(0, BLOCK_K)
     dt_bias = tl.load(layer.dt_bias + head).to(tl.float32)
     rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
-    skip = tl.load(layer.skip + head).to(tl.float32)
+    wait_for_inputs(PDL)
+    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    if tl.max(there.to(tl.int32), 0) == 0:
+        return
+    dt = tl.load(dt_ptr + lane * dt_stride + head, mask=there, other=0.0).to(tl.float32)
+    dt = tl.where(there, _time_step(dt + dt_bias, dt_min, dt_max), 0.0)
+    decayed = tl.cumsum(dt * rate, 0)
+    whole = tl.sum(dt * rate, 0)
+    row_ptr = xbc_ptr + lane[:, None] * xbc_stride
+    narrow = there[:, None] & (p < P)[None, :]
+    x = tl.load(row_ptr + head * P + p[None, :], mask=narrow, other=0.0).to(tl.float32)
+    b_ptrs = row_ptr + H * P + head // (H // G) * K + k[None, :]
+    b = tl.load(b_ptrs, mask=there[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    kept = x * (dt * tl.exp(whole - decayed))[:, None]
+    added = tl.dot(tl.trans(kept), b, input_precision=PRECISION)
+    at = (piece * H + head).to(tl.int64)
+    cells = states_ptr + at * (P * K) + p[:, None] * K + k[None, :]
+    tl.store(cells, added, mask=(p < P)[:, None] & (k < K)[None, :])
+    if tl.program_id(2) == 0:
+        tl.store(decay_ptr + at, tl.exp(whole))
+
+
+@triton.jit(do_not_specialize=["lanes", "entries"])
+def pass_kernel(
+    states_ptr,
+    decay_ptr,
+    state_ptr,
+    slot_ptr,
+    position_ptr,
+    lanes,
+    entries,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PIECE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a head and BLOCK numbers of its state, through all pieces of the chunk: in place
+    of what each of them adds the state before it.
+    """
+    head = tl.program_id(0)
+    cell = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cell < P * K
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot < 0:
         return
-    t = tl.arange(0, BLOCK_T)
-    slots = tl.load(slot_ptr + t, mask=t < lanes, other=-1)
-    live = tl.sum((slots >= 0).to(tl.int32), 0)
+    live = live_lanes(slot_ptr, lanes, BLOCK_T)
     position = tl.load(position_ptr)
-    mask = (p < P)[:, None] & (k < K)[None, :]
-    cells = state_ptr + slot * entries * (H * P * K) + head * (P * K)
-    cells = cells + p[:, None] * K + k[None, :]
+    cells = state_ptr + (slot * entries * H + head) * (P * K) + cell
     before = ((position + entries - 1) % entries).to(tl.int64)
     h = tl.load(cells + before * (H * P * K), mask=mask & (position > 0), other=0.0)
     h = h.to(tl.float32)
-    i = tl.arange(0, PIECE)
-    for start in range(-(position % PIECE), live, PIECE):
-        lane = (start + i).to(tl.int64)
-        there = (lane >= 0) & (lane < live)
-        row_ptr = xbc_ptr + lane[:, None] * xbc_stride
-        of_group = row_ptr + H * P + head // (H // G) * K + k[None, :]
-        wide = there[:, None] & (k < K)[None, :]
-        narrow = there[:, None] & (p < P)[None, :]
-        x = tl.load(row_ptr + head * P + p[None, :], mask=narrow, other=0.0).to(tl.float32)
-        b = tl.load(of_group, mask=wide, other=0.0).to(tl.float32)
-        c = tl.load(of_group + G * K, mask=wide, other=0.0).to(tl.float32)
-        dt = tl.load(dt_ptr + lane * dt_stride + head, mask=there, other=0.0).to(tl.float32)
-        dt = tl.where(there, _time_step(dt + dt_bias, dt_min, dt_max), 0.0)
-        decayed = tl.cumsum(dt * rate, 0)
-        whole = tl.sum(dt * rate, 0)
-        # What token i reads of what token j <= i has written.
-        met = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-        # Above the diagonal, where no power is needed, some would be infinite.
-        decay = tl.exp(tl.minimum(decayed[:, None] - decayed[None, :], 0.0))
-        met = tl.where(i[:, None] >= i[None, :], met * decay * dt[None, :], 0.0)
-        y = tl.dot(c, tl.trans(h), input_precision=PRECISION) * tl.exp(decayed)[:, None]
-        y = tl.dot(met, x, acc=y, input_precision=PRECISION)
-        y += skip * x
-        target = y_ptr + lane[:, None] * y_stride + head * P + p[None, :]
-        tl.store(target, y.to(y_ptr.dtype.element_ty), mask=narrow)
-        kept = x * (dt * tl.exp(whole - decayed))[:, None]
-        h = tl.dot(tl.trans(kept), b, acc=h * tl.exp(whole), input_precision=PRECISION)
+    pieces = (position % PIECE + live + PIECE - 1) // PIECE
+    ptrs = states_ptr + head * (P * K) + cell
+    decay_ptr += head
+    # A piece ahead, so that no load is waited for.
+    added = tl.load(ptrs, mask=mask)
+    decay = tl.load(decay_ptr)
+    for piece in range(pieces):
+        decay_ptr += H
+        follows = piece + 1 < pieces
+        next_added = tl.load(ptrs + H * P * K, mask=mask & follows, other=0.0)
+        next_decay = tl.load(decay_ptr, mask=follows, other=0.0)
+        tl.store(ptrs, h, mask=mask)
+        h = h * decay + added
+        added, decay = next_added, next_decay
+        ptrs += H * P * K
     last = ((position + live - 1) % entries).to(tl.int64)
     tl.store(cells + last * (H * P * K), h.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["lanes", "dt_min", "dt_max"])
+def outputs_kernel(
+    xbc_ptr,
+    dt_ptr,
+    states_ptr,
+    slot_ptr,
+    position_ptr,
+    layer,
+    y_ptr,
+    xbc_stride,
+    dt_stride,
+    y_stride,
+    lanes,
+    dt_min,
+    dt_max,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a piece, head, and BLOCK_P values of it: what tokens read of the state before the
+    piece, and of each other.
+    """
+    piece = tl.program_id(0)
+    head = tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    k = tl.arange(0, BLOCK_K)
+    i = tl.arange(0, PIECE)
+    dt_bias = tl.load(layer.dt_bias + head).to(tl.float32)
+    rate = -tl.exp(tl.load(layer.a_log + head).to(tl.float32))
+    skip = tl.load(layer.skip + head).to(tl.float32)
+    wait_for_inputs(PDL)
+    lane, there = lanes_of_piece(slot_ptr, position_ptr, lanes, piece, BLOCK_T, PIECE)
+    if tl.max(there.to(tl.int32), 0) == 0:
+        return
+    dt = tl.load(dt_ptr + lane * dt_stride + head, mask=there, other=0.0).to(tl.float32)
+    dt = tl.where(there, _time_step(dt + dt_bias, dt_min, dt_max), 0.0)
+    decayed = tl.cumsum(dt * rate, 0)
+    row_ptr = xbc_ptr + lane[:, None] * xbc_stride
+    of_group = row_ptr + H * P + head // (H // G) * K + k[None, :]
+    wide = there[:, None] & (k < K)[None, :]
+    narrow = there[:, None] & (p < P)[None, :]
+    b = tl.load(of_group, mask=wide, other=0.0).to(tl.float32)
+    c = tl.load(of_group + G * K, mask=wide, other=0.0).to(tl.float32)
+    # What token i reads of what token j <= i has written.
+    met = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    # Above the diagonal, where no power is needed, some would be infinite.
+    decay = tl.exp(tl.minimum(decayed[:, None] - decayed[None, :], 0.0))
+    met = tl.where(i[:, None] >= i[None, :], met * decay * dt[None, :], 0.0)
+    at = (piece * H + head).to(tl.int64)
+    cells = states_ptr + at * (P * K) + p[:, None] * K + k[None, :]
+    h = tl.load(cells, mask=(p < P)[:, None] & (k < K)[None, :], other=0.0)
+    y = tl.dot(c, tl.trans(h), input_precision=PRECISION) * tl.exp(decayed)[:, None]
+    x = tl.load(row_ptr + head * P + p[None, :], mask=narrow, other=0.0).to(tl.float32)
+    y = tl.dot(met, x, acc=y, input_precision=PRECISION)
+    y += skip * x
+    target = y_ptr + lane[:, None] * y_stride + head * P + p[None, :]
+    tl.store(target, y.to(y_ptr.dtype.element_ty), mask=narrow)
 
 
 @triton.jit

@@ -175,6 +175,20 @@ def test_a_chunk_s_bits_follow_from_absolute_pieces(device):
     assert torch.equal(layer.after(0, 149), state)
 
 
+def test_keys_that_repeat_do_not_add_up_errors(device):
+    """As in a text that repeats a token: below the diagonal all numbers are near 1."""
+    sizes = sizes_of(1, 2, 20, 12, 2)
+    layer = Layer(sizes, 130, torch.float32, device)
+    heads = sizes.value_heads
+    layer.inputs[:] = layer.inputs[:, 5:6].clone()
+    # beta near 1, and decays near 1.
+    layer.inputs[:, :, -2 * heads : -heads] = 8.0
+    layer.inputs[:, :, -heads:] = -8.0
+    expected, states = formula(layer, 1)
+    assert_near(layer.prefill(1, 0, 130, 2), expected, torch.float32)
+    assert_near(layer.after(1, 129), states[-1], torch.float32)
+
+
 @settings(deadline=None, max_examples=extent(4, 40))
 @given(
     sizes=SOME_SIZES,

@@ -58,7 +58,7 @@ def launches_of(lanes: int, *, width: int = 0) -> dict[str, RecordedLaunch]:
     [
         ("pieces_kernel", {"layer"}),
         ("scan_kernel", set()),
-        ("gated_norm_kernel", {"norm_ptr"}),
+        ("outputs_kernel", {"norm_ptr"}),
     ],
 )
 def test_weights_alone_are_read_before_the_wait_of_a_chunk(name, weights):
@@ -74,3 +74,11 @@ def test_rows_of_any_width_run_one_text():
     )
     assert one == four
     assert_waits_before_it_shows(one)
+
+
+def test_decode_asks_for_its_weights_before_it_waits():
+    """Those of the convolution come from memory each step."""
+    ptx, names = compile_launch(launches_of(8, width=1)["decode_kernel"])
+    assert_waits_before_it_shows(ptx)
+    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
+    assert early == {"layer.conv_weight", "layer.a_log", "layer.dt_bias"}

@@ -28,7 +28,6 @@ from launches.compilation import (
     compile_launch,
     global_loads,
     launches_handed_to,
-    record_launch,
 )
 from launches.emulation import run_launch
 
@@ -417,19 +416,37 @@ def launch_of(call, state_size=128):
     return call(*inputs, state, slot, position, params, sizes, pdl=True)
 
 
+CONVOLUTION = {"layer.conv_weight", "layer.conv_bias"}
+HEAD = {"layer.dt_bias", "layer.a_log"}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize(
-    ("call", "state_size"),
-    [(mamba2_decode, 128), (mamba2_prefill, 128), (mamba2_prefill, 256), (mamba2_norm, 128)],
-)
-def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size):
-    launch = record_launch(MODULE, lambda: launch_of(call, state_size))
-    ptx, names = compile_launch(launch)
-    assert_waits_before_it_shows(ptx)
-    loads = list(global_loads(ptx, names))
-    weights = {"layer.dt_bias", "layer.a_log", "layer.skip", "weight_ptr"}
-    assert {load.argument for load in loads if not load.after_wait} == weights & set(names)
-    assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}
+    ("call", "state_size", "weights"),
+    [
+        (mamba2_decode, 128, {"decode_kernel": CONVOLUTION | HEAD | {"layer.skip"}}),
+        *(
+            (mamba2_prefill, size, {
+                "pieces_kernel": HEAD, "pass_kernel": set(),
+                "outputs_kernel": HEAD | {"layer.skip"},
+            })
+            for size in (128, 256)
+        ),
+        (mamba2_norm, 128, {"norm_kernel": {"weight_ptr"}}),
+    ],
+)  # fmt: skip
+def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size, weights):
+    launches = []
+    with launches_handed_to(launches.append, MODULE):
+        launch_of(call, state_size)
+    assert [launch.kernel.__name__ for launch in launches] == list(weights)
+    for launch in launches:
+        ptx, names = compile_launch(launch)
+        assert_waits_before_it_shows(ptx)
+        loads = list(global_loads(ptx, names))
+        early = {load.argument for load in loads if not load.after_wait}
+        assert early == weights[launch.kernel.__name__]
+        assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
