@@ -1,7 +1,9 @@
 """The chain over K of `experts_triton.py` for weights of 8 and 4 bits.
 
-Codes become numbers of the inputs' dtype in registers, exactly, and scales multiply the sums of
-their groups in float32: a weight means what it means in a linear (`linear/quantised.py`).
+Codes become numbers of the inputs' dtype in registers, exactly: halves by the bit operations of the
+packed linears (`linear/packed_gluon_codes.py`), and in the interpreter or of float32 inputs one by
+one. Scales multiply the sums of their groups in float32: a weight means what it means in a linear
+(`linear/quantised.py`).
 
 Letters: L lanes of a tile, K input features, M rows of an expert's weight, R blocks of 16 rows and
 C blocks of columns.
@@ -12,9 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
+from graphengine.kernels.linear.packed_gluon_codes import unpacking
 
 _BLOCK = tl.constexpr(BLOCK_HALFWORDS)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -48,8 +53,9 @@ def packed_chain(
     SCALED: tl.constexpr = weight.scales.dtype.element_ty != tl.int16
     ZEROS: tl.constexpr = weight.zeros.dtype.element_ty != tl.int16
     ROW_SCALED: tl.constexpr = weight.row_scales.dtype.element_ty != tl.int16
-    # Groups of a step; those that share it are multiplied one after the other.
+    # Groups of a step: 2 or 4 of a block of 64 columns, 2 of one of 32, or 1.
     PIECES: tl.constexpr = STEP // GROUP if GROUP > 0 and GROUP < STEP else 1
+    PIECE: tl.constexpr = STEP // PIECES
     # Blocks past the end repeat the last one, whose rows are never stored.
     block = tl.minimum(tile * R + tl.arange(0, R), BLOCKS_M - 1)
     block = expert.to(tl.int64) * BLOCKS_M + block
@@ -57,11 +63,9 @@ def packed_chain(
     of_row = tl.minimum(tile * R + row // 16, BLOCKS_M - 1)
     of_row = expert.to(tl.int64) * BLOCKS_M + of_row
     at = tl.arange(0, C * _BLOCK)
-    k = tl.arange(0, STEP)
+    k = tl.arange(0, PIECE)
     y = tl.zeros((L, BLOCK_M), dtype=tl.float32)
     for step in range((K + STEP - 1) // STEP):
-        inside = there[:, None] & (step * STEP + k < K)[None, :]
-        x = tl.load(x_ptrs[:, None] + (step * STEP + k)[None, :], mask=inside, other=0.0)
         column = at // _BLOCK + step * C
         words = tl.load(
             weight.codes
@@ -70,21 +74,22 @@ def packed_chain(
             mask=(column < BLOCKS_K)[None, :] & (block >= 0)[:, None],
             other=0,
         )
-        numbers = _numbers(words, CODE, R, C)
+        pieces = _pieces(words, x_ptrs, CODE, PIECES)
         for piece in tl.static_range(PIECES):
+            start = step * STEP + piece * PIECE
+            inside = there[:, None] & (start + k < K)[None, :]
+            x = tl.load(x_ptrs[:, None] + (start + k)[None, :], mask=inside, other=0.0)
+            part = pieces[piece]
             if not SCALED:
-                y = tl.dot(x, tl.trans(numbers.to(x.dtype)), y, input_precision="ieee")
+                y = tl.dot(x, tl.trans(part), y, input_precision="ieee")
             else:
-                group = (step * STEP + piece * GROUP) // GROUP if GROUP > 0 else step * 0
+                group = start // GROUP if GROUP > 0 else step * 0
                 of_group = (of_row * GROUPS + group) * 16 + row % 16
                 in_k = group < GROUPS
-                part = numbers
                 if ZEROS:
                     zeros = tl.load(weight.zeros + of_group, mask=in_k & (row >= 0), other=0)
-                    part = part - _zeros(zeros, CODE)[:, None]
-                if PIECES > 1:
-                    part = tl.where((k // GROUP == piece)[None, :], part, 0.0)
-                product = tl.dot(x, tl.trans(part.to(x.dtype)), input_precision="ieee")
+                    part = (part.to(tl.float32) - _zeros(zeros, CODE)[:, None]).to(x.dtype)
+                product = tl.dot(x, tl.trans(part), input_precision="ieee")
                 scales = tl.load(weight.scales + of_group, mask=in_k & (row >= 0), other=0.0)
                 factors = tl.broadcast_to(_scale_floats(scales)[None, :], (L, BLOCK_M))
                 y = tl.fma(product, factors, y)
@@ -96,34 +101,82 @@ def packed_chain(
 
 
 @triton.jit
-def _numbers(words, CODE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Float32 [16 * R, columns]: what the codes of halfwords [R, C * 256] stand for.
+def _pieces(words, x_ptrs, CODE: tl.constexpr, PIECES: tl.constexpr):
+    """What the codes of halfwords [R, C * 256] stand for: a tuple of [16 * R, columns] each, whose
+    columns follow one another.
 
     A code of 4-bit integers stands for itself less 8; `linear/packed.py` says how all of them lie.
     """
-    words = words.to(tl.int32) & 0xFFFF
+    R: tl.constexpr = words.shape[0]
+    C: tl.constexpr = words.shape[1] // _BLOCK
     if CODE == "int4" or CODE == "e2m1":
-        if CODE == "int4":
-            n0 = (words & 15) - 8
-            n1 = (words >> 4 & 15) - 8
-            n2 = (words >> 8 & 15) - 8
-            n3 = (words >> 12) - 8
-        else:
-            n0 = _small_float(words >> 6 & 7, words >> 15)
-            n1 = _small_float(words >> 3 & 7, words >> 12 & 1)
-            n2 = _small_float(words & 7, words >> 9 & 1)
-            n3 = _small_float(words >> 13 & 1 | (words >> 10 & 3) << 1, words >> 14 & 1)
+        n0, n1, n2, n3 = _numbers_of_4_bits(words, x_ptrs, CODE)
         # Row of 8, thread, word of a row, upper or lower row, half, byte, nibble.
-        all = tl.join(tl.join(n0, n2), tl.join(n1, n3)).to(tl.float32)
+        all = tl.join(tl.join(n0, n2), tl.join(n1, n3))
         all = tl.reshape(all, (R, C, 8, 4, 2, 2, 2, 2, 2))
-        all = tl.permute(all, (0, 5, 2, 1, 4, 7, 3, 8, 6))
-        all = tl.reshape(all, (R * 16, C * 64))
+        if PIECES == 4:
+            all = tl.permute(all, (0, 5, 2, 1, 3, 8, 6, 7, 4))
+            halves = tl.split(tl.reshape(all, (R * 16, 16, 2, 2)))
+            p0, p1 = tl.split(halves[0])
+            p2, p3 = tl.split(halves[1])
+            pieces = (p0, p1, p2, p3)
+        elif PIECES == 2:
+            all = tl.permute(all, (0, 5, 2, 1, 7, 3, 8, 6, 4))
+            pieces = tl.split(tl.reshape(all, (R * 16, 32, 2)))
+        else:
+            all = tl.permute(all, (0, 5, 2, 1, 4, 7, 3, 8, 6))
+            pieces = (tl.reshape(all, (R * 16, C * 64)),)  # type: ignore[assignment]
     else:
+        n0, n1 = _numbers_of_8_bits(words, x_ptrs, CODE)
         # Row of 8, thread, upper or lower row, word of it, half, byte.
-        all = tl.join(_number_of_byte(words & 255, CODE), _number_of_byte(words >> 8, CODE))
-        all = tl.permute(tl.reshape(all, (R, C, 8, 4, 2, 2, 2, 2)), (0, 4, 2, 1, 5, 3, 7, 6))
-        all = tl.reshape(all, (R * 16, C * 32))
-    return all
+        all = tl.reshape(tl.join(n0, n1), (R, C, 8, 4, 2, 2, 2, 2))
+        if PIECES == 2:
+            all = tl.permute(all, (0, 4, 2, 1, 3, 7, 6, 5))
+            pieces = tl.split(tl.reshape(all, (R * 16, 16, 2)))
+        else:
+            all = tl.permute(all, (0, 4, 2, 1, 5, 3, 7, 6))
+            pieces = (tl.reshape(all, (R * 16, C * 32)),)  # type: ignore[assignment]
+    return pieces
+
+
+@triton.jit
+def _numbers_of_4_bits(words, x_ptrs, CODE: tl.constexpr):
+    """The four numbers of each halfword, in the dtype of x."""
+    dtype = x_ptrs.dtype.element_ty
+    if _INTERPRETED or dtype == tl.float32:
+        words = words.to(tl.int32) & 0xFFFF
+        if CODE == "int4":
+            n0 = ((words & 15) - 8).to(dtype)
+            n1 = ((words >> 4 & 15) - 8).to(dtype)
+            n2 = ((words >> 8 & 15) - 8).to(dtype)
+            n3 = ((words >> 12) - 8).to(dtype)
+        else:
+            n0 = _small_float(words >> 6 & 7, words >> 15).to(dtype)
+            n1 = _small_float(words >> 3 & 7, words >> 12 & 1).to(dtype)
+            n2 = _small_float(words & 7, words >> 9 & 1).to(dtype)
+            n3 = _small_float(words >> 13 & 1 | (words >> 10 & 3) << 1, words >> 14 & 1).to(dtype)
+    else:
+        asm: tl.constexpr = unpacking(CODE, dtype == tl.bfloat16, False)
+        n0, n1, n2, n3 = tl.inline_asm_elementwise(
+            asm, "=r,=r,=r,=r,r", [words], dtype=(dtype, dtype, dtype, dtype), is_pure=True, pack=2
+        )
+    return n0, n1, n2, n3
+
+
+@triton.jit
+def _numbers_of_8_bits(words, x_ptrs, CODE: tl.constexpr):
+    """The two numbers of each halfword, in the dtype of x."""
+    dtype = x_ptrs.dtype.element_ty
+    if _INTERPRETED or dtype == tl.float32:
+        words = words.to(tl.int32) & 0xFFFF
+        n0 = _number_of_byte(words & 255, CODE).to(dtype)
+        n1 = _number_of_byte(words >> 8, CODE).to(dtype)
+    else:
+        asm: tl.constexpr = unpacking(CODE, dtype == tl.bfloat16, False)
+        n0, n1 = tl.inline_asm_elementwise(
+            asm, "=r,=r,r", [words], dtype=(dtype, dtype), is_pure=True, pack=2
+        )
+    return n0, n1
 
 
 @triton.jit

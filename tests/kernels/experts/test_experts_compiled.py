@@ -280,3 +280,26 @@ def test_packed_experts_are_multiplied_by_the_tensor_cores(label):
     ptx, _ = compile_launch(of_gate_up(chunk, tile, squares=False))
     assert_waits_before_it_shows(ptx)
     assert products(ptx)
+
+
+@pytest.mark.parametrize("label", [label for label in PACKED if "zeros" not in label])
+@pytest.mark.parametrize("lanes", [8, 1024])
+def test_codes_become_halves_by_bit_operations(label, lanes):
+    """Neither integers nor bytes of floats are converted one by one, and codes come in pieces of 8
+    bytes or more.
+    """
+    kind = WeightFormat.of_label(label)
+    if lanes == 8:
+        tile, size = expert_plan("swiglu", 2 * FFN, HIDDEN, torch.bfloat16, "dot", kind), 0
+    else:
+        tile = chunk_tile(lanes, TOP_K, EXPERTS, HIDDEN, torch.bfloat16, kind)
+        size = tile.lanes
+    launch = of_gate_up(packed_operands(label, lanes, size), tile, squares=False)
+    ptx, names = compile_launch(launch)
+    assert not re.findall(r"cvt\.rn\.f(?:32|16)\.[su]\d+|cvt\S*e4m3x2", ptx)
+    codes = {
+        load.size
+        for load in global_loads(ptx, names)
+        if load.argument is not None and load.argument.startswith("weight_ptr")
+    }
+    assert codes and max(codes) >= 8, f"{codes=}"
