@@ -129,8 +129,12 @@ def chunk_tile(
 ) -> ProductTile:
     """That of a chunk of so many lanes: as many pairs as an expert has on average, or more."""
     if weight is not None:
-        most = 32 if dtype == torch.float32 else 64
+        most = 32 if dtype == torch.float32 else 128
         size = min(most, max(DECODE_BLOCK, 1 << (-(-lanes * top_k // experts) - 1).bit_length()))
+        # A tile of codes is unpacked once for all lanes of a block.
+        if size == 128:
+            step = step_columns(weight)
+            return ProductTile(size, 64, step, warps=8, stages=2 if step > 64 else 3)
         return ProductTile(size, 32, step_columns(weight), warps=4, stages=2)
     if dtype == torch.float32:
         return ProductTile(DECODE_BLOCK, 32, min(32, dot_columns(K)), warps=4, stages=2)

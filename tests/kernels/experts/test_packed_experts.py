@@ -248,6 +248,16 @@ def test_a_chunk_means_what_the_weights_mean(label, used, top_k, dtype, device):
     torch.testing.assert_close(y[live], wanted[live], **tolerance(dtype))
 
 
+@pytest.mark.parametrize("label", ["int8-1x0", "e2m1-1x32"])
+def test_a_block_of_128_pairs_means_what_the_weights_mean(label, device):
+    case = Case(label, torch.float16, device, lanes=20, used=1, top_k=1)
+    tile = chunk_tile(1024, 4, 32, case.gate_up.shape[2], torch.float16, case.gate_up.format)
+    assert (tile.lanes, tile.block_m) == (128, 64)
+    found = of_pairs(case, swiglu(case, grouped=True, tile=tile))
+    expected = of_pairs(case, reference_swiglu(case))
+    torch.testing.assert_close(found, expected, **tolerance(torch.float16))
+
+
 def test_what_does_not_fit_is_refused():
     form = packed_form(WeightFormat.of_label("int4-1x32"), torch.float16)
     experts = empty_experts(form, (2, 32, 64), swiglu=True, device="cpu")
