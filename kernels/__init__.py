@@ -244,7 +244,12 @@ from graphengine.kernels.norm_rope.rope import (
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.gated_delta import gated_delta_decode, gated_delta_prefill
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
-from graphengine.kernels.recurrent.mamba2 import mamba2_decode, mamba2_norm, mamba2_prefill
+from graphengine.kernels.recurrent.mamba2 import (
+    mamba2_decode,
+    mamba2_decode_gated,
+    mamba2_norm,
+    mamba2_prefill,
+)
 from graphengine.kernels.recurrent.mamba2_reference import (
     mamba2_decode_reference,
     mamba2_norm_reference,
@@ -450,6 +455,7 @@ __all__ = [
     "linear_swiglu_reference",
     "logprob_items",
     "mamba2_decode",
+    "mamba2_decode_gated",
     "mamba2_decode_reference",
     "mamba2_norm",
     "mamba2_norm_reference",

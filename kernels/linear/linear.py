@@ -147,11 +147,13 @@ def linear_residual(
     residual: Residual,
     next_norm_M: torch.Tensor,
     *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
     bias: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T (+ bias), and what the norm after it needs.
+    """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs.
 
     Args:
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
@@ -165,19 +167,30 @@ def linear_residual(
     Raises:
         ValueError: as of `linear`.
     """
-    plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
+    plan = _check(x_NK, weight_MK, slot_N, squares_TN, bias, "residual", plan)
     lanes, M = x_NK.shape[0], weight_MK.shape[0]
     _check_residual(residual, lanes, M, x_NK.dtype)
     check_weight("next_norm", next_norm_M, M)
     squares = residual.x.new_empty(residual_groups(plan, M), lanes)
     residual = residual._replace(squares=squares)
     if not use_triton(x_NK):
-        return linear_residual_reference(x_NK, weight_MK, slot_N, residual, next_norm_M, bias=bias)
+        return linear_residual_reference(
+            x_NK,
+            weight_MK,
+            slot_N,
+            residual,
+            next_norm_M,
+            squares_TN=squares_TN,
+            eps=eps,
+            bias=bias,
+        )
     _launch(
         x_NK,
         weight_MK,
         slot_N,
         plan,
+        squares_TN=squares_TN,
+        eps=eps,
         bias=bias,
         residual=ResidualArgs(residual.x, next_norm_M, residual.scaled, squares),
         launch=launch,

@@ -115,6 +115,8 @@ def packed_linear_residual(
     residual: Residual,
     next_norm_M: torch.Tensor,
     *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
     bias: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
@@ -126,7 +128,7 @@ def packed_linear_residual(
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
-    plan = _check(x_NK, weight, slot_N, None, bias, plan)
+    plan = _check(x_NK, weight, slot_N, squares_TN, bias, plan)
     lanes, M = x_NK.shape[0], weight.shape[0]
     for name, tensor, dtype in (
         ("x", residual.x, torch.float32),
@@ -142,12 +144,23 @@ def packed_linear_residual(
     residual = residual._replace(squares=squares)
     if not _is_launched(x_NK):
         floats = dequantise(unpack(weight))
-        return linear_residual_reference(x_NK, floats, slot_N, residual, next_norm_M, bias=bias)
+        return linear_residual_reference(
+            x_NK,
+            floats,
+            slot_N,
+            residual,
+            next_norm_M,
+            squares_TN=squares_TN,
+            eps=eps,
+            bias=bias,
+        )
     _launch(
         x_NK,
         weight,
         slot_N,
         plan,
+        squares_TN=squares_TN,
+        eps=eps,
         bias=bias,
         residual=ResidualArgs(residual.x, next_norm_M, residual.scaled, squares),
         launch=launch,

@@ -89,20 +89,40 @@ def linear_residual(
     residual: Residual,
     next_norm_M: torch.Tensor,
     *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
     bias: torch.Tensor | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T (+ bias), and what the norm after it needs: arguments, results and
-    errors as of `linear.linear_residual`.
+    """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs: arguments,
+    results and errors as of `linear.linear_residual`.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear_residual(
-            x_NK, weight_MK, slot_N, residual, next_norm_M, bias=bias, plan=plan, launch=launch
+            x_NK,
+            weight_MK,
+            slot_N,
+            residual,
+            next_norm_M,
+            squares_TN=squares_TN,
+            eps=eps,
+            bias=bias,
+            plan=plan,
+            launch=launch,
         )
     x_NK, weight_MK = in_order(x_NK, weight_MK)
     return packed_linear_residual(
-        x_NK, weight_MK, slot_N, residual, next_norm_M, bias=bias, plan=plan, launch=launch
+        x_NK,
+        weight_MK,
+        slot_N,
+        residual,
+        next_norm_M,
+        squares_TN=squares_TN,
+        eps=eps,
+        bias=bias,
+        plan=plan,
+        launch=launch,
     )
 
 

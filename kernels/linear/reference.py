@@ -63,10 +63,20 @@ def linear_residual_reference(
     residual: Residual,
     next_norm_M: torch.Tensor,
     *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
     bias: torch.Tensor | None = None,
 ) -> Residual:
     """`linear_residual` in plain PyTorch; writes into all three tensors of `residual`."""
-    y = linear_reference(x_NK, weight_MK, slot_N, bias=bias, out_dtype=torch.float32)
+    y = linear_reference(
+        x_NK,
+        weight_MK,
+        slot_N,
+        squares_TN=squares_TN,
+        eps=eps,
+        bias=bias,
+        out_dtype=torch.float32,
+    )
     return add_to_residual_reference(y, slot_N, residual, next_norm_M)
 
 

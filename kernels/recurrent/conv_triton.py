@@ -129,43 +129,47 @@ def conv_inputs(x_ptrs, mask, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def token_weights(weight_ptr, bias_ptr, channel, mask, D: tl.constexpr):
-    """For `convolve_token`: weights [N, D] of some channels, D padded to a power of two, and what
-    their sums begin with, in float32.
+def window_before(ring_ptrs, position, entries, mask, C: tl.constexpr, D: tl.constexpr):
+    """What a ring has of the D - 1 tokens before a position, the oldest first; 0 before position 0.
+
+    Earlier steps wrote it: a kernel of decode loads it before its wait.
     """
-    tap = tl.arange(0, triton.next_power_of_2(D))
-    there = mask[:, None] & (tap < D)[None, :]
-    weights = tl.load(weight_ptr + channel[:, None] * D + tap[None, :], mask=there, other=0.0)
-    start = tl.zeros(channel.shape, tl.float32)
-    if bias_ptr is not None:
-        start += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    return weights.to(tl.float32), start
+    window = ()
+    for tap in tl.static_range(D - 1):
+        at = position - (D - 1) + tap
+        ptrs = ring_ptrs + ((at + entries) % entries).to(tl.int64) * C
+        window += (tl.load(ptrs, mask=mask & (at >= 0), other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return window
 
 
 @triton.jit
-def convolve_token(conv, weights, channel, mask, keeps, C: tl.constexpr, D: tl.constexpr):
-    """silu of the convolution of some channels for one token of a row in decode, in float32.
+def pushed(window, x, D: tl.constexpr):
+    """The window of the next token."""
+    window_after = ()
+    for tap in tl.static_range(1, D - 1):
+        window_after += (window[tap],)  # type: ignore[assignment]
+    if D > 1:
+        window_after += (x,)  # type: ignore[assignment]
+    return window_after
 
-    Inputs of the row's earlier tokens are in the product, and those before them in the ring. It
-    gets the token's own where the program `keeps` them: of channels that several programs read, one
-    does. All are one matrix [N, D], so that a thread asks for few of them.
 
-    conv     the token's inputs, the distance of tokens, the slot's ring, its entries, the token's
-             place in its row, and its position
-    weights  `token_weights` of these channels
+@triton.jit
+def convolved(window, x, weights, D: tl.constexpr):
+    """The convolution of a token's input and those before it, in float32.
+
+    weights  `conv_weights`
     """
-    inputs_ptr, stride, ring_ptr, entries, token, position = conv
-    of_taps, start = weights
-    tap = tl.arange(0, triton.next_power_of_2(D))
-    back = D - 1 - tap
-    in_row = (token >= back) & (back >= 0)
-    in_ring = (token < back) & (position >= back)
-    row_ptrs = inputs_ptr + channel[:, None] - (back * stride)[None, :]
-    from_row = tl.load(row_ptrs, mask=mask[:, None] & in_row[None, :], other=0.0)
-    entry = ((position - back + entries) % entries).to(tl.int64)
-    ring_ptrs = ring_ptr + channel[:, None] + (entry * C)[None, :]
-    from_ring = tl.load(ring_ptrs, mask=mask[:, None] & in_ring[None, :], other=0.0)
-    own = mask[:, None] & (back == 0)[None, :] & keeps
-    tl.store(ring_ptrs, from_row.to(ring_ptr.dtype.element_ty), mask=own)
-    x = from_row.to(tl.float32) + from_ring.to(tl.float32)
-    return silu(start + tl.sum(x * of_taps, 1))
+    of_taps, y = weights
+    for tap in tl.static_range(D - 1):
+        y = tl.fma(window[tap].to(tl.float32), of_taps[tap], y)
+    return tl.fma(x.to(tl.float32), of_taps[D - 1], y)
+
+
+@triton.jit
+def token_input(ptrs, ring_ptrs, mask, keeps):
+    """A token's input as the ring has it, and put there where the program `keeps` it: of channels
+    that several programs read, one does.
+    """
+    x = tl.load(ptrs, mask=mask, other=0.0).to(ring_ptrs.dtype.element_ty)
+    tl.store(ring_ptrs, x, mask=mask & keeps)
+    return x

@@ -124,6 +124,7 @@ def gated_delta_decode(
         D=sizes.taps,
         **constants,
         num_warps=4,
+        maxnreg=128,
         **launch_options(pdl),
     )
     _launch_norm(y, projected_NX, slot_N, params, sizes, eps, out, pdl)

@@ -7,7 +7,13 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
-from graphengine.kernels.recurrent.conv_triton import convolve_token, token_weights
+from graphengine.kernels.recurrent.conv_triton import (
+    conv_weights,
+    convolved,
+    pushed,
+    token_input,
+    window_before,
+)
 from graphengine.kernels.recurrent.pieces import lanes_of_piece, live_lanes
 from graphengine.kernels.recurrent.softplus import softplus
 
@@ -53,34 +59,49 @@ def decode_kernel(
     of_v = 2 * G * K + head * V + v
     rate = -tl.exp(tl.load(layer.a_log + head))
     dt_bias = tl.load(layer.dt_bias + head)
-    q_taps = token_weights(layer.conv_weight, None, of_q, in_k, D)
-    k_taps = token_weights(layer.conv_weight, None, of_k, in_k, D)
-    v_taps = token_weights(layer.conv_weight, None, of_v, in_v, D)
-    wait_for_inputs(PDL)
+    q_taps = conv_weights(layer.conv_weight, None, of_q, in_k, C, D, BLOCK_K)
+    k_taps = conv_weights(layer.conv_weight, None, of_k, in_k, C, D, BLOCK_K)
+    v_taps = conv_weights(layer.conv_weight, None, of_v, in_v, C, D, BLOCK_V)
+    # What earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
-    slot = tl.load(slot_ptr + first).to(tl.int64)
-    if slot < 0:
-        return
-    start = tl.load(position_ptr + first)
+    slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(position_ptr + first, cache_modifier=".cg")
+    row_lives = slot >= 0
+    slot = tl.maximum(slot, 0)
     cells = state_ptr + (slot * entries * H + head) * (K * V) + k[:, None] * V + v[None, :]
     mask = in_k[:, None] & in_v[None, :]
     before = ((start + entries - 1) % entries).to(tl.int64)
-    s = tl.load(cells + before * (H * K * V), mask=mask & (start > 0), other=0.0).to(tl.float32)
-    ring = ring_ptr + slot * ring_entries * C
+    there = mask & row_lives & (start > 0)
+    s = tl.load(cells + before * (H * K * V), mask=there, other=0.0, cache_modifier=".cg")
+    s = s.to(tl.float32)
+    ring_ptr += slot * ring_entries * C
+    ring = (start, ring_entries)
+    q_window = window_before(ring_ptr + of_q, *ring, row_lives & in_k, C, D)
+    k_window = window_before(ring_ptr + of_k, *ring, row_lives & in_k, C, D)
+    v_window = window_before(ring_ptr + of_v, *ring, row_lives & in_v, C, D)
+    wait_for_inputs(PDL)
+    if not row_lives:
+        return
     keeps = (head % (H // G) == 0) & (tl.program_id(2) == 0)
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
         # The draft tokens that are not there come last.
         live = tl.load(slot_ptr + lane) >= 0
-        row = projected_ptr + lane * projected_stride
+        row_ptr = projected_ptr + lane * projected_stride
         here = start + token
-        conv = (row, projected_stride, ring, ring_entries, token, here)
-        x_q = convolve_token(conv, q_taps, of_q, live & in_k, keeps, C, D)
-        x_k = convolve_token(conv, k_taps, of_k, live & in_k, keeps, C, D)
-        x_v = convolve_token(conv, v_taps, of_v, live & in_v, True, C, D)
+        entry_ptr = ring_ptr + (here % ring_entries).to(tl.int64) * C
+        own = token_input(row_ptr + of_q, entry_ptr + of_q, live & in_k, keeps)
+        x_q = silu(convolved(q_window, own, q_taps, D))
+        q_window = pushed(q_window, own, D)
+        own = token_input(row_ptr + of_k, entry_ptr + of_k, live & in_k, keeps)
+        x_k = silu(convolved(k_window, own, k_taps, D))
+        k_window = pushed(k_window, own, D)
+        own = token_input(row_ptr + of_v, entry_ptr + of_v, live & in_v, True)
+        x_v = silu(convolved(v_window, own, v_taps, D))
+        v_window = pushed(v_window, own, D)
         x_k = x_k / tl.sqrt_rn(tl.sum(x_k * x_k, 0) + _NORM_EPS)
         x_q = x_q / tl.sqrt_rn(tl.sum(x_q * x_q, 0) + _NORM_EPS) * (1.0 / K**0.5)
-        gates = row + C + H * V + head
+        gates = row_ptr + C + H * V + head
         b = tl.load(gates, mask=live, other=0.0).to(tl.float32)
         a = tl.load(gates + H, mask=live, other=0.0).to(tl.float32)
         beta = 1.0 / (1.0 + tl.exp(-b))
@@ -354,12 +375,14 @@ def gated_norm_kernel(
     v = tl.arange(0, BLOCK_V)
     mask = v < V
     norm = tl.load(norm_ptr + v, mask=mask, other=0.0).to(tl.float32)
+    # The launch before writes y alone.
+    live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
+    z_ptrs = projected_ptr + lane * projected_stride + C + head * V + v
+    z = tl.load(z_ptrs, mask=mask & live, other=0.0, cache_modifier=".cg").to(tl.float32)
     wait_for_inputs(PDL)
-    if tl.load(slot_ptr + lane) < 0:
+    if not live:
         return
     y = tl.load(y_ptr + lane * (H * V) + head * V + v, mask=mask, other=0.0)
     y = y / tl.sqrt_rn(tl.sum(y * y, 0) / V + eps) * norm
-    z_ptrs = projected_ptr + lane * projected_stride + C + head * V + v
-    z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
     target = out_ptr + lane * out_stride + head * V + v
     tl.store(target, (y * silu(z)).to(out_ptr.dtype.element_ty), mask=mask)

@@ -6,7 +6,9 @@
     mamba2_norm: weight * u / rms(u) of u = y * silu(z), a group of heads at a time
 
 x, B and C come from a causal convolution of a few tokens, and silu. Heads of a group share B and C.
-Everything is computed in float32.
+Everything is computed in float32. Where all heads are one group, decode leaves the norm to the
+product that reads it, as the residual stream does (`linear/residual.py`): u times its weight, and
+sums of squares.
 
 In decode a program owns some rows of one head's state: it reads those of the token before, walks
 through the row's tokens in registers, and stores them after each one. So a token's bits do not
@@ -21,6 +23,8 @@ C = I + 2 * G * K channels of the convolution, X = I + C + H, D tokens that it s
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,6 +41,7 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.recurrent.mamba2_reference import (
     mamba2_decode_reference,
+    mamba2_gate_reference,
     mamba2_norm_reference,
     mamba2_prefill_reference,
 )
@@ -55,6 +60,15 @@ _DECODE_BLOCK_P = 32
 _PREFILL_BLOCK_P = 64
 # Numbers of a head's state that a program carries through a chunk.
 _PASS_BLOCK = 1024
+
+
+class Gated(NamedTuple):
+    """What a product normalises; valid until the next replay. Padded lanes hold anything."""
+
+    scaled: torch.Tensor
+    """[N, I] in the product's dtype: u times the norm's weight."""
+    squares: torch.Tensor
+    """float32 [T, N]: partial sums of u * u, as a `Residual` has them."""
 
 
 def mamba2_decode(
@@ -88,6 +102,69 @@ def mamba2_decode(
         y, float32 `[N, I]`; padded lanes are not written. ValueError for what does not fit, and for
         rows of more tokens than there are entries for.
     """
+    y = projected_NX.new_empty((projected_NX.shape[0], sizes.inner), dtype=torch.float32)
+    _decode(
+        projected_NX, ring_SFC, state_SEHPK, slot_N, position_N, params, sizes, y,
+        tokens_per_row=tokens_per_row, pdl=pdl,
+    )  # fmt: skip
+    return y
+
+
+def mamba2_decode_gated(
+    projected_NX: torch.Tensor,
+    ring_SFC: torch.Tensor,
+    state_SEHPK: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    params: Mamba2Params,
+    norm_I: torch.Tensor,
+    sizes: Mamba2Sizes,
+    *,
+    tokens_per_row: int = 1,
+    pdl: bool = False,
+) -> Gated:
+    """`mamba2_decode`, its gate, and what a norm of one group needs: `linear` has the rest of it.
+
+    Args:
+        projected_NX: z too is looked at.
+        norm_I: the norm's weight, of any float dtype.
+        The others as of `mamba2_decode`.
+
+    Returns:
+        In projected's dtype, with a sum of squares for each program's values. ValueError as of
+        `mamba2_decode`, and where there are several groups, which have norms of their own.
+    """
+    if sizes.groups != 1:
+        raise ValueError(f"one norm of all values is that of 1 group, not of {sizes.groups}")
+    check_weight("norm_I", norm_I, sizes.inner)
+    lanes = projected_NX.shape[0]
+    tiles = triton.cdiv(sizes.head_dim, _decode_block(sizes))
+    gated = Gated(
+        projected_NX.new_empty((lanes, sizes.inner)),
+        projected_NX.new_empty((sizes.heads * tiles, lanes), dtype=torch.float32),
+    )
+    _decode(
+        projected_NX, ring_SFC, state_SEHPK, slot_N, position_N, params, sizes, gated.scaled,
+        norm_I=norm_I, squares_TN=gated.squares, tokens_per_row=tokens_per_row, pdl=pdl,
+    )  # fmt: skip
+    return gated
+
+
+def _decode(
+    projected_NX: torch.Tensor,
+    ring_SFC: torch.Tensor,
+    state_SEHPK: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    params: Mamba2Params,
+    sizes: Mamba2Sizes,
+    out_NI: torch.Tensor,
+    *,
+    norm_I: torch.Tensor | None = None,
+    squares_TN: torch.Tensor | None = None,
+    tokens_per_row: int,
+    pdl: bool,
+) -> None:
     check_rows(projected_NX=projected_NX)
     lanes = projected_NX.shape[0]
     _check_columns("projected", projected_NX, lanes, sizes.projected)
@@ -102,9 +179,9 @@ def mamba2_decode(
             f"{lanes} lanes cannot be rows of {tokens_per_row} tokens with {entries} entries of "
             f"the state and {ring_entries} of a convolution of {sizes.width}"
         )
-    y = torch.empty((lanes, sizes.inner), dtype=torch.float32, device=projected_NX.device)
     if not use_triton(projected_NX):
-        return mamba2_decode_reference(
+        y_NI = out_NI if norm_I is None else out_NI.new_empty(out_NI.shape, dtype=torch.float32)
+        mamba2_decode_reference(
             projected_NX,
             ring_SFC,
             state_SEHPK,
@@ -113,9 +190,13 @@ def mamba2_decode(
             params,
             sizes,
             tokens_per_row=tokens_per_row,
-            out=y,
+            out=y_NI,
         )
-    block_p = min(_DECODE_BLOCK_P, triton.next_power_of_2(sizes.head_dim))
+        if norm_I is not None and squares_TN is not None:
+            z_NI = projected_NX[:, : sizes.inner]
+            mamba2_gate_reference(y_NI, z_NI, norm_I, slot_N, out=out_NI, squares_TN=squares_TN)
+        return
+    block_p = _decode_block(sizes)
     grid = (lanes // tokens_per_row, sizes.heads, triton.cdiv(sizes.head_dim, block_p))
     launcher(decode_kernel, grid)(
         projected_NX,
@@ -124,8 +205,11 @@ def mamba2_decode(
         slot_N,
         position_N,
         params,
-        y,
+        norm_I,
+        out_NI,
+        squares_TN,
         projected_NX.stride(0),
+        lanes,
         tokens_per_row,
         ring_entries,
         entries,
@@ -134,9 +218,9 @@ def mamba2_decode(
         **_constants(sizes, block_p),
         D=sizes.width,
         num_warps=4,
+        maxnreg=128,
         **launch_options(pdl),
     )
-    return y
 
 
 def mamba2_prefill(
@@ -272,6 +356,11 @@ def mamba2_norm(
         **launch_options(pdl),
     )
     return out
+
+
+def _decode_block(sizes: Mamba2Sizes) -> int:
+    """Values of a head that a program of decode has."""
+    return min(_DECODE_BLOCK_P, int(triton.next_power_of_2(sizes.head_dim)))
 
 
 def _constants(sizes: Mamba2Sizes, block_p: int, least: int = 1) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.core.lanes import live_lanes, sum_rows
+from graphengine.kernels.linear.residual import sums_of_squares
 from graphengine.kernels.norm_rope.activation import silu_reference
 from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Params, Mamba2Sizes
 from graphengine.kernels.recurrent.softplus import exp_reference, softplus_reference
@@ -83,6 +84,22 @@ def mamba2_prefill_reference(
         out[index] = _read(h, x[one], c[one], params).flatten().to(out.dtype)
     state_SEHPK[slot, position[-1:] % state_SEHPK.shape[1]] = h.to(state_SEHPK.dtype)
     return out
+
+
+def mamba2_gate_reference(
+    y_NI: torch.Tensor,
+    z_NI: torch.Tensor,
+    norm_I: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    squares_TN: torch.Tensor,
+) -> None:
+    """What `mamba2_decode_gated` makes of y, into both of its tensors."""
+    live = live_lanes(slot_N)
+    u = y_NI[live].float() * silu_reference(z_NI[live].float())
+    out[live] = (u * norm_I.float()).to(out.dtype)
+    squares_TN[:, live] = sums_of_squares(u, squares_TN.shape[0])
 
 
 def mamba2_norm_reference(

@@ -7,12 +7,18 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.norm_rope.activation import silu
-from graphengine.kernels.recurrent.conv_triton import convolve_token, token_weights
+from graphengine.kernels.recurrent.conv_triton import (
+    conv_weights,
+    convolved,
+    pushed,
+    token_input,
+    window_before,
+)
 from graphengine.kernels.recurrent.pieces import lanes_of_piece, live_lanes
 from graphengine.kernels.recurrent.softplus import softplus
 
 
-@triton.jit(do_not_specialize=["tokens", "ring_entries", "entries", "dt_min", "dt_max"])
+@triton.jit(do_not_specialize=["lanes", "tokens", "ring_entries", "entries", "dt_min", "dt_max"])
 def decode_kernel(
     projected_ptr,
     ring_ptr,
@@ -20,8 +26,11 @@ def decode_kernel(
     slot_ptr,
     position_ptr,
     layer,
+    gate_ptr,
     y_ptr,
+    squares_ptr,
     projected_stride,
+    lanes,
     tokens,
     ring_entries,
     entries,
@@ -40,9 +49,12 @@ def decode_kernel(
 
     Each convolves its x, and its group's B and C, of which the group's first program keeps the
     inputs. How many tokens a row has is no constant: one program text serves all, and sums alike.
+    With `squares_ptr`, y becomes u = y * silu(z) times the gate's weight, and squares get the sum
+    of u**2.
     """
     INNER: tl.constexpr = H * P
     CHANNELS: tl.constexpr = INNER + 2 * G * K
+    WIDE: tl.constexpr = max(BLOCK_P, 128)
     head = tl.program_id(1)
     tile = tl.program_id(2)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -54,22 +66,36 @@ def decode_kernel(
     of_b = INNER + head // (H // G) * K + k
     of_c = of_b + G * K
     weights = (layer.conv_weight, layer.conv_bias)
-    x_taps = token_weights(*weights, of_x, p < P, D)
-    b_taps = token_weights(*weights, of_b, k < K, D)
-    c_taps = token_weights(*weights, of_c, k < K, D)
-    wait_for_inputs(PDL)
+    # A thread has one value at most: as the rows of the state are spread it would have many.
+    wide = tl.arange(0, WIDE)
+    of_wide = head * P + tile * BLOCK_P + wide
+    in_wide = (wide < BLOCK_P) & (tile * BLOCK_P + wide < P)
+    x_taps = conv_weights(*weights, of_wide, in_wide, CHANNELS, D, WIDE)
+    b_taps = conv_weights(*weights, of_b, k < K, CHANNELS, D, BLOCK_K)
+    c_taps = conv_weights(*weights, of_c, k < K, CHANNELS, D, BLOCK_K)
+    if squares_ptr is not None:
+        gate = tl.load(gate_ptr + of_x, mask=p < P, other=0.0).to(tl.float32)
+    # What earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
-    slot = tl.load(slot_ptr + first).to(tl.int64)
-    if slot < 0:
-        return
-    position = tl.load(position_ptr + first)
+    slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)
+    position = tl.load(position_ptr + first, cache_modifier=".cg")
+    row_lives = slot >= 0
+    slot = tl.maximum(slot, 0)
     mask = (p < P)[:, None] & (k < K)[None, :]
     cells = state_ptr + slot * entries * (INNER * K) + head * (P * K)
     cells = cells + p[:, None] * K + k[None, :]
     before = ((position + entries - 1) % entries).to(tl.int64)
-    h = tl.load(cells + before * (INNER * K), mask=mask & (position > 0), other=0.0)
+    there = mask & row_lives & (position > 0)
+    h = tl.load(cells + before * (INNER * K), mask=there, other=0.0, cache_modifier=".cg")
     h = h.to(tl.float32)
     ring_ptr += slot * ring_entries * CHANNELS
+    ring = (position, ring_entries)
+    x_window = window_before(ring_ptr + of_wide, *ring, row_lives & in_wide, CHANNELS, D)
+    b_window = window_before(ring_ptr + of_b, *ring, row_lives & (k < K), CHANNELS, D)
+    c_window = window_before(ring_ptr + of_c, *ring, row_lives & (k < K), CHANNELS, D)
+    wait_for_inputs(PDL)
+    if not row_lives:
+        return
     keeps = (head % (H // G) == 0) & (tile == 0)
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
@@ -77,10 +103,19 @@ def decode_kernel(
         live = tl.load(slot_ptr + lane) >= 0
         row_ptr = projected_ptr + lane * projected_stride
         here = position + token
-        conv = (row_ptr + INNER, projected_stride, ring_ptr, ring_entries, token, here)
-        x = convolve_token(conv, x_taps, of_x, live & (p < P), True, CHANNELS, D)
-        b = convolve_token(conv, b_taps, of_b, live & (k < K), keeps, CHANNELS, D)
-        c = convolve_token(conv, c_taps, of_c, live & (k < K), keeps, CHANNELS, D)
+        entry_ptr = ring_ptr + (here % ring_entries).to(tl.int64) * CHANNELS
+        in_x, in_k = live & (p < P), live & (k < K)
+        inputs_ptr = row_ptr + INNER
+        own = token_input(inputs_ptr + of_wide, entry_ptr + of_wide, live & in_wide, True)
+        x = silu(convolved(x_window, own, x_taps, D))
+        x_window = pushed(x_window, own, D)
+        x = tl.gather(x, tl.arange(0, BLOCK_P), 0)
+        own = token_input(inputs_ptr + of_b, entry_ptr + of_b, in_k, keeps)
+        b = silu(convolved(b_window, own, b_taps, D))
+        b_window = pushed(b_window, own, D)
+        own = token_input(inputs_ptr + of_c, entry_ptr + of_c, in_k, keeps)
+        c = silu(convolved(c_window, own, c_taps, D))
+        c_window = pushed(c_window, own, D)
         dt = tl.load(row_ptr + INNER + CHANNELS + head, mask=live, other=0.0).to(tl.float32)
         dt = _time_step(dt + dt_bias, dt_min, dt_max)
         h = tl.exp(dt * rate) * h + (dt * x)[:, None] * b[None, :]
@@ -88,7 +123,13 @@ def decode_kernel(
         h = stored.to(tl.float32)
         tl.store(cells + (here % entries).to(tl.int64) * (INNER * K), stored, mask=mask & live)
         y = tl.sum(h * c[None, :], 1) + skip * x
-        tl.store(y_ptr + lane * INNER + of_x, y, mask=live & (p < P))
+        if squares_ptr is not None:
+            z = tl.load(row_ptr + of_x, mask=in_x, other=0.0).to(tl.float32)
+            y *= silu(z)
+            group = head * tl.num_programs(2) + tile
+            tl.store(squares_ptr + group * lanes + lane, tl.sum(y * y, 0), mask=live)
+            y *= gate
+        tl.store(y_ptr + lane * INNER + of_x, y.to(y_ptr.dtype.element_ty), mask=in_x)
 
 
 @triton.jit
@@ -292,11 +333,14 @@ def norm_kernel(
     mask = w < WIDTH
     w += tl.program_id(1) * WIDTH
     weight = tl.load(weight_ptr + w, mask=mask, other=0.0).to(tl.float32)
+    # The launch before writes y alone.
+    live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
+    z_ptrs = z_ptr + lane * z_stride + w
+    z = tl.load(z_ptrs, mask=mask & live, other=0.0, cache_modifier=".cg").to(tl.float32)
     wait_for_inputs(PDL)
-    if tl.load(slot_ptr + lane) < 0:
+    if not live:
         return
     y = tl.load(y_ptr + lane * y_stride + w, mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + lane * z_stride + w, mask=mask, other=0.0).to(tl.float32)
     u = y * silu(z)
     scale = 1.0 / tl.sqrt_rn(tl.sum(u * u, 0) / WIDTH + eps)
     out = (u * scale * weight).to(out_ptr.dtype.element_ty)

@@ -15,7 +15,7 @@ PIECE = 64
 
 def piece_count(lanes: int) -> int:
     """Pieces that a chunk of so many lanes may have a part of."""
-    return triton.cdiv(lanes, PIECE) + 1
+    return int(triton.cdiv(lanes, PIECE)) + 1
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """A Mamba2 mixer: out(norm(scan(conv(x, B, C), dt), z)) of one projection to z, x, B, C and dt.
 
-Decode has four kernels: two products, between them one for convolution and state, and the norm.
+Decode has two products, between them a kernel for convolution and state, and where heads are in
+several groups one for the norm.
 
 Letters: N lanes, T lanes of a chunk, H hidden.
 """
@@ -23,6 +24,7 @@ from graphengine.kernels import (
     causal_conv_chunk,
     linear,
     mamba2_decode,
+    mamba2_decode_gated,
     mamba2_norm,
     mamba2_prefill,
 )
@@ -184,7 +186,7 @@ class Mamba2Weights:
         states: Mapping[str, Tensor],
         launch: DecodeLaunch,
     ) -> Residual:
-        """The block for `row`'s tokens: four kernels.
+        """The block for `row`'s tokens: three kernels, or four with several groups.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `states` are the layer's, by name: each token leaves an entry.
@@ -201,33 +203,41 @@ class Mamba2Weights:
             plan=launch.plan("mamba_in", self.projection),
             launch=launch,
         )
-        scanned = mamba2_decode(
-            projected,
-            states[RING],
-            states[STATE],
-            row.slot,
-            row.position,
-            self.params,
-            sizes,
-            tokens_per_row=launch.tokens_per_row,
-            pdl=launch.pdl,
-        )
-        normed = mamba2_norm(
-            scanned,
-            projected[:, : sizes.inner],
-            self.gate_norm,
-            row.slot,
-            groups=sizes.groups,
-            eps=block.gate_eps,
-            out_dtype=projected.dtype,
-            pdl=launch.pdl,
-        )
+        kept, pdl = (states[RING], states[STATE]), launch.pdl
+        lanes, tokens = (row.slot, row.position), launch.tokens_per_row
+        squares = None
+        if sizes.groups == 1:
+            inputs, squares = mamba2_decode_gated(
+                projected,
+                *kept,
+                *lanes,
+                self.params,
+                self.gate_norm,
+                sizes,
+                tokens_per_row=tokens,
+                pdl=pdl,
+            )
+        else:
+            inputs = mamba2_norm(
+                mamba2_decode(
+                    projected, *kept, *lanes, self.params, sizes, tokens_per_row=tokens, pdl=pdl
+                ),
+                projected[:, : sizes.inner],
+                self.gate_norm,
+                row.slot,
+                groups=sizes.groups,
+                eps=block.gate_eps,
+                out_dtype=projected.dtype,
+                pdl=pdl,
+            )
         return add_product(
-            normed,
+            inputs,
             self.output,
             row.slot,
             residual,
             next_norm,
+            squares_TN=squares,
+            eps=block.gate_eps,
             bias=self.output_bias,
             plan=launch.plan("mamba_out", self.output),
             launch=launch,

@@ -78,6 +78,8 @@ def add_product(
     residual: Residual,
     next_norm_H: NextNorm,
     *,
+    squares_TN: Tensor | None = None,
+    eps: float = 0.0,
     bias: Tensor | None,
     plan: LinearPlan,
     launch: DecodeLaunch,
@@ -87,7 +89,12 @@ def add_product(
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
     The sum of several ranks is plain PyTorch, which no graph of a GPU can hold yet. A product that
     has a norm of its own is a kernel, and its norm and the sum another one.
+
+    squares_TN, eps  of a norm of the inputs; None where they are as they are, and with several
+                     ranks or a norm of the product
     """
+    plain = launch.reduce is None and not isinstance(next_norm_H, Sandwich)
+    assert squares_TN is None or plain, "no norm of the inputs here"
     if isinstance(next_norm_H, Sandwich):
         product = _whole_product(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
         post, following, eps = next_norm_H
@@ -99,6 +106,8 @@ def add_product(
             slot_N,
             residual,
             next_norm_H,
+            squares_TN=squares_TN,
+            eps=eps,
             bias=bias,
             plan=plan,
             launch=launch,

@@ -238,6 +238,7 @@ def outputs_of(
     )
     launch = Launch(arrivals=counters, pdl=pdl)
     options: dict[str, Any] = {"plan": plan, "launch": launch, "bias": case.bias}
+    options |= {"squares_TN": case.squares, "eps": 1e-5}
     if kind == "residual":
         before = Residual(
             case.stream.clone(), torch.zeros_like(case.stream, dtype=case.x.dtype), case.x
@@ -246,8 +247,7 @@ def outputs_of(
         found: tuple[torch.Tensor, ...] = (after.x, after.scaled, after.squares.t())
     else:
         swiglu = kind == "swiglu"
-        options |= {"squares_TN": case.squares, "eps": 1e-5, "swiglu": swiglu}
-        found = (linear(case.x, case.weight, case.slot, **options),)
+        found = (linear(case.x, case.weight, case.slot, swiglu=swiglu, **options),)
     assert not counters.any()
     return found
 
@@ -287,18 +287,13 @@ def test_matches_reference(
     """Whatever M and N; K that ends in the middle of a tile, and in the middle of a split."""
     M, K = 2 * outputs if kind == "swiglu" else outputs, 8 * eighths
     padding = (padded,) if padded < lanes else ()
-    groups = 0 if kind == "residual" else 5
-    case = make_linear_case(
-        lanes, M, K, dtype, device="cuda", groups=groups, bias=bias, padded=padding
-    )
+    case = make_linear_case(lanes, M, K, dtype, device="cuda", groups=5, bias=bias, padded=padding)
     assert linear_gluon.takes(case.weight, plan, swiglu=kind == "swiglu", out_dtype=dtype)
     actual, *_ = outputs_of(kind, plan, case, pdl=pdl)
-    options = {"bias": case.bias, "out_dtype": torch.float32}
-    if kind == "residual":
-        expected = case.stream + linear_reference(case.x, case.weight, case.slot, **options)
-    else:
-        options |= {"squares_TN": case.squares, "eps": 1e-5, "swiglu": kind == "swiglu"}
-        expected = linear_reference(case.x, case.weight, case.slot, **options).to(dtype)
+    options = {"bias": case.bias, "out_dtype": torch.float32, "swiglu": kind == "swiglu"}
+    options |= {"squares_TN": case.squares, "eps": 1e-5}
+    expected = linear_reference(case.x, case.weight, case.slot, **options)
+    expected = case.stream + expected if kind == "residual" else expected.to(dtype)
     live = case.slot >= 0
     assert_products_close(actual[live], expected[live], dtype)
 
@@ -309,8 +304,7 @@ def test_matches_reference(
 def test_bits_are_the_same_at_every_number_of_lanes(
     make_linear_case, assert_lanes_keep_their_bits, kind, M, K, plan, pdl
 ):
-    groups = 0 if kind == "residual" else 64
-    case = make_linear_case(16, M, K, BF16, device="cuda", groups=groups, bias=True)
+    case = make_linear_case(16, M, K, BF16, device="cuda", groups=64, bias=True)
     assert_lanes_keep_their_bits(
         case, lambda each: outputs_of(kind, plan, each, pdl=pdl), (1, 16, 17, 32, 48, 64)
     )

@@ -21,6 +21,7 @@ from graphengine.kernels.linear.residual import Residual, new_residual
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SENTINEL = 77.0
+EPS = 1e-3
 
 DOT = LinearPlan("dot", block_m=32, block_k=32, stages=2)
 DOT_SPLIT = LinearPlan("dot", block_m=32, block_k=32, splits=2, stages=2)
@@ -52,6 +53,8 @@ def run(case, plan=None, **options):
         case.slot,
         before,
         case.next_norm,
+        squares_TN=case.squares,
+        eps=EPS,
         bias=case.bias,
         plan=plan,
         **options,
@@ -64,7 +67,14 @@ def run(case, plan=None, **options):
 def reference(case, groups):
     stream = stream_of(case)._replace(squares=case.stream.new_empty(groups, len(case.slot)))
     return linear_residual_reference(
-        case.x, case.weight, case.slot, stream, case.next_norm, bias=case.bias
+        case.x,
+        case.weight,
+        case.slot,
+        stream,
+        case.next_norm,
+        squares_TN=case.squares,
+        eps=EPS,
+        bias=case.bias,
     )
 
 
@@ -107,15 +117,30 @@ def assert_right(case, actual, plan, assert_products_close):
     K=st.integers(1, 300) | st.sampled_from([16, 64, 128, 256]),
     dtype=st.integers(0, 2),
     bias=st.booleans(),
+    groups=st.sampled_from([0, 1, 70]),
     data=st.data(),
 )
 def test_matches_reference(
-    device, dtypes, make_linear_case, assert_products_close, plan, lanes, M, K, dtype, bias, data
+    device,
+    dtypes,
+    make_linear_case,
+    assert_products_close,
+    plan,
+    lanes,
+    M,
+    K,
+    dtype,
+    bias,
+    groups,
+    data,
 ):
+    """With and without a norm of the inputs."""
     lanes = 1 + lanes % 2 if plan.family == "fma" else lanes
     padded = data.draw(st.sets(st.integers(0, lanes - 1)))
     dtype = dtypes[dtype % len(dtypes)]
-    case = make_linear_case(lanes, M, K, dtype, device=device, bias=bias, padded=tuple(padded))
+    case = make_linear_case(
+        lanes, M, K, dtype, device=device, groups=groups, bias=bias, padded=tuple(padded)
+    )
     assert_right(case, run(case, plan), plan, assert_products_close)
 
 

@@ -84,8 +84,8 @@ def outputs_of(
 
         def call(launch: Launch) -> None:
             after = packed_linear_residual(
-                case.x, weight, case.slot, stream, case.next_norm,
-                bias=case.bias, plan=plan, launch=launch,
+                case.x, weight, case.slot, stream, case.next_norm, squares_TN=case.squares,
+                eps=EPS, bias=case.bias, plan=plan, launch=launch,
             )  # fmt: skip
             found.append(after)
 
@@ -111,11 +111,10 @@ def outputs_of(
 
 
 def expected_of(case: Any, floats: torch.Tensor, *, swiglu: bool, residual: bool) -> torch.Tensor:
-    options: dict[str, Any] = {"bias": case.bias, "out_dtype": torch.float32}
-    if residual:
-        return case.stream + linear_reference(case.x, floats, case.slot, **options)
-    options |= {"squares_TN": case.squares, "eps": EPS, "swiglu": swiglu}
-    return linear_reference(case.x, floats, case.slot, **options).to(case.x.dtype)
+    options: dict[str, Any] = {"bias": case.bias, "out_dtype": torch.float32, "swiglu": swiglu}
+    options |= {"squares_TN": case.squares, "eps": EPS}
+    product = linear_reference(case.x, floats, case.slot, **options)
+    return case.stream + product if residual else product.to(case.x.dtype)
 
 
 def check(
@@ -135,8 +134,7 @@ def check(
 ) -> None:
     """One launch against the reference; padded lanes hold NaN, and theirs stay as they were."""
     swiglu, residual = kind == "swiglu", kind == "residual"
-    groups = 0 if residual else 5
-    case = make_case(lanes, M, K, dtype, device=device, groups=groups, bias=True, padded=padded)
+    case = make_case(lanes, M, K, dtype, device=device, groups=5, bias=True, padded=padded)
     quantised = random_quantised(name, M, K)
     floats = dequantise(quantised).to(device)
     # Products of order 1.
@@ -256,7 +254,9 @@ def test_a_cpu_multiplies_by_what_the_weight_means(make_linear_case, name):
         assert torch.equal(found[live], expected[live])
     weight = pack(quantised)
     stream = Residual(case.stream.clone(), torch.zeros(3, 40, dtype=BF16), case.stream)
-    after = packed_linear_residual(case.x, weight, case.slot, stream, case.next_norm)
+    after = packed_linear_residual(
+        case.x, weight, case.slot, stream, case.next_norm, squares_TN=case.squares, eps=EPS
+    )
     without_bias = replace(case, bias=None)
     expected = expected_of(without_bias, dequantise(quantised), swiglu=False, residual=True)
     assert torch.equal(after.x[case.slot >= 0], expected[case.slot >= 0])

@@ -45,11 +45,18 @@ def launch_of(lanes: int, **options: int):
 
 
 @pytest.mark.parametrize("options", [{}, {"tokens_per_row": 1}, {"tokens_per_row": 4}])
-def test_weights_alone_are_read_before_the_wait(options):
+def test_what_is_read_before_the_wait(options):
+    """Weights, and in decode, past the L1 cache, what older launches wrote."""
     ptx, names = compile_launch(launch_of(128, **options))
     assert_waits_before_it_shows(ptx)
     early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
-    assert early == {"weight_ptr", "bias_ptr"}
+    earlier = {"slot_ptr", "position_ptr", "kept_ptr"} if options else set()
+    assert early == {"weight_ptr", "bias_ptr"} | earlier
+    assert all(
+        load.past_l1
+        for load in global_loads(ptx, names)
+        if not load.after_wait and load.argument in earlier
+    )
 
 
 def test_rows_of_any_width_run_one_text():

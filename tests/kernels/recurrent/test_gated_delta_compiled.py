@@ -76,9 +76,21 @@ def test_rows_of_any_width_run_one_text():
     assert_waits_before_it_shows(one)
 
 
-def test_decode_asks_for_its_weights_before_it_waits():
-    """Those of the convolution come from memory each step."""
-    ptx, names = compile_launch(launches_of(8, width=1)["decode_kernel"])
+WEIGHTS = {
+    "decode_kernel": {"layer.conv_weight", "layer.a_log", "layer.dt_bias"},
+    "gated_norm_kernel": {"norm_ptr"},
+}
+EARLIER = {
+    "decode_kernel": {"slot_ptr", "position_ptr", "state_ptr", "ring_ptr"},
+    "gated_norm_kernel": {"slot_ptr", "projected_ptr"},
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_decode_asks_before_it_waits_for_what_is_there(name):
+    """Weights come from memory each step, and past the L1 cache what older launches wrote."""
+    ptx, names = compile_launch(launches_of(8, width=1)[name])
     assert_waits_before_it_shows(ptx)
-    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
-    assert early == {"layer.conv_weight", "layer.a_log", "layer.dt_bias"}
+    early = [load for load in global_loads(ptx, names) if not load.after_wait]
+    assert {load.argument for load in early} == WEIGHTS[name] | EARLIER[name]
+    assert all(load.past_l1 for load in early if load.argument in EARLIER[name])

@@ -16,6 +16,7 @@ from graphengine.kernels import (
     Mamba2Params,
     Mamba2Sizes,
     mamba2_decode,
+    mamba2_decode_gated,
     mamba2_decode_reference,
     mamba2_norm,
     mamba2_norm_reference,
@@ -217,6 +218,36 @@ def test_bits_do_not_depend_on_company_nor_on_the_tokens_of_a_row(device, state_
             assert torch.equal(kept[1][0, 0], together[3 - row, position % 3])
 
 
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_gated_outputs_are_those_of_the_scan_times_the_gate(device, dtypes, head_dim):
+    """And with their squares a product makes the norm of them; states and rings are the same."""
+    sizes = Mamba2Sizes(heads=3, head_dim=head_dim, groups=1, state_size=16, width=4)
+    for dtype in dtypes:
+        case = Case(sizes, (5, 0, 70), 2, device, dtype, seed=3)
+        slot, position = case.lanes(4, (2, 1, 0))
+        inputs = torch.cat([case.inputs[:, 3:], case.dt], dim=2).flatten(0, 1)
+        z = torch.randn(6, sizes.inner, generator=torch.Generator().manual_seed(1))
+        projected = torch.cat([z.to(device, dtype), inputs], dim=1)
+        projected[slot < 0] = torch.nan
+        norm = torch.rand(sizes.inner, generator=torch.Generator().manual_seed(2)).to(device)
+        both = case.kept(2, 4), case.kept(2, 4)
+        where = slot, position, case.params
+        y = mamba2_decode(projected, *both[0], *where, sizes, tokens_per_row=2)
+        found = mamba2_decode_gated(projected, *both[1], *where, norm, sizes, tokens_per_row=2)
+        for plain, gated in zip(*both, strict=True):
+            assert torch.equal(plain.nan_to_num(7.0), gated.nan_to_num(7.0))
+        live = slot >= 0
+        u = y[live].double() * functional.silu(projected[live, : sizes.inner].double())
+        tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        assert found.scaled.dtype == dtype
+        torch.testing.assert_close(
+            found.scaled[live].double(), u * norm.double(), rtol=tolerance, atol=1e-4
+        )
+        torch.testing.assert_close(
+            found.squares[:, live].double().sum(0), u.square().sum(1), rtol=1e-5, atol=1e-6
+        )
+
+
 def prefill(case, xbc, state, slot, position, dtype, reference=False):
     xbc, dt = xbc[0].clone(), case.dt[0].clone()
     xbc[slot < 0], dt[slot < 0] = torch.nan, torch.nan
@@ -373,6 +404,17 @@ def test_chunks_that_do_not_fit_are_an_error():
             mamba2_prefill(**given | changes)
 
 
+def test_a_gate_that_does_not_fit_is_an_error():
+    given = operands(norm_I=torch.zeros(10))
+    with pytest.raises(ValueError, match="that of 1 group, not of 2"):
+        mamba2_decode_gated(**given)
+    given["sizes"] = Mamba2Sizes(heads=2, head_dim=5, groups=1, state_size=7, width=1)
+    with pytest.raises(ValueError, match=r"norm_I must be a dense.*\[10\]"):
+        mamba2_decode_gated(**given | {"norm_I": torch.zeros(9)})
+    with pytest.raises(ValueError, match=r"projected must be \[4, 36\], not \[4, 50\]"):
+        mamba2_decode_gated(**given)
+
+
 def test_sizes_that_do_not_fit_are_an_error():
     sizes = {"heads": 6, "head_dim": 4, "groups": 3, "state_size": 8, "width": 4}
     for changes, message in (
@@ -396,8 +438,9 @@ def new(*shape, dtype=torch.bfloat16):
 
 
 def launch_of(call, state_size=128):
-    """Of Nemotron-H's sizes, or of a larger state."""
-    sizes = Mamba2Sizes(heads=128, head_dim=64, groups=8, state_size=state_size, width=4)
+    """Of Nemotron-H's sizes, of a larger state, or with one group as Granite 4 H has."""
+    groups = 1 if call is mamba2_decode_gated else 8
+    sizes = Mamba2Sizes(heads=128, head_dim=64, groups=groups, state_size=state_size, width=4)
     lanes = 256
     params = Mamba2Params(
         new(sizes.channels, 4), new(sizes.channels), *(new(128) for _ in range(3))
@@ -410,21 +453,26 @@ def launch_of(call, state_size=128):
         )
     state = new(1, 4, *sizes.state_shape, dtype=torch.float32)
     inputs = new(lanes, sizes.channels), new(lanes, sizes.projected)[:, -128:]
-    if call is mamba2_decode:
+    if call in (mamba2_decode, mamba2_decode_gated):
         ring = new(1, 7, sizes.channels, dtype=torch.float32)
         inputs = new(lanes, sizes.projected), ring
-    return call(*inputs, state, slot, position, params, sizes, pdl=True)
+    norm = (new(sizes.inner),) if call is mamba2_decode_gated else ()
+    return call(*inputs, state, slot, position, params, *norm, sizes, pdl=True)
 
 
 CONVOLUTION = {"layer.conv_weight", "layer.conv_bias"}
 HEAD = {"layer.dt_bias", "layer.a_log"}
+OF_DECODE = CONVOLUTION | HEAD | {"layer.skip"}
+EARLIER = {"slot_ptr", "position_ptr", "state_ptr", "ring_ptr"}
+"""What decode finds as steps before this one, or launches before the last, left it."""
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize(
     ("call", "state_size", "weights"),
     [
-        (mamba2_decode, 128, {"decode_kernel": CONVOLUTION | HEAD | {"layer.skip"}}),
+        (mamba2_decode, 128, {"decode_kernel": OF_DECODE | EARLIER}),
+        (mamba2_decode_gated, 128, {"decode_kernel": OF_DECODE | EARLIER | {"gate_ptr"}}),
         *(
             (mamba2_prefill, size, {
                 "pieces_kernel": HEAD, "pass_kernel": set(),
@@ -432,10 +480,11 @@ HEAD = {"layer.dt_bias", "layer.a_log"}
             })
             for size in (128, 256)
         ),
-        (mamba2_norm, 128, {"norm_kernel": {"weight_ptr"}}),
+        (mamba2_norm, 128, {"norm_kernel": {"weight_ptr", "slot_ptr", "z_ptr"}}),
     ],
 )  # fmt: skip
-def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size, weights):
+def test_what_is_loaded_before_the_wait(call, state_size, weights):
+    """Weights, and past the L1 cache what neither of the last two launches writes."""
     launches = []
     with launches_handed_to(launches.append, MODULE):
         launch_of(call, state_size)
@@ -446,7 +495,9 @@ def test_nothing_but_weights_is_loaded_before_the_wait(call, state_size, weights
         loads = list(global_loads(ptx, names))
         early = {load.argument for load in loads if not load.after_wait}
         assert early == weights[launch.kernel.__name__]
-        assert {load.argument for load in loads if load.after_wait} >= {"slot_ptr"}
+        for load in loads:
+            if not load.after_wait and load.argument in EARLIER | {"z_ptr"}:
+                assert load.past_l1, f"{load.argument} of {launch.kernel.__name__}"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")

@@ -229,25 +229,28 @@ def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
     A register stems from the pointers of all values it is computed from, up to a load.
     """
     stems: dict[str, set[str]] = {}
-    waits = ptx.index("griddepcontrol.wait")
-    for match in re.finditer(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*?);", ptx, re.MULTILINE):
-        opcode, text = match.groups()
+    found = re.finditer(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*?);", ptx, re.MULTILINE)
+    instructions = [(match.start(), *match.groups()) for match in found]
+    # Twice: a loop's body may stand before what is computed ahead of it.
+    for _, opcode, text in instructions * 2:
         if opcode.startswith("ld.param"):
             register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
             name = names[int(parameter)] if int(parameter) < len(names) else ""
             stems[register] = {name} - {""}
-        elif opcode.startswith(("ld.global", "cp.async.c")):
+        elif not opcode.startswith(("st.", "bra", "bar", "ld.", "cp.async.c")):
+            target, *sources = re.findall(r"%\w+", text) or [""]
+            for source in sources:
+                stems.setdefault(target, set()).update(stems.get(source, ()))
+    waits = ptx.index("griddepcontrol.wait")
+    for start, opcode, text in instructions:
+        if opcode.startswith(("ld.global", "cp.async.c")):
             (argument,) = stems[re.findall(r"\[ ?(%\w+)", text)[-1]]
             if opcode.startswith("ld"):
                 vector, bits = re.search(r"(?:\.v(\d))?\.[bfsu](\d+)$", opcode).groups()
                 size = int(vector or 1) * int(bits) // 8
             else:
                 size = int(re.search(r"\], (0x[0-9a-f]+|\d+)", text)[1], 0)
-            yield Load(argument, match.start() > waits, ".cg" in opcode, size)
-        elif not opcode.startswith(("st.", "bra", "bar", "ld.")):
-            target, *sources = re.findall(r"%\w+", text) or [""]
-            for source in sources:
-                stems.setdefault(target, set()).update(stems.get(source, ()))
+            yield Load(argument, start > waits, ".cg" in opcode, size)
 
 
 def assert_waits_before_it_shows(ptx: str) -> None:
