@@ -28,6 +28,7 @@ MAX_TAPS = 8
 """Inputs of a sum, which is unrolled; below the lanes of a program."""
 _CHANNELS = 64
 _TOKENS = 16
+_WARPS = 4
 
 
 def causal_conv_chunk(
@@ -118,7 +119,7 @@ def launch_conv_chunk(
         BLOCK_C=_CHANNELS,
         BLOCK_T=_TOKENS,
         BLOCK_LANES=triton.next_power_of_2(lanes),
-        num_warps=4,
+        num_warps=_WARPS,
         **launch_options(pdl),
     )
 

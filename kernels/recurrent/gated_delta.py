@@ -19,6 +19,8 @@ X = C + I + 2 * H: a lane is projected to [q | k | v | z | b | a].
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 
@@ -48,7 +50,16 @@ from graphengine.kernels.recurrent.gated_delta_triton import (
 from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 # Values of a head that a program has the states of; more would not fit its registers.
-_DECODE_VALUES, _SCAN_VALUES = 32, 32
+_DECODE_VALUES = 32
+_SCAN_VALUES = 32
+# The fastest on an H200: what fits an SM at once counts for more than registers to spare.
+_LAUNCHES: Mapping[str, Mapping[str, int]] = {
+    "decode_kernel": {"num_warps": 4, "maxnreg": 128},
+    "gated_norm_kernel": {"num_warps": 1},
+    "pieces_kernel": {"num_warps": 8, "num_stages": 1},
+    "scan_kernel": {"num_warps": 8, "num_stages": 2},
+    "outputs_kernel": {"num_warps": 8, "num_stages": 1},
+}
 
 
 def gated_delta_decode(
@@ -123,8 +134,7 @@ def gated_delta_decode(
         G=sizes.key_heads,
         D=sizes.taps,
         **constants,
-        num_warps=4,
-        maxnreg=128,
+        **_LAUNCHES["decode_kernel"],
         **launch_options(pdl),
     )
     _launch_norm(y, projected_NX, slot_N, params, sizes, eps, out, pdl)
@@ -177,7 +187,6 @@ def gated_delta_prefill(
         "BLOCK_T": triton.next_power_of_2(lanes),
         "PIECE": PIECE,
         "PRECISION": "ieee" if qkv_TC.dtype == torch.float32 else "tf32",
-        "num_warps": 8,
         **launch_options(pdl),
     }
     launcher(pieces_kernel, (pieces, H))(
@@ -197,7 +206,7 @@ def gated_delta_prefill(
         lanes,
         G=sizes.key_heads,
         **_constants(sizes, least=16),
-        num_stages=1,
+        **_LAUNCHES["pieces_kernel"],
         **options,
     )
     constants = _constants(sizes, least=16, most=_SCAN_VALUES)
@@ -213,7 +222,7 @@ def gated_delta_prefill(
         lanes,
         state_SEHKV.shape[1],
         **constants,
-        num_stages=2,
+        **_LAUNCHES["scan_kernel"],
         **options,
     )
     launcher(outputs_kernel, (pieces, H))(
@@ -232,7 +241,7 @@ def gated_delta_prefill(
         eps,
         C=sizes.channels,
         **_constants(sizes, least=16),
-        num_stages=1,
+        **_LAUNCHES["outputs_kernel"],
         **options,
     )
     return out
@@ -261,7 +270,7 @@ def _launch_norm(
         H=sizes.value_heads,
         V=sizes.value_dim,
         BLOCK_V=triton.next_power_of_2(sizes.value_dim),
-        num_warps=1,
+        **_LAUNCHES["gated_norm_kernel"],
         **launch_options(pdl),
     )
 
