@@ -26,8 +26,8 @@ from graphengine.kernels.recurrent.conv_triton import conv_chunk_kernel
 
 MAX_TAPS = 8
 """Inputs of a sum, which is unrolled; below the lanes of a program."""
-_CHANNELS = 64
-_TOKENS = 16
+_CHANNELS = 128
+_TOKENS = 32
 _WARPS = 4
 
 

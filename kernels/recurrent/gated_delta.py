@@ -50,15 +50,15 @@ from graphengine.kernels.recurrent.gated_delta_triton import (
 from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 # Values of a head that a program has the states of; more would not fit its registers.
-_DECODE_VALUES = 32
+_DECODE_VALUES = 16
 _SCAN_VALUES = 32
 # The fastest on an H200: what fits an SM at once counts for more than registers to spare.
 _LAUNCHES: Mapping[str, Mapping[str, int]] = {
-    "decode_kernel": {"num_warps": 4, "maxnreg": 128},
-    "gated_norm_kernel": {"num_warps": 1},
-    "pieces_kernel": {"num_warps": 8, "num_stages": 1},
-    "scan_kernel": {"num_warps": 8, "num_stages": 2},
-    "outputs_kernel": {"num_warps": 8, "num_stages": 1},
+    "decode_kernel": {"num_warps": 2, "maxnreg": 128},
+    "gated_norm_kernel": {"num_warps": 4},
+    "pieces_kernel": {"num_warps": 4, "num_stages": 1, "maxnreg": 255},
+    "scan_kernel": {"num_warps": 4, "num_stages": 2},
+    "outputs_kernel": {"num_warps": 4, "num_stages": 1, "maxnreg": 255},
 }
 
 
