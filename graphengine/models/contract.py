@@ -508,6 +508,10 @@ class ModelConfig(Protocol):
         """Values that prefill keeps of each lane at most, beside the stream and the normed one."""
         ...
 
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes that kernels of a recurrent layer leave to each other, in a chunk of so many."""
+        ...
+
     def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:
         """Uninitialised weights; `device="meta"` allocates nothing."""
         ...

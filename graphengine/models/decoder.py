@@ -252,6 +252,10 @@ class DecoderConfig:
         widths = [block.prefill_width() for block in blocks]
         return max(self.attention.prefill_width, *widths)
 
+    def scan_bytes(self, lanes: int) -> int:
+        """None: no layer recurs."""
+        return 0
+
     def allocate(self, *, device: str, dtype: torch.dtype) -> DecoderWeights:
         """Uninitialised weights; `device="meta"` allocates nothing."""
 

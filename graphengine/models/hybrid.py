@@ -246,6 +246,18 @@ class HybridConfig:
             for _, _, part in self.parts()
         )
 
+    def scan_bytes(self, lanes: int) -> int:
+        """Of the layer whose kernels leave the most to each other in a chunk of so many lanes."""
+        scans = (part.block for _, _, part in self.parts())
+        return max(
+            (
+                each.sizes.scan_bytes(lanes)
+                for each in scans
+                if isinstance(each, Mamba2 | GatedDelta)
+            ),
+            default=0,
+        )
+
     def allocate(self, *, device: str, dtype: torch.dtype) -> HybridWeights:
         """Uninitialised weights; `device="meta"` allocates nothing."""
 

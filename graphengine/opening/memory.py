@@ -566,7 +566,8 @@ def _workspace_bytes(
     *,
     modules: bool = False,
 ) -> int:
-    """Intermediates of the largest bucket: a layer's activations, attention partials, logits.
+    """Intermediates of the largest bucket: a layer's activations, attention partials, what the
+    kernels of a recurrent layer leave to each other, logits.
 
     `rows` are the lanes of the largest decode graph. With draft `modules` the target's hidden
     states of a chunk are kept, and those with the embeddings beside them, while a module computes.
@@ -583,7 +584,8 @@ def _workspace_bytes(
     parts = 4 * MAX_SPLITS * rows * widest
     # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
     sampling = 3 * 4 * rows * model.vocab_size
-    return lanes * (4 * model.hidden_size + activations) + partials + parts + sampling
+    scan = model.scan_bytes(prefill.sizes[-1])
+    return lanes * (4 * model.hidden_size + activations) + partials + parts + scan + sampling
 
 
 def _graph_bytes(model: ModelConfig, graphs: Sequence[GraphKey], device: torch.device) -> int:

@@ -158,7 +158,7 @@ def gated_delta_prefill(
     """The same for one slot's chunk, whose live lanes come first, at consecutive positions.
 
     Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
-    token alone, rounded once. Three kernels, and float32 `[pieces, H, K, V]` between them.
+    token alone, rounded once. Three kernels, and `sizes.scan_bytes` between them.
 
     Args:
         qkv_TC: queries, keys and values after `causal_conv_chunk` with silu.
@@ -177,12 +177,11 @@ def gated_delta_prefill(
         return gated_delta_prefill_reference(
             qkv_TC, projected_TX, state_SEHKV, slot_T, position_T, params, sizes, eps, out
         )
-    H, K, V = sizes.state_shape
+    H, _, V = sizes.state_shape
     pieces = piece_count(lanes)
-    shapes = ((H, lanes, K),) * 3 + ((H, lanes, V), (H, lanes, PIECE), (pieces, H))
     q, k, w, u, met, decay, states = (
         torch.empty(shape, dtype=torch.float32, device=qkv_TC.device)
-        for shape in (*shapes, (pieces, H, K, V))
+        for shape in sizes.scan_shapes(lanes)
     )
     options = {
         "BLOCK_T": triton.next_power_of_2(lanes),

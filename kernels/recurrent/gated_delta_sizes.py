@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,22 @@ class GatedDeltaSizes:
     def state_shape(self) -> tuple[int, int, int]:
         """Of an entry: `(H, K, V)`."""
         return self.value_heads, self.key_dim, self.value_dim
+
+    def scan_shapes(self, lanes: int) -> tuple[tuple[int, ...], ...]:
+        """What the kernels of a chunk leave to each other, in float32: q, k, w, u, met,
+        decays, states."""
+        pieces, (H, K, V) = piece_count(lanes), self.state_shape
+        return (
+            *((H, lanes, K),) * 3,
+            (H, lanes, V),
+            (H, lanes, PIECE),
+            (pieces, H),
+            (pieces, H, K, V),
+        )
+
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes of these."""
+        return 4 * sum(map(math.prod, self.scan_shapes(lanes)))
 
 
 class GatedDeltaParams(NamedTuple):

@@ -245,7 +245,7 @@ def mamba2_prefill(
     """The states of one slot's chunk, whose live lanes come first, at consecutive positions.
 
     Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
-    token alone, rounded once. Three kernels, and float32 `[pieces, H, P, K]` between them.
+    token alone, rounded once. Three kernels, and `sizes.scan_bytes` between them.
 
     Args:
         xbc_TC: x, B and C after the convolution; any float dtype, dense rows.
@@ -272,16 +272,17 @@ def mamba2_prefill(
     # Matrices of less than 16 values are no products of a tensor core's.
     block_p = max(16, min(_PREFILL_BLOCK_P, triton.next_power_of_2(sizes.head_dim)))
     H, P, K = sizes.state_shape
-    pieces = piece_count(lanes)
-    states = torch.empty((pieces, H, P, K), dtype=torch.float32, device=xbc_TC.device)
-    decay = torch.empty((pieces, H), dtype=torch.float32, device=xbc_TC.device)
+    states, decay = (
+        torch.empty(shape, dtype=torch.float32, device=xbc_TC.device)
+        for shape in sizes.scan_shapes(lanes)
+    )
     strides, limits = (xbc_TC.stride(0), dt_TH.stride(0)), (sizes.dt_min, sizes.dt_max)
     of_chunk = {"BLOCK_T": triton.next_power_of_2(lanes), "PIECE": PIECE, **launch_options(pdl)}
     of_piece = of_chunk | {
         **_constants(sizes, block_p, least=16),
         "PRECISION": "ieee" if xbc_TC.dtype == torch.float32 else "tf32",
     }
-    grid = (pieces, H, triton.cdiv(P, block_p))
+    grid = (piece_count(lanes), H, triton.cdiv(P, block_p))
     launcher(pieces_kernel, grid)(
         xbc_TC, dt_TH, slot_T, position_T, params, states, decay, *strides, lanes, *limits,
         **of_piece, **_LAUNCHES["pieces_kernel"],

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.kernels.recurrent.pieces import piece_count
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Sizes:
@@ -51,6 +53,15 @@ class Mamba2Sizes:
     def state_shape(self) -> tuple[int, int, int]:
         """Of an entry: `(H, P, K)`."""
         return self.heads, self.head_dim, self.state_size
+
+    def scan_shapes(self, lanes: int) -> tuple[tuple[int, ...], ...]:
+        """What the kernels of a chunk leave to each other, in float32: states, decays."""
+        pieces = piece_count(lanes)
+        return (pieces, *self.state_shape), (pieces, self.heads)
+
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes of these."""
+        return 4 * sum(map(math.prod, self.scan_shapes(lanes)))
 
 
 class Mamba2Params(NamedTuple):

@@ -24,6 +24,7 @@ from graphengine.opening import calibration, memory
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -277,6 +278,27 @@ def test_larger_token_buckets_are_in_the_budget(mode: Any) -> None:
         # Their ids, beside fields that do not change.
         assert many["staging"] - few["staging"] == 3 * 4 * more
     assert [plan.graphs[0].size for plan in plans] == [512, 1024, 2048]
+
+
+@pytest.mark.parametrize("name", ["tiny-delta", "tiny-hybrid"])
+def test_what_scans_leave_between_their_kernels_is_in_the_budget(name: str) -> None:
+    """Of a chunk: states of its pieces, one more than whole ones, and what tokens have."""
+    model = Subject.of_shape(name).model
+    found = []
+    for largest in (256, 512):
+        config = EngineConfig(
+            device="cpu", prefill_buckets=(16, largest), max_seq_len=512, dtype="bfloat16"
+        )
+        plan = plan_memory(model, config, checkpoint_dtype=torch.bfloat16, drafter=NoDrafter())
+        found.append(sizes(plan)["workspace"])
+    lane = 4 * model.hidden_size + 2 * (model.hidden_size + model.prefill_width)
+    scan = {
+        # 4 heads of 16 x 16, and of a token 16 values of q, k, w and u, and 64 products.
+        "tiny-delta": 4 * (4 * 4 * (16 * 16 + 1) + 256 * 4 * (4 * 16 + 64)),
+        # 4 heads of 32 x 16.
+        "tiny-hybrid": 4 * 4 * 4 * (32 * 16 + 1),
+    }[name]
+    assert found[1] - found[0] == 256 * lane + scan
 
 
 def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:

@@ -153,6 +153,9 @@ class ToyConfig:
         widths = [self.attention.prefill_width, WIDTH + self.hidden_size]
         return max(*widths, self.mlp.prefill_width())
 
+    def scan_bytes(self, lanes: int) -> int:
+        return 0
+
     def allocate(self, *, device: str, dtype: torch.dtype) -> ToyWeights:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
