@@ -40,10 +40,10 @@ import triton
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES, EngineConfig
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily
-from graphengine.models import tuning
+from graphengine.models import tuning, tuning_tables
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import LinearPlans, ModelConfig
-from graphengine.models.tuning import TunedPlan
+from graphengine.models.tuning_tables import TunedPlan
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.engines import engine_options, rounded_model
 from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
@@ -87,10 +87,10 @@ def tune(options: argparse.Namespace) -> None:
         raise ValueError(f"tuning measures on an NVIDIA GPU, and --device is {options.device!r}")
     if not torch.cuda.is_available():
         raise ValueError("tuning measures on an NVIDIA GPU, and torch finds none")
-    name = tuning.device_name(device)
-    path = options.out or tuning.user_table_path(name)
+    name = tuning_tables.device_name(device)
+    path = options.out or tuning_tables.user_table_path(name)
     # A table that cannot be written is found before the work, not after it.
-    tuning.write_table(path, name, {})
+    tuning_tables.write_table(path, name, {})
     layers = chain_layers(config, dtype)
     print(f"{config.architecture} on {name}, chains of {layers} layers -> {path}", flush=True)
     model = chain_model(config, dtype, device, layers=layers)
@@ -105,7 +105,7 @@ def tune(options: argparse.Namespace) -> None:
         head_us = [both - us for both, us in zip(whole, chain, strict=True)]
         for count, us, head in zip(rows, layer_us, head_us, strict=True):
             print(f"\n{family}, {count} rows: {us:.1f} us a layer, {head:.1f} us lm_head")
-        tuning.write_table(path, name, entries(targets, plans, layer_us[0], head_us[0]))
+        tuning_tables.write_table(path, name, entries(targets, plans, layer_us[0], head_us[0]))
 
 
 def _print_step(rows: Sequence[int]) -> Callable[[Step], None]:
@@ -114,7 +114,7 @@ def _print_step(rows: Sequence[int]) -> Callable[[Step], None]:
 
 def entries(
     targets: Sequence[Target], plans: LinearPlans, layer_us: float, head_us: float
-) -> tuning.Table:
+) -> tuning_tables.Table:
     """The part of `plans` that was searched, for a table."""
     date = datetime.now(UTC).date().isoformat()
     table = {}

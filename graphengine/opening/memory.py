@@ -30,6 +30,7 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.contract import Linear, ModelConfig, RoutedExperts, most_arrival_counters
+from graphengine.models.plan_limits import MAX_SPLITS
 from graphengine.models.states import (
     LayerStates,
     cache_shape,
@@ -38,7 +39,6 @@ from graphengine.models.states import (
     paged_states,
     recurrent_states,
 )
-from graphengine.models.tuning import MAX_SPLITS
 from graphengine.opening.host_memory import available_host_bytes
 from graphengine.opening.inventory import graph_keys, mailboxes, prefill_ladder, window_rings
 from graphengine.prefill_cut import PrefillCut

@@ -16,9 +16,9 @@ from graphengine.kernels import (
     WeightFormat,
 )
 from graphengine.kernels.linear import linear_gluon
-from graphengine.models import tuning
+from graphengine.models import plan_limits
 from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_linear_plan
-from graphengine.models.tuning import TuningKey
+from graphengine.models.tuning_tables import TuningKey
 
 ORDER = (
     "expert_down", "expert_gate_up", "down", "gate_up", "up", "qkv", "output", "delta_in",
@@ -92,7 +92,7 @@ def candidate_plans(key: TuningKey) -> list[LinearPlan]:
 
 def _is_valid(plan: LinearPlan, key: TuningKey) -> bool:
     with contextlib.suppress(ValueError):
-        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
+        plan_limits.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
         return True
     return False
 
@@ -124,7 +124,7 @@ def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
         # A warp has some pieces of a tile between two barriers.
         busy = tile_bytes >= 2048 * warps
         if even and busy and 16384 <= flight <= 65536 and block_k < 2 * key.K:
-            room = tuning.packed_shared_bytes(plan, key.K, weight, 1 if fma else 8)
+            room = plan_limits.packed_shared_bytes(plan, key.K, weight, 1 if fma else 8)
             if room <= shared:
                 yield plan
 
@@ -140,7 +140,7 @@ def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, stages=stages, warps=warps)
         long = triton.cdiv(key.K, block_k) >= stages - 1
         busy = warps == 4 or block_m >= 64
-        if long and busy and tuning.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
+        if long and busy and plan_limits.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
             yield plan
 
 
@@ -154,7 +154,7 @@ def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
         plan = LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
         # The cost of many tiles in the sampler after lm_head is not part of the chain.
         few_tiles = key.kind != "sample" or block_m >= 4
-        if few_tiles and least <= tuning.weight_registers(plan, K, key.dtype) <= most:
+        if few_tiles and least <= plan_limits.weight_registers(plan, K, key.dtype) <= most:
             yield plan
 
 
@@ -174,7 +174,7 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
             continue
         even = splits == 1 or key.K % (block_k * splits) == 0
         long = triton.cdiv(key.K, block_k * splits) >= stages - 1
-        room = tuning.shared_bytes(plan, key.dtype)
+        room = plan_limits.shared_bytes(plan, key.dtype)
         # With fewer rows, 8 warps would have one instruction each.
         busy = warps == 4 or plan.block_m >= 128
         if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= DOT_SHARED_BYTES:
@@ -195,6 +195,6 @@ def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[Linea
             continue
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, splits=splits, stages=stages)
         long = triton.cdiv(K, block_k * splits) >= stages - 1
-        if long and tuning.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
+        if long and plan_limits.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
             yield plan
             yield plan._replace(overlap=False)

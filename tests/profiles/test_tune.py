@@ -25,7 +25,7 @@ from graphengine.kernels import (
     heuristic_plan,
     packed_plan,
 )
-from graphengine.models import tuning
+from graphengine.models import plan_limits, tuning_tables
 from graphengine.models.blocks import gqa
 from graphengine.models.contract import (
     DecodeLaunch,
@@ -36,7 +36,7 @@ from graphengine.models.contract import (
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
-from graphengine.models.tuning import TuningKey
+from graphengine.models.tuning_tables import TuningKey
 from graphengine.profiles import tune
 from graphengine.profiles.benchmark.engines import rounded_model
 from graphengine.profiles.benchmark.shapes import model_shape
@@ -55,7 +55,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # Candidates.
 
-SHIPPED = tuning.shipped_table("NVIDIA H200")
+SHIPPED = tuning_tables.shipped_table("NVIDIA H200")
 
 
 @settings(max_examples=150, deadline=None)
@@ -65,11 +65,11 @@ def test_every_candidate_is_valid(key: TuningKey) -> None:
     heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
     assert len(set(plans)) == len(plans) <= 100
     for plan in plans:
-        tuning.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
+        plan_limits.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
         if key.weight is not None:
             assert plan.family == ("dot" if key.expert else key.family)
             continue
-        registers = tuning.weight_registers(plan, key.K, key.dtype)
+        registers = plan_limits.weight_registers(plan, key.K, key.dtype)
         tiles = -(-key.K // plan.block_k)
         if plan == heuristic:
             continue
@@ -77,7 +77,7 @@ def test_every_candidate_is_valid(key: TuningKey) -> None:
             assert 12 <= registers <= 96
             assert plan.block_m >= (4 if key.kind == "sample" else 1)
         else:
-            assert tuning.shared_bytes(plan, key.dtype) <= candidates.DOT_SHARED_BYTES
+            assert plan_limits.shared_bytes(plan, key.dtype) <= candidates.DOT_SHARED_BYTES
             assert plan.splits == 1 or key.K % (plan.block_k * plan.splits) == 0
             assert -(-tiles // plan.splits) >= plan.stages - 1
 
@@ -95,7 +95,7 @@ def test_packed_weights_have_many_plans(
     assert heuristic == packed_plan(weight, M, K, family) and len(others) > 5
     lanes = 1 if family == "fma" else 8
     for plan in others:
-        assert tuning.packed_shared_bytes(plan, K, weight, lanes) <= 200 * 1024
+        assert plan_limits.packed_shared_bytes(plan, K, weight, lanes) <= 200 * 1024
         assert -(-M // plan.block_m) * plan.splits >= 90
         assert kind != "sample" or plan.splits == 1
     assert len({plan.block_m for plan in others}) >= (1 if kind == "sample" else 2)
@@ -574,9 +574,9 @@ def test_a_command_writes_what_it_found(
 
     closed: list[Timer] = []
     monkeypatch.setattr(tune, "ChainBench", Timer)
-    path = tuning.user_table_path("NVIDIA Test")
+    path = tuning_tables.user_table_path("NVIDIA Test")
     assert cli.main(["tune", "--shape", "llama-1b", "--dtype", "float16"]) == 0
-    table = tuning.read_table(path, "NVIDIA Test")
+    table = tuning_tables.read_table(path, "NVIDIA Test")
     assert table.keys() == {
         TuningKey.of(shape, family, torch.float16)
         for family in FAMILIES
@@ -597,7 +597,7 @@ def test_a_command_writes_what_it_found(
     out = tmp_path / "more" / "table.json"
     options = ["--only", "down", "--family", "fma", "--rows", "2,1", "--out", str(out)]
     assert cli.main(["tune", "--shape", "llama-1b", *options]) == 0
-    ((key, entry),) = tuning.read_table(out, "NVIDIA Test").items()
+    ((key, entry),) = tuning_tables.read_table(out, "NVIDIA Test").items()
     assert key == TuningKey.of(down, "fma", BF16)
     assert entry.us == round((2 + entry.plan.block_m) / 9, 1)
 
@@ -614,7 +614,7 @@ def test_tunes_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = tmp_path / "table.json"
     options = ["--checkpoint", "demo", "--dtype", "bfloat16", "--only", "output", "lm_head"]
     assert cli.main(["tune", *options, "--seconds", "60", "--out", str(out)]) == 0
-    table = tuning.read_table(out, tuning.device_name("cuda"))
+    table = tuning_tables.read_table(out, tuning_tables.device_name("cuda"))
     assert {key.family for key in table} == set(FAMILIES)
     assert {key.kind for key in table} == {"residual", "sample"}
     assert capsys.readouterr().out.count("plans measured") >= len(table)

@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import toy_family
 from graphengine.kernels import LinearPlan, arrivals_needed, residual_groups
-from graphengine.models import tuning
+from graphengine.models import plan_limits
 from graphengine.models.chains import new_chain
 from graphengine.models.contract import (
     ByLinear,
@@ -68,7 +68,7 @@ class Attending:
 
 def test_no_plans_need_more_counters_than_there_may_be() -> None:
     linears = LINEARS | {"up": Linear("store", 4097, 512)}
-    least, _ = tuning._BLOCK_M["dot"]
+    least, _ = plan_limits._BLOCK_M["dot"]
     finest = LinearPlan("dot", block_m=least, block_k=64, splits=2)
     plans = LinearPlans(dict.fromkeys(linears, finest))
     assert arrival_counters(Attending(), linears, plans, 64) == 514

@@ -26,7 +26,7 @@ from checkpoints.mtp_modules import (
 )
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
-from graphengine.models import mtp, tuning
+from graphengine.models import mtp, tuning, tuning_tables
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Linear, heuristic_plans
 from graphengine.models.families import read_model_config
@@ -362,10 +362,15 @@ def test_plans_of_a_module_are_found_as_the_targets_are(
     assert set(sources.values()) == {"heuristic"}
 
     own = LinearPlan("dot", block_m=16, block_k=16)
-    tuned = tuning.TunedPlan(own, us=1.0, torch="2", triton="3", date="2026-01-01")
+    tuned = tuning_tables.TunedPlan(own, us=1.0, torch="2", triton="3", date="2026-01-01")
     shapes = config.linears(draft_vocab_size=32)
-    keys = [tuning.TuningKey.of(shapes[name], family, dtype) for name in ("projection", "lm_head")]
-    tuning.write_table(tuning.user_table_path("cpu"), "cpu", dict.fromkeys(keys, tuned))
+    keys = [
+        tuning_tables.TuningKey.of(shapes[name], family, dtype)
+        for name in ("projection", "lm_head")
+    ]
+    tuning_tables.write_table(
+        tuning_tables.user_table_path("cpu"), "cpu", dict.fromkeys(keys, tuned)
+    )
     trimmed, sources = tuning.choose_plans(shapes, dtype, family, "cpu")
     assert trimmed == plans.replace({"projection": own, "lm_head": own})
     assert {name for name, source in sources.items() if source == "user"} == {

@@ -25,12 +25,13 @@ from graphengine.kernels import (
     RowFamily,
     heuristic_plan,
 )
-from graphengine.models import tuning
+from graphengine.models import plan_limits, tuning, tuning_tables
 from graphengine.models.contract import (
     LinearPlans,
     heuristic_plans,
 )
-from graphengine.models.tuning import TunedPlan, TuningKey, numerics_id
+from graphengine.models.tuning import numerics_id
+from graphengine.models.tuning_tables import TunedPlan, TuningKey
 from graphengine.opening.memory import _workspace_bytes
 from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning.candidates import candidate_plans
@@ -64,8 +65,8 @@ def test_a_table_comes_back_as_it_was_written(
         tried = candidate_plans(key)
         if tried:
             plans[key] = tuned(tried[-1], us)
-    tuning.write_table(path, "Some GPU", plans)
-    assert tuning.read_table(path, "Some GPU") == plans
+    tuning_tables.write_table(path, "Some GPU", plans)
+    assert tuning_tables.read_table(path, "Some GPU") == plans
     lines = path.read_text().splitlines()
     assert sum('"family"' in line for line in lines) == len(plans)
     assert len(lines) == len(plans) + 6
@@ -74,11 +75,13 @@ def test_a_table_comes_back_as_it_was_written(
 def test_entries_are_sorted_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     larger, other = KEY._replace(M=900), KEY._replace(family="fma")
-    tuning.write_table(path, "gpu", {larger: tuned(DOT), KEY: tuned(DOT)})
+    tuning_tables.write_table(path, "gpu", {larger: tuned(DOT), KEY: tuned(DOT)})
     before = path.read_text().splitlines()
-    tuning.write_table(path, "gpu", {other: tuned(FMA), KEY: tuned(DOT._replace(splits=1), 1.25)})
-    assert list(tuning.read_table(path, "gpu")) == [KEY, larger, other]
-    assert tuning.read_table(path, "gpu")[KEY] == tuned(DOT._replace(splits=1), 1.25)
+    tuning_tables.write_table(
+        path, "gpu", {other: tuned(FMA), KEY: tuned(DOT._replace(splits=1), 1.25)}
+    )
+    assert list(tuning_tables.read_table(path, "gpu")) == [KEY, larger, other]
+    assert tuning_tables.read_table(path, "gpu")[KEY] == tuned(DOT._replace(splits=1), 1.25)
     after = path.read_text().splitlines()
     assert [json.loads(line.rstrip(","))["M"] for line in after[4:-2]] == [800, 900, 800]
     assert len(set(after) - set(before)) == 3, "one entry new, one changed, one got its comma"
@@ -91,10 +94,10 @@ def test_the_shipped_tables_can_be_read() -> None:
     folder = Path(tuning.__file__).parents[1] / "tuned"
     assert {file.name for file in folder.iterdir()} == set(SHIPPED.values())
     for device, name in SHIPPED.items():
-        table = tuning.shipped_table(device)
-        assert table and table == tuning.read_table(folder / name, device)
-        assert (folder / name).read_text() == tuning._format_table(device, table)
-    assert tuning.shipped_table("Some other GPU") == {}
+        table = tuning_tables.shipped_table(device)
+        assert table and table == tuning_tables.read_table(folder / name, device)
+        assert (folder / name).read_text() == tuning_tables._format_table(device, table)
+    assert tuning_tables.shipped_table("Some other GPU") == {}
 
 
 def test_where_the_users_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_where_the_users_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("XDG_CACHE_HOME", tmp_path / "xdg" / "graphengine"),
         ("HOME", tmp_path / "home" / ".cache" / "graphengine"),
     ):
-        assert tuning.user_table_path("NVIDIA H100 80GB HBM3") == folder / name
+        assert tuning_tables.user_table_path("NVIDIA H100 80GB HBM3") == folder / name
         # Empty is as good as unset.
         monkeypatch.setenv(variable, "")
 
@@ -133,7 +136,7 @@ def test_a_user_without_a_home_has_no_table(
     assert "no home directory, and neither GRAPHENGINE_CACHE_DIR nor XDG_CACHE_HOME" in message
     # Who wants to write one must be told.
     with pytest.raises(ValueError, match="no home directory"):
-        tuning.user_table_path("cpu")
+        tuning_tables.user_table_path("cpu")
 
 
 def fail_at(path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: int) -> None:
@@ -151,7 +154,7 @@ def fail_at(path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: in
 def test_a_folder_that_may_not_be_entered_holds_no_table(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tuning.user_table_path("cpu")
+    path = tuning_tables.user_table_path("cpu")
     fail_at(path, monkeypatch, "stat", errno.EACCES)
     caplog.set_level(logging.INFO)
     _, sources = tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
@@ -162,11 +165,11 @@ def test_a_folder_that_may_not_be_entered_holds_no_table(
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may enter every folder")
 def test_a_locked_folder_holds_no_table(cache: Path) -> None:
-    path = tuning.user_table_path("cpu")
-    tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
+    path = tuning_tables.user_table_path("cpu")
+    tuning_tables.write_table(path, "cpu", {KEY: tuned(DOT)})
     cache.chmod(0)
     try:
-        assert tuning.read_user_table("cpu") == {}
+        assert tuning_tables.read_user_table("cpu") == {}
     finally:
         cache.chmod(stat.S_IRWXU)
 
@@ -177,7 +180,7 @@ def test_a_home_that_is_a_file_holds_no_table(
     """/dev/null is the home of some services."""
     monkeypatch.setenv("HOME", os.devnull)
     caplog.set_level(logging.INFO)
-    assert tuning.read_user_table("cpu") == {}
+    assert tuning_tables.read_user_table("cpu") == {}
     assert not caplog.messages
 
 
@@ -188,27 +191,27 @@ def test_a_home_that_is_a_file_holds_no_table(
 def test_a_table_that_cannot_be_read_is_an_error(
     monkeypatch: pytest.MonkeyPatch, method: str, number: int
 ) -> None:
-    path = tuning.user_table_path("cpu")
-    tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
+    path = tuning_tables.user_table_path("cpu")
+    tuning_tables.write_table(path, "cpu", {KEY: tuned(DOT)})
     fail_at(path, monkeypatch, method, number)
     with pytest.raises(ValueError, match=f"{path} cannot be read: .*{os.strerror(number)}"):
         tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
 
 
 def test_a_folder_in_the_tables_place_is_an_error() -> None:
-    path = tuning.user_table_path("cpu")
+    path = tuning_tables.user_table_path("cpu")
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"{path} cannot be read: .*Is a directory"):
         tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
     with pytest.raises(ValueError, match=f"{path} cannot be read"):
-        tuning.write_table(path, "cpu", {KEY: tuned(DOT)})
+        tuning_tables.write_table(path, "cpu", {KEY: tuned(DOT)})
 
 
 def test_an_interrupted_write_leaves_the_old_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
-    tuning.write_table(path, "gpu", {KEY: tuned(DOT)})
+    tuning_tables.write_table(path, "gpu", {KEY: tuned(DOT)})
     before = path.read_bytes()
 
     def interrupt(*_: object) -> None:
@@ -217,7 +220,7 @@ def test_an_interrupted_write_leaves_the_old_table(
 
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        tuning.write_table(path, "gpu", {KEY: tuned(DOT, 9.0)})
+        tuning_tables.write_table(path, "gpu", {KEY: tuned(DOT, 9.0)})
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -226,16 +229,16 @@ def test_a_damaged_table_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=r"table\.json is not JSON"):
-        tuning.write_table(path, "gpu", {KEY: tuned(DOT)})
+        tuning_tables.write_table(path, "gpu", {KEY: tuned(DOT)})
     assert path.read_text() == "{"
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     with pytest.raises(ValueError, match=r"to be written .*block_m=3 must be a power of two"):
-        tuning.write_table(path, "gpu", {KEY: tuned(DOT._replace(block_m=3))})
+        tuning_tables.write_table(path, "gpu", {KEY: tuned(DOT._replace(block_m=3))})
     with pytest.raises(ValueError, match="us is inf, not a positive number"):
-        tuning.write_table(path, "gpu", {KEY: tuned(DOT, math.inf)})
+        tuning_tables.write_table(path, "gpu", {KEY: tuned(DOT, math.inf)})
     assert not list(tmp_path.iterdir())
 
 
@@ -244,7 +247,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
 
 def document(**changes: Any) -> dict[str, Any]:
     """A good file of two entries, the second of which `changes` alters."""
-    good = json.loads(tuning._format_table("gpu", {KEY: tuned(DOT)}))
+    good = json.loads(tuning_tables._format_table("gpu", {KEY: tuned(DOT)}))
     entry = good["entries"][0]
     plan = {name: changes.pop(name, value) for name, value in entry["plan"].items()}
     second = {**entry, "M": 900, "plan": plan} | changes
@@ -312,7 +315,7 @@ def test_a_bad_entry_is_named(tmp_path: Path, changes: dict[str, Any], message: 
     path.write_text(json.dumps(document(**changes)))
     label = r"table\.json, entry 1 \(.*\): "
     with pytest.raises(ValueError, match=label + message):
-        tuning.read_table(path, "gpu")
+        tuning_tables.read_table(path, "gpu")
 
 
 @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str | dict[str, Any], mess
     text = content if isinstance(content, str) else json.dumps(document() | content)
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=r"table\.json.*" + message):
-        tuning.read_table(path, "gpu")
+        tuning_tables.read_table(path, "gpu")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +363,7 @@ def test_a_repeated_name_is_an_error(tmp_path: Path, old: str, new: str, message
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=r"table\.json" + message):
-        tuning.read_table(path, "gpu")
+        tuning_tables.read_table(path, "gpu")
 
 
 VALUES = st.recursive(
@@ -387,7 +390,7 @@ def test_any_value_in_any_place_is_read_or_a_value_error(place: int | str, value
         names = [*table, "plan", "us", "date"]
         (table if place < 3 else entry)[names[place]] = value
     try:
-        tuning.parse_table(json.dumps(table).encode(), "gpu", origin="some file")
+        tuning_tables.parse_table(json.dumps(table).encode(), "gpu", origin="some file")
     except ValueError as error:
         assert str(error).startswith("some file"), error
 
@@ -399,7 +402,7 @@ def test_values_nested_almost_too_deeply_are_named(tmp_path: Path) -> None:
     for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 5):
         path.write_text(text.replace('"?"', "[" * depth + "]" * depth))
         with pytest.raises(ValueError, match=r"table\.json"):
-            tuning.read_table(path, "gpu")
+            tuning_tables.read_table(path, "gpu")
 
 
 def test_a_missing_field_and_a_second_plan_are_named(tmp_path: Path) -> None:
@@ -408,12 +411,12 @@ def test_a_missing_field_and_a_second_plan_are_named(tmp_path: Path) -> None:
     del good["device"]
     path.write_text(json.dumps(good))
     with pytest.raises(ValueError, match="lacks device"):
-        tuning.read_table(path, "gpu")
+        tuning_tables.read_table(path, "gpu")
     path.write_text(json.dumps(document(M=800)))
     with pytest.raises(
         ValueError, match=r"entry 1 .*: a second plan for dot store 800 x 72 bfloat16"
     ):
-        tuning.read_table(path, "gpu")
+        tuning_tables.read_table(path, "gpu")
 
 
 # The choice.
@@ -425,8 +428,10 @@ def test_the_users_plans_win_over_shipped_ones_over_the_heuristic(
     shipped = {key_of(name): tuned(FMA) for name in ("qkv", "down")}
     monkeypatch.setattr(tuning, "shipped_table", lambda device: shipped)
     own = FMA._replace(block_m=8)
-    path = tuning.user_table_path("cpu")
-    tuning.write_table(path, "cpu", {key_of(name): tuned(own) for name in ("qkv", "lm_head")})
+    path = tuning_tables.user_table_path("cpu")
+    tuning_tables.write_table(
+        path, "cpu", {key_of(name): tuned(own) for name in ("qkv", "lm_head")}
+    )
     plans, sources = tuning.choose_plans(MODEL.linears, BF16, "fma", "cpu")
     heuristic = heuristic_plans(MODEL.linears, BF16, "fma")
     assert plans == heuristic.replace({"qkv": own, "down": FMA, "lm_head": own})
@@ -453,8 +458,8 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
     table = {
         key_of(name, "dot"): tuned(whole) for name in MODEL_LINEARS if name not in ("qkv", "down")
     }
-    path = tuning.user_table_path("NVIDIA Test")
-    tuning.write_table(path, "NVIDIA Test", table)
+    path = tuning_tables.user_table_path("NVIDIA Test")
+    tuning_tables.write_table(path, "NVIDIA Test", table)
     tuning.choose_plans(MODEL.linears, BF16, "dot", "cuda")
     (message,) = caplog.messages
     assert message.startswith(
@@ -463,14 +468,14 @@ def test_what_was_not_tuned_is_logged_on_a_gpu(
     )
     caplog.clear()
     more = {key_of(name, "dot"): tuned(whole) for name in ("qkv", "down")}
-    tuning.write_table(path, "NVIDIA Test", more)
+    tuning_tables.write_table(path, "NVIDIA Test", more)
     _, sources = tuning.choose_plans(MODEL.linears, BF16, "dot", "cuda")
     assert not caplog.messages
     assert str(sources) == "user"
 
 
 def test_a_damaged_table_of_the_user_is_an_error() -> None:
-    path = tuning.user_table_path("cpu")
+    path = tuning_tables.user_table_path("cpu")
     path.parent.mkdir()
     path.write_text("[]")
     with pytest.raises(ValueError, match=str(path)):
@@ -551,9 +556,9 @@ def test_every_heuristic_plan_is_valid(
     for K in [*odd, *usual, 32_768]:
         for M in (2, 74, 800, 1024, 2048, 4096, 6144, 16_384, 28_672, 128_256, 262_144):
             plan = heuristic_plan(kind, M, K, dtype, family)
-            tuning.check_plan(plan, kind, K, dtype)
+            plan_limits.check_plan(plan, kind, K, dtype)
             if family == "fma":
-                assert tuning.weight_registers(plan, K, dtype) <= 128, f"{M} x {K}: {plan}"
+                assert plan_limits.weight_registers(plan, K, dtype) <= 128, f"{M} x {K}: {plan}"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -562,11 +567,11 @@ def test_the_parts_of_a_split_product_are_in_the_workspace(rows: int) -> None:
     model = model_shape("llama-8b")
     workspace = _workspace_bytes(model, rows, BucketLadder(16, (16,)), BF16, 4096)
     for kind, M, K, *_ in model.linears.values():
-        plan = LinearPlan("dot", block_m=64, block_k=64, splits=tuning.MAX_SPLITS)
+        plan = LinearPlan("dot", block_m=64, block_k=64, splits=plan_limits.MAX_SPLITS)
         if kind == "sample":
             with pytest.raises(ValueError, match="splits=16 must be 1 for sample"):
-                tuning.check_plan(plan, kind, K, BF16)
+                plan_limits.check_plan(plan, kind, K, BF16)
         else:
-            tuning.check_plan(plan, kind, K, BF16)
+            plan_limits.check_plan(plan, kind, K, BF16)
             parts = 4 * plan.splits * rows * -(-M // plan.block_m) * plan.block_m
             assert workspace > parts + 4 * rows * model.vocab_size

@@ -16,7 +16,7 @@ from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels import MAX_LANES, WeightFormat, packed_form
-from graphengine.models import contract, tuning
+from graphengine.models import contract, plan_limits
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import WeightForms
 from graphengine.models.families import read_model_config
@@ -314,7 +314,7 @@ def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
 
 
 def test_the_counters_of_all_plans_are_in_the_budget() -> None:
-    least, _ = tuning._BLOCK_M["dot"]
+    least, _ = plan_limits._BLOCK_M["dot"]
     assert least >= contract._LEAST_SPLIT_ROWS
 
 

@@ -33,7 +33,7 @@ from graphengine.models.blocks import gqa
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_plans
 from graphengine.models.families import read_model_config
-from graphengine.models.tuning import (
+from graphengine.models.tuning_tables import (
     TunedPlan,
     TuningKey,
     device_name,

@@ -1,0 +1,153 @@
+"""Which plans the kernels of decode's linears can run, by registers and shared memory of sm_90."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, WeightFormat
+from graphengine.kernels.experts.plans import check_expert_plan
+from graphengine.kernels.linear.packed_linear import check_packed_plan, streams
+
+MAX_WEIGHT_REGISTERS = 255
+"""Registers that a thread has at most; an `fma` program keeps its weights in them."""
+
+SM_REGISTERS = 64 * 1024
+"""Of all threads on an SM: with 16 warps a thread has half of the above."""
+
+MAX_SHARED_BYTES = 227 * 1024
+"""Shared memory of a program on sm_90."""
+
+MAX_SPLITS = 16
+"""Parts of K. Each is a float32 [N, M] in the workspace, which is budgeted for this many."""
+
+_BLOCK_M = {"fma": (1, 16), "dot": (16, 256), "packed": (16, 256)}
+_BLOCK_K = (16, 8192)
+_WARPS = (1, 16)
+_STAGES = (1, 8)
+# Lanes of a program, which share memory with the weights.
+_LANES = 32
+# Of a group's scale, at most.
+_SCALE_BYTES = 4
+
+
+def check_plan(
+    plan: LinearPlan,
+    kind: LinearKind,
+    K: int,
+    dtype: torch.dtype,
+    weight: WeightFormat | None = None,
+    *,
+    expert: bool = False,
+) -> None:
+    """ValueError for a plan that the kernels cannot run, or only by spilling registers.
+
+    weight  how the weight is stored; None: in `dtype`
+    expert  whether it is one of several, which have kernels of their own
+    """
+    if expert:
+        check_expert_plan(plan, kind, weight)
+    least_m, most_m = _BLOCK_M[plan.family if weight is None else "packed"]
+    # A thread of a SwiGLU holds a gate and its up row.
+    least_m = max(least_m, 2) if kind == "swiglu" else least_m
+    for name, (least, most) in {
+        "block_m": (least_m, most_m),
+        "block_k": _BLOCK_K,
+        "splits": (1, MAX_SPLITS),
+        "warps": _WARPS,
+    }.items():
+        value = getattr(plan, name)
+        if not least <= value <= most or value & (value - 1):
+            raise ValueError(
+                f"{name}={value} must be a power of two from {least} to {most} "
+                f"for {kind} in {plan.family}"
+            )
+    least, most = _STAGES
+    if not least <= plan.stages <= most:
+        raise ValueError(f"stages={plan.stages} must be in [{least}, {most}]")
+    if kind == "sample" and plan.splits > 1:
+        raise ValueError(
+            f"splits={plan.splits} must be 1 for sample: its M is a vocabulary, which fills a GPU "
+            "by itself, and parts of that size are not in the memory budget"
+        )
+    if weight is not None and not expert:
+        _check_packed(plan, K, weight)
+    elif plan.family == "fma":
+        _check_fma(plan, K, dtype)
+    else:
+        _check_dot(plan, K, dtype)
+
+
+def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat) -> None:
+    check_packed_plan(plan, weight)
+    if plan.family == "fma" and plan.splits > 1:
+        raise ValueError(f"splits={plan.splits} must be 1 in fma")
+    _check_splits(plan, K)
+    lanes = FMA_LANES if plan.family == "fma" else _LANES
+    shared = packed_shared_bytes(plan, K, weight, lanes)
+    if shared > MAX_SHARED_BYTES:
+        raise ValueError(
+            f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} in "
+            f"{weight.label} take {shared} bytes of shared memory with the inputs of {lanes} "
+            f"lanes, at most {MAX_SHARED_BYTES} exist"
+        )
+
+
+def _check_fma(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+    if plan.splits > 1 or plan.stages > 1:
+        raise ValueError(
+            f"splits={plan.splits} and stages={plan.stages} must be 1: fma has no loop over K"
+        )
+    registers = weight_registers(plan, K, dtype)
+    most = min(MAX_WEIGHT_REGISTERS, SM_REGISTERS // (32 * plan.warps))
+    if registers > most:
+        raise ValueError(
+            f"block_m={plan.block_m} rows of K={K} take {registers} registers a thread with "
+            f"warps={plan.warps}, at most {most} exist"
+        )
+
+
+def _check_splits(plan: LinearPlan, K: int) -> None:
+    tiles = triton.cdiv(K, plan.block_k)
+    if plan.splits > tiles:
+        raise ValueError(
+            f"splits={plan.splits} want more than the {tiles} tiles of block_k={plan.block_k} in "
+            f"K={K}"
+        )
+
+
+def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+    _check_splits(plan, K)
+    shared = shared_bytes(plan, dtype)
+    if shared > MAX_SHARED_BYTES:
+        raise ValueError(
+            f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} take "
+            f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES} exist"
+        )
+
+
+def weight_registers(plan: LinearPlan, K: int, dtype: torch.dtype) -> int:
+    """32-bit registers of a thread that hold the rows of an `fma` program."""
+    tiles = triton.cdiv(K, plan.block_k)
+    held = plan.block_m * plan.block_k * tiles * dtype.itemsize
+    return int(triton.cdiv(held, 4 * 32 * plan.warps))
+
+
+def shared_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
+    """Shared memory that the tiles of the `dot` loop take, for two tiles of 16 lanes."""
+    return plan.stages * (plan.block_m + _LANES) * plan.block_k * dtype.itemsize
+
+
+def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> int:
+    """Shared memory of a program of so many lanes with a packed weight: codes and inputs of the
+    tiles, and all scales and zero points.
+    """
+    tiles = triton.cdiv(K, plan.block_k * plan.splits)
+    held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else _LANES
+    ring = plan.block_k * (plan.block_m * weight.bits // 8 + 2 * held)
+    groups = 0
+    if weight.columns:
+        piece = min(weight.columns, plan.block_k // streams(plan))
+        pieces = triton.next_power_of_2(triton.cdiv(K, piece * plan.splits))
+        groups = pieces * plan.block_m * (_SCALE_BYTES + weight.has_zeros)
+    return int(min(max(2, plan.stages), tiles) * ring + groups)
