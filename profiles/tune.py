@@ -42,7 +42,8 @@ from graphengine.config import DTYPES, EngineConfig
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily
 from graphengine.models import tuning, tuning_tables
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import LinearPlans, ModelConfig
+from graphengine.models.contract import ModelConfig
+from graphengine.models.linears import LinearPlans
 from graphengine.models.tuning_tables import TunedPlan
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.engines import engine_options, rounded_model

@@ -48,8 +48,9 @@ MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
-        *("contract", "states", "families", "stored", "mtp", "chains"),
-        *("checkpoint", "kv_scales", "quantised", "routing", "tensor_files", "tuning"),
+        *("contract", "linears", "states", "families", "stored", "mtp", "mtp_reading", "chains"),
+        *("checkpoint", "kv_scales", "quantised", "routing", "tensor_files"),
+        *("tuning", "tuning_tables", "plan_limits"),
     )
 }
 

@@ -36,10 +36,9 @@ from graphengine.models.contract import (
     ModelConfig,
     ModelWeights,
     arrival_counters,
-    linear_name,
     most_arrival_counters,
-    stream_groups,
 )
+from graphengine.models.linears import linear_name, stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.stored import destinations, load_weights
 from graphengine.models.tuning import choose_plans

@@ -25,7 +25,8 @@ from graphengine.kernels import (
     linear_sample,
     select_rows,
 )
-from graphengine.models.contract import DecodeLaunch, WeightForms
+from graphengine.models.contract import DecodeLaunch
+from graphengine.models.linears import WeightForms
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:

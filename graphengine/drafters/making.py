@@ -23,8 +23,10 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, WeightForms
-from graphengine.models.mtp import MtpConfig, allocate_mtp_weights, read_mtp_config
+from graphengine.models.contract import ModelConfig
+from graphengine.models.linears import WeightForms
+from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
+from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import read_eos_ids, read_model

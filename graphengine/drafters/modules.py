@@ -22,12 +22,11 @@ from graphengine.models.contract import (
     ChunkAttention,
     DecodeLaunch,
     Destinations,
-    Linears,
     StoredLinear,
     arrival_counters,
-    linear_name,
     most_arrival_counters,
 )
+from graphengine.models.linears import Linears, linear_name
 from graphengine.models.mtp import (
     MtpConfig,
     MtpWeights,

@@ -50,20 +50,14 @@ from graphengine.models.blocks.streams import (
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import (
     ONE_RANK,
-    PLAIN,
     ChunkAttention,
     DecodeLaunch,
-    Linear,
-    Linears,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
     RoutedExperts,
     StoredLinear,
     Weight,
-    WeightForms,
-    in_formats,
-    linear_name,
 )
 from graphengine.models.decoder_layer import (
     LayerWeights,
@@ -71,6 +65,7 @@ from graphengine.models.decoder_layer import (
     finish_prefill_layer,
     routed_of,
 )
+from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats, linear_name
 from graphengine.models.states import LayerStates, StateTensors
 
 

@@ -45,21 +45,16 @@ from graphengine.models.blocks.streams import (
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import (
     ONE_RANK,
-    PLAIN,
     ChunkAttention,
     DecodeLaunch,
-    Linear,
-    Linears,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
     StoredLinear,
     Weight,
-    WeightForms,
-    in_formats,
-    linear_name,
 )
 from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig
+from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats, linear_name
 from graphengine.models.states import LayerStates, StateTensors
 
 Recurring = Mamba2 | GatedDelta | ShortConv

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from graphengine.kernels import LinearPlan, RowFamily
-from graphengine.models.contract import ByLinear, LinearPlans, Linears, heuristic_linear_plan
+from graphengine.models.linears import ByLinear, LinearPlans, Linears, heuristic_linear_plan
 from graphengine.models.tuning_tables import (
     Table,
     TuningKey,

@@ -23,7 +23,7 @@ import torch
 
 from graphengine.config import DTYPES
 from graphengine.kernels import LinearKind, LinearPlan, RowFamily, WeightFormat
-from graphengine.models.contract import Linear
+from graphengine.models.linears import Linear
 from graphengine.models.plan_limits import check_plan
 
 log = logging.getLogger(__name__)

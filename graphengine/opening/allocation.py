@@ -23,7 +23,8 @@ from graphengine.kernels import (
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import DecodeLaunch, LinearPlans, Model, arrival_counters
+from graphengine.models.contract import DecodeLaunch, Model, arrival_counters
+from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.observe.tracing import span

@@ -29,7 +29,8 @@ from graphengine.kernels import (
     code_bytes,
     takes_fp8,
 )
-from graphengine.models.contract import Linear, ModelConfig, RoutedExperts, most_arrival_counters
+from graphengine.models.contract import ModelConfig, RoutedExperts, most_arrival_counters
+from graphengine.models.linears import Linear
 from graphengine.models.plan_limits import MAX_SPLITS
 from graphengine.models.states import (
     LayerStates,

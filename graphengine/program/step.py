@@ -48,7 +48,8 @@ from graphengine.kernels import (
     sample_tiles,
     verify_commit_publish,
 )
-from graphengine.models.contract import DecodeLaunch, Model, stream_groups
+from graphengine.models.contract import DecodeLaunch, Model
+from graphengine.models.linears import stream_groups
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers

@@ -21,8 +21,9 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels import PackedWeight, packed_form
 from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, StoredLinear, WeightForms, linear_name
+from graphengine.models.contract import ModelConfig, StoredLinear
 from graphengine.models.families import read_model_config
+from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.states import Paged, recurrent_states

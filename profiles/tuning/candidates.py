@@ -17,7 +17,8 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.linear import linear_gluon
 from graphengine.models import plan_limits
-from graphengine.models.contract import LinearPlans, ModelConfig, heuristic_linear_plan
+from graphengine.models.contract import ModelConfig
+from graphengine.models.linears import LinearPlans, heuristic_linear_plan
 from graphengine.models.tuning_tables import TuningKey
 
 ORDER = (

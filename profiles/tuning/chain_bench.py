@@ -41,7 +41,8 @@ from graphengine.models.chains import (
     link_bytes,
     new_chain,
 )
-from graphengine.models.contract import DecodeLaunch, LinearPlans, ModelConfig, stream_groups
+from graphengine.models.contract import DecodeLaunch, ModelConfig
+from graphengine.models.linears import LinearPlans, stream_groups
 from graphengine.models.routing import StepRoutes
 from graphengine.profiles.benchmark.shapes import fill_random
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from graphengine.kernels import LinearPlan
-from graphengine.models.contract import LinearPlans
+from graphengine.models.linears import LinearPlans
 from graphengine.models.tuning_tables import TuningKey
 from graphengine.profiles.tuning.candidates import Target
 from graphengine.profiles.tuning.chain_bench import ChainBench, Times

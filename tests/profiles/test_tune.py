@@ -27,12 +27,8 @@ from graphengine.kernels import (
 )
 from graphengine.models import plan_limits, tuning_tables
 from graphengine.models.blocks import gqa
-from graphengine.models.contract import (
-    DecodeLaunch,
-    LinearPlans,
-    heuristic_linear_plan,
-    heuristic_plans,
-)
+from graphengine.models.contract import DecodeLaunch
+from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors

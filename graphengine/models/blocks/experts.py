@@ -38,16 +38,8 @@ from graphengine.kernels import (
 )
 from graphengine.models.blocks.streams import PrefillScratch, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import (
-    DecodeLaunch,
-    Linear,
-    Linears,
-    Reduce,
-    Stack,
-    StoredLinear,
-    Weight,
-    WeightForms,
-)
+from graphengine.models.contract import DecodeLaunch, Reduce, Stack, StoredLinear, Weight
+from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.routing import layer_ids, tell_routes
 
 SHARED = "shared_experts."

@@ -39,15 +39,8 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import (
-    ChunkAttention,
-    DecodeLaunch,
-    Linear,
-    Linears,
-    StoredLinear,
-    Weight,
-    WeightForms,
-)
+from graphengine.models.contract import ChunkAttention, DecodeLaunch, StoredLinear, Weight
+from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 
 

@@ -36,15 +36,8 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import (
-    DecodeLaunch,
-    Linear,
-    Linears,
-    Reduce,
-    StoredLinear,
-    Weight,
-    WeightForms,
-)
+from graphengine.models.contract import DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
 
 RING, STATE = "conv", "ssm"

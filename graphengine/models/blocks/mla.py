@@ -41,16 +41,8 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import (
-    ChunkAttention,
-    DecodeLaunch,
-    Linear,
-    Linears,
-    Reduce,
-    StoredLinear,
-    Weight,
-    WeightForms,
-)
+from graphengine.models.contract import ChunkAttention, DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 
 # Of the norms of latents, whatever the config says of the others.

@@ -20,14 +20,8 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import (
-    DecodeLaunch,
-    Linear,
-    Linears,
-    StoredLinear,
-    Weight,
-    WeightForms,
-)
+from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
+from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates
 
 

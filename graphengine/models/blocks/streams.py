@@ -42,7 +42,8 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.blocks.norms import NextNorm, Sandwich
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, Reduce, WeightForms
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, Reduce
+from graphengine.models.linears import WeightForms
 
 
 def new_weight(

@@ -21,7 +21,8 @@ from graphengine.kernels import (
     packed_form,
 )
 from graphengine.models.checkpoint import Checkpoint, some
-from graphengine.models.contract import Stack, StoredLinear, WeightForms
+from graphengine.models.contract import Stack, StoredLinear
+from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format
 from graphengine.models.quantised.filling import is_of_weight, of_stack
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight

@@ -12,17 +12,16 @@ from checkpoints import toy_family
 from graphengine.kernels import LinearPlan, arrivals_needed, residual_groups
 from graphengine.models import plan_limits
 from graphengine.models.chains import new_chain
-from graphengine.models.contract import (
+from graphengine.models.contract import arrival_counters, most_arrival_counters
+from graphengine.models.families import FAMILIES, read_model_config
+from graphengine.models.linears import (
     ByLinear,
     Linear,
     LinearPlans,
-    arrival_counters,
     heuristic_plans,
     linear_arrivals,
-    most_arrival_counters,
     stream_groups,
 )
-from graphengine.models.families import FAMILIES, read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.states import Paged, Recurrent, cache_shape, recurrent_states
 

@@ -16,7 +16,7 @@ from graphengine import Engine
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import calibrate_kv_scales, scales_id
-from graphengine.models.mtp import read_mtp_config
+from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.speculative import MTP, DraftModel
 
 LAYER = "model.layers.{}.self_attn."

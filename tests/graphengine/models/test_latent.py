@@ -16,8 +16,9 @@ from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.chains import new_chain
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import PrefillLaunch, heuristic_plans, stream_groups
+from graphengine.models.contract import PrefillLaunch
 from graphengine.models.decoder import DecoderConfig, prefill_scratch
+from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.states import Paged, cache_shape, kv_scale_bytes
 from graphengine.models.stored import read_model
 from graphengine.speculative import DraftModel

@@ -53,9 +53,9 @@ from graphengine.models.mtp import (
     allocate_mtp_weights,
     mtp_decode,
     mtp_prefill,
-    read_mtp_config,
     rope_of,
 )
+from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.tuning import choose_plans
 from graphengine.text.tokenizer import Tokenizer

@@ -28,13 +28,10 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
 from graphengine.models import mtp, tuning, tuning_tables
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Linear, heuristic_plans
 from graphengine.models.families import read_model_config
-from graphengine.models.mtp import (
-    MtpConfig,
-    allocate_mtp_weights,
-    read_mtp_config,
-)
+from graphengine.models.linears import Linear, heuristic_plans
+from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
+from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.states import Paged
 
 Edit = Callable[[dict[str, Any], Tensors], object]

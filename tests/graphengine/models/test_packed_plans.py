@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphengine.kernels import LinearPlan, WeightFormat
-from graphengine.models.contract import Linear, LinearPlans
+from graphengine.models.linears import Linear, LinearPlans
 from graphengine.models.plan_limits import packed_shared_bytes
 from graphengine.models.tuning import choose_plan, numerics_id
 from graphengine.models.tuning_tables import TunedPlan, TuningKey

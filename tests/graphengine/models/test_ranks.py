@@ -29,16 +29,9 @@ from graphengine.kernels import (
     paged_prefill_attention,
 )
 from graphengine.models.blocks.streams import PrefillScratch, add_chunk_product, add_product
-from graphengine.models.contract import (
-    DecodeLaunch,
-    LinearPlans,
-    ModelWeights,
-    Reduce,
-    StoredWeights,
-    heuristic_plans,
-    stream_groups,
-)
+from graphengine.models.contract import DecodeLaunch, ModelWeights, Reduce, StoredWeights
 from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.linears import LinearPlans, heuristic_plans, stream_groups
 from graphengine.models.mtp import (
     LAYOUTS,
     MtpConfig,

@@ -16,7 +16,7 @@ from engines.small_engine import greedy, open_engine
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
-from graphengine.models.mtp import read_mtp_config
+from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.speculative import DraftModel, SaveHiddenStates

@@ -26,10 +26,7 @@ from graphengine.kernels import (
     heuristic_plan,
 )
 from graphengine.models import plan_limits, tuning, tuning_tables
-from graphengine.models.contract import (
-    LinearPlans,
-    heuristic_plans,
-)
+from graphengine.models.linears import LinearPlans, heuristic_plans
 from graphengine.models.tuning import numerics_id
 from graphengine.models.tuning_tables import TunedPlan, TuningKey
 from graphengine.opening.memory import _workspace_bytes

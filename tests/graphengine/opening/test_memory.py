@@ -18,8 +18,8 @@ from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels import MAX_LANES, WeightFormat, packed_form
 from graphengine.models import contract, plan_limits
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import WeightForms
 from graphengine.models.families import read_model_config
+from graphengine.models.linears import WeightForms
 from graphengine.opening import calibration, memory
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.calibration import calibrate

@@ -43,18 +43,15 @@ from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import (
     ONE_RANK,
-    PLAIN,
     ChunkAttention,
     DecodeLaunch,
-    Linear,
-    Linears,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
     StoredLinear,
     Weight,
-    WeightForms,
 )
+from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
 
 ARCHITECTURE = "ToyForCausalLM"

@@ -26,8 +26,8 @@ from graphengine.demo import checkpoint_path
 from graphengine.drafters.head import head_bytes
 from graphengine.kernels import PackedWeight, pack, packed_form, select_rows
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import WeightForms
-from graphengine.models.mtp import read_mtp_config
+from graphengine.models.linears import WeightForms
+from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.stored import read_model
 from graphengine.speculative import MTP
 from launches.quantised import FORMATS, random_quantised
