@@ -1,4 +1,4 @@
-"""Reads and checks a checkpoint's draft modules: its `config.json`, and the names of its tensors."""
+"""Reads and checks draft modules: a checkpoint's `config.json`, and the names of its tensors."""
 
 from __future__ import annotations
 
