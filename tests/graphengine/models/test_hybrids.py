@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks import gated_delta as delta
+from graphengine.models.blocks import mamba2
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.contract import PrefillLaunch
@@ -252,6 +254,62 @@ def test_a_window_that_is_not_taken_back_is_found(
     monkeypatch.setattr(short_conv_reference, "causal_conv_reference", faulty)
     with open_engine(oracle.path, **options, speculative=mode) as engine:
         assert engine.generate(prompt * 3, greedy(40)).token_ids != expected
+
+
+@pytest.mark.parametrize("fault", ["of the token before", "of the last draft"])
+@pytest.mark.parametrize(
+    ("name", "block", "decode"),
+    [
+        ("granite", mamba2, "mamba2_decode_gated"),
+        ("nemotron", mamba2, "mamba2_decode"),
+        ("qwen", delta, "gated_delta_decode"),
+    ],
+)
+def test_a_state_that_is_not_the_accepted_token_s_is_found(
+    hybrids: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    block: ModuleType,
+    decode: str,
+    fault: str,
+) -> None:
+    """An index that is off by one, and a step that goes on from where the one before ended."""
+    oracle, options = hybrids[name], {"device": "cpu", "row_family": "dot", "lookahead": 0}
+    (prompt,) = oracle.prompts((14,))
+    real, ends = getattr(block, decode), dict[tuple[int, int], int]()
+
+    def faulty(
+        x: torch.Tensor,
+        ring: torch.Tensor,
+        state: torch.Tensor,
+        slot: torch.Tensor,
+        position: torch.Tensor,
+        *operands: Any,
+        tokens_per_row: int,
+        **others: Any,
+    ) -> Any:
+        entries = state.shape[1]
+        for first in range(0, len(slot), tokens_per_row):
+            owner, start = int(slot[first]), int(position[first])
+            if owner >= 0:
+                layer = state.data_ptr(), owner
+                other = start - 2 if fault == "of the token before" else ends.get(layer, start - 1)
+                state[owner, (start - 1) % entries] = state[owner, other % entries]
+                live = int((slot[first : first + tokens_per_row] >= 0).sum())
+                ends[layer] = start + live - 1
+        where = (x, ring, state, slot, position)
+        return real(*where, *operands, tokens_per_row=tokens_per_row, **others)
+
+    def tokens(mode: NGram | None) -> list[int]:
+        with open_engine(oracle.path, **options, speculative=mode) as engine:
+            return engine.generate(prompt * 3, greedy(40)).token_ids
+
+    expected, mode = tokens(None), NGram(k=4)
+    assert tokens(mode) == expected
+    monkeypatch.setattr(block, decode, faulty)
+    # Without drafts there is one entry, which is the right one.
+    assert tokens(None) == expected
+    assert tokens(mode) != expected
 
 
 def test_what_layers_keep(hybrids: dict[str, Any], device: str) -> None:
