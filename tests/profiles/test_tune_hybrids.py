@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from graphengine import EngineConfig
-from graphengine.kernels import DecodeLanes, PackedWeight, Residual
+from graphengine.kernels import DecodeLanes, PackedWeight, Residual, RowFamily
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaSizes
 from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Sizes
+from graphengine.models import tuning
 from graphengine.models.blocks import gated_delta, gqa, mamba2, short_conv, squared_relu
 from graphengine.models.chains import chain_length
 from graphengine.models.contract import DecodeLaunch
@@ -158,3 +160,15 @@ def test_what_is_not_there_is_an_error() -> None:
     for link, name in ((0, "gate_up"), (2, "mamba_in")):
         with pytest.raises(KeyError, match=rf"no linear {name} in link={link}: mamba_in, "):
             model.linear(link, name)
+
+
+@pytest.mark.parametrize("family", ["fma", "dot"])
+@pytest.mark.parametrize("shape", ["qwen3.5-0.8b", "qwen3.5-4b", "granite-4-h-1b"])
+def test_an_engine_on_an_h200_takes_shipped_plans_of_hybrids(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str, family: RowFamily
+) -> None:
+    monkeypatch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "device_name", lambda device: "NVIDIA H200")
+    linears = model_shape(shape).linears
+    _, sources = tuning.choose_plans(linears, torch.bfloat16, family, "cpu")
+    assert dict(sources) == dict.fromkeys(linears, "shipped")
