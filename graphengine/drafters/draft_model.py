@@ -74,7 +74,8 @@ class DraftModelDrafter(Drafter):
         self.weights = self.config.allocate(device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self.config.linears, dtype, family, device)
         own = self.own_checkpoint
-        load_weights(own, destinations(own, self.weights), self.weights.linears())
+        name = self.weights.config.embedding_name
+        load_weights(own, destinations(own, self.weights), self.weights.linears(), name)
         return {}
 
     @staticmethod

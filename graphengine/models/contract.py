@@ -315,6 +315,11 @@ class ModelConfig(Protocol):
         """Whether lm_head is the embedding."""
         ...
 
+    @property
+    def embedding_name(self) -> str:
+        """The embedding's in a checkpoint, without ".weight"."""
+        ...
+
     def untied(self) -> Self:
         """The same with a separate lm_head."""
         ...

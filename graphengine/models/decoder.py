@@ -164,6 +164,11 @@ class DecoderConfig:
         assert self.experts is not None, f"{layer=} has experts of no size"
         return self.experts
 
+    @property
+    def embedding_name(self) -> str:
+        """The embedding's in a checkpoint, without ".weight"."""
+        return "model.embed_tokens"
+
     def untied(self) -> DecoderConfig:
         """The same with a separate lm_head."""
         return replace(self, tie_embeddings=False)
@@ -311,7 +316,7 @@ class DecoderWeights(ModelWeights):
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name. Ranks have the whole vocabulary each."""
         names = {
-            "model.embed_tokens.weight": Weight(self.embedding),
+            f"{self.config.embedding_name}.weight": Weight(self.embedding),
             "model.norm.weight": Weight(self.final_norm),
         }
         if not self.config.tie_embeddings and isinstance(self.lm_head, Tensor):

@@ -33,7 +33,7 @@ from graphengine.models.quantised.schemes import Quantisation
 
 log = logging.getLogger(__name__)
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 # What the usual formats store beside quantised weights.
 _QUANTISED = re.compile(
     r"(.*_)?scales?(_inv|_\d)?|weight_scale.*|.*_?zero_points?|weight_(packed|shape|g_idx)|qweight|"
@@ -89,7 +89,7 @@ def read_model(
     checkpoint.check(used)
     empty = _empty_biases(checkpoint, packed_names(packed), unused)
     _refuse_unknown(checkpoint, config, [name for name in unused if name not in empty])
-    if config.tie_embeddings and _EMBEDDING in stored and _HEAD in stored:
+    if config.tie_embeddings and _embedding(config) in stored and _HEAD in stored:
         config = _tied_or_not(checkpoint, config)
     if quantize is not None:
         config = _rounded(checkpoint, config, quantize, head)
@@ -137,11 +137,13 @@ def load_weights(
     checkpoint: Checkpoint,
     wanted: Destinations,
     linears: Sequence[StoredLinear],
+    embedding: str,
     progress: Progress | None = None,
 ) -> list[str]:
     """Fill `wanted`, and those of the linears that are packed, from the checkpoint.
 
-    progress  called with (bytes read, bytes to read), first with 0 read
+    embedding  the model's `embedding_name`
+    progress   called with (bytes read, bytes to read), first with 0 read
 
     Packed weights are as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
     Those that are plain are dequantised, and rounded to their dtype.
@@ -166,7 +168,7 @@ def load_weights(
         wanted, None if progress is None else lambda read, _: progress(read, total)
     )
     reader = (
-        rounding_reader(checkpoint)
+        rounding_reader(checkpoint, embedding)
         if quantisation is None
         else stored_reader(checkpoint, quantisation)
     )
@@ -180,13 +182,18 @@ def _without(wanted: Destinations, linears: Collection[str]) -> Destinations:
     return {name: wanted[name] for name in wanted if name not in left_out}
 
 
+def _embedding(config: ModelConfig) -> str:
+    return f"{config.embedding_name}.weight"
+
+
 def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
     """Where the tensors of the checkpoint go: those of `weights`, by the names that are stored."""
     names = weights.named()
-    if weights.config.tie_embeddings and _EMBEDDING not in checkpoint.tensors:
+    name = _embedding(weights.config)
+    if weights.config.tie_embeddings and name not in checkpoint.tensors:
         # One of the two is enough, whichever it is.
-        embedding = names.pop(_EMBEDDING)
-        names[_HEAD if _HEAD in checkpoint.tensors else _EMBEDDING] = embedding
+        embedding = names.pop(name)
+        names[_HEAD if _HEAD in checkpoint.tensors else name] = embedding
     return names
 
 
@@ -209,13 +216,14 @@ def read_eos_ids(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, ...]
 
 def _tied_or_not(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """The config as transformers takes it where both are stored: tied if they are equal."""
-    if checkpoint.have_equal_values(_EMBEDDING, _HEAD):
+    name = _embedding(config)
+    if checkpoint.have_equal_values(name, _HEAD):
         return config
     log.warning(
         "%s: config.json has tie_word_embeddings=true, but %s differs from %s: both are used",
         checkpoint.path,
         _HEAD,
-        _EMBEDDING,
+        name,
     )
     untied = config.untied()
     checkpoint.check(destinations(checkpoint, untied.allocate(device="meta", dtype=torch.float32)))
@@ -237,7 +245,7 @@ def _with_own_head(
         checkpoint.path,
         found[0],
         name,
-        _EMBEDDING,
+        _embedding(config),
     )
     return config.untied()
 

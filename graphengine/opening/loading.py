@@ -62,7 +62,7 @@ def open_checkpoint(
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears() + drafter.linears()
-        unused = load_weights(checkpoint, wanted, linears, progress)
+        unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)
             unused = [name for name in unused if not is_kv_scale(name)]

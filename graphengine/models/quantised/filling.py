@@ -24,7 +24,6 @@ from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
 
-EMBEDDING = "model.embed_tokens"
 # Of tensors with the codes and scales of all experts, after the name that those in 16 bits have.
 _STACKED_ENDS = ("_blocks", "_scales")
 
@@ -100,8 +99,11 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
     return read
 
 
-def rounding_reader(checkpoint: Checkpoint) -> Reader:
-    """Weights of 16 or 32 bits, rounded to the nearest codes."""
+def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
+    """Weights of 16 or 32 bits, rounded to the nearest codes.
+
+    embedding  its name without ".weight", which stands for an lm_head that is not stored
+    """
     tensors = checkpoint.mapped()
 
     def read(linear: StoredLinear, device: torch.device) -> Read:
@@ -109,7 +111,7 @@ def rounding_reader(checkpoint: Checkpoint) -> Reader:
         stack = linear.stack
         names = [f"{name}.weight" if stack is None else name for name, _ in linear.parts]
         if names == [f"{HEAD}.weight"] and names[0] not in checkpoint.tensors:
-            names = [f"{EMBEDDING}.weight"]
+            names = [f"{embedding}.weight"]
         parts = [of_stack(tensors, stack)[name].to(device) for name in names]
         # Tensors that all experts are in have columns where a linear's have rows.
         whole = torch.cat(parts if stack is None else [part.t() for part in parts])

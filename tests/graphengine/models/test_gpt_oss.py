@@ -469,7 +469,12 @@ def small(**options: Any) -> dict[str, Any]:
 def read_weights(path: Path) -> list[torch.Tensor]:
     checkpoint = Checkpoint.open(path)
     weights = read_model(checkpoint).allocate(device="cpu", dtype=torch.bfloat16)
-    load_weights(checkpoint, destinations(checkpoint, weights), weights.linears())
+    load_weights(
+        checkpoint,
+        destinations(checkpoint, weights),
+        weights.linears(),
+        weights.config.embedding_name,
+    )
     return weights.tensors()
 
 

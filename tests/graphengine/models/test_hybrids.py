@@ -19,6 +19,7 @@ from engines.small_engine import run
 from engines.speculation import script, step_with
 from graphengine import Engine, SamplingParams, Session
 from graphengine.config import RoundedKind
+from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks import gated_delta as delta
@@ -376,6 +377,35 @@ def test_rounded_weights(
             seen = eager(engine)
             result = engine.generate(prompt, greedy(12))
             oracle.assert_logits(result, seen)
+
+
+def test_an_embedding_of_another_name_may_be_lm_head(
+    tmp_path: Path, write_model: Callable[..., Any]
+) -> None:
+    """Nemotron-H's has a name of its own. transformers takes lm_head wherever it is stored."""
+
+    def make() -> PreTrainedModel:
+        return nemotron([M, A, F], tie_word_embeddings=True, hidden_size=128)
+
+    oracle = write_model(make, tmp_path / "both", 4)
+    with open_engine(oracle.path, device="cpu") as engine:
+        oracle.assert_greedy(engine.generate(oracle.prompts((20,))[0], greedy(12)))
+    tensors = {
+        name: tensor
+        for shard in oracle.path.glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+    }
+    tensors.pop("lm_head.weight", None)
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    save_file(tensors, tied / "model.safetensors")
+    (tied / "config.json").write_text((oracle.path / "config.json").read_text())
+    embedding = tensors["backbone.embeddings.weight"]
+    with open_engine(tied, device="cpu") as engine:
+        assert torch.equal(engine.runtime.program.model.lm_head, embedding)
+    with open_engine(tied, device="cpu", quantize="fp8", quantize_lm_head=True) as engine:
+        rounded = dequantise(quantise(embedding, KIND_FORMATS["fp8"]))
+        assert torch.equal(dequantise(unpack(engine.runtime.program.model.lm_head)), rounded)
 
 
 def test_ranks(hybrids: dict[str, Any]) -> None:

@@ -109,6 +109,10 @@ class ToyConfig:
     def mlp(self) -> Swiglu:
         return Swiglu(hidden_size=self.hidden_size, ffn_size=self.ffn_size, norm_eps=self.norm_eps)
 
+    @property
+    def embedding_name(self) -> str:
+        return "model.embed_tokens"
+
     def untied(self) -> ToyConfig:
         return replace(self, tie_embeddings=False)
 

@@ -145,7 +145,9 @@ def test_dequantised_weights_are_rounded_to_the_models_dtype(tmp_path: Path) -> 
     written = write_model(tmp_path / "model", KINDS["fp8 blocks"], **LATENT)
     checkpoint = Checkpoint.open(written.path)
     weights = read_model(checkpoint).allocate(device="cpu", dtype=torch.bfloat16)
-    assert load_weights(checkpoint, destinations(checkpoint, weights), weights.linears()) == []
+    found = destinations(checkpoint, weights)
+    name = weights.config.embedding_name
+    assert load_weights(checkpoint, found, weights.linears(), name) == []
     assert isinstance(weights, DecoderWeights)
     attention = weights.layers[1].attention
     assert isinstance(attention, LatentAttentionWeights)
