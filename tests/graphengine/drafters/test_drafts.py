@@ -25,6 +25,11 @@ from checkpoints.vanilla_modules import (
 from engines.small_engine import greedy
 from engines.speculation import ENDLESS, open_speculating, run_with
 from graphengine import Engine, Request, SamplingParams
+from graphengine.drafters import eagle
+from graphengine.drafters.draft_model import DraftModelDrafter
+from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.ngram import NGramDrafter
+from graphengine.drafters.vanilla import VanillaDrafter
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative, UserProvided
 
 K = 3
@@ -152,3 +157,64 @@ def test_eagle_drafts_are_those_of_a_plain_forward(
             check_cache(engine, request, module, end + K - 1)
             counts.add(count)
     assert 1 in counts and max(counts) >= K, f"steps that accept none, and many: {counts}"
+
+
+# The same tests, of drafters of which only the first draft is right.
+
+GARBAGE = 7
+WRITERS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "eagle": (EagleDrafter, ("_chain",)),
+    "own-graph": (EagleDrafter, ("_chain",)),
+    "vanilla": (VanillaDrafter, ("prepare", "propose")),
+    "model": (DraftModelDrafter, ("prepare", "propose")),
+    "ngram": (NGramDrafter, ("prepare", "propose")),
+}
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_garbage_after_the_first_draft_is_found(
+    monkeypatch: pytest.MonkeyPatch, successors: dict[str, Path], name: str
+) -> None:
+    """Which no engine's tokens show."""
+    if name == "user":
+        told = Engine.draft
+
+        def tell(engine: Engine, request: Request, token_ids: list[int]) -> None:
+            told(engine, request, [*token_ids[:1], *[GARBAGE] * (K - 1)])
+
+        monkeypatch.setattr(Engine, "draft", tell)
+    else:
+        drafter, methods = WRITERS[name]
+        for method in methods:
+            monkeypatch.setattr(drafter, method, _spoiled(getattr(drafter, method)))
+    half = SURE[name][1][0]
+    with pytest.raises(AssertionError, match=r"assert \[1\.0, 0\.\d+, 0\.\d+\] == "):
+        test_all_drafts_of_who_cannot_be_wrong_are_accepted("cpu", successors, name, half)
+
+
+def _spoiled(write: Callable[..., None]) -> Callable[..., None]:
+    def spoil(drafter: Any, *operands: Any, **options: Any) -> None:
+        write(drafter, *operands, **options)
+        later = drafter._draft_tokens[:, 1:]
+        later[later >= 0] = GARBAGE
+
+    return spoil
+
+
+@pytest.mark.parametrize("writer", ["advance_module_draft", "commit_draft"])
+def test_a_later_draft_that_is_garbage_is_no_plain_forward_s(
+    monkeypatch: pytest.MonkeyPatch, agreeing: Path, writer: str
+) -> None:
+    """Where the chain goes on from the draft that it should have, and only the row is wrong."""
+    write = getattr(eagle, writer)
+
+    def spoiled(*operands: Any, index: int, **options: Any) -> Any:
+        written = write(*operands, index=index, **options)
+        rows, tokens = operands[1], operands[-1]
+        if index:
+            tokens[rows.slot[rows.slot >= 0].long(), index] = GARBAGE
+        return written
+
+    monkeypatch.setattr(eagle, writer, spoiled)
+    with pytest.raises(AssertionError, match=r"draft [12] of \["):
+        test_eagle_drafts_are_those_of_a_plain_forward(agreeing, 21, False)
