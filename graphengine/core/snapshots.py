@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graphengine.buckets import format_bytes
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
 from graphengine.kernels import PackedWeight
@@ -81,6 +82,10 @@ class SessionSnapshot:
     digests: Mapping[str, str]
     states: tuple[Tensor, ...] = ()
     position: int = 0
+
+    def __repr__(self) -> str:
+        size, model = format_bytes(self.nbytes), f"model={self.origin.model!r}"
+        return f"<SessionSnapshot of {len(self.token_ids)} tokens, {size}, {model}>"
 
     @classmethod
     def make(

@@ -458,6 +458,8 @@ def test_a_snapshot_outlives_its_engine(kept: SessionSnapshot, tmp_path: Path) -
     read = SessionSnapshot.load(str(file))
     assert read.origin == kept.origin and read.token_ids == kept.token_ids
     assert all(map(torch.equal, read.caches, kept.caches)) and read.nbytes == kept.nbytes > 0
+    # Not what the tensors hold.
+    assert f"of {len(kept.token_ids)} tokens, " in repr(kept) and len(repr(kept)) < 100
     with open_engine(**SIZES) as engine:
         for source in (kept, file, str(file)):
             with engine.restore_session(source) as session:
