@@ -25,8 +25,10 @@ from graphengine.kernels.attention.latent import (
     check_latent_sizes,
     latent_append,
     latent_attention,
-    latent_attention_arrivals,
-    latent_attention_workspace_bytes,
+)
+from graphengine.kernels.attention.latent_decode import (
+    latent_values,
+    latent_values_workspace_bytes,
 )
 from graphengine.kernels.attention.latent_reference import (
     latent_append_reference,
@@ -441,9 +443,9 @@ __all__ = [
     "latent_append",
     "latent_append_reference",
     "latent_attention",
-    "latent_attention_arrivals",
     "latent_attention_reference",
-    "latent_attention_workspace_bytes",
+    "latent_values",
+    "latent_values_workspace_bytes",
     "linear",
     "linear_reference",
     "linear_residual",
