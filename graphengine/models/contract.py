@@ -224,8 +224,8 @@ ONE_RANK = PrefillLaunch()
 class DecodeLaunch(Launch):
     """What the decode kernels of one engine share besides the model.
 
-    `split_tokens` is attention's. Each `tokens_per_row` lanes are tokens of one slot, at
-    consecutive positions. `reduce` is where the ranks' parts of a product meet before it is added
+    `split_tokens` is attention's, but in layers with a window. Each `tokens_per_row` lanes are
+    tokens of one slot, at consecutive positions. `reduce` is where the ranks' parts of a product meet before it is added
     to the residual stream; with None there is one rank, and product and sum are one kernel.
     `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
     those of a chunk have their own.
@@ -347,7 +347,7 @@ class ModelConfig(Protocol):
         """Counters that its kernels need besides those of its linears, for `lanes` decode lanes."""
         ...
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads; 0 where no layer attends."""
         ...
 

@@ -227,9 +227,9 @@ class DecoderConfig:
         # The router has one a lane, which is less.
         return max(counters, residual_arrivals(lanes, self.hidden_size))
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""
-        return self.attention.split_tokens(family, dtype)
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of the cosines and sines of this many positions, and of norms that lacked 1."""

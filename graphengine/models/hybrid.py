@@ -213,9 +213,9 @@ class HybridConfig:
         """Counters that attention uses, for this many decode lanes and for a chunk."""
         return self.attention.arrivals(lanes)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""
-        return self.attention.split_tokens(family, dtype)
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms not as stored."""

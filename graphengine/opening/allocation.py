@@ -89,7 +89,7 @@ def allocate(
     caches = [_new_cache(memory, layers - in_rings, *block)]
     launch = DecodeLaunch(
         plans=plans,
-        split_tokens=model.config.split_tokens(plans.family, memory.dtype),
+        split_tokens=model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len),
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         activations=memory.activations,

@@ -175,9 +175,9 @@ class GroupedQueryAttention:
         )
         return max(PREFILL_ARRIVALS, decode)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
-        """Tokens that a program of decode attention reads."""
-        return attention_split(family, self.head_dim, dtype)
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
+        return attention_split(family, self.head_dim, dtype, tokens)
 
     def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results, for this many decode lanes or for a chunk."""
@@ -376,7 +376,7 @@ class AttentionWeights:
             kv_scales=self._scales_of(kv),
             window=block.window,
             sinks=self.sinks,
-            split_tokens=launch.split_tokens,
+            split_tokens=self._split_tokens(launch, qkv.dtype),
             tokens_per_row=launch.tokens_per_row,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
@@ -390,6 +390,13 @@ class AttentionWeights:
             plan=launch.plan("output", self.output),
             launch=launch,
         )
+
+    def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
+        """Those of `launch`, but in a window, which is short whatever the longest sequence is."""
+        block = self.block
+        if not block.window:
+            return launch.split_tokens
+        return block.split_tokens(launch.plans.family, dtype, block.window)
 
     def attend(
         self,

@@ -133,7 +133,7 @@ class LatentAttention:
         """Counters that attention uses: none."""
         return 0
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of attention reads at a time."""
         return LATENT_TILE
 

@@ -140,8 +140,8 @@ class ToyConfig:
     def arrivals(self, lanes: int) -> int:
         return self.attention.arrivals(lanes)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
-        return self.attention.split_tokens(family, dtype)
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
         return RopeTables.nbytes(HEAD_DIM, max_seq_len)
