@@ -101,7 +101,7 @@ def _read_windows(
     is_null = window is None and "sliding_window" in config
     if family.windows != "none" and window is None and not is_null:
         window = _DEFAULT_WINDOW
-    if family.windows == "switched" and not used:
+    if family.windows == "none" or (family.windows == "switched" and not used):
         window = None
     _check_windows(settings, family, window, types)
     if window is None:
