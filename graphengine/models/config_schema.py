@@ -411,6 +411,12 @@ def unsupported(
     return ValueError(f"{file} has {name}={shown(value)}: supported: {supported}")
 
 
+def language_model(config: HfConfig) -> HfConfig:
+    """Its own config: `text_config` of a checkpoint with a tower for images, else the whole."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
 def read_key(config: HfConfig, name: str) -> Any:
     """The value of one of `KEYS`. ValueError names a key that is missing or has a wrong value."""
     return _read(config, next(key for key in KEYS if key.name == name), name)
