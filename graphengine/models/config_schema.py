@@ -105,7 +105,8 @@ ROUTED_KEYS = (
     Key("topk_group", "integer", (1, 2**16), default=None, null=True),
     Key("topk_method", "text", default=None, null=True),
     Key("scoring_func", "text", default=None, null=True),
-    Key("norm_topk_prob", "flag", default=None, null=True),
+    # None: the family's. transformers takes null for false.
+    Key("norm_topk_prob", "flag", default=None),
     Key("routed_scaling_factor", "number", (1e-6, 1e6), default=None, null=True),
 )
 """The keys of `config.json` that are read of models with DeepSeek's experts."""
@@ -117,7 +118,7 @@ LATENT_KEYS = (
     Key("qk_nope_head_dim", "integer", (1, 4096), default=128),
     Key("qk_rope_head_dim", "integer", (1, 4096), default=64),
     Key("v_head_dim", "integer", (1, 4096), default=128, null=True),
-    Key("rope_interleave", "flag", default=True, null=True),
+    Key("rope_interleave", "flag", default=True),
     *ROUTED_KEYS,
 )
 """The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
@@ -146,10 +147,10 @@ _TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), 
 GRANITE_KEYS = (
     Key("num_local_experts", "integer", (0, 2**16), default=8),
     Key("shared_intermediate_size", "integer", (1, 2**22), default=1024),
-    Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
-    Key("residual_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
-    Key("attention_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
-    Key("logits_scaling", "number", (1e-6, 1e6), default=1.0, null=True),
+    Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0),
+    Key("residual_multiplier", "number", (1e-6, 1e6), default=1.0),
+    Key("attention_multiplier", "number", (1e-6, 1e6), default=1.0),
+    Key("logits_scaling", "number", (1e-6, 1e6), default=1.0),
     Key("position_embedding_type", "text", default=None, null=True),
     # The older name of `layer_types`.
     Key("layers_block_type", "texts", default=None, null=True),
@@ -160,7 +161,7 @@ GRANITE_KEYS = (
     Key("mamba_d_head", "integer", (1, 2**16), default=None, null=True),
     Key("mamba_d_conv", "integer", (2, 8), default=4, null=True),
     Key("mamba_expand", "integer", (1, 64), default=2, null=True),
-    Key("mamba_conv_bias", "flag", default=True, null=True),
+    Key("mamba_conv_bias", "flag", default=True),
     Key("mamba_proj_bias", "flag", default=False, null=True),
     _TIME_STEP_LIMIT,
 )

@@ -6,7 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from graphengine.checks import shown
+from graphengine.config import DTYPES
 from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,
@@ -184,6 +187,14 @@ def types_of_layers(
         names = " or ".join(map(repr, known))
         raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
     return types
+
+
+def state_dtype(settings: dict[str, Any], name: str) -> torch.dtype:
+    """That of recurrent layers' states, as the key of this name says it."""
+    told: str = settings[name]
+    if told not in DTYPES:
+        raise unsupported(name, told, ", ".join(map(repr, DTYPES)))
+    return DTYPES[told]
 
 
 def rope(settings: dict[str, Any]) -> RopeConfig:

@@ -528,6 +528,7 @@ def test_models_without_states_of_heads_take_no_dtype_of_them(hybrids: dict[str,
         ("qwen", {"attn_output_gate": False}, "attn_output_gate=False"),
         ("qwen", {"linear_conv_kernel_dim": 9}, r"linear_conv_kernel_dim=9: must be .*\[2, 8\]"),
         ("qwen", {"num_experts": 4}, "num_experts=4"),
+        ("qwen", {"mamba_ssm_dtype": "half"}, "mamba_ssm_dtype='half': supported: 'float32', "),
         (
             "qwen",
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},
