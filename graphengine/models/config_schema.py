@@ -297,9 +297,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (0,),
     "q_lora_rank": (0,),
     "cla_share_factor": (0, 1),
+    "position_embedding_type": ("rope",),
     # Other names of `hidden_act`.
     "hidden_activation": ("silu",),
     "activation_function": ("silu",),
+    "mlp_hidden_act": ("silu",),
     # Norms and gates at other places.
     "qk_layernorm": (False,),
     "qk_norm": (False,),
@@ -352,6 +354,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
 }
 """Keys that change the arithmetic of some decoder, and the values, beside null, that do not."""
+
+NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "n_group": (0, 1),
+    "topk_group": (0, 1),
+    "topk_method": ("greedy",),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,),
+}
+"""The same of a model with experts: how others route, and which of their layers have experts."""
+
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
+"""Names of the norms' epsilon; a family reads the last one of its own."""
 
 NEUTRAL_ROPE = ("mrope_section", "mrope_interleaved")
 """Keys of RoPE's settings by which dimensions turn by positions of several axes."""
@@ -431,13 +449,17 @@ def read_keys(config: HfConfig, keys: Sequence[Key] = KEYS, *, inside: str = "")
     return {key.name: _read(config, key, f"{inside}.{key.name}".lstrip(".")) for key in keys}
 
 
-def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
+def check_neutral(
+    config: HfConfig,
+    read: Sequence[Key] = (),
+    table: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+) -> None:
     """Raise ValueError for a key that says that the model computes something else.
 
     read  keys that the family reads besides `KEYS`
     """
     known = {key.name for key in read}
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in table.items():
         value = config.get(name)
         if value is None or value in neutral or name in known:
             continue
@@ -452,6 +474,14 @@ def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
         for key in NEUTRAL_ROPE:
             if settings.get(key) not in (None, False):
                 raise unsupported(f"{name}.{key}", settings[key], "null or False")
+
+
+def check_epsilons(config: HfConfig, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where another name says another epsilon than the one that is read."""
+    own = [name for name in EPSILONS if name in settings][-1]
+    for name in EPSILONS:
+        if config.get(name) not in (None, settings[own]):
+            raise unsupported(name, config[name], f"null, or {own}={settings[own]}")
 
 
 def unknown_keys(config: HfConfig) -> list[str]:

@@ -44,7 +44,7 @@ _YARN = {
 }
 _FULL, _SLIDING = LAYER_TYPES
 DEFAULTS = hf_config.FamilyDefaults(
-    max_positions=131_072, head_dim=64, windows="switched", keys=GPT_OSS_KEYS
+    max_positions=131_072, head_dim=64, windows="switched", keys=GPT_OSS_KEYS, routes=True
 )
 
 

@@ -14,9 +14,11 @@ from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,
     LAYER_TYPES,
+    NEUTRAL_ROUTING,
     ROPE_KEYS,
     HfConfig,
     Key,
+    check_epsilons,
     check_neutral,
     read_keys,
     unsupported,
@@ -43,6 +45,7 @@ class FamilyDefaults:
               "switched": only with `use_sliding_window`, and of the layers that `layer_types`, or
               else `max_window_layers`, names
     keys      that it reads besides `config_schema.KEYS`
+    routes    whether layers have experts that tokens are routed to
     latent    whether attention is latent: head_dim is then of no head, and not looked at
     rotated   parts of a head that RoPE may turn
     """
@@ -51,6 +54,7 @@ class FamilyDefaults:
     head_dim: int | None = None
     windows: Literal["none", "all", "switched"] = "none"
     keys: tuple[Key, ...] = ()
+    routes: bool = False
     latent: bool = False
     rotated: tuple[float, ...] = (1.0,)
 
@@ -64,7 +68,10 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
     config = {**config, "quantization_config": None}
     check_neutral(config, family.keys)
+    if family.routes:
+        check_neutral(config, family.keys, NEUTRAL_ROUTING)
     settings = read_keys(config, KEYS + family.keys)
+    check_epsilons(config, settings)
     if settings["max_position_embeddings"] is None:
         settings["max_position_embeddings"] = family.max_positions
     heads = settings["num_attention_heads"]

@@ -111,9 +111,6 @@ def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
     if settings["mamba_proj_bias"] and not settings["use_bias"]:
         # transformers does not look at it.
         raise unsupported("mamba_proj_bias", True, "False, or use_bias=True")
-    if config.get("rms_norm_eps") not in (None, settings["layer_norm_epsilon"]):
-        wanted = f"null, or layer_norm_epsilon={settings['layer_norm_epsilon']}"
-        raise unsupported("rms_norm_eps", config["rms_norm_eps"], wanted)
     return settings
 
 
