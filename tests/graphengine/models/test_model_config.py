@@ -234,6 +234,8 @@ def test_what_is_computed_otherwise_is_refused(changes: dict[str, Any], message:
         ("Qwen3Moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5: supported: null"),
         ("Qwen3Moe", {"first_k_dense_replace": 1}, "first_k_dense_replace=1: supported: null or 0"),
         ("DeepseekV3", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: supported: null or \[\]"),
+        ("DeepseekV3", {"norm_topk_prob": None}, "norm_topk_prob=None: must be true or false"),
+        ("DeepseekV3", {"rope_interleave": None}, "rope_interleave=None: must be true or false"),
         ("Glm4Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: supported: null or 1"),
     ],
 )
