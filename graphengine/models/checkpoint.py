@@ -121,7 +121,7 @@ class Checkpoint:
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
         stored = _find_tensors(directory)
-        names = {_whole_name(name, stored): name for name in stored}
+        names = _whole_names(directory, stored)
         return cls(
             path=directory,
             config=_read_json_object(config),
@@ -427,6 +427,20 @@ def _download(hub_id: str) -> Path:
             f"(cache {constants.HF_HUB_CACHE}{offline}): {type(error).__name__}: {error}"
         ) from error
     return Path(snapshot)
+
+
+def _whole_names(directory: Path, stored: Collection[str]) -> dict[str, str]:
+    """The stored name of each tensor of the whole model; ValueError where two would be one."""
+    names: dict[str, str] = {}
+    for name in stored:
+        whole = _whole_name(name, stored)
+        if whole in names:
+            raise ValueError(
+                f"{directory} has two tensors that are {whole} of the language model: "
+                f"{names[whole]} and {name}"
+            )
+        names[whole] = name
+    return names
 
 
 def _whole_name(name: str, names: Collection[str]) -> str:

@@ -600,6 +600,19 @@ def test_a_checkpoint_without_weights_has_no_dtype(tmp_path: Path) -> None:
 # Models saved alone.
 
 
+def test_two_tensors_that_would_be_one_are_named(tmp_path: Path) -> None:
+    prefixes = ("backbone.", "model.language_model.")
+    tensors = {f"{prefix}norm.weight": torch.ones(2) for prefix in prefixes}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    message = (
+        r"two tensors that are model\.norm\.weight of the language model: "
+        r"backbone\.norm\.weight and model\.language_model\.norm\.weight"
+    )
+    with pytest.raises(ValueError, match=message):
+        Checkpoint.open(tmp_path)
+
+
 def test_tensors_of_a_base_model_have_the_names_of_the_whole_one(tmp_path: Path) -> None:
     names = ["embed_tokens.weight", "layers.0.a", "norm.weight", "lm_head.weight", "normal"]
     tensors = {name: torch.full((2,), float(index)) for index, name in enumerate(names)}
