@@ -80,8 +80,9 @@ def launch_packed(
     if weight_EMK.scales is not None:
         # `mma.sync` multiplies 16 columns.
         group = kind.columns or max(16, triton.next_power_of_2(K))
-    # Blocks count fastest: those of one expert run together and share L2.
-    launcher(packed_experts_kernel, (count, triton.cdiv(M, plan.block_m)))(
+    # Blocks count slowest, since those without pairs are the last: their programs hold a place on
+    # an SM until they know. A second block of an expert finds its codes in L2.
+    launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), count))(
         x,
         squares_TN,
         PackedArgs(weight_EMK.codes, weight_EMK.scales, weight_EMK.zeros, weight_EMK.row_scales),

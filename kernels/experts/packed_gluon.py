@@ -110,7 +110,7 @@ def packed_experts_kernel(
         [STAGES, STREAMS, X_LANES, STREAM],
         shared_inputs_layout(X_LANES),
     )
-    tile = gl.program_id(1)
+    tile = gl.program_id(0)
 
     if SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
@@ -150,14 +150,22 @@ def packed_experts_kernel(
         # The last group is closed in the loop, which then has one for each of its tiles.
         if stage < STAGES - 1 or STAGES == 1:
             async_copy.commit_group()
+    output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
+    row_scales_ptr = weight.row_scales
+    if row_scales_ptr is not None:
+        row_scales_ptr += index * (BLOCKS_M * 16)
+    row_scale, up_scale = load_row_scales(row_scales_ptr, output, BLOCKS_M, SWIGLU)
+    if bias_ptr is not None:
+        bias_ptr += index * M
+    norm, bias, up_bias = load_rows(stream, bias_ptr, output, OUTPUTS, SWIGLU)
+    x_at: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, copied))
+    x_pair, x_there = _pairs(order_ptr, block, BLOCKS, X_LANES, x_at)
+    pair, there = _pairs(order_ptr, block, BLOCKS, L, gl.SliceLayout(1, rows))
     if not SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
     if expert < 0:
         return
 
-    x_pair, x_there = _pairs(
-        order_ptr, block, BLOCKS, X_LANES, gl.SliceLayout(0, gl.SliceLayout(2, copied))
-    )
     x_row = x_pair // TOP_K if SWIGLU else x_pair
     x_stream = gl.arange(0, STREAMS, gl.SliceLayout(1, gl.SliceLayout(2, copied)))
     k = gl.arange(0, STREAM, gl.SliceLayout(0, gl.SliceLayout(1, copied)))
@@ -169,15 +177,6 @@ def packed_experts_kernel(
         inside = inputs_inside(x_inside, k + stage * BLOCK_K, K, EVEN_K)
         x = gl.load(x_ptrs + stage * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
         early_x += (x,)  # type: ignore[assignment]
-    output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
-    row_scales_ptr = weight.row_scales
-    if row_scales_ptr is not None:
-        row_scales_ptr += index * (BLOCKS_M * 16)
-    row_scale, up_scale = load_row_scales(row_scales_ptr, output, BLOCKS_M, SWIGLU)
-    if bias_ptr is not None:
-        bias_ptr += index * M
-    norm, bias, up_bias = load_rows(stream, bias_ptr, output, OUTPUTS, SWIGLU)
-    pair, there = _pairs(order_ptr, block, BLOCKS, L, gl.SliceLayout(1, rows))
     squares_at: gl.constexpr = gl.SliceLayout(0, squares_layout(WARPS))
     squares_pair, squares_there = _pairs(order_ptr, block, BLOCKS, L, squares_at)
     squares = load_squares(squares_ptr, squares_pair // TOP_K, squares_there, lanes, GROUPS, WARPS)
@@ -233,7 +232,7 @@ def packed_experts_kernel(
         gl.store(out_ptrs, whole, mask=stored)
         gl.thread_barrier()
         lane = pair // TOP_K
-        arrival_ptrs = arrivals_ptr + lane * gl.num_programs(1) + tile
+        arrival_ptrs = arrivals_ptr + lane * gl.num_programs(0) + tile
         one = gl.full_like(pair, 1)
         arrived = gl.atomic_add(arrival_ptrs, one, mask=there, sem="acq_rel")
         done = there & (arrived == TOP_K - 1)
@@ -245,12 +244,14 @@ def packed_experts_kernel(
 @gluon.jit
 def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr, BLOCKS: gl.constexpr):
     """The program's expert, -1 where it has none, the first place of its pairs, and how many."""
-    start = gl.program_id(0)
+    start = gl.program_id(1)
     if BLOCKS > 0:
         at = blocks_ptr + start
         expert = gl.load(at, cache_modifier=".cg")
         start = gl.load(at + BLOCKS, cache_modifier=".cg")
         count = gl.load(at + 2 * BLOCKS, cache_modifier=".cg")
+        # The others of a program without an expert may be anything.
+        count = gl.where(expert >= 0, count, 0)
     else:
         # Both at once. The expert of a padded lane may be anything.
         slot = gl.load(slot_ptr + start // TOP_K, cache_modifier=".cg")
@@ -262,7 +263,7 @@ def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr, BLOCKS: gl.con
 
 @gluon.jit
 def _pairs(order_ptr, block, BLOCKS: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
-    """The pairs [L] of a program that has an expert, and which of them are there."""
+    """The pairs [L] of a program, and which of them are there."""
     _, start, count = block
     row = gl.arange(0, L, layout)
     there = row < count
