@@ -8,9 +8,9 @@ A pair's products are one chain over K, and a lane's experts are added by rank, 
 lane follows from its neighbours. Where pairs are not grouped, each program takes one pair straight
 from the router's ids. Where they are (`grouping.group_pairs`), one program takes the pairs of a
 block, for which weights are read once. In blocks of `decode_block` pairs both forms have the same
-bits; which is faster depends on how many pairs there are. Gates and ups of the row family `fma`
-take pairs one by one, with weights in registers; down is multiplied by the tensor cores in both
-families. Experts that no live lane has chosen are not read.
+bits; which is faster depends on how many pairs there are. Dense gates and ups of the row family
+`fma` take pairs one by one, with weights in registers; all else is multiplied by the tensor cores
+in both families. Experts that no live lane has chosen are not read.
 
 The weights of all experts are one dense tensor [E, M, K], or in 8 or 4 bits `PackedExperts`; of a
 SwiGLU M is F gates, then F ups. Their biases, if there are any, are [E, M]: they are added before a
