@@ -4,7 +4,7 @@
     expert_residual    residual += sum over a lane's experts of weight * down a; for decode
     expert_sum         that sum alone; for prefill
 
-A pair's products are one chain over K, and a lane's experts are added by rank, so that no bit of a
+A pair's products are summed over K in one order, and a lane's experts by rank, so that no bit of a
 lane follows from its neighbours. Where pairs are not grouped, each program takes one pair straight
 from the router's ids. Where they are (`grouping.group_pairs`), one program takes the pairs of a
 block, for which weights are read once. In blocks of `decode_block` pairs both forms have the same

@@ -101,7 +101,6 @@ def launch_packed(
         M=M,
         K=K,
         TOP_K=routes.expert.shape[1],
-        BLOCKS=0 if blocks is None else count,
         GROUPS=0 if squares_TN is None else len(squares_TN),
         SWIGLU=weight_EMK.swiglu,
         LIMIT=0.0 if clamped is None else clamped.limit,

@@ -66,7 +66,6 @@ def packed_experts_kernel(
     M: gl.constexpr,
     K: gl.constexpr,
     TOP_K: gl.constexpr,
-    BLOCKS: gl.constexpr,
     GROUPS: gl.constexpr,
     SWIGLU: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -87,8 +86,8 @@ def packed_experts_kernel(
 ):
     """One program for a block of L (8, 16 or 32) pairs and BLOCK_M weight rows of their expert.
 
-    Without BLOCKS a block is a single pair, straight from the router. A SwiGLU reads the rows of
-    lanes and stores its outputs. Down, which has a stream, reads those of pairs; the last of a
+    Without blocks a program takes a single pair, straight from the router. A SwiGLU reads the rows
+    of lanes and stores its outputs. Down, which has a stream, reads those of pairs; the last of a
     lane's pairs to arrive adds all of them to the stream. The other arguments are those of
     `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
     """
@@ -101,7 +100,7 @@ def packed_experts_kernel(
     BLOCKS_K: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
     R: gl.constexpr = BLOCK_M // 16
     # An only pair is alone in shared memory.
-    X_LANES: gl.constexpr = L if BLOCKS > 0 else 1
+    X_LANES: gl.constexpr = 1 if order_ptr is None else L
     copied: gl.constexpr = input_layout(STREAM, STREAMS, WARPS)
     rows: gl.constexpr = row_layout(B, WARPS)
     codes = new_ring(STAGES, STREAMS, R, STREAM, COLUMNS)
@@ -114,7 +113,7 @@ def packed_experts_kernel(
 
     if SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
-    block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K, BLOCKS)
+    block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K)
     expert = block[0]
     # A program without an expert asks for nothing.
     some = expert >= 0
@@ -159,8 +158,8 @@ def packed_experts_kernel(
         bias_ptr += index * M
     norm, bias, up_bias = load_rows(stream, bias_ptr, output, OUTPUTS, SWIGLU)
     x_at: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, copied))
-    x_pair, x_there = _pairs(order_ptr, block, BLOCKS, X_LANES, x_at)
-    pair, there = _pairs(order_ptr, block, BLOCKS, L, gl.SliceLayout(1, rows))
+    x_pair, x_there = _pairs(order_ptr, block, X_LANES, x_at)
+    pair, there = _pairs(order_ptr, block, L, gl.SliceLayout(1, rows))
     if not SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
     if expert < 0:
@@ -178,7 +177,7 @@ def packed_experts_kernel(
         x = gl.load(x_ptrs + stage * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
         early_x += (x,)  # type: ignore[assignment]
     squares_at: gl.constexpr = gl.SliceLayout(0, squares_layout(WARPS))
-    squares_pair, squares_there = _pairs(order_ptr, block, BLOCKS, L, squares_at)
+    squares_pair, squares_there = _pairs(order_ptr, block, L, squares_at)
     squares = load_squares(squares_ptr, squares_pair // TOP_K, squares_there, lanes, GROUPS, WARPS)
     for stage in gl.static_range(STAGES):
         inputs.index(stage).store(early_x[stage])
@@ -242,14 +241,14 @@ def packed_experts_kernel(
 
 
 @gluon.jit
-def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr, BLOCKS: gl.constexpr):
+def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr):
     """The program's expert, -1 where it has none, the first place of its pairs, and how many."""
     start = gl.program_id(1)
-    if BLOCKS > 0:
+    if blocks_ptr is not None:
         at = blocks_ptr + start
         expert = gl.load(at, cache_modifier=".cg")
-        start = gl.load(at + BLOCKS, cache_modifier=".cg")
-        count = gl.load(at + 2 * BLOCKS, cache_modifier=".cg")
+        start = gl.load(at + gl.num_programs(1), cache_modifier=".cg")
+        count = gl.load(at + 2 * gl.num_programs(1), cache_modifier=".cg")
         # The others of a program without an expert may be anything.
         count = gl.where(expert >= 0, count, 0)
     else:
@@ -262,13 +261,13 @@ def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr, BLOCKS: gl.con
 
 
 @gluon.jit
-def _pairs(order_ptr, block, BLOCKS: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+def _pairs(order_ptr, block, L: gl.constexpr, layout: gl.constexpr):
     """The pairs [L] of a program, and which of them are there."""
     _, start, count = block
     row = gl.arange(0, L, layout)
     there = row < count
     pair = start + row
-    if BLOCKS > 0:
+    if order_ptr is not None:
         pair = gl.load(order_ptr + pair, mask=there, other=0, cache_modifier=".cg")
     return pair, there
 
