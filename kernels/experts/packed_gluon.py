@@ -115,7 +115,9 @@ def packed_experts_kernel(
         _wait_for_inputs(PDL, OVERLAP)
     block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K)
     expert = block[0]
-    # A program without an expert asks for nothing.
+    if SWIGLU and expert < 0:
+        return
+    # Of down a program without an expert asks for nothing, and waits.
     some = expert >= 0
     index = gl.maximum(expert, 0).to(gl.int64)
     columns = gl.where(some, BLOCKS_K, 0)
@@ -162,8 +164,8 @@ def packed_experts_kernel(
     pair, there = _pairs(order_ptr, block, L, gl.SliceLayout(1, rows))
     if not SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
-    if expert < 0:
-        return
+        if expert < 0:
+            return
 
     x_row = x_pair // TOP_K if SWIGLU else x_pair
     x_stream = gl.arange(0, STREAMS, gl.SliceLayout(1, gl.SliceLayout(2, copied)))
