@@ -65,8 +65,7 @@ def expert_plan(
     """
     check_kind(kind, family)
     if weight is not None:
-        plan = packed_plan(weight, M, K, "fma")
-        return plan._replace(family="dot", stages=min(plan.stages, _PACKED_STAGES))
+        return _packed_plan(weight, M, K, family)
     if family == "fma" and kind == "swiglu":
         fma = _fma_plan(K, dtype)
         if fma is not None:
@@ -78,6 +77,17 @@ def expert_plan(
         return LinearPlan("dot", block_m=32, block_k=block_k, stages=6)
     # Short tiles leave fewer bytes in flight.
     return LinearPlan("dot", block_m=64, block_k=block_k, stages=4 if block_k > 64 else 6)
+
+
+def _packed_plan(weight: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
+    """Of one pair the programs of a linear of one lane; in `dot`, where blocks have several pairs,
+    twice the rows, which share a block's inputs, of half the columns.
+    """
+    plan = packed_plan(weight, M, K, "fma")
+    plan = plan._replace(family="dot", stages=min(plan.stages, _PACKED_STAGES))
+    if family == "dot":
+        plan = plan._replace(block_m=2 * plan.block_m, block_k=plan.block_k // 2)
+    return plan
 
 
 def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
