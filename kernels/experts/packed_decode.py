@@ -18,6 +18,7 @@ from graphengine.kernels.experts.experts_triton import StreamArgs
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.packed_gluon import packed_experts_kernel
+from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.packed import block_columns
@@ -66,9 +67,11 @@ def launch_packed(
     out     [P, M / 2] of a SwiGLU; of down float32 [P, M], which is for the launch alone
     stream  of down, with its `arrivals`
 
-    ValueError for pairs in blocks that the kernel does not have.
+    ValueError for a plan that the weight does not fit, and for pairs in blocks that the kernel does
+    not have.
     """
     (_, M, K), kind = weight_EMK.shape, weight_EMK.format
+    check_expert_plan(plan, "swiglu" if weight_EMK.swiglu else "residual", kind)
     if grouping is not None and grouping.size not in _BLOCKS:
         raise ValueError(f"packed experts take blocks of {_BLOCKS} pairs, not {grouping.size}")
     if not linear_gluon.is_aligned(x):

@@ -16,11 +16,12 @@ from graphengine.kernels.experts.experts import (
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs_reference, most_blocks
 from graphengine.kernels.experts.packed import PackedExperts, fill_expert
-from graphengine.kernels.experts.plans import expert_plan
+from graphengine.kernels.experts.plans import check_expert_plan, decode_block, expert_plan
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import record_launch
@@ -231,10 +232,43 @@ def test_experts_mean_what_their_weights_mean(
 
 
 @compiles
-def test_blocks_other_than_those_of_mma_are_refused():
+@pytest.mark.parametrize(
+    "plan, size, message",
+    [
+        (THIN, 4, r"take blocks of \(8, 16, 32\) pairs, not 4"),
+        (THIN._replace(splits=2), 0, "splits=2 must be 1: .* experts do not split K"),
+        (THIN._replace(family="fma"), 0, "experts in e2m1-1x32 want a plan of the family dot"),
+        (THIN._replace(block_m=8), 0, "block_m=8 of .* experts must be at least 16"),
+        (THIN._replace(block_k=128), 0, "4 streams of packed e2m1 want a power .* at least 256"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_an_error(plan, size, message):
     case = Case("mxfp4", BF16, lanes=4, hidden=64, ffn=32)
-    with pytest.raises(ValueError, match=r"take blocks of \(8, 16, 32\) pairs, not 4"):
-        swiglu(case, THIN, 4)
+    for product in (swiglu, residual):
+        with pytest.raises(ValueError, match=message):
+            product(case, plan, size)
+
+
+def test_plans_and_blocks_of_packed_experts():
+    """Of several pairs twice the rows share their inputs; blocks are small while experts have few
+    pairs.
+    """
+    mxfp4, fp8 = WeightFormat("e2m1", 1, 32), WeightFormat("e4m3", 128, 128)
+    plans = {
+        (kind.code, family): expert_plan("swiglu", 5760, 2880, BF16, family, kind)
+        for kind in (mxfp4, fp8)
+        for family in ("fma", "dot")
+    }
+    assert plans == {
+        ("e2m1", "fma"): LinearPlan("dot", block_m=16, block_k=1024, stages=3),
+        ("e2m1", "dot"): LinearPlan("dot", block_m=32, block_k=512, stages=3),
+        ("e4m3", "fma"): LinearPlan("dot", block_m=16, block_k=512, stages=3),
+        ("e4m3", "dot"): LinearPlan("dot", block_m=32, block_k=256, stages=3),
+    }
+    short = expert_plan("residual", 40, 40, BF16, "dot", mxfp4)
+    check_expert_plan(short, "residual", mxfp4)
+    assert [decode_block(lanes, 4, 32, mxfp4) for lanes in (1, 8, 48, 49)] == [8, 8, 8, 16]
+    assert decode_block(8, 4, 32) == 16
 
 
 # What a GPU does.
