@@ -100,9 +100,9 @@ from graphengine.kernels.experts.experts import (
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
 from graphengine.kernels.experts.packed import PackedExperts, empty_experts
 from graphengine.kernels.experts.plans import (
-    DECODE_BLOCK,
     ProductTile,
     chunk_tile,
+    decode_block,
     expert_plan,
     groups_pairs,
 )
@@ -305,7 +305,6 @@ from graphengine.kernels.step.swap import copy_blocks, copy_blocks_reference
 __all__ = [
     "ALONE",
     "BITS",
-    "DECODE_BLOCK",
     "EMITTED",
     "FMA_LANES",
     "FP8_KV",
@@ -414,6 +413,7 @@ __all__ = [
     "decode_attention_arrivals",
     "decode_attention_reference",
     "decode_attention_workspace_bytes",
+    "decode_block",
     "embed",
     "embed_reference",
     "empty_experts",

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, WeightFormat
-from graphengine.kernels.experts.plans import check_expert_plan
+from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
 from graphengine.kernels.linear.packed_linear import check_packed_plan, streams
 
 MAX_WEIGHT_REGISTERS = 255
@@ -70,20 +70,20 @@ def check_plan(
             f"splits={plan.splits} must be 1 for sample: its M is a vocabulary, which fills a GPU "
             "by itself, and parts of that size are not in the memory budget"
         )
-    if weight is not None and not expert:
-        _check_packed(plan, K, weight)
+    if weight is not None:
+        lanes = DECODE_BLOCK if expert else FMA_LANES if plan.family == "fma" else _LANES
+        _check_packed(plan, K, weight, lanes)
     elif plan.family == "fma":
         _check_fma(plan, K, dtype)
     else:
         _check_dot(plan, K, dtype)
 
 
-def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat) -> None:
+def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> None:
     check_packed_plan(plan, weight)
     if plan.family == "fma" and plan.splits > 1:
         raise ValueError(f"splits={plan.splits} must be 1 in fma")
     _check_splits(plan, K)
-    lanes = FMA_LANES if plan.family == "fma" else _LANES
     shared = packed_shared_bytes(plan, K, weight, lanes)
     if shared > MAX_SHARED_BYTES:
         raise ValueError(

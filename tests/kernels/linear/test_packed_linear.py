@@ -191,9 +191,11 @@ def test_bits_are_the_same_at_every_number_of_lanes(make_linear_case, name, plan
 
 
 def sampling(lanes: int) -> SamplingTensors:
-    """Greedy and hot slots, of which every other must not stop at an id yet."""
+    """Greedy and hot slots, the hottest of which follow the noise; every other must not stop at an
+    id yet.
+    """
     return SamplingTensors.neutral(lanes)._replace(
-        temperature=torch.tensor([0.0, 1.0, 9.0]).repeat(lanes)[:lanes],
+        temperature=torch.tensor([0.0, 1.0, 99.0]).repeat(lanes)[:lanes],
         seed=torch.arange(lanes) * 7919 - 3,
         stop_ids=torch.arange(9).repeat(lanes, 1).int() * 3,
         min_len=torch.tensor([99, 0]).repeat(lanes)[:lanes].int(),
@@ -202,12 +204,15 @@ def sampling(lanes: int) -> SamplingTensors:
 
 @compiles
 @pytest.mark.parametrize(
-    "name, lanes, plan, part", [("int4", 1, FMA, False), ("e4m3", 5, SPLIT, True)]
+    "name, lanes, K, plan, part",
+    [("int4", 1, 256, FMA, False), ("e4m3", 5, 256, SPLIT, True), ("int8", 6, 512, DOT, False)],
 )
-def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes, plan, part):
-    """Of the whole vocabulary, or of a part with ids of its own."""
-    case = make_linear_case(lanes, 100, 256, BF16, groups=2, padded=(2,) if lanes > 2 else ())
-    weight, params = pack(random_quantised(name, 100, 256)), sampling(lanes)
+def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes, K, plan, part):
+    """Of the whole vocabulary, or of a part with ids of its own; with more tiles than a ring has,
+    too.
+    """
+    case = make_linear_case(lanes, 100, K, BF16, groups=2, padded=(2,) if lanes > 2 else ())
+    weight, params = pack(random_quantised(name, 100, K)), sampling(lanes)
     ids = (torch.arange(100) * 3).int() if part else None
     counters = torch.zeros(arrivals_needed(plan, 100), dtype=torch.int32)
     options = {"squares_TN": case.squares, "eps": EPS, "plan": plan, "token_ids": ids, "ahead": 2}
