@@ -12,6 +12,7 @@ pytest loads it at every start, where torch would take seconds.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,13 +63,31 @@ _HOMES = {
     "Timings": "graphengine.requests.result",
 }
 
+__version__ = "0.1.0"
+
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "kernels").exists() and (_HERE.parent / "kernels" / "__init__.py").is_file():
+    # This is the folder of a checkout, which Python finds first where it runs in the checkout's
+    # root; `graphengine.kernels`, `buckets` and `profiles` are its neighbours there.
+    __path__.append(str(_HERE.parent))
+
 # Type checkers know the names from above; to them, this function would allow any other too.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            home = import_module(_HOMES[name])
+        except ModuleNotFoundError as error:
+            if error.name not in (_HOMES[name], _HOMES[name].rpartition(".")[0]):
+                raise
+            raise ModuleNotFoundError(
+                f"graphengine.{name} is part of the distribution graphengine-decode: "
+                "pytest-graphengine has graphengine.testing alone",
+                name=error.name,
+            ) from None
+        return getattr(home, name)
 
 
 def __dir__() -> list[str]:

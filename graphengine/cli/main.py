@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from graphengine import __version__
 from graphengine.cli.graph_command import (
     DRAWINGS,
     diff_dumps,
@@ -392,6 +393,7 @@ def _print_logprobs(result: Result) -> None:
 def _parser(asked: str | None) -> argparse.ArgumentParser:
     """All commands; of `COMMANDS_ABOVE` only the one `asked` for gets its options."""
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (generate, chat, info):
         sub = commands.add_parser(
