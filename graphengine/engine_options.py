@@ -1,6 +1,6 @@
 """Keyword arguments of `Engine.from_pretrained`, for type checkers and editors.
 
-Made by `python -P -m graphengine.cli.option_files`: change the table there, not this file.
+Made by `python -m graphengine.cli.option_files`: change the table there, not this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes the tables of docs/numbers.md from the committed results.
 
-    python -P -m graphengine.profiles.table            # write it
-    python -P -m graphengine.profiles.table --check    # or fail if it differs from the results
+    python -m graphengine.profiles.table            # write it
+    python -m graphengine.profiles.table --check    # or fail if it differs from the results
 
 Every `bench-*.json` under `results/` is a document of `graphengine bench`. If its `environment`
 holds `recorded`, commit and changes were set afterwards, and `recorded` has what the run had
@@ -36,7 +36,7 @@ from graphengine.profiles.text import (
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
-BEGIN = "<!-- numbers: made by `python -P -m graphengine.profiles.table` from profiles/results -->"
+BEGIN = "<!-- numbers: made by `python -m graphengine.profiles.table` from profiles/results -->"
 END = "<!-- end of numbers -->"
 
 
@@ -313,7 +313,7 @@ def render(page: str, table: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.table")
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.table")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; status 1 if it differs"
     )

@@ -1,7 +1,7 @@
 """Writes the option tables out: `engine_options.py` and the tables of docs/options.md.
 
-    python -P -m graphengine.cli.option_files            # in a checkout: writes both
-    python -P -m graphengine.cli.option_files --check    # writes nothing; status 1 if one differs
+    python -m graphengine.cli.option_files            # in a checkout: writes both
+    python -m graphengine.cli.option_files --check    # writes nothing; status 1 if one differs
 
 A type checker reads source alone, so the keyword arguments of `Engine.from_pretrained` have to be
 in a file; a test holds it, and the page, against the tables.
@@ -23,7 +23,7 @@ from graphengine.options import Row, rows
 from graphengine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "python -P -m graphengine.cli.option_files"
+COMMAND = "python -m graphengine.cli.option_files"
 PAGE_TABLES = {"request options": SamplingParams, "engine options": EngineConfig}
 """The tables, by the name in their markers."""
 

@@ -356,7 +356,7 @@ def test_help_lists_the_commands_above(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    """If it does not: `python -P -m graphengine.profiles.table`."""
+    """If it does not: `python -m graphengine.profiles.table`."""
     assert table.main(["--check"]) == 0
 
 
