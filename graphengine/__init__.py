@@ -25,42 +25,71 @@ if TYPE_CHECKING:
     from graphengine.requests.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
     from graphengine.sessions import Session
+    from graphengine.speculative import (
+        MTP,
+        Auto,
+        DraftModel,
+        DraftVocabulary,
+        GateOptions,
+        NGram,
+        RelaxedAcceptance,
+        SaveHiddenStates,
+        UserProvided,
+    )
     from graphengine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
+    "MTP",
+    "Auto",
     "Chat",
+    "DraftModel",
+    "DraftVocabulary",
     "Engine",
     "EngineConfig",
     "Event",
+    "GateOptions",
     "Logprob",
+    "NGram",
     "QueueFull",
+    "RelaxedAcceptance",
     "Request",
     "Result",
     "SamplingParams",
+    "SaveHiddenStates",
     "Segment",
     "Session",
     "SessionSnapshot",
     "StepReport",
     "StructuredOutputsParams",
     "Timings",
+    "UserProvided",
 ]
 
 _HOMES = {
+    "MTP": "graphengine.speculative",
+    "Auto": "graphengine.speculative",
     "Chat": "graphengine.prompts",
+    "DraftModel": "graphengine.speculative",
+    "DraftVocabulary": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.requests.request",
+    "GateOptions": "graphengine.speculative",
     "Logprob": "graphengine.requests.result",
+    "NGram": "graphengine.speculative",
     "QueueFull": "graphengine.requests.request",
+    "RelaxedAcceptance": "graphengine.speculative",
     "Request": "graphengine.requests.request",
     "Result": "graphengine.requests.result",
     "SamplingParams": "graphengine.sampling_params",
+    "SaveHiddenStates": "graphengine.speculative",
     "Segment": "graphengine.requests.result",
     "Session": "graphengine.sessions",
     "SessionSnapshot": "graphengine.core.snapshots",
     "StepReport": "graphengine.core.report",
     "StructuredOutputsParams": "graphengine.structured_outputs",
     "Timings": "graphengine.requests.result",
+    "UserProvided": "graphengine.speculative",
 }
 
 __version__ = "0.1.0"

@@ -47,6 +47,7 @@ from graphengine.speculative import (
     forced_acceptance,
     resolve_auto,
 )
+from graphengine.speculative_text import parse_speculative
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -247,8 +248,8 @@ class EngineConfig:
     max_waiting: int | None = option(
         None,
         at_least(1, or_none=True),
-        doc="""requests that may wait for a slot, those submitted since the last step among them;
-        one more is refused with `QueueFull`; None: any number""",
+        doc="""requests that may wait for a slot, not counting those for which one is vacant; one
+        more is refused with `QueueFull`; None: any number""",
     )
     max_stop_ids: int = option(
         16,
@@ -298,10 +299,10 @@ class EngineConfig:
         elsewhere""",
         flag=Flag(),
     )
-    speculative: Speculative | None = option(
+    speculative: Speculative | str | None = option(
         None,
-        doc="""the drafter, from `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then
-        feeds k + 1 tokens a row; None: no drafts""",
+        doc="""the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line,
+        "mtp:3"; a step then feeds k + 1 tokens a row; None: no drafts""",
     )
     gate: GateOptions | None = option(
         None, doc="when to stop speculating and when to try again; None: always speculate"
@@ -333,6 +334,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_device()
+        if isinstance(self.speculative, str):
+            object.__setattr__(self, "speculative", parse_speculative(self.speculative))
         check_options(self)
         for name in ("buckets", "prefill_buckets"):
             self._keep_sizes(name)
@@ -445,6 +448,7 @@ class EngineConfig:
     def mode(self) -> Mode | None:
         """`speculative`, with `Auto` resolved."""
         mode = self.speculative
+        assert not isinstance(mode, str), f"{mode=}"
         return resolve_auto(self.max_batch) if isinstance(mode, Auto) else mode
 
     @property

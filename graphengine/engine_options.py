@@ -138,8 +138,8 @@ class EngineOptions(TypedDict, total=False):
     """share of the device's free memory that the engine may plan with"""
 
     max_waiting: int | None
-    """requests that may wait for a slot, those submitted since the last step among them; one more
-    is refused with `QueueFull`; None: any number
+    """requests that may wait for a slot, not counting those for which one is vacant; one more is
+    refused with `QueueFull`; None: any number
     """
 
     max_stop_ids: int
@@ -188,9 +188,9 @@ class EngineOptions(TypedDict, total=False):
     "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
     """
 
-    speculative: Speculative | None
-    """the drafter, from `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then feeds k
-    + 1 tokens a row; None: no drafts
+    speculative: Speculative | str | None
+    """the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line, "mtp:3"; a step
+    then feeds k + 1 tokens a row; None: no drafts
     """
 
     gate: GateOptions | None
