@@ -9,6 +9,7 @@ listens on this machine only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -43,10 +44,8 @@ class Loop:
 
     def run(self) -> None:
         while not self.stopping.is_set():
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._take(self._jobs.get(timeout=0 if self._engine.busy else 0.1))
-            except queue.Empty:
-                pass
             if self._engine.busy:
                 self._engine.step()
 

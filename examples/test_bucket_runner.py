@@ -2,8 +2,8 @@
 
     pytest examples/test_bucket_runner.py
 
-One graph for each bucket, one set of static buffers for all. Without a GPU the runner calls its step
-in place of a replay, and the tests that need no graph run all the same.
+One graph for each bucket, one set of static buffers for all. Without a GPU the runner calls its
+step in place of a replay, and the tests that need no graph run all the same.
 """
 
 from __future__ import annotations
