@@ -19,12 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphengine import Engine, EngineConfig, Result
-from graphengine.cli.speculative_text import (
-    GRAMMAR,
-    parse_draft_vocabulary,
-    parse_speculative,
-    with_draft_vocabulary,
-)
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
 from graphengine.kernels import RowFamily
@@ -44,6 +38,12 @@ from graphengine.speculative import (
     Speculative,
     describe,
     resolve_auto,
+)
+from graphengine.speculative_text import (
+    GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
 )
 
 Open = Callable[[dict[str, Any]], AbstractContextManager[Engine]]

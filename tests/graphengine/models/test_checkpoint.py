@@ -442,7 +442,7 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
         Checkpoint.open(tmp_path)
     write_json(tmp_path / "config.json", {})
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.in"):
@@ -461,7 +461,8 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(
     monkeypatch.chdir(tmp_path)
     if not name:
         name = "org/"
-    with pytest.raises(ValueError, match=r"no such directory, and it does not look like a hub id"):
+    match = r"no such directory, and it does not look like a hub id"
+    with pytest.raises(FileNotFoundError, match=match):
         Checkpoint.open(name)
 
 

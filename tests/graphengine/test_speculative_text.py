@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from graphengine.cli.speculative_text import (
+from graphengine.speculative import MTP, Auto, DraftModel, DraftVocabulary, NGram, Speculative
+from graphengine.speculative_text import (
     GRAMMAR,
     parse_draft_vocabulary,
     parse_speculative,
     with_draft_vocabulary,
 )
-from graphengine.speculative import MTP, Auto, DraftModel, DraftVocabulary, NGram, Speculative
 
 
 @pytest.mark.parametrize(

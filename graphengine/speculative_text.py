@@ -1,4 +1,4 @@
-"""Modes of speculation as text, for command lines."""
+"""Modes of speculation as text, for command lines and for whoever has one in a file."""
 
 from __future__ import annotations
 
