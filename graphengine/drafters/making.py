@@ -15,6 +15,7 @@ from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
@@ -100,9 +101,10 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     if wanted is not None:
         vocabulary = draft_vocabulary(wanted, target.checkpoint, target.model)
     if options.style == "vanilla":
-        return VanillaDrafter(mtp, options.k, vocabulary, options.feed)
+        modules = MtpModules(mtp.first(options.k), vocabulary)
+        return VanillaDrafter(modules, options.k, options.feed)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(mtp, options.k, vocabulary)
+    return eagle(MtpModules(mtp.first(1), vocabulary), options.k)
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:

@@ -429,12 +429,21 @@ class Model(Protocol):
         ...
 
     def decode(
-        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        states: StateTensors,
+        launch: DecodeLaunch,
+        *,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Residual:
         """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
 
         `residual` comes from the embedding, scaled for `first_norm`; it is updated in place. Each
         live lane's states are updated; padded lanes change nothing.
+
+        `streams[layer]`, [N or more, H], receives the live lanes' stream after the layer, rounded
+        to its dtype. No kernel is launched for that.
         """
         ...
 

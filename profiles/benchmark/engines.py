@@ -17,6 +17,7 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
 from graphengine.drafters.making import beside_target
+from graphengine.drafters.mtp import MtpModules
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import PackedWeight
 from graphengine.models.contract import ModelConfig
@@ -169,7 +170,7 @@ def random_drafter(
             module = beside_target(
                 random_module(subject.model), config, rounded_model(subject.model, config)
             )
-            return eagle(module, k, vocabulary)
+            return eagle(MtpModules(module.first(1), vocabulary), k)
         case NGram(k=k, max_n=max_n):
             return NGramDrafter(k, max_n)
         case other:

@@ -27,6 +27,7 @@ from graphengine.cli.speculative_text import (
 )
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
+from graphengine.drafters.mtp import MtpModules
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
@@ -303,11 +304,12 @@ def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
         kv_dtype=memory.kv_dtype,
         experts=None if experts is None else experts.layer,
     )
-    if isinstance(drafter, ModuleDrafter) and size is not None:
-        vocabulary, head = drafter.vocabulary, weights.lm_head
+    modules = drafter.modules if isinstance(drafter, ModuleDrafter) else None
+    if isinstance(modules, MtpModules) and size is not None:
+        vocabulary, head = modules.vocabulary, weights.lm_head
         rows = head.shape[0] if vocabulary is None else vocabulary.numel()
         size += drafts_bytes(
-            drafter.config,
+            modules.config,
             length=drafter.length,
             lm_head=head.nbytes * rows // head.shape[0],
             context=context,
@@ -316,7 +318,7 @@ def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
             kv_dtype=memory.kv_dtype,
             experts=0.0 if experts is None else experts.drafter,
         )
-    elif isinstance(drafter, DraftModelDrafter):
+    elif modules is not None or isinstance(drafter, DraftModelDrafter):
         size = None
     return {
         "step_bytes": size,

@@ -317,7 +317,7 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
 
 def test_new_residual():
     stream = new_residual(3, 8, 5, dtype=torch.bfloat16, device="cpu")
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in stream]
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in stream[:3]]
     assert shapes == [((3, 8), torch.float32), ((3, 8), torch.bfloat16), ((5, 3), torch.float32)]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
+from graphengine.drafters.mtp import MtpModules
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
@@ -97,10 +98,9 @@ def test_an_engine_of_a_shape_drafts() -> None:
     engine, _ = build_engine(Subject.of_shape("tiny"), options, random_vocab=32)
     with engine:
         assert isinstance(engine.core.drafter, EagleDrafter)
-        assert (
-            engine.core.drafter.vocabulary is not None
-            and engine.core.drafter.vocabulary.numel() == 32
-        )
+        modules = engine.core.drafter.modules
+        assert isinstance(modules, MtpModules) and modules.vocabulary is not None
+        assert modules.vocabulary.numel() == 32
         assert engine.memory.draft_lengths == (0, 2)
         assert engine.core.description["speculative"] == "mtp eagle, k=2"
         assert all(tensor.isfinite().all() for tensor in engine.core.drafter.weights.tensors())
