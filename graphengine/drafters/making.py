@@ -14,6 +14,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
 from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.needs import DraftNeeds
@@ -25,6 +26,7 @@ from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
+from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.mtp_reading import read_mtp_config
@@ -36,6 +38,7 @@ from graphengine.speculative import (
     MTP,
     DraftModel,
     DraftVocabulary,
+    Eagle3,
     Mode,
     NGram,
     SaveHiddenStates,
@@ -165,6 +168,13 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
     return DraftModelDrafter(draft, options.k, checkpoint)
 
 
+def _eagle3(options: Eagle3, target: Target) -> Drafter:
+    checkpoint = Checkpoint.open(options.path)
+    read = read_eagle3(checkpoint, target.model, options.layers)
+    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
+    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+
+
 def _token_ids(checkpoint: Checkpoint) -> object:
     """The tokens of `tokenizer.json` with their ids; None where there is none."""
     if not checkpoint.has_tokenizer:
@@ -199,6 +209,7 @@ MAKERS: dict[type[Mode], Maker] = {
     MTP: _mtp,
     NGram: _ngram,
     DraftModel: _draft_model,
+    Eagle3: _eagle3,
     UserProvided: _user,
     SaveHiddenStates: _hidden_states,
 }

@@ -10,7 +10,9 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -108,6 +110,8 @@ class DraftModules(ABC):
     """Whether prefill must run all lanes through all of the target's layers."""
     reads_output: bool = True
     """Whether the first module reads what the target's final norm leaves."""
+    reads_streams: bool = False
+    """Whether it reads the target's residual stream after some layers."""
 
     @property
     @abstractmethod
@@ -142,7 +146,11 @@ class OpenModules(ABC):
     launch      with plans of their linears
     target_eps  of the target's final norm
     dtype       of what they compute
+    streams, step_streams  as of a `Drafter`
     """
+
+    streams: Mapping[int, Tensor] = MappingProxyType({})
+    step_streams: Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -229,6 +237,7 @@ class ModuleDrafter(Drafter):
             length=length,
             states=modules.config.states,
             wants_hidden=modules.wants_hidden,
+            reads_streams=modules.reads_streams,
         )
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
@@ -257,6 +266,7 @@ class ModuleDrafter(Drafter):
         return most_arrival_counters(self.modules.config, self.modules.linears, lanes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
-        self._opened = self.modules.open(setting, cache, self.plans)
+        self._opened = opened = self.modules.open(setting, cache, self.plans)
+        self.streams, self.step_streams = opened.streams, opened.step_streams
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]
