@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from checkpoints import hybrids
 from checkpoints.eagle3_heads import (
     Head,
     Shape,
@@ -19,7 +21,7 @@ from checkpoints.eagle3_heads import (
     streams_of,
     write_head,
 )
-from checkpoints.mtp_chains import SIZES, VOCAB
+from checkpoints.mtp_chains import SIZES, VOCAB, random_target
 from engines.small_engine import assert_idle, greedy
 from engines.speculation import ENDLESS, open_speculating
 from graphengine import Engine, Request
@@ -184,3 +186,54 @@ def test_after_pauses(pairs: dict[str, Pair]) -> None:
         requests = [engine.submit(prompt, greedy(40, **ENDLESS)) for prompt in prompts_of(21, 9, 6)]
         follow(pair, engine, requests)
         assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+
+
+# Targets of every kind.
+
+
+def gemma3() -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = SIZES | {"sliding_window": 5, "sliding_window_pattern": 2, "pad_token_id": 0}
+    torch.manual_seed(2)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
+
+
+def gpt_oss() -> Any:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = SIZES | {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5}
+    config = GptOssConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    torch.manual_seed(2)
+    return GptOssForCausalLM._from_config(config, experts_implementation="eager").eval()
+
+
+def hybrid(kind: str) -> Any:
+    torch.manual_seed(2)
+    return hybrids.MODELS[kind]().eval()
+
+
+TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "qwen3-windows": (lambda: random_target("qwen3-windows"), (1, 0)),
+    "qwen3.5": (lambda: random_target("qwen3.5"), (0, 1)),
+    "qwen3-moe": (lambda: random_target("qwen3-moe"), (0, 1)),
+    "deepseek-v3": (lambda: random_target("deepseek-v3"), (0, 1)),
+    "glm4-moe": (lambda: random_target("glm4-moe"), (1, 0)),
+    "gemma3": (gemma3, (0, 1)),
+    "gpt-oss": (gpt_oss, (0, 1)),
+    # Its stream stands for a part of what it is.
+    "granite": (lambda: hybrid("granite"), (0, 2, 3)),
+    # Layers of one block each, the last of which keep nothing.
+    "nemotron": (lambda: hybrid("nemotron"), (0, 4, 3)),
+    "lfm2": (lambda: hybrid("lfm2"), (2, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_targets_of_every_kind(tmp_path: Path, kind: str) -> None:
+    """What their streams leave, in prefill and in decode, and after drafts were refused."""
+    make, layers = TARGETS[kind]
+    pair = pair_of(tmp_path, make(), Shape(layers=layers, drafted=61))
+    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+        requests = [engine.submit(prompt, greedy(11, **ENDLESS)) for prompt in prompts_of(21, 2)]
+        follow(pair, engine, requests)

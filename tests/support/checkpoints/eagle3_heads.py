@@ -222,7 +222,8 @@ def streams_of(model: Any, sequence: list[int], layers: tuple[int, ...]) -> Tens
 
         return hook
 
-    hooks = [model.model.layers[layer].register_forward_hook(keep(layer)) for layer in set(layers)]
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    hooks = [decoder.layers[layer].register_forward_hook(keep(layer)) for layer in set(layers)]
     model(torch.tensor([sequence]))
     for hook in hooks:
         hook.remove()
