@@ -119,7 +119,7 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
         folder / "model.safetensors",
     )
     return folder
