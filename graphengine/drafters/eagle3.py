@@ -30,10 +30,7 @@ from graphengine.kernels import (
     Fusion,
     Residual,
     combine_hidden,
-    linear_squares,
 )
-from graphengine.models.blocks.gqa import RopeTables
-from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import DecodeLaunch, Destinations, ModelConfig
 from graphengine.models.eagle3 import (
@@ -42,6 +39,8 @@ from graphengine.models.eagle3 import (
     allocate_eagle3_weights,
     eagle3_decode,
     eagle3_prefill,
+    fuse_chunk,
+    fuse_streams,
 )
 from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
@@ -139,12 +138,7 @@ class OpenEagle3(OpenModules):
         launch = replace(setting.launch_with(plans), split_tokens=split)
         super().__init__(config, [fusion], head, launch, setting.model.config.norm_eps)
         self._weights, (self._kv,) = weights, cache
-        self._tables = RopeTables.of(
-            config.layer.rope,
-            head_dim=config.attention.table_dim,
-            max_seq_len=setting.limit,
-            device=device,
-        )
+        self._tables = config.tables(setting.limit, device)
         self._block_table = setting.buffers["block_table"]
         self._rows = setting.buffers[_STREAMS]
         parts = torch.split(self._rows, config.target_width, dim=1)
@@ -152,16 +146,9 @@ class OpenEagle3(OpenModules):
 
     def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
         """fc of the target's stream after the chosen layers."""
-        weights, launch = self._weights, self.launch
-        product = linear_squares(
-            self._rows[: lanes.slot.numel()],
-            weights.fc,
-            lanes.slot,
-            bias=weights.fc_bias,
-            plan=launch.plan("fc", weights.fc),
-            launch=launch,
-        )
-        return TargetHidden(product.y, fresh=True)
+        rows = self._rows[: lanes.slot.numel()]
+        g = fuse_streams(self._weights, rows, lanes.slot, self.launch)
+        return TargetHidden(g, fresh=True)
 
     def run(
         self,
@@ -185,10 +172,8 @@ class OpenEagle3(OpenModules):
 
     def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
         chunk, weights = prefilled.chunk, self._weights
-        lanes = chunk.slot.numel()
-        launch = self.launch.prefill
-        g = weights.fc.new_empty(lanes, self.config.hidden_size)
-        chunk_product(self._rows[:lanes], weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
+        lanes, launch = chunk.slot.numel(), self.launch.prefill
+        g = fuse_chunk(weights, self._rows[:lanes], launch)
         residual = self.new_stream(lanes)
         combined = combine_hidden(
             prefilled.following, chunk.slot, g, None, self.fusions[0], residual=residual

@@ -29,8 +29,10 @@ from graphengine.kernels import (
     PrefillLanes,
     Residual,
     RowFamily,
+    linear_squares,
 )
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.contract import (
     ChunkAttention,
     DecodeLaunch,
@@ -122,6 +124,15 @@ class Eagle3Config:
     def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
         """Tokens that a program of decode attention reads."""
         return self.attention.split_tokens(family, dtype)
+
+    def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
+        """The layer's cosines and sines, which are not the target's."""
+        return RopeTables.of(
+            self.layer.rope,
+            head_dim=self.attention.table_dim,
+            max_seq_len=max_seq_len,
+            device=device,
+        )
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of the cosines and sines of this many positions."""
@@ -222,6 +233,29 @@ def allocate_eagle3_weights(
         lm_head=None if names.lm_head is None else new(config.draft_vocabulary, hidden),
         embedding=new(config.embedding_rows, hidden) if config.embedding_rows else None,
     )
+
+
+def fuse_streams(
+    weights: Eagle3Weights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
+) -> Tensor:
+    """g of decode lanes, float32 `[N, H]`, from the streams that the target's layers left, side by
+    side. Padded lanes hold anything.
+    """
+    product = linear_squares(
+        streams_NS,
+        weights.fc,
+        slot_N,
+        bias=weights.fc_bias,
+        plan=launch.plan("fc", weights.fc),
+        launch=launch,
+    )
+    return product.y
+
+
+def fuse_chunk(weights: Eagle3Weights, streams_TS: Tensor, launch: PrefillLaunch) -> Tensor:
+    """The same of a chunk's lanes, in the model's dtype."""
+    g = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
+    return chunk_product(streams_TS, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
 
 
 def eagle3_decode(
