@@ -53,17 +53,19 @@ class Eagle3Module(DraftModules):
     """The layer of an EAGLE3 checkpoint.
 
     read        what was read of it
-    checkpoint  where its weights are
+    checkpoint  where its weights are; None: whoever allocates it fills them, rows of lm_head in the
+                order of their tokens
     target      beside which it is
     """
 
     config: Eagle3Config
     weights: Eagle3Weights
-    own_checkpoint: Checkpoint
     reads_output = False
     reads_streams = True
 
-    def __init__(self, read: Eagle3Checkpoint, checkpoint: Checkpoint, target: ModelConfig) -> None:
+    def __init__(
+        self, read: Eagle3Checkpoint, checkpoint: Checkpoint | None, target: ModelConfig
+    ) -> None:
         self.config, self.token_ids, self._order = read
         self.own_checkpoint = checkpoint
         self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
@@ -99,6 +101,8 @@ class Eagle3Module(DraftModules):
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations:
         self.weights = allocate_eagle3_weights(self.config, device=str(device), dtype=dtype)
+        if self.own_checkpoint is None:
+            return self.weights.named()
         self.own_checkpoint.load(self.weights.named())
         head, order = self.weights.lm_head, self._order
         if head is not None and order is not None:

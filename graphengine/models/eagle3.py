@@ -20,6 +20,7 @@ read.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.contract import (
     ChunkAttention,
     DecodeLaunch,
+    ModelConfig,
     PrefillLaunch,
     StoredLinear,
     StoredWeights,
@@ -47,8 +49,15 @@ from graphengine.models.decoder_layer import (
     decode_feed_forward,
     finish_prefill_layer,
 )
+from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.states import LayerStates
+
+
+def usual_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Those after which heads read that do not say otherwise; a target of few has not all."""
+    count = target.num_layers
+    return (1, count // 2 - 1, count - 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +95,40 @@ class Eagle3Config:
     fc_bias: bool = False
     normed_stream: bool = False
     normed_output: bool = False
+
+    @classmethod
+    def of_target(cls, target: ModelConfig, draft_vocabulary: int) -> Self:
+        """A head as SpecForge configures one: a dense layer of the target's sizes, which reads the
+        usual layers, or those of a target of few that come nearest.
+
+        ValueError for a target whose layers have no heads of their own.
+        """
+        decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target
+        if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:
+            raise ValueError(f"no EAGLE3 head has the sizes of a {target.architecture}")
+        layer = DecoderConfig(
+            architecture="Eagle3",
+            vocab_size=draft_vocabulary,
+            hidden_size=decoder.hidden_size,
+            ffn_size=decoder.ffn_size,
+            num_layers=1,
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            norm_eps=decoder.norm_eps,
+            max_positions=decoder.max_positions,
+            rope=decoder.rope,
+        )
+        last = target.num_layers - 1
+        usual = {min(max(each, 0), last) for each in usual_layers(target)}
+        return cls(
+            layer=layer,
+            names=Eagle3Names(
+                layer="midlayer.", fc="fc", final_norm="norm", lm_head="lm_head", embedding=None
+            ),
+            layers=tuple(sorted(usual)),
+            target_width=target.hidden_size,
+        )
 
     @property
     def hidden_size(self) -> int:

@@ -29,7 +29,12 @@ from graphengine.models import hf_config
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import HfConfig, Key, read_keys, unsupported
 from graphengine.models.contract import ModelConfig
-from graphengine.models.eagle3 import Eagle3Config, Eagle3Names, allocate_eagle3_weights
+from graphengine.models.eagle3 import (
+    Eagle3Config,
+    Eagle3Names,
+    allocate_eagle3_weights,
+    usual_layers,
+)
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.llama import DEFAULTS, decoder_config
 from graphengine.speculative import offset_ids
@@ -168,8 +173,7 @@ def _layers(settings: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]
     ids: tuple[int, ...] | None = settings[_IDS]
     if ids:
         return ids if min(ids) == 1 else tuple(each - 1 for each in ids)
-    count = target.num_layers
-    return (1, count // 2 - 1, count - 4)
+    return usual_layers(target)
 
 
 def _check_layers(path: Path, layers: Collection[int], target: ModelConfig) -> None:

@@ -41,6 +41,7 @@ from graphengine.speculative import (
     MTP,
     Auto,
     DraftModel,
+    Eagle3,
     NGram,
     Speculative,
     describe,
@@ -68,10 +69,11 @@ class Sweep:
     forced: tuple[int, ...] | None
     random_vocab: int | None
 
-    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | None]:
+    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | Eagle3 | None]:
         """The mode for a draft length; None for 0."""
         mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
-        assert isinstance(mode, MTP | NGram | DraftModel), f"{mode=} has no length to choose"
+        modes = MTP | NGram | DraftModel | Eagle3
+        assert isinstance(mode, modes), f"{mode=} has no length to choose"
         if self.lengths is None:
             return [mode]
         return [replace(mode, k=length) if length else None for length in self.lengths]
@@ -106,8 +108,8 @@ def read_sweep(options: argparse.Namespace, subject: Subject) -> Sweep | None:
     if options.draft_vocab is not None:
         if subject.checkpoint is not None:
             mode = with_draft_vocabulary(mode, parse_draft_vocabulary(options.draft_vocab))
-        elif not isinstance(mode, MTP):
-            raise ValueError(f"--draft-vocab is for mtp, not for {describe(mode)}")
+        elif not isinstance(mode, MTP | Eagle3):
+            raise ValueError(f"--draft-vocab is for mtp and eagle3, not for {describe(mode)}")
         else:
             random_vocab, *more = integers(options.draft_vocab, "draft-vocab")
             if more:
