@@ -175,6 +175,7 @@ from graphengine.kernels.linear.reference import (
     linear_squares_reference,
 )
 from graphengine.kernels.linear.residual import (
+    Kept,
     Product,
     Residual,
     add_to_residual_reference,
@@ -348,6 +349,7 @@ __all__ = [
     "GatedDeltaSizes",
     "Grouping",
     "HandOver",
+    "Kept",
     "KernelCompilation",
     "LaneCodes",
     "Launch",

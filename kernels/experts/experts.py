@@ -62,6 +62,7 @@ from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import (
     Residual,
     add_to_residual_reference,
+    check_kept,
     check_squares,
 )
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
@@ -191,6 +192,7 @@ def expert_residual(
     Args:
         a_PF: as `expert_swiglu` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
+            The new `x` goes to where it is kept, too.
         next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
         plan: in `fma` pairs are taken one by one, of a dense weight. There and with a packed weight
             slots, routes and the grouping must, with PDL, have been written two launches earlier or
@@ -218,6 +220,7 @@ def expert_residual(
                 f"residual.{name} must be a dense {dtype} [{lanes}, {hidden}], not {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
+    check_kept(residual)
     squares = residual.x.new_empty(-(-hidden // plan.block_m), lanes)
     residual = residual._replace(squares=squares)
     if not use_triton(a_PF):
@@ -230,7 +233,9 @@ def expert_residual(
         found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
         raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
     y = residual.x.new_empty(len(a_PF), hidden)
-    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares)
+    kept, scale = (None, 1.0) if residual.kept is None else residual.kept
+    stride = 0 if kept is None else kept.stride(0)
+    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares, kept, stride, scale)
     if takes(weight_EHF, a_PF):
         launch_packed(
             a_PF,

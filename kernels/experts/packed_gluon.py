@@ -309,5 +309,9 @@ def _add_pairs(
     gl.store(stream.x + at, x, mask=stored)
     scaled = (x * norm[None, :]).to(stream.scaled.dtype.element_ty)
     gl.store(stream.scaled + at, scaled, mask=stored)
+    if stream.kept is not None:
+        kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
+        kept_ptrs = stream.kept + lane.to(gl.int64)[:, None] * stream.kept_stride + output[None, :]
+        gl.store(kept_ptrs, kept, mask=stored)
     sums = gl.sum(gl.where(stored, x * x, 0.0), axis=1)
     gl.store(stream.squares + tile * lanes + lane, sums, mask=live)

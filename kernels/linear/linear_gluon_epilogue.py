@@ -12,7 +12,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.linear.linear_triton import STREAM_FIELDS
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
 
@@ -115,9 +115,13 @@ def epilogue(
         at = wide_lane * OUTPUTS + output[None, :]
         x = base + y
         gl.store(residual.x + at, x, mask=stored)
-        if len(residual) == STREAM_FIELDS:
+        if len(residual) >= STREAM_FIELDS:
             scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
             gl.store(residual.scaled + at, scaled, mask=stored)
+        if len(residual) == KEEPING_FIELDS:
+            kept = (x * residual.kept_scale).to(residual.kept.dtype.element_ty)
+            kept_ptrs = residual.kept + wide_lane * residual.kept_stride + output[None, :]
+            gl.store(kept_ptrs, kept, mask=stored)
         sums = gl.sum(gl.where(in_row, x * x, 0.0), axis=1)
         gl.store(residual.squares + tile * lanes + lane, sums, mask=live)
     else:
@@ -138,7 +142,7 @@ def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.cons
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm
     up_bias = norm
-    if residual is not None and len(residual) == STREAM_FIELDS:
+    if residual is not None and len(residual) >= STREAM_FIELDS:
         norm = gl.load(residual.next_norm + output, mask=inside, other=0.0).to(gl.float32)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
@@ -169,7 +173,7 @@ def load_lanes(
     column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, squares_layout(WARPS)))
     squares = load_squares(squares_ptr, column, column < lanes, lanes, GROUPS, WARPS)
     base = gl.zeros([L, B], gl.float32, row_layout(B, WARPS))
-    if residual is not None and len(residual) == STREAM_FIELDS:
+    if residual is not None and len(residual) >= STREAM_FIELDS:
         base = gl.load(
             residual.x + lane.to(gl.int64)[:, None] * OUTPUTS + output[None, :],
             mask=inside[:, None] & (output < OUTPUTS)[None, :],

@@ -31,7 +31,7 @@ from graphengine.kernels.linear.packed_linear import (
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference
-from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.residual import Kept, Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_tiles_reference, token_of_tiles_reference
 from launches.compilation import (
@@ -79,7 +79,8 @@ def outputs_of(
     counters = torch.zeros(arrivals_needed(plan, M), dtype=torch.int32, device=case.x.device)
     if residual:
         scaled = torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype)
-        stream = Residual(case.stream.clone(), scaled, case.stream)
+        kept = Kept(torch.cat([scaled, scaled], dim=1)[:, : scaled.shape[1]], 0.3)
+        stream = Residual(case.stream.clone(), scaled, case.stream, kept)
         found: list[Residual] = []
 
         def call(launch: Launch) -> None:
@@ -91,6 +92,8 @@ def outputs_of(
 
         launch_with(call, case, counters, pdl)
         (after,) = found
+        live = case.slot >= 0
+        assert torch.equal(kept.rows[live], (after.x[live] * 0.3).to(case.x.dtype))
         outputs: tuple[torch.Tensor, ...] = (after.x, after.scaled, after.squares.t())
     else:
         # Rows that lie apart as a kernel's rows do.
@@ -343,7 +346,7 @@ def compiled(name: str, plan: LinearPlan, *, lanes: int = 1, kind: str = "store"
     def call() -> None:
         launch = Launch(arrivals=slot.new_empty(64), pdl=True)
         if kind == "residual":
-            stream = Residual(new(lanes, 256), x[:, :256].contiguous(), x)
+            stream = Residual(new(lanes, 256), x[:, :256].contiguous(), x, Kept(x[:, 512:768]))
             norm = new(256, dtype=BF16)
             packed_linear_residual(x, weight, slot, stream, norm, plan=plan, launch=launch)
         else:
