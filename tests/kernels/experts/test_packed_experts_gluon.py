@@ -250,7 +250,7 @@ def test_what_the_kernel_cannot_do_is_an_error(plan, size, message):
 
 
 def test_plans_and_blocks_of_packed_experts():
-    """Of several pairs four times the rows share inputs; blocks are small while experts have few."""
+    """Of several pairs four times the rows share inputs; blocks are small where pairs are few."""
     mxfp4, fp8 = WeightFormat("e2m1", 1, 32), WeightFormat("e4m3", 128, 128)
     plans = {
         (kind.code, family): expert_plan("swiglu", 5760, 2880, BF16, family, kind)
