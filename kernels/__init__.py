@@ -12,6 +12,7 @@ the room.
 """
 
 from graphengine.kernels.attention.decode import (
+    TREE_SPLIT,
     decode_attention,
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
@@ -44,6 +45,7 @@ from graphengine.kernels.attention.reference import (
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
+from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -264,13 +266,14 @@ from graphengine.kernels.sample.sampling import (
     sample_tiles,
     sample_tiles_reference,
 )
-from graphengine.kernels.step.begin import gather_and_embed, gather_and_embed_reference
+from graphengine.kernels.step.begin import RowTrees, gather_and_embed, gather_and_embed_reference
 from graphengine.kernels.step.finish import (
     FinishedStep,
     verify_commit_publish,
     verify_commit_publish_reference,
 )
 from graphengine.kernels.step.handover import HandOver, hand_over, hand_over_reference
+from graphengine.kernels.step.move import move_path, move_path_reference
 from graphengine.kernels.step.noted import (
     note_prompt,
     note_prompt_reference,
@@ -299,6 +302,7 @@ from graphengine.kernels.step.stop_sequences import (
     match_stop_sequences_reference,
 )
 from graphengine.kernels.step.swap import copy_blocks, copy_blocks_reference
+from graphengine.kernels.step.walk import AcceptedPath
 
 __all__ = [
     "ALONE",
@@ -320,11 +324,13 @@ __all__ = [
     "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",
     "STOP",
+    "TREE_SPLIT",
     "USES_BAD_WORDS",
     "USES_BIAS",
     "USES_COUNTS",
     "USES_MASK",
     "USES_REPETITION",
+    "AcceptedPath",
     "Activation",
     "ActivationKind",
     "AnyWeight",
@@ -369,12 +375,15 @@ __all__ = [
     "RouterScores",
     "Routes",
     "RowFamily",
+    "RowTrees",
     "SamplingTensors",
     "SlotState",
     "StopMatch",
     "StopSequences",
     "StopTensors",
     "TokenLogprobs",
+    "TreeLanes",
+    "TreeTables",
     "WeightFormat",
     "add_normed",
     "add_normed_reference",
@@ -465,6 +474,8 @@ __all__ = [
     "mamba_state_selective_copy_reference",
     "match_stop_sequences",
     "match_stop_sequences_reference",
+    "move_path",
+    "move_path_reference",
     "new_draft_chain",
     "new_lane_codes",
     "new_residual",
