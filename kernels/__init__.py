@@ -79,6 +79,18 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     update_relaxed_delta,
     update_relaxed_delta_reference,
 )
+from graphengine.kernels.draft.top_drafts import (
+    MAX_CHILDREN,
+    TopDrafts,
+    top_drafts,
+    top_drafts_reference,
+)
+from graphengine.kernels.draft.tree import (
+    ParentRun,
+    TreeLevel,
+    grow_tree,
+    grow_tree_reference,
+)
 from graphengine.kernels.draft.vanilla import (
     DraftChain,
     Emitted,
@@ -315,6 +327,7 @@ __all__ = [
     "INVALID",
     "LATENT_TILE",
     "LENGTH",
+    "MAX_CHILDREN",
     "MAX_DRAFTS",
     "MAX_EXPERTS",
     "MAX_LANES",
@@ -362,6 +375,7 @@ __all__ = [
     "PackedExperts",
     "PackedForm",
     "PackedWeight",
+    "ParentRun",
     "PrefillLanes",
     "Product",
     "ProductTile",
@@ -382,7 +396,9 @@ __all__ = [
     "StopSequences",
     "StopTensors",
     "TokenLogprobs",
+    "TopDrafts",
     "TreeLanes",
+    "TreeLevel",
     "TreeTables",
     "WeightFormat",
     "add_normed",
@@ -441,6 +457,8 @@ __all__ = [
     "given_routes",
     "group_pairs",
     "groups_pairs",
+    "grow_tree",
+    "grow_tree_reference",
     "hand_over",
     "hand_over_reference",
     "head_product",
@@ -541,6 +559,8 @@ __all__ = [
     "takes_fp8",
     "token_log_probabilities",
     "token_log_probabilities_reference",
+    "top_drafts",
+    "top_drafts_reference",
     "unpack_state",
     "update_relaxed_delta",
     "update_relaxed_delta_reference",

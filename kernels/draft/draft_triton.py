@@ -83,7 +83,7 @@ def combine_kernel(
     source = lane
     if source_ptr is not None:
         source = tl.load(source_ptr + lane, mask=live, other=0, cache_modifier=".cg")
-    hidden = _normed_hidden(fusion, source, live, H, GROUPS, BLOCK_H, BLOCK_T)
+    hidden = normed_hidden(fusion, source, live, H, GROUPS, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -97,6 +97,7 @@ def begin_kernel(
     count_ptr,
     fed_slot_ptr,
     fed_position_ptr,
+    hidden_source_ptr,
     token_ptr,
     slot_ptr,
     position_ptr,
@@ -122,7 +123,10 @@ def begin_kernel(
     slot = tl.load(fed_slot_ptr + lane, cache_modifier=".cg")
     fed = slot >= 0
     position = tl.load(fed_position_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
-    hidden = _normed_hidden(fusion, lane, fed, H, GROUPS, BLOCK_H, BLOCK_T)
+    source = lane
+    if hidden_source_ptr is not None:
+        source = tl.load(hidden_source_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
+    hidden = normed_hidden(fusion, source, fed, H, GROUPS, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -165,7 +169,7 @@ def advance_kernel(
     """One program a row. Of all that it reads only the tiles are as new as the launch before."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
-    hidden = _normed_hidden(fusion, source, slot >= 0, H, GROUPS, BLOCK_H, BLOCK_T)
+    hidden = normed_hidden(fusion, source, slot >= 0, H, GROUPS, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -238,7 +242,7 @@ def load_weight(weight_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _normed_hidden(
+def normed_hidden(
     fusion,
     lane,
     live,

@@ -23,6 +23,11 @@ from graphengine.kernels.logits.logits_triton import (
     USES_MASK,
     USES_REPETITION,
 )
+from graphengine.kernels.logits.logprobs import (
+    LogprobTensors,
+    rank_logits,
+    token_log_probabilities,
+)
 from graphengine.kernels.step.state import DecodeLanes
 from launches.trees import POISON, Shape, shapes
 
@@ -106,3 +111,33 @@ def test_a_node_is_as_a_chain_of_its_path(twin: tuple[Op, str], shape: Shape, se
             twin, logits[path], [tokens[each] for each in path], [*range(len(path))], alone, None
         )
         assert torch.equal(actual[node], chain[-1]), f"{node=} of {shape}"
+
+
+def test_log_probabilities_of_a_path(device: str) -> None:
+    """Those of lanes that have their logits elsewhere are as of logits that lie in order."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, V, generator=generator).to(device)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    wants = LogprobTensors(ints([2, 1]), ints([1, 0]))
+    raw = torch.randn(9, V, generator=generator).to(device)
+    source, slot, token, count = (
+        [0, 2, 5, 6, 6, 6],
+        [1, 1, 1, 0, -1, -1],
+        [3, 4, 5, 6, 0, 0],
+        [3, 1],
+    )
+    found = []
+    for rows, where in (([*range(9)], ints(source)), (source, None)):
+        options = {"raw_NV": raw[rows], "source_N": where}
+        ranked = rank_logits(logits[rows], ints(slot), wants, **options)
+        tokens = token_log_probabilities(
+            logits[rows], ints(token), ints(count), ints(slot), wants, ranked, **options
+        )
+        found.append([part[:4] for part in (*ranked, *tokens)])
+    for ours, plain in zip(*found, strict=True):
+        assert torch.equal(ours, plain)
+    with pytest.raises(ValueError, match=r"source must be a dense \[6\], not \(4,\)"):
+        rank_logits(logits, ints(slot), wants, source_N=ints(source[:4]))
