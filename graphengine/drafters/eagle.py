@@ -58,7 +58,14 @@ class EagleDrafter(ModuleDrafter):
 
     def propose(self, verified: Verified) -> None:
         step = verified.step
-        self._take_in(step.token_N, step.count_R, verified.lanes, verified.hidden, verified.drafts)
+        self._take_in(
+            step.token_N,
+            step.count_R,
+            verified.lanes,
+            verified.hidden,
+            verified.drafts,
+            verified.source,
+        )
 
     def _take_in(
         self,
@@ -67,6 +74,7 @@ class EagleDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         hidden: Residual | Tensor,
         drafts: int,
+        source: Tensor | None = None,
     ) -> None:
         """`propose`; `hidden`: the stream scaled for the final norm, or plain after it."""
         launch = self._launch
@@ -77,6 +85,7 @@ class EagleDrafter(ModuleDrafter):
             lanes,
             hidden,
             self._fusions[0],
+            source_N=source,
             hidden_eps=self._target_eps,
             residual=residual,
             pdl=launch.pdl,

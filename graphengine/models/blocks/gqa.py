@@ -378,6 +378,7 @@ class AttentionWeights:
             sinks=self.sinks,
             split_tokens=launch.split_tokens,
             tokens_per_row=launch.tokens_per_row,
+            tree=launch.tree,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
         return add_product(
