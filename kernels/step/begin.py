@@ -361,7 +361,6 @@ def _begin_decode_kernel(
         row_lives = live
         for j in tl.static_range(W):
             token = tokens[j]
-            lane = row * W + j
             depth = j
             if DEPTH > 0:
                 wide_slot = slot.to(tl.int64)
@@ -370,6 +369,7 @@ def _begin_decode_kernel(
                 live = row_lives & (position + j < limit)
             if j > 0:
                 live = live & (token >= 0) & (position + depth + 1 < max_len)
+            lane = row * W + j
             if DEPTH > 0:
                 d = tl.arange(0, BLOCK_D)
                 ancestor_ptr = tree_ancestor_ptr + wide_slot * tree_ancestor_stride + j * DEPTH + d
