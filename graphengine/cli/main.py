@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from graphengine import __version__
 from graphengine.cli.graph_command import (
     DRAWINGS,
     diff_dumps,
@@ -30,16 +31,8 @@ from graphengine.cli.graph_command import (
 from graphengine.cli.option_flags import add_flags, given_options
 from graphengine.cli.quantize_command import add_arguments as add_quantize_arguments
 from graphengine.cli.quantize_command import quantize
-from graphengine.cli.speculative_text import (
-    GRAMMAR,
-    VOCABULARY_GRAMMAR,
-    parse_draft_vocabulary,
-    parse_speculative,
-    with_draft_vocabulary,
-)
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
-from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
@@ -53,6 +46,13 @@ from graphengine.requests.request import Event
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
+from graphengine.speculative_text import (
+    GRAMMAR,
+    VOCABULARY_GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
+)
 from graphengine.structured_outputs import StructuredOutputsParams
 from graphengine.text.tokenizer import Tokenizer
 
@@ -109,8 +109,7 @@ def generate(options: argparse.Namespace) -> None:
         events = engine.stream(prompt, params, deadline_s=options.deadline)
         result, summary = _run(engine, events, options)
     if options.json:
-        said = {"text": result.text, "token_ids": result.token_ids}
-        print(json.dumps(said | summary | _logprobs(result)))
+        print(json.dumps(summary | result.to_dict()))
     else:
         _print_logprobs(result)
         _print_summary(summary)
@@ -137,7 +136,7 @@ def chat(options: argparse.Namespace) -> None:
             result, summary = _run(engine, events, options)
             messages.append({"role": "assistant", "content": result.text})
             if options.json:
-                print(json.dumps({"text": result.text, **summary, **_logprobs(result)}), flush=True)
+                print(json.dumps(summary | result.to_dict()), flush=True)
             else:
                 _print_logprobs(result)
                 if result.finish_reason not in ("stop", "length"):
@@ -146,7 +145,7 @@ def chat(options: argparse.Namespace) -> None:
 
 def info(options: argparse.Namespace) -> None:
     """Show what would be allocated and captured; allocate and capture nothing."""
-    checkpoint = Checkpoint.open(_checkpoint(options))
+    checkpoint = Checkpoint.open(options.checkpoint)
     config = EngineConfig(**_engine_options(options))
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
@@ -214,8 +213,8 @@ def _prefill_cut(config: EngineConfig, memory: MemoryPlan) -> str:
 def graph_dump(options: argparse.Namespace) -> None:
     """Write every graph that an engine captures to a folder."""
     # Errors of the checkpoint are reported first, but nothing is downloaded to find them.
-    if find_local(_checkpoint(options)) is not None:
-        Checkpoint.open(_checkpoint(options))
+    if find_local(options.checkpoint) is not None:
+        Checkpoint.open(options.checkpoint)
     prepare_dump(EngineConfig(**_engine_options(options)), options.out, options.draw)
     with _engine(options) as engine:
         made = read_engine(engine, checkpoint=options.checkpoint)
@@ -309,9 +308,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 def _engine(options: argparse.Namespace) -> Engine:
     progress = None if options.json or not sys.stderr.isatty() else _progress_bar
-    return Engine.from_pretrained(
-        _checkpoint(options), progress=progress, **_engine_options(options)
-    )
+    return Engine.from_pretrained(options.checkpoint, progress=progress, **_engine_options(options))
 
 
 def _progress_bar(done: int, total: int) -> None:
@@ -325,10 +322,6 @@ def _progress_bar(done: int, total: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _checkpoint(options: argparse.Namespace) -> str:
-    return str(checkpoint_path()) if options.checkpoint == "demo" else str(options.checkpoint)
 
 
 def _read_line(quiet: bool) -> str | None:
@@ -375,11 +368,6 @@ def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams 
     return None
 
 
-def _logprobs(result: Result) -> dict[str, Any]:
-    """The field of log-probabilities for JSON, where they were asked for."""
-    return {} if result.logprobs is None else {"logprobs": result.to_dict()["logprobs"]}
-
-
 def _print_logprobs(result: Result) -> None:
     """A line for each token: its text, log-probability and rank, then the most probable ids."""
     texts = (segment.text for segment in result.segments) if result.segments else repeat("")
@@ -392,6 +380,7 @@ def _print_logprobs(result: Result) -> None:
 def _parser(asked: str | None) -> argparse.ArgumentParser:
     """All commands; of `COMMANDS_ABOVE` only the one `asked` for gets its options."""
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (generate, chat, info):
         sub = commands.add_parser(

@@ -14,25 +14,23 @@ from torch import Tensor
 
 from graphengine.drafters.base import DraftSetting
 from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.modules import ModuleOutput
+from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.tree_growth import GrowingModule, StaticGrowth
-from graphengine.kernels import DecodeLanes, Residual
+from graphengine.kernels import DecodeLanes
 from graphengine.models.contract import DecodeLaunch
-from graphengine.models.mtp import MtpConfig
 
 
 class TreeEagle(EagleDrafter):
-    """`MTP(tree=[...])`: the checkpoint's first module.
+    """`MTP(tree=[...])`.
 
-    config      of the checkpoint's modules
-    growth      the shape of its trees
-    vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    modules  one module
+    growth   the shape of its trees
     """
 
-    def __init__(
-        self, config: MtpConfig, growth: StaticGrowth, vocabulary: Tensor | None = None
-    ) -> None:
+    def __init__(self, modules: MtpModules, growth: StaticGrowth) -> None:
         tree = growth.tree
-        super().__init__(config, tree.nodes, vocabulary)
+        super().__init__(modules, tree.nodes)
         self.needs = replace(
             self.needs,
             depth=tree.depth,
@@ -50,18 +48,19 @@ class TreeEagle(EagleDrafter):
         super().open(setting, cache)
         slots, device = self._draft_tokens.shape[0], self._draft_tokens.device
         self.trees = self._growth.open(device, slots)
+        opened = self._opened
         self._module = GrowingModule(
-            run=partial(self._run, 0),
-            fusion=self._fusions[0],
-            head=self._head,
-            output_eps=self.config.output_eps,
-            new_stream=self._new_stream,
+            run=partial(opened.run, 0),
+            fusion=opened.fusions[0],
+            head=opened.head,
+            output_eps=opened.config.output_eps,
+            new_stream=opened.new_stream,
         )
 
     def _chain(
         self,
         rows: DecodeLanes,
-        hidden: Residual | Tensor,
+        output: ModuleOutput,
         launch: DecodeLaunch,
         *,
         fed: DecodeLanes | None = None,
@@ -70,7 +69,7 @@ class TreeEagle(EagleDrafter):
         self._growth.grow(
             self._module,
             rows,
-            hidden,
+            output,
             self._draft_tokens,
             launch,
             limit=self._limit,

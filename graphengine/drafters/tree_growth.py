@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters.head import DraftHead
+from graphengine.drafters.modules import ModuleOutput
 from graphengine.kernels import (
     DecodeLanes,
     Fusion,
@@ -30,9 +31,9 @@ from graphengine.kernels import (
 )
 from graphengine.models.contract import DecodeLaunch
 
-RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], Residual]
-"""From a module's combined input and a new stream for its lanes to its output, scaled for its norm.
-The lanes are in trees, whose older nodes are in the module's cache."""
+RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]
+"""From a module's combined input and a new stream for its lanes to its output. The lanes are in
+trees, whose older nodes are in the module's cache."""
 
 
 class GrowingModule(NamedTuple):
@@ -111,7 +112,7 @@ class StaticGrowth:
         self,
         module: GrowingModule,
         rows: DecodeLanes,
-        hidden: Residual | Tensor,
+        output: ModuleOutput,
         draft_tokens: Tensor,
         launch: DecodeLaunch,
         *,
@@ -119,7 +120,7 @@ class StaticGrowth:
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
     ) -> None:
-        """Draft all nodes after a run of the module whose output is `hidden`.
+        """Draft all nodes after a run of the module with this output.
 
         rows          the lanes that are roots, one a row
         draft_tokens  int32 [S, W - 1], written
@@ -131,11 +132,11 @@ class StaticGrowth:
         lanes, parents = fed or rows, rows
         for generation in self._generations:
             # A lane has the position of its hidden state, one before the token it is fed.
-            top = module.head.top(hidden, lanes, launch, count=generation.drawn, ahead=2)
+            top = module.head.top(output.normed, lanes, launch, count=generation.drawn, ahead=2)
             inner = count * generation.inner
             residual = module.new_stream(inner) if inner else None
             following = grow_tree(
-                ParentRun(top.token, hidden, module.output_eps, source),
+                ParentRun(top.token, output.recycled, module.output_eps, source),
                 parents,
                 rows,
                 generation.level,
@@ -150,7 +151,7 @@ class StaticGrowth:
             lanes = parents = following.lanes
             source = None
             in_trees = replace(launch, tree=generation.lanes_of(count))
-            hidden = module.run(following.combined, residual, lanes, in_trees)
+            output = module.run(following.combined, residual, lanes, in_trees)
 
 
 def _ints(values: tuple[int, ...] | list[int], device: torch.device) -> Tensor:

@@ -88,7 +88,7 @@ def allocate(
     layers, *block = cache_shape(states, memory.block_size)
     in_rings = sum(len(ring.layers) for ring in memory.rings)
     caches = [_new_cache(memory, layers - in_rings, *block)]
-    split_tokens = model.config.split_tokens(plans.family, memory.dtype)
+    split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
     if drafter.needs.depth:
         # In all graphs: what is sampled must not depend on whether a step has drafts.
         split_tokens = min(split_tokens, TREE_SPLIT)
@@ -169,7 +169,9 @@ def _new_buffers(
         rings=memory.rings,
         # Requests that share blocks copy each its own, so these may be more than the pool has.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
+        # A field has one lane at least, also where no kernel counts.
         arrivals=max(
+            1,
             arrival_counters(model.config, model.config.linears, plans, config.lanes),
             drafter.arrivals(config.max_batch, config.lanes),
         ),

@@ -140,7 +140,8 @@ class StepProgram:
             routes = self.routing.begin(lanes.slot, lanes.position, pdl=pdl)
         tree = None if trees is None else trees.lanes
         launch = replace(self.launch, tokens_per_row=1 + drafts, tree=tree, routes=routes)
-        residual = model.decode(lanes, residual, self.states, launch)
+        streams = self.drafter.step_streams
+        residual = model.decode(lanes, residual, self.states, launch, streams=streams)
         processed, best, health = self._sample(lanes, residual, sampler, drafts, tree)
         relaxed = None
         if self.relaxation is not None and drafts:

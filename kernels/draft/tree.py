@@ -245,6 +245,7 @@ def _grow_kernel(
     H: tl.constexpr,
     GROUPS: tl.constexpr,
     HIDDEN_FIRST: tl.constexpr,
+    START: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
@@ -269,7 +270,9 @@ def _grow_kernel(
         source = parent
         if grow.source is not None:
             source = tl.load(grow.source + parent, mask=has_parent, other=0, cache_modifier=".cg")
-        hidden = normed_hidden(fusion, source, has_parent, H, GROUPS, BLOCK_H, BLOCK_T)
+        hidden, start = normed_hidden(
+            fusion, source, has_parent, H, GROUPS, START, BLOCK_H, BLOCK_T
+        )
         weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -287,7 +290,9 @@ def _grow_kernel(
             position + 1,
             goes_on,
         )
-        store_combined(fusion, hidden, weight, token, lane, goes_on, H, HIDDEN_FIRST, BLOCK_H)
+        store_combined(
+            fusion, hidden, start, weight, token, lane, goes_on, H, HIDDEN_FIRST, BLOCK_H
+        )
     if i == 0:
         c = tl.arange(0, BLOCK_C)
         in_level = c < C
