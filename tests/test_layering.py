@@ -49,7 +49,7 @@ MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
         *("contract", "linears", "states", "families", "stored", "mtp", "mtp_reading", "chains"),
-        *("checkpoint", "kv_scales", "quantised", "routing", "tensor_files"),
+        *("checkpoint", "kv_scales", "quantised", "ranks", "routing", "tensor_files"),
         *("tuning", "tuning_tables", "plan_limits"),
     )
 }
