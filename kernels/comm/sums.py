@@ -68,8 +68,7 @@ def _sum_parts_kernel(
 
 def sum_parts_reference(parts_RNH: torch.Tensor) -> torch.Tensor:
     """`sum_parts` in plain PyTorch."""
-    first, *others = parts_RNH
-    total = first.to(torch.float32, copy=True)
-    for part in others:
+    total = parts_RNH[0].to(torch.float32, copy=True)
+    for part in parts_RNH[1:]:
         total += part
     return total.to(parts_RNH.dtype)
