@@ -240,6 +240,11 @@ class StaticBuffers:
         """The groups of these fields; the first group where no field is named."""
         return list(dict.fromkeys(self._lanes[name].group for name in names)) or self._groups[:1]
 
+    @property
+    def acknowledged(self) -> int:
+        """The last replay that is known to have published; 0: none."""
+        return self._acknowledged
+
     def acknowledge(self, sequence: int) -> None:
         """Replays up to number `sequence` have published: their staging blocks are free again."""
         self._acknowledged = max(self._acknowledged, sequence)

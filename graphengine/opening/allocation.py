@@ -23,7 +23,7 @@ from graphengine.kernels import (
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import DecodeLaunch, Model, arrival_counters
+from graphengine.models.contract import DecodeLaunch, Model, Reduce, arrival_counters
 from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
@@ -66,9 +66,16 @@ class Allocation:
 
 
 def allocate(
-    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    reduce: Reduce | None = None,
 ) -> Allocation:
-    """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
+    """Allocate what `memory` planned; the drafter, whose weights are there, is opened.
+
+    reduce  where the model's ranks meet; None: it has one
+    """
     on_gpu = memory.device.type == "cuda"
     plans, plan_sources = choose_plans(
         model.config.linears, memory.dtype, config.family, memory.device
@@ -92,6 +99,7 @@ def allocate(
         split_tokens=model.config.split_tokens(plans.family, memory.dtype),
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
+        reduce=reduce,
         activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))

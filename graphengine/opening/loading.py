@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import Model
+from graphengine.models.contract import Model, ModelConfig
 from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.ranks import WHOLE, Share, cut_to, of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
@@ -26,6 +27,20 @@ from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """What a checkpoint says, and what was made of it, before anything is allocated.
+
+    calibration  token ids of the prompt that sets the scales of an fp8 KV cache
+    """
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    drafter: Drafter
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    calibration: Sequence[int]
 
 
 class Opened(NamedTuple):
@@ -42,21 +57,46 @@ def open_checkpoint(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
 ) -> Opened:
     """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
+    found = read_checkpoint(path, config)
+    return load_checkpoint(found, plan_checkpoint(found, config), config, progress)
+
+
+def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
+    """Read what is in a checkpoint, of which this rank has a share."""
     checkpoint = Checkpoint.open(path)
-    model_config = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
-    model_config = with_state_dtype(model_config, config.state_dtype)
-    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
-    drafter = make_drafter(config, checkpoint, model_config)
+    model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
+    model = with_state_dtype(model, config.state_dtype)
+    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
+    if share != WHOLE:
+        model = of_rank(model, share.ranks)
+        checkpoint = cut_to(checkpoint, model, share)
+    drafter = make_drafter(config, checkpoint, model)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
-    ids = calibration_ids(config, model_config, tokenizer)
+    calibration = calibration_ids(config, model, tokenizer)
+    return Found(checkpoint, model, drafter, tokenizer, tuple(eos_ids), calibration)
+
+
+def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
+    """What an engine will hold, with the memory that is there now."""
     memory = plan_memory(
-        model_config,
+        found.model,
         config,
-        checkpoint_dtype=stored_dtype(checkpoint),
-        drafter=drafter,
-        calibration_tokens=len(ids),
+        checkpoint_dtype=stored_dtype(found.checkpoint),
+        drafter=found.drafter,
+        calibration_tokens=len(found.calibration),
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
+    return memory
+
+
+def load_checkpoint(
+    found: Found,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None = None,
+) -> Opened:
+    """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
+    checkpoint, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
@@ -74,4 +114,4 @@ def open_checkpoint(
     )
     if ids:
         calibrate(model, memory, config, drafter, ids)
-    return Opened(model, memory, tokenizer, tuple(eos_ids), drafter)
+    return Opened(model, memory, tokenizer, eos_ids, drafter)

@@ -26,7 +26,7 @@ ROOMS = (
     "checks", "options", "paths", "logits_params", "routing_record", "speculative",
     "structured_outputs", "sampling_params", "prefill_cut", "config", "engine_options", "demo",
     "testing", "models", "text", "prompts", "requests", "host", "drafters", "program", "observe",
-    "opening", "core", "sessions", "engine", "", "cli", "__main__",
+    "opening", "core", "parallel", "sessions", "engine", "", "cli", "__main__",
 )  # fmt: skip
 """The rooms and the flat modules of `graphengine/`, from the ground up; "" is the package itself.
 
