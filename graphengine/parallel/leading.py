@@ -63,7 +63,7 @@ class LeadingRuntime(Runtime):
         drafter: Drafter,
         ranks: Ranks,
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         share = Share(0, config.tensor_parallel)
         self._meeting = Meeting(ranks.meeting, share, memory.device, config.wait_limit_s)
         super().__init__(model, memory, config, drafter, reduce=self._meeting.reduce)
@@ -75,35 +75,35 @@ class LeadingRuntime(Runtime):
     def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to the devices of all ranks."""
         sequence, acknowledged = self.launched + 1, self.buffers.acknowledged
-        with self._ranks.explained():
+        with self.ranks.explained():
             copied = super().load(updates)
             for each in copied:
                 numbers = (*each, sequence, acknowledged)
-                self._ranks.send(Kind.LOAD, numbers, self.buffers.image(each))
+                self.ranks.send(Kind.LOAD, numbers, self.buffers.image(each))
         return copied
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copies of `Runtime.swap` on all ranks."""
-        with self._ranks.explained():
-            self._ranks.send(Kind.SWAP, (out, back))
+        with self.ranks.explained():
+            self.ranks.send(Kind.SWAP, (out, back))
             super().swap(out, back)
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""
-        with self._ranks.explained():
-            self._ranks.send(Kind.REPLAY, (self._numbers[key],))
+        with self.ranks.explained():
+            self.ranks.send(Kind.REPLAY, (self._numbers[key],))
             super().replay(key)
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes published by replay `sequence`."""
-        with self._ranks.explained():
+        with self.ranks.explained():
             return super().wait_tokens(sequence, lanes, timeout)
 
     def wait_logprobs(
         self, replay: Replay, record: Payloads, timeout: float | None
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
         """The log-probabilities of each lane of a replay that published `record`."""
-        with self._ranks.explained():
+        with self.ranks.explained():
             return super().wait_logprobs(replay, record, timeout)
 
     def digests(self) -> list[str]:
@@ -111,20 +111,20 @@ class LeadingRuntime(Runtime):
 
         They are equal, or something is wrong.
         """
-        with self._ranks.explained():
+        with self.ranks.explained():
             self.synchronize()
-            return [state_digest(self.buffers), *self._ranks.tell()]
+            return [state_digest(self.buffers), *self.ranks.tell()]
 
     def close(self) -> None:
         """End the other ranks, and free what this one holds. Nothing works afterwards."""
-        if self._ranks.broken:
+        if self.ranks.broken:
             # A replay may wait for ranks that are gone.
-            self._ranks.close()
+            self.ranks.close()
             self._meeting.close(broken=True)
             super().close()
             return
         super().close()
-        self._ranks.close()
+        self.ranks.close()
         self._meeting.close(broken=False)
 
 

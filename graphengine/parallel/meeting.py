@@ -37,8 +37,10 @@ class Meeting:
         self._on_gpu = device.type == "cuda"
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
         store.set_timeout(self._limit)
-        make = _nccl_group if self._on_gpu else _gloo_group
-        self._group = make(store, share, self._limit)
+        if self._on_gpu:
+            self._group = _nccl_group(store, share)
+        else:
+            self._group = _gloo_group(store, share, self._limit)
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
@@ -74,7 +76,7 @@ def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:
     return torch.distributed.ProcessGroupGloo(store, share.rank, share.ranks, options)
 
 
-def _nccl_group(store: Any, share: Share, limit: timedelta) -> Any:
+def _nccl_group(store: Any, share: Share) -> Any:
     options = torch.distributed.ProcessGroupNCCL.Options()
     return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
 

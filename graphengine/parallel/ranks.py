@@ -96,6 +96,11 @@ class Ranks:
             self.close()
             raise
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes, of rank 1 first."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
     # What ranks are told.
 
     def send(self, kind: Kind, numbers: Sequence[int] = (), data: memoryview | bytes = b"") -> int:
