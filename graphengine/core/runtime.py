@@ -106,7 +106,9 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut)
+        self.numerics_id = _numerics_id(
+            model, memory, held, self.prefill_cut, config.tensor_parallel
+        )
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -320,7 +322,7 @@ def _bits(cache: Tensor) -> Tensor:
 
 
 def _numerics_id(
-    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut
+    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut, ranks: int
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
     prefill = memory.prefill_ladder.sizes
@@ -340,6 +342,7 @@ def _numerics_id(
             **fp8,
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
+            **({} if ranks == 1 else {"tensor_parallel": ranks}),
             **model.numerics(prefill),
         },
     )

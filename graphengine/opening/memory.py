@@ -41,7 +41,13 @@ from graphengine.models.states import (
     recurrent_states,
 )
 from graphengine.opening.host_memory import available_host_bytes
-from graphengine.opening.inventory import graph_keys, mailboxes, prefill_ladder, window_rings
+from graphengine.opening.inventory import (
+    LinkShape,
+    graph_keys,
+    mailboxes,
+    prefill_ladder,
+    window_rings,
+)
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import engine_fields
 from graphengine.program.graph_key import GraphKey
@@ -279,6 +285,13 @@ def _plan(
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
+    ranks = config.tensor_parallel
+    if ranks > 1:
+        # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
+        widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
+        workspace += (ranks + 1) * widest_step * model.hidden_size
+        link = LinkShape.of_loads(ranks - 1, load_bytes)
+        budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
     if config.activations is not None:
         widest = max(linear.columns for linear in _coded_linears(model))
         workspace += code_bytes(chunks.sizes[-1], widest)
@@ -286,7 +299,7 @@ def _plan(
     graphs = graph_keys(config, ladder, chunks, draft_lengths, own_graph=needs.own_graph)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
     # Ranks share what the host has.
-    of_host = config.memory_fraction / config.tensor_parallel
+    of_host = config.memory_fraction / ranks
     available = int(available_bytes(device) * (config.memory_fraction if on_gpu else of_host))
     kind = "fp8 blocks" if kv_dtype == FP8_KV else "blocks"
     in_rings = 0

@@ -20,15 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ENTRIES = 8
-"""Commands that the ring holds."""
-_TEXT_BYTES = 8192
+from graphengine.opening.inventory import LinkShape
+
 _NUMBERS = 5
-# Of an entry's words before its data: the command's number, its kind, numbers, bytes of the data,
-# and a checksum.
-_NUMBER, _KIND, _FIRST, _SIZE, _CHECK = 0, 1, 2, 2 + _NUMBERS, 3 + _NUMBERS
-_HEADER = 4 + _NUMBERS
-_WORD = 8
+# Of an entry's header: the command's number, its kind, numbers, bytes of the data, a checksum.
+_NUMBER, _KIND, _CHECK = 0, 1, 3 + _NUMBERS
 _STAGE, _DONE, _WHEN, _LENGTH = range(4)
 
 
@@ -69,48 +65,36 @@ class Command(NamedTuple):
 
 
 class LinkMemory(NamedTuple):
-    """What is handed to a rank's process as it is spawned.
-
-    words  64-bit words: of the driver and of each rank, texts, the ring
-    room   bytes of data that a command may have
-    """
+    """What is handed to a rank's process as it is spawned: stages, texts and the ring."""
 
     words: Any
-    ranks: int
-    room: int
+    shape: LinkShape
 
     @classmethod
-    def allocate(cls, context: SpawnContext, ranks: int, room: int) -> LinkMemory:
-        """Zeroed memory for the driver and these other ranks."""
-        room = -(-room // _WORD) * _WORD
-        return cls(context.RawArray(ctypes.c_int64, cls._words(ranks, room)), ranks, room)
-
-    @staticmethod
-    def _words(ranks: int, room: int) -> int:
-        ring = ENTRIES * (_HEADER + room // _WORD)
-        return (1 + ranks) * 4 + ranks * (_TEXT_BYTES // _WORD) + ring
-
-    @classmethod
-    def nbytes(cls, ranks: int, room: int) -> int:
-        """Bytes of the memory, for the budget."""
-        return _WORD * cls._words(ranks, room)
+    def allocate(cls, context: SpawnContext, shape: LinkShape) -> LinkMemory:
+        """Zeroed memory."""
+        return cls(context.RawArray(ctypes.c_int64, shape.words), shape)
 
 
 class _Views:
     """The memory as arrays. Row 0 of `stages` is the driver's, row i is that of rank i."""
 
     def __init__(self, memory: LinkMemory) -> None:
+        shape = memory.shape
         words: NDArray[np.int64] = np.frombuffer(memory.words, dtype=np.int64)
-        stages, texts = (1 + memory.ranks) * 4, memory.ranks * (_TEXT_BYTES // _WORD)
-        self.room = memory.room
-        self.stages = words[:stages].reshape(-1, 4)
-        self.texts = words[stages : stages + texts].view(np.uint8).reshape(memory.ranks, -1)
-        self.ring = words[stages + texts :].reshape(ENTRIES, -1)
-        self.data = self.ring[:, _HEADER:].view(np.uint8)
+        stages, texts, ring = np.split(
+            words,
+            np.cumsum([(1 + shape.ranks) * shape.stages, shape.ranks * shape.text]),
+        )
+        self.entries, self.room = shape.commands, 8 * shape.data
+        self.stages = stages.reshape(-1, shape.stages)
+        self.texts = texts.view(np.uint8).reshape(shape.ranks, -1)
+        self.ring = ring.reshape(shape.commands, -1)
+        self.data = self.ring[:, shape.header :].view(np.uint8)
 
     def check_of(self, number: int, data: bytes | memoryview) -> int:
         """The checksum of the entry of this number, with these data."""
-        header = self.ring[number % ENTRIES, _KIND:_CHECK].tobytes()
+        header = self.ring[number % self.entries, _KIND:_CHECK].tobytes()
         return zlib.crc32(data, zlib.crc32(header, number & 0xFFFF_FFFF))
 
 
@@ -123,7 +107,7 @@ class DriverEnd:
 
     def has_room(self) -> bool:
         """Whether every rank has done what the next command would overwrite."""
-        return self.sent - self.least_done() < ENTRIES
+        return self.sent - self.least_done() < self._views.entries
 
     def least_done(self) -> int:
         """The number of the last command that all ranks have done."""
@@ -137,9 +121,10 @@ class DriverEnd:
         """Write the next command, for which there must be room, and return its number."""
         views, number = self._views, self.sent + 1
         assert self.has_room() and len(data) <= views.room, f"{number=} of {len(data)} bytes"
-        entry = views.ring[number % ENTRIES]
+        at = number % views.entries
+        entry = views.ring[at]
         entry[_KIND:_CHECK] = (kind, *numbers, *[0] * (_NUMBERS - len(numbers)), len(data))
-        views.data[number % ENTRIES, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+        views.data[at, : len(data)] = np.frombuffer(data, dtype=np.uint8)
         entry[_CHECK] = views.check_of(number, data)
         entry[_NUMBER] = number
         self.sent = number
@@ -182,13 +167,14 @@ class RankEnd:
     def take(self) -> Command | None:
         """The command that is due, or None while it is not there as a whole."""
         views, number = self._views, int(self._own[_DONE]) + 1
-        entry = views.ring[number % ENTRIES]
+        at = number % views.entries
+        entry = views.ring[at]
         if entry[_NUMBER] != number:
             return None
-        kind, *numbers, size, check = entry[_KIND:_HEADER].tolist()
+        kind, *numbers, size, check = entry[_KIND : _CHECK + 1].tolist()
         if not 0 <= size <= views.room:
             return None
-        data = views.data[number % ENTRIES, :size].tobytes()
+        data = views.data[at, :size].tobytes()
         if views.check_of(number, data) != check:
             return None
         return Command(Kind(kind), tuple(numbers), data)
@@ -199,7 +185,7 @@ class RankEnd:
 
     def say(self, text: str) -> None:
         """Leave a text for the driver, its first part where it is too long."""
-        data = text.encode()[:_TEXT_BYTES]
+        data = text.encode()[: self._text.size]
         self._text[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         self._own[_LENGTH] = len(data)
 

@@ -63,13 +63,15 @@ def run_rank(start: RankStart) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(start.threads)
     end = RankEnd(start.link, start.share.rank)
+    code = 0
     try:
         _Rank(start, end).run()
+        end.reach(Stage.ENDED)
     except BaseException as error:
         end.fail(_described(error), time.monotonic_ns())
-        # At once: nothing that is under way is waited for, and the others see that it is gone.
-        os._exit(1)
-    end.reach(Stage.ENDED)
+        code = 1
+    # At once: nothing that is under way is waited for, and the others see that it is gone.
+    os._exit(code)
 
 
 def _described(error: BaseException) -> str:

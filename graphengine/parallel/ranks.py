@@ -20,6 +20,7 @@ import torch
 from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
 from graphengine.models.ranks import Share
+from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
 from graphengine.parallel.meeting import MeetingFailed
@@ -68,7 +69,7 @@ class Ranks:
         self._limit = config.wait_limit_s
         self._folder = tempfile.mkdtemp(prefix="graphengine-ranks-")
         self.meeting = str(Path(self._folder, "meeting"))
-        link = LinkMemory.allocate(context, others, memory.load_bytes)
+        link = LinkMemory.allocate(context, LinkShape.of_loads(others, memory.load_bytes))
         self._end = DriverEnd(link)
         self._devices = list(devices)
         self._processes: list[SpawnProcess] = []

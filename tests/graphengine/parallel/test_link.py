@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.parallel.link import ENTRIES, Command, DriverEnd, Kind, LinkMemory, RankEnd, Stage
+from graphengine.opening.inventory import LinkShape
+from graphengine.parallel.link import Command, DriverEnd, Kind, LinkMemory, RankEnd, Stage
 
 CONTEXT = multiprocessing.get_context("spawn")
 RANKS, ROOM = 2, 24
+SHAPE = LinkShape.of_loads(RANKS, ROOM - 3)
+ENTRIES = SHAPE.commands
 
 
 def linked() -> tuple[LinkMemory, DriverEnd, list[RankEnd]]:
-    memory = LinkMemory.allocate(CONTEXT, RANKS, ROOM)
+    memory = LinkMemory.allocate(CONTEXT, SHAPE)
     return memory, DriverEnd(memory), [RankEnd(memory, rank) for rank in (1, 2)]
 
 
@@ -92,4 +95,4 @@ def test_stages_and_texts() -> None:
     first.fail("x" * 9000, 77)
     assert driver.text(2) == "né" and driver.text(1) == "x" * 8192
     assert driver.failed_at(1) == 77 and driver.stage(1) is Stage.FAILED
-    assert LinkMemory.nbytes(RANKS, ROOM) == 8 * (3 * 4 + 2 * 1024 + ENTRIES * 12)
+    assert SHAPE.words == 3 * 4 + 2 * 1024 + ENTRIES * 12
