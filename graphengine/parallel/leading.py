@@ -65,9 +65,10 @@ class LeadingRuntime(Runtime):
     ) -> None:
         self.ranks = ranks
         share = Share(0, config.tensor_parallel)
-        self._meeting = Meeting(ranks.meeting, share, memory.device, config.wait_limit_s)
+        self._meeting = Meeting(ranks.meeting, share, memory.device)
         super().__init__(model, memory, config, drafter, reduce=self._meeting.reduce)
         ranks.wait_for(Stage.FOLLOWING)
+        self._meeting.limit_s = config.wait_limit_s
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)

@@ -24,23 +24,30 @@ class MeetingFailed(RuntimeError):
     """A rank is gone, or did not come in time."""
 
 
+OPENING_LIMIT_S = 120.0
+"""For which a rank waits for the others while they open."""
+
+
 class Meeting:
-    """Joins the other ranks, through a file that all of them name; waits up to `limit_s` for them.
+    """Joins the other ranks, through a file that all of them name.
 
     limit_s  for which a rank waits for the others' parts on a CPU; on a GPU the mailbox's wait ends
              a replay that does not come to its end
     """
 
-    def __init__(self, file: str, share: Share, device: torch.device, limit_s: float) -> None:
+    def __init__(
+        self, file: str, share: Share, device: torch.device, limit_s: float = OPENING_LIMIT_S
+    ) -> None:
+        self.limit_s = limit_s
         self._ranks = share.ranks
-        self._limit = timedelta(seconds=limit_s)
+        limit = timedelta(seconds=limit_s)
         self._on_gpu = device.type == "cuda"
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
-        store.set_timeout(self._limit)
+        store.set_timeout(limit)
         if self._on_gpu:
             self._group = _nccl_group(store, share)
         else:
-            self._group = _gloo_group(store, share, self._limit)
+            self._group = _gloo_group(store, share, limit)
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
@@ -56,7 +63,8 @@ class Meeting:
         # Gloo knows bytes of every dtype.
         parts = list(gathered.view(torch.uint8).chunk(self._ranks))
         try:
-            self._group.allgather([parts], [part.view(torch.uint8)]).wait(self._limit)
+            work = self._group.allgather([parts], [part.view(torch.uint8)])
+            work.wait(timedelta(seconds=self.limit_s))
         except RuntimeError as error:
             raise MeetingFailed(str(error).partition("\n")[0]) from error
 

@@ -95,8 +95,9 @@ class _Rank:
         opened = load_checkpoint(read_checkpoint(self._start.path, config, share), memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
-        meeting = Meeting(self._start.meeting, share, memory.device, config.wait_limit_s)
+        meeting = Meeting(self._start.meeting, share, memory.device)
         runtime = Runtime(opened.model, memory, config, opened.drafter, reduce=meeting.reduce)
+        meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
         self._follow(runtime)
         runtime.close()

@@ -69,7 +69,7 @@ def confuse(ranks: Ranks) -> None:
         (confuse, r"rank 1 \(process \d+, cpu\) failed: IndexError: tuple index out of range"),
         (
             stop,
-            r"ranks did not come within 2 s: rank 1 \(process \d+, cpu\) has done \d+ of \d+ "
+            r"ranks did not come within 3 s: rank 1 \(process \d+, cpu\) has done \d+ of \d+ "
             r"commands",
         ),
     ],
@@ -77,7 +77,7 @@ def confuse(ranks: Ranks) -> None:
 def test_a_fault_of_a_rank_is_the_next_calls_error(
     fault: Callable[[Ranks], None], message: str
 ) -> None:
-    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=2.0) as engine:
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=3.0) as engine:
         pids = ranks_of(engine).pids
         assert len(engine.generate(PROMPT, greedy(4)).token_ids) == 4
         engine.submit(PROMPT, greedy(20))
@@ -87,7 +87,7 @@ def test_a_fault_of_a_rank_is_the_next_calls_error(
         with pytest.raises(RankFailed, match=message) as error:
             while engine.busy:
                 engine.step()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 15
         assert error.value.__cause__ is not None
         with pytest.raises(RuntimeError, match="the engine is broken, close it: RankFailed: rank"):
             engine.step()

@@ -146,7 +146,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine) -> None
     counters, vocab = engine.counters, engine.model.config.vocab_size
     names = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
     for _ in range(200):
-        if counters["tokens"] > 400 and all(counters[name] >= 2 for name in names):
+        if counters["tokens"] > 250 and all(counters[name] for name in names):
             break
         for _ in range(dice.randrange(8)):
             prompt = [dice.randrange(vocab) for _ in range(dice.randrange(1, 60))]
@@ -157,7 +157,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine) -> None
             assert_equal_ranks(engine)
         if dice.random() < 0.2:
             time.sleep(dice.random() * 0.1)
-    assert all(counters[name] >= 2 for name in names), counters
+    assert all(counters[name] for name in names), counters
     owners.leave()
     run(engine)
     assert_idle(engine)
