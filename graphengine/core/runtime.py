@@ -25,7 +25,7 @@ from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
-from graphengine.models.contract import Model, Reduce
+from graphengine.models.contract import Model, RankGroup
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
@@ -54,8 +54,8 @@ StandIn = TypeVar("StandIn", bound=Graph)
 class Runtime:
     """Allocates what `memory` planned for `model`, and captures every graph.
 
-    All tensors keep their addresses until `close()`. One thread calls it. `reduce` is where the
-    model's ranks meet; None: it has one.
+    All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
+    model's ranks, of which this is one; None: it has no others.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
@@ -85,9 +85,9 @@ class Runtime:
         config: EngineConfig,
         drafter: Drafter,
         *,
-        reduce: Reduce | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        held = allocate(model, memory, config, drafter, reduce)
+        held = allocate(model, memory, config, drafter, group)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs

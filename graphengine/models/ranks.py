@@ -11,24 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from graphengine.models.checkpoint import Checkpoint, Cut
-from graphengine.models.contract import ModelConfig
+from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.decoder import DecoderConfig
-
-
-class Share(NamedTuple):
-    """Which part of a model: that of rank `rank` of `ranks`."""
-
-    rank: int
-    ranks: int
-
-
-WHOLE = Share(0, 1)
-"""All of it."""
 
 
 def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:

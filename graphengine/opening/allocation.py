@@ -23,7 +23,7 @@ from graphengine.kernels import (
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import DecodeLaunch, Model, Reduce, arrival_counters
+from graphengine.models.contract import DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
@@ -37,6 +37,7 @@ from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
 from graphengine.program.step import StepProgram
+from graphengine.program.vocabulary import Vocabulary, VocabularyPart
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +71,11 @@ def allocate(
     memory: MemoryPlan,
     config: EngineConfig,
     drafter: Drafter,
-    reduce: Reduce | None = None,
+    group: RankGroup | None = None,
 ) -> Allocation:
     """Allocate what `memory` planned; the drafter, whose weights are there, is opened.
 
-    reduce  where the model's ranks meet; None: it has one
+    group  of the model's ranks; None: it has one
     """
     on_gpu = memory.device.type == "cuda"
     plans, plan_sources = choose_plans(
@@ -99,7 +100,7 @@ def allocate(
         split_tokens=model.config.split_tokens(plans.family, memory.dtype),
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
-        reduce=reduce,
+        reduce=None if group is None else group.reduce,
         activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
@@ -125,6 +126,7 @@ def allocate(
             top=config.max_logprobs,
             keep_raw=config.logprobs_mode == "raw_logprobs",
         ),
+        vocabulary=_vocabulary(model, group),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, routing),
@@ -146,6 +148,14 @@ def allocate(
         program=program,
         stream=stream,
     )
+
+
+def _vocabulary(model: Model, group: RankGroup | None) -> Vocabulary:
+    head = model.lm_head
+    if group is None:
+        return Vocabulary(head)
+    assert isinstance(head, Tensor), "a packed lm_head is of one rank"
+    return VocabularyPart(head, group)
 
 
 def _new_buffers(

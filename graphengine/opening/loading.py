@@ -11,9 +11,9 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import Model, ModelConfig
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.ranks import WHOLE, Share, cut_to, of_rank
+from graphengine.models.ranks import cut_to, of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,

@@ -14,8 +14,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
 from graphengine.host.replay import Replay
-from graphengine.models.contract import Model
-from graphengine.models.ranks import Share
+from graphengine.models.contract import Model, Share
 from graphengine.opening.loading import Opened, load_checkpoint, plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import Kind, Stage
@@ -66,7 +65,7 @@ class LeadingRuntime(Runtime):
         self.ranks = ranks
         share = Share(0, config.tensor_parallel)
         self._meeting = Meeting(ranks.meeting, share, memory.device)
-        super().__init__(model, memory, config, drafter, reduce=self._meeting.reduce)
+        super().__init__(model, memory, config, drafter, group=self._meeting)
         ranks.wait_for(Stage.FOLLOWING)
         self._meeting.limit_s = config.wait_limit_s
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}

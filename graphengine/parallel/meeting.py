@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import sum_parts
-from graphengine.models.ranks import Share
+from graphengine.models.contract import Share
 
 _LOOPBACK = "127.0.0.1"
 
@@ -39,7 +39,7 @@ class Meeting:
         self, file: str, share: Share, device: torch.device, limit_s: float = OPENING_LIMIT_S
     ) -> None:
         self.limit_s = limit_s
-        self._ranks = share.ranks
+        self.share = share
         limit = timedelta(seconds=limit_s)
         self._on_gpu = device.type == "cuda"
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
@@ -51,22 +51,24 @@ class Meeting:
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
-        lanes, columns = part_NH.shape
-        gathered = part_NH.new_empty((self._ranks * lanes, columns))
-        self._gather(gathered, part_NH.contiguous())
-        return sum_parts(gathered.view(self._ranks, lanes, columns))
+        return sum_parts(self.gather(part_NH))
 
-    def _gather(self, gathered: Tensor, part: Tensor) -> None:
+    def gather(self, part_NC: Tensor) -> Tensor:
+        """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
+        lanes, columns = part_NC.shape
+        part_NC = part_NC.contiguous()
+        gathered = part_NC.new_empty((self.share.ranks, lanes, columns))
         if self._on_gpu:
-            _nccl_gather(self._group, gathered, part).wait()
-            return
+            _nccl_gather(self._group, gathered.flatten(0, 1), part_NC).wait()
+            return gathered
         # Gloo knows bytes of every dtype.
-        parts = list(gathered.view(torch.uint8).chunk(self._ranks))
+        parts = list(gathered.view(torch.uint8).unbind())
         try:
-            work = self._group.allgather([parts], [part.view(torch.uint8)])
+            work = self._group.allgather([parts], [part_NC.view(torch.uint8)])
             work.wait(timedelta(seconds=self.limit_s))
         except RuntimeError as error:
             raise MeetingFailed(str(error).partition("\n")[0]) from error
+        return gathered
 
     def close(self, *, broken: bool) -> None:
         """Leave the others. With `broken` nobody waits for what is under way."""

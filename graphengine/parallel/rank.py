@@ -16,7 +16,7 @@ import torch
 from graphengine.buckets import Copied, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.models.ranks import Share
+from graphengine.models.contract import Share
 from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.parallel.link import Kind, LinkMemory, RankEnd, Stage
@@ -96,7 +96,7 @@ class _Rank:
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
         meeting = Meeting(self._start.meeting, share, memory.device)
-        runtime = Runtime(opened.model, memory, config, opened.drafter, reduce=meeting.reduce)
+        runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
         self._follow(runtime)

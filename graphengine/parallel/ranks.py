@@ -19,7 +19,7 @@ import torch
 
 from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
-from graphengine.models.ranks import Share
+from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage

@@ -14,11 +14,11 @@ from checkpoints.toy_family import CONFIG as TOY
 from checkpoints.toy_family import read_config
 from graphengine.kernels import RopeConfig
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, ModelWeights
+from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.forms import rounded_forms
-from graphengine.models.ranks import Share, cut_to, of_rank
+from graphengine.models.ranks import cut_to, of_rank
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphengine.models.ranks import Share
+from graphengine.models.contract import Share
 from graphengine.parallel.meeting import Meeting, MeetingFailed
 
 Result = TypeVar("Result")
