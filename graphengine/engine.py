@@ -64,6 +64,10 @@ class Engine:
         eos_ids: Sequence[int] = (),
         runtime: Runtime | None = None,
     ) -> None:
+        if runtime is None and config.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel={config.tensor_parallel}: from_pretrained starts the other ranks"
+            )
         self.config = config
         self.memory = memory
         self.tokenizer = tokenizer
