@@ -37,6 +37,7 @@ from graphengine.options import (
 from graphengine.prefill_cut import PrefillCut
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
+    MTP,
     Auto,
     GateOptions,
     Mode,
@@ -455,7 +456,7 @@ class EngineConfig:
         """ValueError for what several ranks cannot do yet."""
         if self.tensor_parallel == 1:
             return
-        drafters = (NGram, UserProvided)
+        drafters = (MTP, NGram, UserProvided)
         alone: dict[str, bool] = {
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",

@@ -10,13 +10,13 @@ The scheme is Megatron-LM's (Shoeybi et al., 2019).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from graphengine.models.checkpoint import Checkpoint, Cut
-from graphengine.models.contract import ModelConfig, Share
+from graphengine.models.contract import ModelConfig, Share, Weight
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.mtp import MtpConfig
 
 
 def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -54,9 +54,18 @@ def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
     )
 
 
-def cut_to(checkpoint: Checkpoint, config: ModelConfig, share: Share) -> Checkpoint:
-    """The checkpoint with what one rank has of each tensor; `config` is that of `of_rank`."""
-    stored = config.allocate(device="meta", dtype=torch.float32).stored()
+def modules_of_rank(modules: MtpConfig, ranks: int) -> MtpConfig:
+    """The draft modules whose layers are split as the model's; each rank has whole projections.
+
+    ValueError as of `of_rank`.
+    """
+    layer = of_rank(modules.layer, ranks)
+    assert isinstance(layer, DecoderConfig), f"{layer=}"
+    return replace(modules, layer=layer)
+
+
+def cut_to(checkpoint: Checkpoint, stored: Mapping[str, Weight], share: Share) -> Checkpoint:
+    """The checkpoint with what one rank has of each tensor that goes into one of `stored`."""
     return checkpoint.cut(
         {
             name: _cut(checkpoint.tensors[name].shape, weight.tensor.numel(), weight.axis, share)

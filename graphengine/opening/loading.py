@@ -32,10 +32,12 @@ log = logging.getLogger(__name__)
 class Found(NamedTuple):
     """What a checkpoint says, and what was made of it, before anything is allocated.
 
+    share        of the model, which `model` has the sizes of
     calibration  token ids of the prompt that sets the scales of an fp8 KV cache
     """
 
     checkpoint: Checkpoint
+    share: Share
     model: ModelConfig
     drafter: Drafter
     tokenizer: Tokenizer | None
@@ -67,13 +69,11 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
-    if share != WHOLE:
-        model = of_rank(model, share.ranks)
-        checkpoint = cut_to(checkpoint, model, share)
+    model = of_rank(model, share.ranks)
     drafter = make_drafter(config, checkpoint, model)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
-    return Found(checkpoint, model, drafter, tokenizer, tuple(eos_ids), calibration)
+    return Found(checkpoint, share, model, drafter, tokenizer, tuple(eos_ids), calibration)
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
@@ -96,12 +96,15 @@ def load_checkpoint(
     progress: Callable[[int, int], None] | None = None,
 ) -> Opened:
     """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
-    checkpoint, model_config, drafter, tokenizer, eos_ids, ids = found
+    checkpoint, share, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears() + drafter.linears()
+        if share != WHOLE:
+            drafted = {} if drafter.weights is None else drafter.weights.stored()
+            checkpoint = cut_to(checkpoint, weights.stored() | drafted, share)
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)

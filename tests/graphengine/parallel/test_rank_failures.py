@@ -24,7 +24,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import MTP
+from graphengine.speculative import DraftModel
 
 PROMPT = "def fib(n):"
 
@@ -132,7 +132,10 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
         ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
         ({"record_routing": True}, "record_routing=True is for an engine of one rank"),
-        ({"speculative": MTP(k=1)}, r"speculative=MTP\(.*\) is for an engine of one rank"),
+        (
+            {"speculative": DraftModel(path="none", k=1)},
+            r"speculative=DraftModel\(.*\) is for an engine of one rank",
+        ),
     ],
 )
 def test_what_ranks_cannot_do_is_an_error(

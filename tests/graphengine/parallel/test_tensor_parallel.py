@@ -24,13 +24,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from checkpoints.few_layers import few_layers
 from engines.churn import Owners, write_tokenizer
 from engines.family_checks import assert_rewinds
 from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, SamplingParams
 from graphengine.parallel.leading import LeadingRuntime
-from graphengine.speculative import NGram, Speculative, UserProvided
+from graphengine.speculative import MTP, NGram, Speculative, UserProvided
 
 PROMPT_LENGTHS = (1, 3, 17, 40)
 SIZES: dict[str, Any] = {
@@ -196,6 +197,23 @@ def test_drafts_change_no_token(
         assert [tuple(request.token_ids) for request in requests] == expected
         assert drafting.acceptance.accepted > 0
         assert_equal_ranks(drafting)
+
+
+def test_modules_draft_what_they_draft_on_one_rank() -> None:
+    """Their layers are split like the target's, whether in its graph or in one of their own."""
+    prompts = ["def fib(n):", "class Tree:\n", "import os\n"]
+    modes = [MTP(k=2), MTP(k=2, own_graph=True)]
+    with open_engine(few_layers(), 1, speculative=modes[0]) as alone:
+        expected = [each.token_ids for each in alone.generate(prompts, greedy())]
+        accepted = alone.acceptance.accepted
+        whole = alone.core.drafter.weights
+    for mode in modes:
+        with open_engine(few_layers(), 2, speculative=mode) as engine:
+            found = [each.token_ids for each in engine.generate(prompts, greedy())]
+            assert found == expected and engine.acceptance.accepted == accepted > 0
+            part = engine.core.drafter.weights
+            assert part is not None and whole is not None and part.nbytes < whole.nbytes
+            assert_equal_ranks(engine)
 
 
 def test_reports_say_so(engine: Engine, folder: Path) -> None:
