@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
     from graphengine.engine import Engine
+    from graphengine.parallel.ranks import RankFailed
     from graphengine.prompts import Chat
     from graphengine.requests.request import Event, QueueFull, Request
     from graphengine.requests.result import Logprob, Result, Segment, Timings
@@ -33,6 +34,7 @@ __all__ = [
     "Event",
     "Logprob",
     "QueueFull",
+    "RankFailed",
     "Request",
     "Result",
     "SamplingParams",
@@ -51,6 +53,7 @@ _HOMES = {
     "Event": "graphengine.requests.request",
     "Logprob": "graphengine.requests.result",
     "QueueFull": "graphengine.requests.request",
+    "RankFailed": "graphengine.parallel.ranks",
     "Request": "graphengine.requests.request",
     "Result": "graphengine.requests.result",
     "SamplingParams": "graphengine.sampling_params",

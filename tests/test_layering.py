@@ -50,7 +50,7 @@ MODEL_DOORS = {
     for name in (
         *("contract", "linears", "states", "families", "stored", "mtp", "mtp_reading", "chains"),
         *("checkpoint", "kv_scales", "quantised", "ranks", "routing", "tensor_files"),
-        *("tuning", "tuning_tables", "plan_limits"),
+        *("tuning", "tuning_tables", "plan_limits", "vocabulary"),
     )
 }
 

@@ -25,8 +25,9 @@ from graphengine.kernels import (
     linear_sample,
     select_rows,
 )
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms
+from graphengine.models.vocabulary import vocabulary_of
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -49,6 +50,7 @@ class DraftHead:
     sampling  the target's parameters, by slot
     plan      how the product is cut
     eps       of the norm whose scaled stream is fed
+    group     of the ranks that share its rows; None: there is one
     """
 
     def __init__(
@@ -59,15 +61,17 @@ class DraftHead:
         *,
         plan: LinearPlan,
         eps: float,
+        group: RankGroup | None = None,
     ) -> None:
-        self.weight, self.token_ids = weight, None
+        token_ids = None
         if ids is not None:
             ids = ids.to(sampling.temperature.device)
             if isinstance(weight, Tensor):
-                self.weight = weight.index_select(0, ids)
+                weight = weight.index_select(0, ids)
             else:
-                self.weight = select_rows(weight, ids)
-            self.token_ids = ids.int()
+                weight = select_rows(weight, ids)
+            token_ids = ids.int()
+        self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._plan, self._eps = sampling, plan, eps
 
     def tiles(
@@ -81,15 +85,15 @@ class DraftHead:
         )
         best, health = linear_sample(
             x,
-            self.weight,
+            self._vocabulary.head,
             lanes.slot,
             lanes.position,
             self._sampling,
             ahead=ahead,
-            token_ids=self.token_ids,
+            token_ids=self._vocabulary.token_ids,
             squares_TN=squares,
             eps=self._eps,
             plan=self._plan,
             launch=launch,
         )
-        return DraftTiles(best, health)
+        return DraftTiles(*self._vocabulary.candidates(best, health))

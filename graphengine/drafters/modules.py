@@ -104,6 +104,7 @@ class ModuleDrafter(Drafter):
             setting.sampling,
             plan=self.plans[linear_name("lm_head", target.weights.lm_head)],
             eps=self.config.output_eps,
+            group=setting.group,
         )
         self._tables = rope_of(target)
         self._launch = replace(setting.launch, plans=self.plans)

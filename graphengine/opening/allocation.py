@@ -27,6 +27,7 @@ from graphengine.models.contract import DecodeLaunch, Model, RankGroup, arrival_
 from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
+from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.kept_tensors import KeptTensors
@@ -37,7 +38,6 @@ from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
 from graphengine.program.step import StepProgram
-from graphengine.program.vocabulary import Vocabulary, VocabularyPart
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def allocate(
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
     if own_cache.shape[0]:
         caches.append((own_cache, own_area))
-    drafter.open(DraftSetting(model, buffers, launch), own_cache)
+    drafter.open(DraftSetting(model, buffers, launch, group), own_cache)
     relaxed = config.relaxed_acceptance
     program = StepProgram(
         model,
@@ -126,7 +126,7 @@ def allocate(
             top=config.max_logprobs,
             keep_raw=config.logprobs_mode == "raw_logprobs",
         ),
-        vocabulary=_vocabulary(model, group),
+        vocabulary=vocabulary_of(model.lm_head, group),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, routing),
@@ -148,14 +148,6 @@ def allocate(
         program=program,
         stream=stream,
     )
-
-
-def _vocabulary(model: Model, group: RankGroup | None) -> Vocabulary:
-    head = model.lm_head
-    if group is None:
-        return Vocabulary(head)
-    assert isinstance(head, Tensor), "a packed lm_head is of one rank"
-    return VocabularyPart(head, group)
 
 
 def _new_buffers(

@@ -60,6 +60,8 @@ _KERNELS_PER_LAYER = 12
 _KERNELS_PER_PROMPT_PART = 8
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+# Channels and buffers of a group of one host, rounded up.
+_NCCL_BYTES = 512 * 2**20
 # Compute capability of the first GPUs that convert e4m3.
 _LEAST_FP8 = (8, 9)
 
@@ -290,6 +292,8 @@ def _plan(
         # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         workspace += (ranks + 1) * widest_step * model.hidden_size
+        if on_gpu:
+            budget.add("NCCL (estimate)", _NCCL_BYTES, where)
         link = LinkShape.of_loads(ranks - 1, load_bytes)
         budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
     if config.activations is not None:

@@ -67,6 +67,7 @@ class LeadingRuntime(Runtime):
         self._meeting = Meeting(ranks.meeting, share, memory.device)
         super().__init__(model, memory, config, drafter, group=self._meeting)
         ranks.wait_for(Stage.FOLLOWING)
+        ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:

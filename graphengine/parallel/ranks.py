@@ -114,6 +114,10 @@ class Ranks:
         """Let all ranks go on to this stage."""
         self._end.let(stage)
 
+    def forget_meeting(self) -> None:
+        """All ranks have met: the file through which they did is no longer needed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def wait_for(self, stage: Stage) -> None:
         """Wait until all ranks have come so far. RankFailed if one never will."""
         ranks = range(1, 1 + len(self._processes))
@@ -231,7 +235,7 @@ class Ranks:
             process.join()
             process.close()
         self._processes.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.forget_meeting()
 
     def _kill(self) -> None:
         for process in self._processes:

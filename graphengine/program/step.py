@@ -52,11 +52,11 @@ from graphengine.models.contract import DecodeLaunch, Model
 from graphengine.models.linears import stream_groups
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
+from graphengine.models.vocabulary import Vocabulary
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
-from graphengine.program.vocabulary import Vocabulary
 
 
 class StepOutputs(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from graphengine.kernels import SamplingTensors, linear, linear_sample
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
 from graphengine.models.contract import Share
-from graphengine.program.vocabulary import Vocabulary, VocabularyPart
+from graphengine.models.vocabulary import Vocabulary, vocabulary_of
 
 LANES, HIDDEN = 3, 8
 
@@ -29,8 +29,12 @@ class Absent:
         return torch.stack(self.parts)
 
 
+@pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize(("tokens", "ranks"), [(300, 2), (301, 4), (5, 4), (9, 8), (4, 4)])
-def test_the_best_and_the_logits_are_those_of_one_rank(tokens: int, ranks: int) -> None:
+def test_the_best_and_the_logits_are_those_of_one_rank(
+    tokens: int, ranks: int, trimmed: bool
+) -> None:
+    """Also where the rows of the head are of some tokens only."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(LANES, HIDDEN, generator=generator)
     head = torch.randn(tokens, HIDDEN, generator=generator)
@@ -41,14 +45,16 @@ def test_the_best_and_the_logits_are_those_of_one_rank(tokens: int, ranks: int) 
     params.temperature[1:] = 1.0
 
     def best_of(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        ids = vocabulary.token_ids
-        return linear_sample(x, vocabulary.head, slot, position, params, token_ids=ids)
+        return linear_sample(
+            x, vocabulary.head, slot, position, params, token_ids=vocabulary.token_ids
+        )
 
-    whole = Vocabulary(head)
+    ids = torch.arange(tokens, dtype=torch.int32) * 3 + 1 if trimmed else None
+    whole = vocabulary_of(head, None, ids)
     expected = token_of_tiles_reference(*whole.candidates(*best_of(whole)))
     logits = whole.logits(linear(x, head, slot, out_dtype=torch.float32))
     groups = [Absent(Share(rank, ranks)) for rank in range(ranks)]
-    parts = [VocabularyPart(head, group) for group in groups]
+    parts = [vocabulary_of(head, group, ids) for group in groups]
     found = [best_of(part) for part in parts]
     products = [linear(x, part.head, slot, out_dtype=torch.float32) for part in parts]
     for part, group, own, product in zip(parts, groups, found, products, strict=True):
