@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
 CHECKS := draft-tests interpreter program-tests host-tests engine-tests model-tests other-tests types lint
 
-.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize install
+.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs install
 
 demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
@@ -79,6 +79,18 @@ other-capability: install
 		-k "roundings or (option_parity and demo and (min_tokens or swallows or seed_draws)) or \
 		(are_those_of_transformers and demo and (allowed or repetition or all)) or \
 		(test_parity and (greedy_tokens or mixed) and (demo or biases))"
+
+# The documentation as a site in build/site, with warnings as errors, in an environment of its own.
+DOCS := $(VENV)/docs
+
+docs: $(DOCS)/stamp
+	$(PYTHON) docs/site.py build/site-source
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/stamp:
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet mkdocs-material==9.8.1 'mkdocstrings[python]'
+	touch $@
 
 install: $(VENV)/stamp
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \

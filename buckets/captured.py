@@ -341,7 +341,7 @@ def _blas_workspaces_in_pool() -> Iterator[None]:
     own (pytorch #193402). torch can only clear those of all streams: each stream allocates its
     workspace again when it next needs one. This can hurt a graph of the host program, as
     torch.compile's graphs can too: if products ran on its stream before its capture, its workspace
-    is not in its pool. README.md says so.
+    is not in its pool. docs/limits.md says so.
     """
     clear_blas_workspaces()
     try:

@@ -12,6 +12,7 @@ pytest loads it at every start, where torch would take seconds.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,45 +26,82 @@ if TYPE_CHECKING:
     from graphengine.requests.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
     from graphengine.sessions import Session
+    from graphengine.speculative import (
+        MTP,
+        Auto,
+        DraftModel,
+        DraftVocabulary,
+        GateOptions,
+        NGram,
+        RelaxedAcceptance,
+        SaveHiddenStates,
+        UserProvided,
+    )
     from graphengine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
+    "MTP",
+    "Auto",
     "Chat",
+    "DraftModel",
+    "DraftVocabulary",
     "Engine",
     "EngineConfig",
     "Event",
+    "GateOptions",
     "Logprob",
+    "NGram",
     "QueueFull",
     "RankFailed",
+    "RelaxedAcceptance",
     "Request",
     "Result",
     "SamplingParams",
+    "SaveHiddenStates",
     "Segment",
     "Session",
     "SessionSnapshot",
     "StepReport",
     "StructuredOutputsParams",
     "Timings",
+    "UserProvided",
 ]
 
 _HOMES = {
+    "MTP": "graphengine.speculative",
+    "Auto": "graphengine.speculative",
     "Chat": "graphengine.prompts",
+    "DraftModel": "graphengine.speculative",
+    "DraftVocabulary": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
     "Event": "graphengine.requests.request",
+    "GateOptions": "graphengine.speculative",
     "Logprob": "graphengine.requests.result",
+    "NGram": "graphengine.speculative",
     "QueueFull": "graphengine.requests.request",
     "RankFailed": "graphengine.parallel.ranks",
+    "RelaxedAcceptance": "graphengine.speculative",
     "Request": "graphengine.requests.request",
     "Result": "graphengine.requests.result",
     "SamplingParams": "graphengine.sampling_params",
+    "SaveHiddenStates": "graphengine.speculative",
     "Segment": "graphengine.requests.result",
     "Session": "graphengine.sessions",
     "SessionSnapshot": "graphengine.core.snapshots",
     "StepReport": "graphengine.core.report",
     "StructuredOutputsParams": "graphengine.structured_outputs",
     "Timings": "graphengine.requests.result",
+    "UserProvided": "graphengine.speculative",
 }
+
+__version__ = "0.1.0"
+
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "kernels").exists() and (_HERE.parent / "kernels" / "__init__.py").is_file():
+    # This is the folder of a checkout, which Python finds first where it runs in the checkout's
+    # root; `graphengine.kernels`, `buckets` and `profiles` are its neighbours there.
+    __path__.append(str(_HERE.parent))
 
 # Type checkers know the names from above; to them, this function would allow any other too.
 if not TYPE_CHECKING:
@@ -71,7 +109,17 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            home = import_module(_HOMES[name])
+        except ModuleNotFoundError as error:
+            if error.name not in (_HOMES[name], _HOMES[name].rpartition(".")[0]):
+                raise
+            raise ModuleNotFoundError(
+                f"graphengine.{name} is part of the distribution graphengine-decode: "
+                "pytest-graphengine has graphengine.testing alone",
+                name=error.name,
+            ) from None
+        return getattr(home, name)
 
 
 def __dir__() -> list[str]:

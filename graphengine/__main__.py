@@ -1,4 +1,4 @@
-"""`python -P -m graphengine` is the command `graphengine`."""
+"""`python -m graphengine` is the command `graphengine`."""
 
 import sys
 

@@ -50,6 +50,7 @@ from graphengine.speculative import (
     forced_acceptance,
     resolve_auto,
 )
+from graphengine.speculative_text import parse_speculative
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -240,12 +241,12 @@ class EngineConfig:
         where that is less than their part of the pool; False, or with prefix_caching: they keep
         all, which forks, snapshots and far rewinds of sessions go on from""",
     )
-    lookahead: int = option(
-        1,
-        Bound("be 0 or 1", lambda steps: steps in (0, 1)),
-        doc="""replays launched before the oldest one is collected, 0 or 1; it is 0 while a request
-        with a grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it
-        to 0""",
+    lookahead: int | None = option(
+        None,
+        Bound("be 0 or 1, or None", lambda steps: steps in (0, 1)),
+        doc="""replays launched before the oldest one is collected, 0 or 1; None: 1 on a GPU, and 0
+        on a CPU, which computes a step where it is launched. It is 0 while a request with a grammar
+        holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0""",
         flag=Flag(),
     )
     memory_fraction: float = option(
@@ -257,8 +258,8 @@ class EngineConfig:
     max_waiting: int | None = option(
         None,
         at_least(1, or_none=True),
-        doc="""requests that may wait for a slot, those submitted since the last step among them;
-        one more is refused with `QueueFull`; None: any number""",
+        doc="""requests that may wait for a slot, not counting those for which one is vacant; one
+        more is refused with `QueueFull`; None: any number""",
     )
     max_stop_ids: int = option(
         16,
@@ -304,14 +305,14 @@ class EngineConfig:
     row_family: RowFamily | None = option(
         None,
         doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
-        None: "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot"
+        None: "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
         elsewhere""",
         flag=Flag(),
     )
-    speculative: Speculative | None = option(
+    speculative: Speculative | str | None = option(
         None,
-        doc="""the drafter, from `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then
-        feeds k + 1 tokens a row; None: no drafts""",
+        doc="""the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line,
+        "mtp:3"; a step then feeds k + 1 tokens a row; None: no drafts""",
     )
     gate: GateOptions | None = option(
         None, doc="when to stop speculating and when to try again; None: always speculate"
@@ -343,6 +344,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_device()
+        if isinstance(self.speculative, str):
+            object.__setattr__(self, "speculative", parse_speculative(self.speculative))
         check_options(self)
         for name in ("buckets", "prefill_buckets"):
             self._keep_sizes(name)
@@ -472,9 +475,19 @@ class EngineConfig:
                 )
 
     @property
+    def steps_ahead(self) -> int:
+        """`lookahead`, or what it is where it was not chosen."""
+        return int(self.on_gpu) if self.lookahead is None else self.lookahead
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
     def mode(self) -> Mode | None:
         """`speculative`, with `Auto` resolved."""
         mode = self.speculative
+        assert not isinstance(mode, str), f"{mode=}"
         return resolve_auto(self.max_batch) if isinstance(mode, Auto) else mode
 
     @property
@@ -508,17 +521,18 @@ class EngineConfig:
     @property
     def family(self) -> RowFamily:
         """The engine's row family: the one asked for, or the one that fits the lanes of a step."""
-        return self.row_family or row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN)
+        usual = row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN) if self.on_gpu else "dot"
+        return self.row_family or usual
 
     @property
     def staging_blocks(self) -> int:
         """Copies of host-owned fields that may be in flight to the device at the same time."""
-        return self.lookahead + 2
+        return self.steps_ahead + 2
 
     @property
     def mailbox_entries(self) -> int:
         """Replays whose records a mailbox holds."""
-        return 2 * (self.lookahead + 2)
+        return 2 * (self.steps_ahead + 2)
 
     def sequence_limit(self, max_positions: int) -> int:
         """Tokens of the longest request with a model of so many positions; ValueError if

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,6 +19,7 @@ from graphengine.core import runs
 from graphengine.core.delivery import StopCallback
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_queue_options
+from graphengine.core.misplaced import check_names
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
@@ -45,10 +47,14 @@ log = logging.getLogger(__name__)
 class Engine:
     """Decodes up to `max_batch` requests, each step one replay of a captured graph.
 
-    In process and single-threaded: call every method from one thread. Use `from_pretrained` to make
-    one, `close()` or a `with` block to free everything it holds. ValueError for what the caller
-    did. A failing launch or wait raises its own error (RuntimeError; TimeoutError for a replay that
-    never published). From then on the engine is broken: every call but `close` is a RuntimeError.
+    In process and single-threaded: the thread that uses it first owns it, and a call from another
+    one is a RuntimeError while the owner lives. Another thread may have opened it.
+
+    Use `from_pretrained` to make one, `close()` or a `with` block to free everything it holds.
+    ValueError for what the caller did. A failing launch or wait raises its own error (RuntimeError;
+    TimeoutError for a replay that never published). From then on the engine is broken: every call
+    but `close` is a RuntimeError.
+
     An interrupt (Ctrl-C) inside a launch, which on a CPU takes most of the time, breaks it too: how
     far the step had come is unknown. An interrupt inside a wait does no harm.
     """
@@ -87,20 +93,34 @@ class Engine:
         cls,
         path: str | Path,
         *,
+        config: EngineConfig | None = None,
         progress: runs.Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
         """Load a checkpoint, allocate everything, capture every bucket.
 
-        path      a directory (`config.json`, safetensors, `tokenizer.json`), or a Hugging Face id
+        path      a directory (`config.json`, safetensors, `tokenizer.json`), a Hugging Face id, or
+                  "demo", the packaged model
+        config    all options in one object
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
-        options   the fields of `EngineConfig`
+        options   in place of `config`, the fields of `EngineConfig`
 
         With `tensor_parallel` above 1, processes are spawned, which import the program's main
         module: it does this under `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one
         of them fails, here and in later calls.
+
+        FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
+        for anything else that is wrong with checkpoint or options.
         """
-        config = EngineConfig(**options)
+        check_names("from_pretrained", options, {field.name for field in fields(EngineConfig)})
+        if config is None:
+            config = EngineConfig(**options)
+        elif not isinstance(config, EngineConfig):
+            raise ValueError(f"config={config!r} must be an EngineConfig")
+        elif options:
+            raise ValueError(
+                f"from_pretrained() takes config= or single options, not both: {', '.join(options)}"
+            )
         check_callable("progress", progress)
         opened, runtime = _open(path, config, progress)
         model, memory, tokenizer, eos_ids, drafter = opened

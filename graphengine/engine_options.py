@@ -1,6 +1,6 @@
 """Keyword arguments of `Engine.from_pretrained`, for type checkers and editors.
 
-Made by `python -P -m graphengine.cli.option_files`: change the table there, not this file.
+Made by `python -m graphengine.cli.option_files`: change the table there, not this file.
 """
 
 from __future__ import annotations
@@ -134,17 +134,18 @@ class EngineOptions(TypedDict, total=False):
     which forks, snapshots and far rewinds of sessions go on from
     """
 
-    lookahead: int
-    """replays launched before the oldest one is collected, 0 or 1; it is 0 while a request with a
-    grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0
+    lookahead: int | None
+    """replays launched before the oldest one is collected, 0 or 1; None: 1 on a GPU, and 0 on a
+    CPU, which computes a step where it is launched. It is 0 while a request with a grammar
+    holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0
     """
 
     memory_fraction: float
     """share of the device's free memory that the engine may plan with"""
 
     max_waiting: int | None
-    """requests that may wait for a slot, those submitted since the last step among them; one more
-    is refused with `QueueFull`; None: any number
+    """requests that may wait for a slot, not counting those for which one is vacant; one more is
+    refused with `QueueFull`; None: any number
     """
 
     max_stop_ids: int
@@ -190,12 +191,13 @@ class EngineOptions(TypedDict, total=False):
 
     row_family: RowFamily | None
     """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:
-    "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
+    "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
+    elsewhere
     """
 
-    speculative: Speculative | None
-    """the drafter, from `graphengine.speculative`: MTP(k=3), NGram(k=3), ...; a step then feeds k
-    + 1 tokens a row; None: no drafts
+    speculative: Speculative | str | None
+    """the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line, "mtp:3"; a step
+    then feeds k + 1 tokens a row; None: no drafts
     """
 
     gate: GateOptions | None

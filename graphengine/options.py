@@ -3,8 +3,8 @@
 A row has a name, a type, a default, bounds and one text; `option` adds to a field what a dataclass
 has no place for. From the rows come the checks (`check_options`), the class's documentation
 (`documented`), the flags of a command line (`option_flags.py`), the keyword arguments of
-`Engine.from_pretrained` and the README's tables (`option_files.py`), and a request option's field
-on the device. What several options say together is checked by the class itself.
+`Engine.from_pretrained` and the tables of docs/options.md (`option_files.py`), and a request
+option's field on the device. What several options say together is checked by the class itself.
 """
 
 from __future__ import annotations

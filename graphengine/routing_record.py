@@ -30,11 +30,11 @@ class RoutingRecord:
         if isinstance(given, RoutingRecord):
             self.ids = given.ids
             return
-        # A tensor of a GPU is copied by its own method.
-        array = given.detach().cpu() if isinstance(given, torch.Tensor) else given
         try:
+            # A tensor of a GPU is copied by its own method.
+            array = given.detach().cpu() if isinstance(given, torch.Tensor) else given
             ids: NDArray[Any] = np.asarray(array)
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise _wrong(given, f"expert ids: {error}") from error
         if ids.ndim != 3 or 0 in ids.shape:
             raise _wrong(given, f"{_SHAPE}, none of them 0: it is of shape {ids.shape}")

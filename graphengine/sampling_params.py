@@ -70,7 +70,7 @@ class SamplingParams:
             lambda value: value == 0 or MIN_TEMPERATURE <= value <= FLOAT32_MAX,
         ),
         doc="0 is greedy; otherwise logits are divided by it, and it is at least 1e-6",
-        flag=Flag(default=0.0),
+        flag=Flag(),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 is greedy"),
     )
     top_k: int = option(
@@ -118,10 +118,10 @@ class SamplingParams:
         slot=SlotField(dtype=torch.int64, pad=0, meaning="Philox key"),
     )
     max_tokens: int | None = option(
-        16,
+        256,
         at_least(1, or_none=True),
         doc="new tokens at most; None: up to max_seq_len",
-        flag=Flag(default=256, help="new tokens at most"),
+        flag=Flag(help="new tokens at most"),
     )
     min_tokens: int = option(
         0,

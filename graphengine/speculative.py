@@ -183,6 +183,43 @@ class DraftModel(Mode):
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle3(Mode):
+    """An EAGLE3 checkpoint drafts: a layer that reads the target's residual stream after a few of
+    its layers, with KV of its own.
+
+    path       its checkpoint: a directory or a hub id
+    k          drafts a step
+    own_graph  in a separate graph after the step's, not inside it
+    layers     of the target, after which its stream is read, in the order of fc's columns; None:
+               those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
+               ones cost acceptance, never a token
+    """
+
+    path: PathName
+    k: int = 3
+    _: KW_ONLY
+    own_graph: bool = False
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        _check_path("path", self.path)
+        check_drafts(self.k)
+        if not isinstance(self.own_graph, bool):
+            raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
+        keep_plain_numbers(self)
+
+    def describe(self) -> str:
+        parts = [f"eagle3 {os.fspath(self.path)}, k={self.k}"]
+        if self.layers is not None:
+            parts.append(f"after layers {', '.join(map(str, self.layers))}")
+        if self.own_graph:
+            parts.append("own graph")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class UserProvided(Mode):
     """The caller writes up to k drafts a request; nothing is launched ahead (`lookahead` is 0).
 
@@ -266,7 +303,7 @@ class Auto:
 
 Speculative = Mode | Auto
 
-MODES: tuple[type[Mode], ...] = (MTP, NGram, DraftModel, UserProvided, SaveHiddenStates)
+MODES: tuple[type[Mode], ...] = (MTP, NGram, DraftModel, Eagle3, UserProvided, SaveHiddenStates)
 """All there are; `graphengine.drafters` makes a drafter of each."""
 
 
@@ -473,6 +510,19 @@ def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.T
     ValueError, which calls the tensor `name`, unless `d2t` is int64 [N] and the targets are
     strictly ascending and within the vocabulary.
     """
+    ids = offset_ids(d2t, vocab_size, name)
+    falling = torch.nonzero(ids[1:] <= ids[:-1])
+    if falling.numel():
+        draft = int(falling[0])
+        raise ValueError(
+            f"{name} maps drafts {draft} and {draft + 1} to tokens {int(ids[draft])} and "
+            f"{int(ids[draft + 1])}: they must ascend"
+        )
+    return ids
+
+
+def offset_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
+    """`target_ids` in any order."""
     shape = tuple(d2t.shape)
     if d2t.dtype != torch.int64 or len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"{name} must be int64 [N], not {d2t.dtype} {shape}")
@@ -482,13 +532,6 @@ def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.T
         draft = int(outside[0])
         raise ValueError(
             f"{name} maps draft {draft} to token {int(ids[draft])}, the vocabulary has {vocab_size}"
-        )
-    falling = torch.nonzero(ids[1:] <= ids[:-1])
-    if falling.numel():
-        draft = int(falling[0])
-        raise ValueError(
-            f"{name} maps drafts {draft} and {draft + 1} to tokens {int(ids[draft])} and "
-            f"{int(ids[draft + 1])}: they must ascend"
         )
     return ids
 

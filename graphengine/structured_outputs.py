@@ -5,18 +5,34 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
+class ModelWithSchema(Protocol):
+    """A pydantic model: the class, not an instance."""
+
+    def model_json_schema(self) -> Mapping[str, Any]: ...
+
+
+class AdapterWithSchema(Protocol):
+    """A pydantic `TypeAdapter`."""
+
+    def json_schema(self) -> Mapping[str, Any]: ...
+
+
+HasSchema = ModelWithSchema | AdapterWithSchema
+"""What tells its own JSON schema. Nothing here imports pydantic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputsParams:
     """Exactly one of these five; checked when it is made, compiled when a request is submitted:
 
-    json         JSON that a schema describes: the schema as text, or as a mapping, which is stored
-                 as text
+    json         JSON that a schema describes: the schema as text, or a mapping, a pydantic model or
+                 a pydantic `TypeAdapter`, whose schema is stored as text
     regex        text that matches as a whole, in the syntax of Rust's `regex` crate: no look-around
                  and no back references
     choice       one of these strings
@@ -32,7 +48,7 @@ class StructuredOutputsParams:
     whitespace_pattern             regular expression of the whitespace allowed between its tokens
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | HasSchema | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -82,7 +98,11 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """The text of a JSON schema or of a mapping; ValueError for anything else."""
+    """The text of a JSON schema, a mapping or what has a schema; ValueError for anything else."""
+    for method in ("model_json_schema", "json_schema"):
+        if callable(tell := getattr(schema, method, None)):
+            schema = tell()
+            break
     if isinstance(schema, Mapping):
         try:
             return json_text.dumps(dict(schema))
@@ -92,7 +112,10 @@ def _schema_text(schema: object) -> str:
         except (TypeError, ValueError) as error:
             raise ValueError(f"json={schema!r} is no JSON: {error}") from error
     if not isinstance(schema, str):
-        raise ValueError(f"json={schema!r} must be a JSON schema, as a mapping or as text")
+        raise ValueError(
+            f"json={schema!r} must be a JSON schema, as a mapping or as text, or a "
+            "pydantic model or TypeAdapter"
+        )
     try:
         read = json_text.loads(schema)
     except RecursionError as error:

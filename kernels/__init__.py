@@ -11,6 +11,11 @@ or, where they are long, in files of their own: `x_triton.py`, `x_gluon.py`, and
 the room.
 """
 
+# ruff: noqa: E402  (every kernel is imported between `put_in_place` and `remove`)
+from graphengine.kernels.core import stand_in
+
+_stood_in = stand_in.put_in_place()
+
 from graphengine.kernels.attention.decode import (
     decode_attention,
     decode_attention_arrivals,
@@ -25,8 +30,10 @@ from graphengine.kernels.attention.latent import (
     check_latent_sizes,
     latent_append,
     latent_attention,
-    latent_attention_arrivals,
-    latent_attention_workspace_bytes,
+)
+from graphengine.kernels.attention.latent_decode import (
+    latent_values,
+    latent_values_workspace_bytes,
 )
 from graphengine.kernels.attention.latent_reference import (
     latent_append_reference,
@@ -99,9 +106,9 @@ from graphengine.kernels.experts.experts import (
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
 from graphengine.kernels.experts.packed import PackedExperts, empty_experts
 from graphengine.kernels.experts.plans import (
-    DECODE_BLOCK,
     ProductTile,
     chunk_tile,
+    decode_block,
     expert_plan,
     groups_pairs,
 )
@@ -169,6 +176,7 @@ from graphengine.kernels.linear.reference import (
     linear_squares_reference,
 )
 from graphengine.kernels.linear.residual import (
+    Kept,
     Product,
     Residual,
     add_to_residual_reference,
@@ -302,10 +310,11 @@ from graphengine.kernels.step.stop_sequences import (
 )
 from graphengine.kernels.step.swap import copy_blocks, copy_blocks_reference
 
+stand_in.remove(_stood_in)
+
 __all__ = [
     "ALONE",
     "BITS",
-    "DECODE_BLOCK",
     "EMITTED",
     "FMA_LANES",
     "FP8_KV",
@@ -342,6 +351,7 @@ __all__ = [
     "GatedDeltaSizes",
     "Grouping",
     "HandOver",
+    "Kept",
     "KernelCompilation",
     "LaneCodes",
     "Launch",
@@ -415,6 +425,7 @@ __all__ = [
     "decode_attention_arrivals",
     "decode_attention_reference",
     "decode_attention_workspace_bytes",
+    "decode_block",
     "embed",
     "embed_reference",
     "empty_experts",
@@ -444,9 +455,9 @@ __all__ = [
     "latent_append",
     "latent_append_reference",
     "latent_attention",
-    "latent_attention_arrivals",
     "latent_attention_reference",
-    "latent_attention_workspace_bytes",
+    "latent_values",
+    "latent_values_workspace_bytes",
     "linear",
     "linear_reference",
     "linear_residual",

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
-from graphengine.cli.speculative_text import GRAMMAR, parse_speculative
 from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.engine_options import EngineOptions
@@ -32,6 +31,7 @@ from graphengine.profiles.benchmark.engines import engine_options, freed
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import Column, Row, number, text_table
 from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe
+from graphengine.speculative_text import GRAMMAR, parse_speculative
 from graphengine.text.tokenizer import Tokenizer
 
 SCHEMA = 1

@@ -1,7 +1,7 @@
 """What rounded weights or an fp8 KV cache do to a model's predictions, against float32 throughout.
 
-    python -P -m graphengine.profiles.accuracy --of weights --context 256 --out weights.json
-    python -P -m graphengine.profiles.accuracy --of kv --shape demo --out kv.json
+    python -m graphengine.profiles.accuracy --of weights --context 256 --out weights.json
+    python -m graphengine.profiles.accuracy --of kv --shape demo --out kv.json
 
 Windows of the demo's held-out text, or random tokens for a shape with random weights, are prefilled
 and continued greedily. The first window is only for calibration. `dtype` is the engine's own, for
@@ -226,7 +226,7 @@ def table(figures: Sequence[Accuracy]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.accuracy")
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.accuracy")
     add = parser.add_argument
     add("--of", choices=tuple(COMPARED), required=True, help="what is compared")
     add("--shape", choices=NAMES, default="demo", help="a shape with random weights, or the demo")

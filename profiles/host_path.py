@@ -1,6 +1,6 @@
 """What a steady decode step costs the host, measured without a GPU, piece by piece.
 
-    python -P -m graphengine.profiles.host_path [--rows 1,8,32] [--steps 4000]
+    python -m graphengine.profiles.host_path [--rows 1,8,32] [--steps 4000]
 
 An engine of the demo model, on the CPU, gets stand-ins for its captured graphs: they compute
 nothing and publish tokens into the mailbox at once. So a replay costs only the call, no wait is
@@ -215,7 +215,7 @@ def table(results: Sequence[HostPath]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.host_path")
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.host_path")
     parser.add_argument("--rows", default="1,8,32", help="rows a step, comma-separated")
     parser.add_argument("--steps", type=int, default=4000, help="steady steps of each measurement")
     options = parser.parse_args(arguments)

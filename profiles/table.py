@@ -1,7 +1,7 @@
-"""Makes the README's table of numbers from the committed results.
+"""Makes the tables of docs/numbers.md from the committed results.
 
-    python -P -m graphengine.profiles.table            # write it
-    python -P -m graphengine.profiles.table --check    # or fail if it differs from the results
+    python -m graphengine.profiles.table            # write it
+    python -m graphengine.profiles.table --check    # or fail if it differs from the results
 
 Every `bench-*.json` under `results/` is a document of `graphengine bench`. If its `environment`
 holds `recorded`, commit and changes were set afterwards, and `recorded` has what the run had
@@ -22,7 +22,6 @@ from graphengine.profiles.text import (
     Column,
     Row,
     all_heuristic_plans,
-    consumer,
     context_cells,
     family,
     first_token,
@@ -36,13 +35,13 @@ from graphengine.profiles.text import (
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
-README = ROOT / "README.md"
-BEGIN = "<!-- numbers: made by `python -P -m graphengine.profiles.table` from profiles/results -->"
+PAGE = ROOT / "docs" / "numbers.md"
+BEGIN = "<!-- numbers: made by `python -m graphengine.profiles.table` from profiles/results -->"
 END = "<!-- end of numbers -->"
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """The table. ValueError if there is no result to make it from.
+    """The page's tables. ValueError if there is no result to make them from.
 
     Each row and each note has the number of the file that it comes from, in the list at the end.
     """
@@ -61,19 +60,20 @@ def markdown(results: Path = RESULTS) -> str:
     rows.sort(key=lambda row: (row["shape"], row["sampler"]))
     one_dtype = len({row["engine"]["dtype"] for row in rows}) == 1
     columns = [column for column in COLUMNS if not (one_dtype and column.title == "dtype")]
-    parts = ["\n".join([*_head(columns), *(_line(columns, row) for row in rows)])]
-    parts += _contexts(documents)
-    parts += _speculation(documents)
-    notes = [note for document in documents for note in _notes(document)]
-    if notes:
-        parts.append("\n".join(notes))
-    sources = [_source(path.name, found) for path, found in zip(paths, documents, strict=True)]
-    parts.append("\n".join(sources))
+    sections = {
+        "Steps after short prompts": [*_head(columns), *(_line(columns, row) for row in rows)],
+        "Steps at long contexts": _contexts(documents),
+        "Speculation": _speculation(documents),
+        "Thousands of tokens in a row": _long_runs(documents),
+        "Single measurements": [note for document in documents for note in _notes(document)],
+        "Files": [_source(path.name, found) for path, found in zip(paths, documents, strict=True)],
+    }
+    parts = [f"### {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
     return "\n\n".join(parts)
 
 
 def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A table with a line for each batch at each context, if there is any."""
+    """A table with a line for each batch at each context; no lines if there is none."""
     cells = [
         dict(cell) | {"shape": _model(document["shape"], cell), "number": document["number"]}
         for document in documents
@@ -81,12 +81,24 @@ def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
     if not cells:
         return []
-    lines = [*_head(CONTEXT_COLUMNS), *(_line(CONTEXT_COLUMNS, cell) for cell in cells)]
-    return ["\n".join(lines)]
+    return [*_head(CONTEXT_COLUMNS), *(_line(CONTEXT_COLUMNS, cell) for cell in cells)]
+
+
+def _long_runs(documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A table with a line for each long run of one row; no lines if there is none."""
+    runs = [
+        dict(found) | {"row": row, "shape": document["shape"], "number": document["number"]}
+        for document in documents
+        for row in document["rows"]
+        for found in long_runs(row)
+    ]
+    if not runs:
+        return []
+    return [*_head(LONG_COLUMNS), *(_line(LONG_COLUMNS, found) for found in runs)]
 
 
 def _speculation(documents: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A table with a line for each draft length of each speculating run, if there is any."""
+    """A table with a line for each draft length of each speculating run; no lines without one."""
     titles = ("shape", "live", "drafts", "family", "ms/step", "/same", "/fastest", "K = 0 ms")
     head = [*titles, "tokens/s by accepted drafts", "#"]
     lines = []
@@ -116,7 +128,7 @@ def _speculation(documents: Iterable[Mapping[str, Any]]) -> list[str]:
                 lines.append(f"| {' | '.join(cells)} |")
     if not lines:
         return []
-    return ["\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines])]
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -167,6 +179,34 @@ CONTEXT_COLUMNS = (
     Column("#", lambda cell: str(cell["number"])),
 )
 
+LONG_COLUMNS = (
+    Column("shape", lambda found: found["shape"]),
+    Column("slots", lambda found: str(found["row"]["max_batch"])),
+    Column("gaps", lambda found: f"{found['itl_ms']['n']:,}"),
+    Column("kept", lambda found: _kept(found)),
+    Column("heap", lambda found: "frozen" if found.get("frozen") else NOTHING),
+    Column("collections", lambda found: _collections(found)),
+    Column("longest", lambda found: pauses(found).replace(", ", " / ") or NOTHING),
+    Column("p99.9/p50", lambda found: number(found["p99.9/p50"], 3)),
+    Column("longest gap", lambda found: number(found["itl_ms"]["max"], 3)),
+    Column("#", lambda found: str(found["number"])),
+)
+
+
+def _kept(found: Row) -> str:
+    """What the program kept of the newest tokens, so that the collector had work."""
+    objects = found.get("kept_objects")
+    if objects is None:
+        return "nothing"
+    return f"{objects} cyclic" if objects else "events"
+
+
+def _collections(found: Row) -> str:
+    """How often Python's collector ran in each generation, the youngest first."""
+    if not found["collector_on"]:
+        return "off"
+    return " / ".join(map(str, found["collections"]))
+
 
 def _head(columns: Sequence[Column]) -> list[str]:
     titles = " | ".join(column.title for column in columns)
@@ -197,16 +237,6 @@ def _model(shape: str, row: Row) -> str:
 def _notes(document: Mapping[str, Any]) -> list[str]:
     """List items for what a document has besides its rows."""
     notes, file = [], f"(file {document['number']})"
-    for row in document["rows"]:
-        for found in long_runs(row):
-            ran = f"on (it ran {_collections(found)}{', heap frozen' * bool(found.get('frozen'))})"
-            notes.append(
-                f"- {document['shape']}, one row of {row['max_batch']}, {found['itl_ms']['n']:,} "
-                f"gaps{consumer(found)}, with Python's collector "
-                f"{ran if found['collector_on'] else 'off'}: ITL p99.9 is "
-                f"{found['p99.9/p50']:.3f} times p50, the maximum {found['itl_ms']['max']:.3f} ms "
-                f"{file}."
-            )
     if document["admission"] is not None:
         found = document["admission"]
         bound = found["engine"].get("max_prefill_ms_per_step")
@@ -242,15 +272,6 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _collections(found: Mapping[str, Any]) -> str:
-    """How often the collector ran, and its longest run, by generation."""
-    if not any(found["collections"]):
-        return "0 times"
-    first, *others = found["collections"]
-    ran = f"{first} times in the youngest generation, {', '.join(map(str, others))} in the others"
-    return f"{ran}, for at most {longest} ms" if (longest := pauses(found)) else ran
-
-
 def _source(name: str, document: Mapping[str, Any]) -> str:
     """The source of the figures, and the device and versions they were measured with."""
     environment, ceiling = document["environment"], document["ceiling"]
@@ -277,38 +298,38 @@ def _source(name: str, document: Mapping[str, Any]) -> str:
         f"{document['number']}. `profiles/results/{name}`: {environment['device']}{limit}, driver "
         f"{environment['driver'] or NOTHING}, {versions}, commit {commit}{changed}; "
         f"{first['engine']['dtype']}, {fed} and {first['new_tokens']} new tokens, "
-        f"{first['runs']} runs{conditions}."
+        f"{first['runs']} run{'s' * (first['runs'] > 1)}{conditions}."
     )
 
 
-def render(readme: str, table: str) -> str:
-    """`readme` with `table` between the markers. ValueError unless each marker is there once."""
+def render(page: str, table: str) -> str:
+    """`page` with `table` between the markers. ValueError unless each marker is there once."""
     for marker in (BEGIN, END):
-        if readme.count(marker) != 1:
-            raise ValueError(f"the README has {readme.count(marker)} times the marker {marker}")
-    before, rest = readme.split(BEGIN)
+        if page.count(marker) != 1:
+            raise ValueError(f"the page has {page.count(marker)} times the marker {marker}")
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.table")
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.table")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; status 1 if it differs"
     )
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     try:
-        present = options.readme.read_text(encoding="utf-8")
+        present = options.page.read_text(encoding="utf-8")
         wanted = render(present, markdown(options.results))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if options.check:
         if present != wanted:
-            print(f"{options.readme} is not what {options.results} says", file=sys.stderr)
+            print(f"{options.page} is not what {options.results} says", file=sys.stderr)
         return int(present != wanted)
-    options.readme.write_text(wanted, encoding="utf-8")
+    options.page.write_text(wanted, encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A benchmark document as text tables; its cells serve the README as well."""
+"""A benchmark document as text tables; its cells serve docs/numbers.md as well."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def long_runs(row: Row) -> list[Row]:
     return [found for found in (row.get("long_plain"), row["long"]) if found is not None]
 
 
-def consumer(found: Row) -> str:
+def _consumer(found: Row) -> str:
     """What the consumer of a long run kept; empty for older documents, where it kept nothing."""
     objects = found.get("kept_objects")
     if objects is None:
@@ -313,7 +313,7 @@ def _long(row: Row, found: Row) -> str:
     ran = ", ".join(map(str, found["collections"]))
     ran += f"; longest {longest}" if (longest := pauses(found)) else ""
     return (
-        f"{itl['n']} gaps of {found['requests']} requests{consumer(found)}, slots "
+        f"{itl['n']} gaps of {found['requests']} requests{_consumer(found)}, slots "
         f"{row['max_batch']}, collector {collector} (runs by generation: {ran}): p50 "
         f"{percentile(itl, 'p50')}, p99 {percentile(itl, 'p99')}, p99.9 "
         f"{percentile(itl, 'p99.9')}, max {itl['max']:.3f}; p99.9/p50 {found['p99.9/p50']:.3f}"

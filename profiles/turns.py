@@ -1,6 +1,6 @@
 """The first token of a second turn, with the KV of the first and without.
 
-    python -P -m graphengine.profiles.turns --shape llama-1b --context 512,2048 --out turns.json
+    python -m graphengine.profiles.turns --shape llama-1b --context 512,2048 --out turns.json
 
 For each length of context a session has a first turn of this many tokens, prompt and reply. Then,
 `runs` times, a fork of it is given a question, and the time to its first token is taken; and so is
@@ -153,7 +153,7 @@ def table(turns: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.turns")
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.turns")
     add = parser.add_argument
     add("--shape", choices=NAMES, default="demo", help="a shape with random weights, or the demo")
     add("--checkpoint", help="directory or hub id, instead of a shape")

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def leave_the_checkout() -> None:
     """`python -m pytest` puts the folder it runs in on the path: from the checkout's root, folders
-    there would stand in for installed packages. Its `graphengine` is one without `kernels`, and its
-    `kernels` is not Hugging Face's.
+    there would stand in for installed packages. Its `graphengine` is not the one that is tested,
+    and its `kernels` is not Hugging Face's.
     """
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
     # Of processes that tests start.

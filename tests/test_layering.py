@@ -48,7 +48,8 @@ MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
-        *("contract", "linears", "states", "families", "stored", "mtp", "mtp_reading", "chains"),
+        *("contract", "linears", "states", "families", "stored", "chains"),
+        *("mtp", "mtp_reading", "eagle3", "eagle3_reading"),
         *("checkpoint", "kv_scales", "quantised", "ranks", "routing", "tensor_files"),
         *("tuning", "tuning_tables", "plan_limits", "vocabulary"),
     )

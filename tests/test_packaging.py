@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 import tomllib
 import zipfile
@@ -75,7 +76,9 @@ def test_no_folder_with_python_is_left_out() -> None:
     """A folder at the top is a package, or tests, or no place for code."""
     python = [Path(name) for name in checkout_files() if name.endswith(".py")]
     tops = {path.parts[0] for path in python if len(path.parts) > 1}
-    assert tops - {"tests"} == {folder.name for folder in FOLDERS.values()}
+    assert tops - {"docs", "examples", "plugin", "tests"} == {
+        folder.name for folder in FOLDERS.values()
+    }
 
 
 def test_tests_are_no_package() -> None:
@@ -219,13 +222,16 @@ def test_no_text_tells_to_install_somebody_elses_package() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that the checkout stays clean and ignored files stay out."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout to build from: it stays clean, and ignored files stay out."""
+    folder = tmp_path_factory.mktemp("source")
     for name in checkout_files():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     options = ["--no-index", "--disable-pip-version-check", "--wheel-dir", str(folder)]
     built = subprocess.run([*command, *options, str(source)], capture_output=True, text=True)
@@ -234,13 +240,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
+def unpack(wheel: Path) -> Path:
     """The wheel's files, unpacked as an installer would."""
     folder = wheel.parent / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    return unpack(wheel)
+
+
+@pytest.fixture(scope="module")
+def plugin(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plugin's own distribution, unpacked."""
+    return unpack(build_wheel(source / "plugin", tmp_path_factory.mktemp("plugin")))
 
 
 def with_wheel(installed: Path) -> dict[str, str]:
@@ -286,13 +307,20 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
         description = archive.read(metadata).decode()
-        licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE"))
+        licences = [
+            archive.read(metadata.replace("METADATA", f"licenses/{name}"))
+            for name in ("LICENSE", "graphengine/demo/PSF-LICENSE.txt")
+        ]
     assert "graphengine/py.typed" in names
     for device in ("h200", "h100-80gb-hbm3"):
         assert f"graphengine/tuned/nvidia-{device}.json" in names
-    assert licence == (ROOT / "LICENSE").read_bytes()
+    demo = ROOT / "graphengine" / "demo"
+    assert licences == [
+        (ROOT / "LICENSE").read_bytes(),
+        (demo / "PSF-LICENSE.txt").read_bytes(),
+    ]
     assert "\nName: graphengine-decode\n" in description
-    assert "License-Expression: Apache-2.0" in description
+    assert "License-Expression: Apache-2.0 AND PSF-2.0\n" in description
     assert "[console_scripts]\ngraphengine = graphengine.cli.main:main" in entry_points
     assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points
     assert "graphengine/testing/README.md" in names
@@ -340,6 +368,106 @@ def test_the_wheel_imports_outside_of_the_checkout(installed: Path) -> None:
             "graphengine.profiles",
         )
     }
+
+
+def test_one_version_is_everywhere() -> None:
+    versions = [
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["version"]
+        for folder in ("", "plugin")
+    ]
+    assert versions == [graphengine.__version__] * 2
+    assert f"\nversion: {graphengine.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {graphengine.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_source_distribution_has_what_builds_and_explains(source: Path, tmp_path: Path) -> None:
+    code = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    command = [sys.executable, "-P", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "Makefile", "constraints.txt", "constraints-minimum.txt", "LICENSE", "README.md",
+        "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "docs/design.md",
+        "plugin/pyproject.toml", "profiles/pictures/stall.png", "kernels/core/philox.py",
+        "graphengine/demo/PSF-LICENSE.txt", "graphengine/demo/checkpoint/model.safetensors",
+    } <= names  # fmt: skip
+    assert not [name for name in names if name.startswith("tests")]
+
+
+# The plugin's own distribution.
+
+
+@pytest.mark.slow
+def test_the_plugin_has_no_engine(plugin: Path) -> None:
+    files = {path.relative_to(plugin).as_posix() for path in plugin.rglob("*") if path.is_file()}
+    package = {name for name in files if name.startswith("graphengine/")}
+    ours = {"__init__.py", "py.typed", "testing/README.md"}
+    for folder, name in (("graphengine/testing", "testing"), ("buckets", "buckets")):
+        below = (ROOT / folder).rglob("*.py")
+        ours |= {f"{name}/{path.relative_to(ROOT / folder).as_posix()}" for path in below}
+    assert package == {f"graphengine/{name}" for name in ours}
+    (licence,) = plugin.glob("*.dist-info/licenses/LICENSE")
+    assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
+    (metadata,) = plugin.glob("*.dist-info/METADATA")
+    required = re.findall(r"^Requires-Dist: ([\w-]+)", metadata.read_text(), re.MULTILINE)
+    assert required == ["torch", "pytest"]
+
+
+ONLY_TORCH = """
+    import sys
+
+    class Hide:
+        def __init__(self, finder):
+            self.finder = finder
+
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in {"triton", "safetensors", "tokenizers", "nvtx"}:
+                return None
+            return self.finder.find_spec(name, path, target)
+
+    sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
+"""
+
+
+@pytest.mark.slow
+def test_the_plugin_runs_with_torch_alone(plugin: Path, tmp_path: Path) -> None:
+    """The example of its page, and what it says where an engine is asked for."""
+    page = (ROOT / "plugin" / "README.md").read_text()
+    (tmp_path / "test_step.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (tmp_path / "test_engine.py").write_text(
+        "def test_engine():\n    from graphengine import Engine\n"
+    )
+    (tmp_path / "conftest.py").write_text(textwrap.dedent(ONLY_TORCH))
+    options = ["-p", "graphengine.testing.plugin", "-p", "no:cacheprovider", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-m", "pytest", *options, f"--rootdir={tmp_path}"],
+        cwd=tmp_path,
+        env=with_wheel(plugin) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "graphengine.Engine is part of the distribution graphengine-decode" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wheel", "plugin"])
+def test_python_in_the_root_finds_the_checkout(request: pytest.FixtureRequest, how: str) -> None:
+    """Its folder stands in for an installed package, and `kernels` and others beside it count."""
+    code = "import graphengine, graphengine.kernels as k, graphengine.profiles.table as t\n"
+    code += "print(graphengine.__file__, k.__file__, t.__file__, sep='\\n')"
+    environment = with_wheel(request.getfixturevalue("installed" if how == "wheel" else how))
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [
+        str(ROOT / name)
+        for name in ("graphengine/__init__.py", "kernels/__init__.py", "profiles/table.py")
+    ], done.stderr
 
 
 # Run from the checkout's root, as `python -m pytest tests/...` is, where Python looks there first.

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from graphengine.buckets import GraphStructure
 from graphengine.buckets.graphs import nodes
 from graphengine.config import EngineConfig
 from graphengine.engine import Engine
+from graphengine.observe.environment import triton_version
 from graphengine.testing.graph_diff import GraphChange, diff_structures, normalise, summarise
 from graphengine.testing.snapshot import file_name
 from graphengine.testing.structures import read_structure
@@ -129,7 +129,7 @@ def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
             "environment.device": torch.cuda.get_device_name(device),
             "environment.cuda": torch.version.cuda,
             "environment.torch": str(torch.__version__),
-            "environment.triton": triton.__version__,
+            "environment.triton": triton_version(),
             "environment.python": platform.python_version(),
         }
         | {f"config.{name}": _plain(value) for name, value in config.items()},

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from graphengine import __version__
 from graphengine.cli.graph_command import (
     DRAWINGS,
     diff_dumps,
@@ -30,16 +31,8 @@ from graphengine.cli.graph_command import (
 from graphengine.cli.option_flags import add_flags, given_options
 from graphengine.cli.quantize_command import add_arguments as add_quantize_arguments
 from graphengine.cli.quantize_command import quantize
-from graphengine.cli.speculative_text import (
-    GRAMMAR,
-    VOCABULARY_GRAMMAR,
-    parse_draft_vocabulary,
-    parse_speculative,
-    with_draft_vocabulary,
-)
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
-from graphengine.demo import checkpoint_path
 from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
 from graphengine.models.checkpoint import Checkpoint, find_local
@@ -51,6 +44,13 @@ from graphengine.requests.request import Event
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
+from graphengine.speculative_text import (
+    GRAMMAR,
+    VOCABULARY_GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
+)
 from graphengine.structured_outputs import StructuredOutputsParams
 
 COMMANDS_ABOVE = {
@@ -106,8 +106,7 @@ def generate(options: argparse.Namespace) -> None:
         events = engine.stream(prompt, params, deadline_s=options.deadline)
         result, summary = _run(engine, events, options)
     if options.json:
-        said = {"text": result.text, "token_ids": result.token_ids}
-        print(json.dumps(said | summary | _logprobs(result)))
+        print(json.dumps(summary | result.to_dict()))
     else:
         _print_logprobs(result)
         _print_summary(summary)
@@ -134,7 +133,7 @@ def chat(options: argparse.Namespace) -> None:
             result, summary = _run(engine, events, options)
             messages.append({"role": "assistant", "content": result.text})
             if options.json:
-                print(json.dumps({"text": result.text, **summary, **_logprobs(result)}), flush=True)
+                print(json.dumps(summary | result.to_dict()), flush=True)
             else:
                 _print_logprobs(result)
                 if result.finish_reason not in ("stop", "length"):
@@ -144,7 +143,7 @@ def chat(options: argparse.Namespace) -> None:
 def info(options: argparse.Namespace) -> None:
     """Show what would be allocated and captured, by each rank; allocate and capture nothing."""
     config = EngineConfig(**_engine_options(options))
-    found = read_checkpoint(_checkpoint(options), config, Share(0, config.tensor_parallel))
+    found = read_checkpoint(options.checkpoint, config, Share(0, config.tensor_parallel))
     memory, model = plan_checkpoint(found, config), found.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,
@@ -201,8 +200,8 @@ def _prefill_cut(config: EngineConfig, memory: MemoryPlan) -> str:
 def graph_dump(options: argparse.Namespace) -> None:
     """Write every graph that an engine captures to a folder."""
     # Errors of the checkpoint are reported first, but nothing is downloaded to find them.
-    if find_local(_checkpoint(options)) is not None:
-        Checkpoint.open(_checkpoint(options))
+    if find_local(options.checkpoint) is not None:
+        Checkpoint.open(options.checkpoint)
     prepare_dump(EngineConfig(**_engine_options(options)), options.out, options.draw)
     with _engine(options) as engine:
         made = read_engine(engine, checkpoint=options.checkpoint)
@@ -296,9 +295,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 def _engine(options: argparse.Namespace) -> Engine:
     progress = None if options.json or not sys.stderr.isatty() else _progress_bar
-    return Engine.from_pretrained(
-        _checkpoint(options), progress=progress, **_engine_options(options)
-    )
+    return Engine.from_pretrained(options.checkpoint, progress=progress, **_engine_options(options))
 
 
 def _progress_bar(done: int, total: int) -> None:
@@ -312,10 +309,6 @@ def _progress_bar(done: int, total: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _checkpoint(options: argparse.Namespace) -> str:
-    return str(checkpoint_path()) if options.checkpoint == "demo" else str(options.checkpoint)
 
 
 def _read_line(quiet: bool) -> str | None:
@@ -362,11 +355,6 @@ def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams 
     return None
 
 
-def _logprobs(result: Result) -> dict[str, Any]:
-    """The field of log-probabilities for JSON, where they were asked for."""
-    return {} if result.logprobs is None else {"logprobs": result.to_dict()["logprobs"]}
-
-
 def _print_logprobs(result: Result) -> None:
     """A line for each token: its text, log-probability and rank, then the most probable ids."""
     texts = (segment.text for segment in result.segments) if result.segments else repeat("")
@@ -379,6 +367,7 @@ def _print_logprobs(result: Result) -> None:
 def _parser(asked: str | None) -> argparse.ArgumentParser:
     """All commands; of `COMMANDS_ABOVE` only the one `asked` for gets its options."""
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (generate, chat, info):
         sub = commands.add_parser(

@@ -1,10 +1,10 @@
-"""Writes the option tables out: `engine_options.py` and the tables of the README.
+"""Writes the option tables out: `engine_options.py` and the tables of docs/options.md.
 
-    python -P -m graphengine.cli.option_files            # in a checkout: writes both
-    python -P -m graphengine.cli.option_files --check    # writes nothing; status 1 if one differs
+    python -m graphengine.cli.option_files            # in a checkout: writes both
+    python -m graphengine.cli.option_files --check    # writes nothing; status 1 if one differs
 
 A type checker reads source alone, so the keyword arguments of `Engine.from_pretrained` have to be
-in a file; a test holds it, and the README, against the tables.
+in a file; a test holds it, and the page, against the tables.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from graphengine.options import Row, rows
 from graphengine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "python -P -m graphengine.cli.option_files"
-README_TABLES = {"request options": SamplingParams, "engine options": EngineConfig}
+COMMAND = "python -m graphengine.cli.option_files"
+PAGE_TABLES = {"request options": SamplingParams, "engine options": EngineConfig}
 """The tables, by the name in their markers."""
 
 _LINE = 100
@@ -65,7 +65,7 @@ def keyword_arguments(table: type, name: str, meaning: str) -> str:
 
 
 def markdown(table: type) -> str:
-    """A table's options as a table of a README."""
+    """A table's options as a table in Markdown."""
     lines = ["| option | default | what it does |", "|---|---|---|"]
     for row in rows(table):
         flag = "" if row.flag is None else f"<br>`--{row.flag_name}`"
@@ -74,28 +74,28 @@ def markdown(table: type) -> str:
     return "\n".join(lines)
 
 
-def with_tables(readme: str) -> str:
-    """`readme` with each table between its markers. ValueError unless each marker is there once."""
-    for name, table in README_TABLES.items():
+def with_tables(page: str) -> str:
+    """`page` with each table between its markers. ValueError unless each marker is there once."""
+    for name, table in PAGE_TABLES.items():
         begin, end = f"<!-- {name}: made by `{COMMAND}` -->", f"<!-- end of {name} -->"
         for marker in (begin, end):
-            if readme.count(marker) != 1:
-                raise ValueError(f"the README has {readme.count(marker)} times the marker {marker}")
-        before, rest = readme.split(begin)
+            if page.count(marker) != 1:
+                raise ValueError(f"the page has {page.count(marker)} times the marker {marker}")
+        before, rest = page.split(begin)
         _, after = rest.split(end)
-        readme = f"{before}{begin}\n{markdown(table)}\n{end}{after}"
-    return readme
+        page = f"{before}{begin}\n\n{markdown(table)}\n\n{end}{after}"
+    return page
 
 
 def files(root: Path = ROOT) -> dict[Path, str]:
     """The contents that each written file must have, in the checkout at `root`."""
     meaning = "Keyword arguments of `Engine.from_pretrained`, for type checkers and editors."
-    readme = root / "README.md"
+    page = root / "docs" / "options.md"
     return {
         root / "graphengine" / "engine_options.py": keyword_arguments(
             EngineConfig, "EngineOptions", meaning
         ),
-        readme: with_tables(readme.read_text(encoding="utf-8")),
+        page: with_tables(page.read_text(encoding="utf-8")),
     }
 
 

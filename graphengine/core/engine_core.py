@@ -8,6 +8,7 @@ too.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ class EngineCore:
             graphs=tuple(runtime.graphs),
             captures=runtime.captures,
             lanes=config.max_batch,
-            in_flight=3 * (config.lookahead + 1),
+            in_flight=3 * (config.steps_ahead + 1),
             stream=runtime.stream,
         )
         forced = config.forced_acceptance is not None
@@ -112,17 +113,32 @@ class EngineCore:
         self.in_flight: deque[tuple[Replay, ...]] = deque()
         self.closed = False
         self.broken: str | None = None
+        self._owner: threading.Thread | None = None
         self._busy_in: str | None = None
         self._counter_of = {key: key.counter for key in runtime.graphs}
 
     # Entry.
 
     def check_open(self) -> None:
-        """ValueError once closed, RuntimeError once broken."""
+        """ValueError once closed; RuntimeError once broken, or where another thread owns it."""
         if self.closed:
             raise ValueError("the engine is closed")
         if self.broken is not None:
             raise RuntimeError(f"the engine is broken, close it: {self.broken}")
+        if self._owner is None:
+            self._owner = threading.current_thread()
+        elif self._owner.ident != threading.get_ident():
+            self._check_thread(self._owner)
+
+    def _check_thread(self, owner: threading.Thread) -> None:
+        """Take over from an owner that has ended. RuntimeError while it lives."""
+        caller = threading.current_thread()
+        if owner.is_alive():
+            raise RuntimeError(
+                f"called from thread {caller.name!r}, but thread {owner.name!r} uses this engine: "
+                "call all of its methods from one thread, such as through a queue"
+            )
+        self._owner = caller
 
     def _break(self, error: BaseException) -> None:
         """Break the engine: after such an exception host and device may disagree.
@@ -379,7 +395,7 @@ def new_scheduler(
         max_seq_len=memory.max_seq_len,
         ladder=memory.ladder,
         max_waiting=config.max_waiting,
-        lookahead=config.lookahead,
+        lookahead=config.steps_ahead,
         prefix_caching=config.prefix_caching,
         kept_blocks=0 if nothing else config.session_blocks,
         tokens_after=needs.tokens_after,

@@ -8,6 +8,7 @@ from typing import TypedDict, Unpack
 
 from graphengine.checks import check_callable, is_finite, is_int, is_number
 from graphengine.config import EngineConfig
+from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.drafters import DraftNeeds
 from graphengine.models.contract import RoutedExperts
 from graphengine.opening.memory import MemoryPlan
@@ -36,10 +37,8 @@ class QueueOptions(TypedDict, total=False):
 
 
 def check_queue_options(method: str, options: QueueOptions) -> None:
-    """TypeError, as Python's own, for a keyword argument that `method` does not have."""
-    for name in options:
-        if name not in QueueOptions.__annotations__:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    """TypeError for a keyword argument that `method` does not have."""
+    check_names(method, options, QUEUE_OPTIONS)
 
 
 class Intake:

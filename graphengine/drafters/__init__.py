@@ -3,7 +3,7 @@
 A new one takes three things, and nothing else changes:
 
 1. options in `graphengine/speculative.py`: a `Mode`, named in `MODES`, for users to pass. Command
-   lines find it once `cli/speculative_text.py` has a word for it;
+   lines find it once `speculative_text.py` has a word for it;
 2. a file here with a `Drafter` (`base.py`): its `needs` (`needs.py` lists what can be asked for),
    `prepare` for prompts and `propose` after a step, which write `draft_tokens`, and whatever its
    weights or fields take beside these. `ngram.py` is a short example;

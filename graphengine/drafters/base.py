@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         StoredLinear,
         StoredWeights,
     )
+    from graphengine.models.linears import LinearPlans
 
 
 class Verified(NamedTuple):
@@ -116,6 +118,10 @@ class DraftSetting(NamedTuple):
         """Positions that a cache holds."""
         return self.model.max_seq_len
 
+    def launch_with(self, plans: LinearPlans) -> DecodeLaunch:
+        """How its own decode kernels are launched."""
+        return replace(self.launch, plans=plans)
+
     @property
     def sampling(self) -> SamplingTensors:
         """The target's parameters, by slot."""
@@ -137,6 +143,8 @@ class Drafter(ABC):
     streams: Mapping[int, Tensor] = MappingProxyType({})
     """[T or more, H] by layer of the target: where prefill leaves the stream after that layer.
     Known once it is opened."""
+    step_streams: Mapping[int, Tensor] = MappingProxyType({})
+    """[N or more, H]: the same of a decode step."""
 
     @property
     def length(self) -> int:

@@ -117,7 +117,9 @@ class DraftModelDrafter(Drafter):
         self._launch = replace(
             setting.launch,
             plans=self.plans,
-            split_tokens=self.config.split_tokens(self.plans.family, self._model.dtype),
+            split_tokens=self.config.split_tokens(
+                self.plans.family, self._model.dtype, self._model.max_seq_len
+            ),
         )
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]

@@ -41,12 +41,25 @@ def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -
     return head.nbytes + 4 * rows
 
 
+def trimmed(
+    weight: AnyWeight, ids: Tensor | None, device: torch.device
+) -> tuple[AnyWeight, Tensor | None]:
+    """Copies of an lm_head's rows and their `token_ids`, on its device; all of it without `ids`.
+
+    ids  int64 [D], ascending
+    """
+    if ids is None:
+        return weight, None
+    ids = ids.to(device)
+    rows = weight.index_select(0, ids) if isinstance(weight, Tensor) else select_rows(weight, ids)
+    return rows, ids.int()
+
+
 class DraftHead:
     """lm_head with the fast sampler folded in.
 
-    weight    [V, H], the lm_head
-    ids       int64 [D], ascending: the rows of it that make up the draft vocabulary, which are
-              copied; None: all
+    weight    [D, H], the rows of the draft vocabulary
+    token_ids int32 [D], ascending: the token of each row; None: row v is token v
     sampling  the target's parameters, by slot
     plan      how the product is cut
     eps       of the norm whose scaled stream is fed
@@ -56,21 +69,13 @@ class DraftHead:
     def __init__(
         self,
         weight: AnyWeight,
-        ids: Tensor | None,
+        token_ids: Tensor | None,
         sampling: SamplingTensors,
         *,
         plan: LinearPlan,
         eps: float,
         group: RankGroup | None = None,
     ) -> None:
-        token_ids = None
-        if ids is not None:
-            ids = ids.to(sampling.temperature.device)
-            if isinstance(weight, Tensor):
-                weight = weight.index_select(0, ids)
-            else:
-                weight = select_rows(weight, ids)
-            token_ids = ids.int()
         self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._plan, self._eps = sampling, plan, eps
 

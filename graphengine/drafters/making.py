@@ -14,7 +14,9 @@ from graphengine.config import EngineConfig
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
@@ -24,6 +26,7 @@ from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
+from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.mtp_reading import read_mtp_config
@@ -36,6 +39,7 @@ from graphengine.speculative import (
     MTP,
     DraftModel,
     DraftVocabulary,
+    Eagle3,
     Mode,
     NGram,
     SaveHiddenStates,
@@ -102,9 +106,10 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     if wanted is not None:
         vocabulary = draft_vocabulary(wanted, target.checkpoint, target.model)
     if options.style == "vanilla":
-        return VanillaDrafter(mtp, options.k, vocabulary, options.feed)
+        modules = MtpModules(mtp.first(options.k), vocabulary)
+        return VanillaDrafter(modules, options.k, options.feed)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(mtp, options.k, vocabulary)
+    return eagle(MtpModules(mtp.first(1), vocabulary), options.k)
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -165,6 +170,13 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
     return DraftModelDrafter(draft, options.k, checkpoint)
 
 
+def _eagle3(options: Eagle3, target: Target) -> Drafter:
+    checkpoint = Checkpoint.open(options.path)
+    read = read_eagle3(checkpoint, target.model, options.layers)
+    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
+    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+
+
 def _token_ids(checkpoint: Checkpoint) -> object:
     """The tokens of `tokenizer.json` with their ids; None where there is none."""
     if not checkpoint.has_tokenizer:
@@ -199,6 +211,7 @@ MAKERS: dict[type[Mode], Maker] = {
     MTP: _mtp,
     NGram: _ngram,
     DraftModel: _draft_model,
+    Eagle3: _eagle3,
     UserProvided: _user,
     SaveHiddenStates: _hidden_states,
 }

@@ -1,161 +1,272 @@
-"""What the drafters of MTP modules have in common: weights, plans, KV, and a module's run."""
+"""What drafters of modules have in common: the modules, before and after they are opened.
+
+A module reads hidden states of the target besides tokens, has KV of its own, and drafts the token
+after the one that it is fed. `mtp.py` and `eagle3.py` have the two kinds; `eagle.py` and
+`vanilla.py` say how they are chained.
+
+Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidden.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from graphengine.drafters.base import Drafter, DraftSetting
-from graphengine.drafters.head import DraftHead, head_bytes
+from graphengine.buckets import Field
+from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled
+from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
+    FirstDraft,
     Fusion,
-    PrefillLanes,
     Residual,
     RowFamily,
+    begin_module_draft,
     new_residual,
 )
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
-    ChunkAttention,
     DecodeLaunch,
     Destinations,
     StoredLinear,
+    StoredWeights,
     arrival_counters,
     most_arrival_counters,
 )
-from graphengine.models.linears import Linears, linear_name
-from graphengine.models.mtp import (
-    MtpConfig,
-    MtpWeights,
-    allocate_mtp_weights,
-    mtp_decode,
-    mtp_prefill,
-    rope_of,
-)
+from graphengine.models.linears import LinearPlans, Linears
+from graphengine.models.states import LayerStates
 from graphengine.models.tuning import choose_plans
 
+Hidden = Residual | Tensor
+"""A stream scaled for its final norm, or plain rows."""
 
-class ModuleDrafter(Drafter):
-    """The modules of `config`, each with a layer of KV; how they are chained is the subclass's.
 
-    config      of the modules that are run
-    length      K
-    vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
-    needs       what the subclass adds to them
-    """
-
-    weights: MtpWeights
-
-    def __init__(
-        self, config: MtpConfig, length: int, vocabulary: Tensor | None, needs: DraftNeeds
-    ) -> None:
-        self.config = config
-        self.vocabulary = vocabulary
-        self.needs = replace(needs, length=length, states=config.states, wants_hidden=True)
-
-    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
-        self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
-        self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
-        return self.weights.named()
-
-    def linears(self) -> list[StoredLinear]:
-        return self.weights.linears()
+class ModulesConfig(Protocol):
+    """What is known of modules before anything is allocated."""
 
     @property
-    def _linears(self) -> Linears:
-        return self.config.linears(None if self.vocabulary is None else self.vocabulary.numel())
+    def hidden_size(self) -> int: ...
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
-        rows = 0 if self.vocabulary is None else self.vocabulary.numel()
-        # The rows of lm_head that it keeps, and their ids.
-        return own + head_bytes(self.config.forms, rows, self.config.hidden_size, dtype)
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """What each module keeps."""
+        ...
+
+    @property
+    def output_eps(self) -> float:
+        """The epsilon of each module's final norm."""
+        ...
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that a module's attention uses, as of a model."""
+        ...
+
+
+class ModuleOutput(NamedTuple):
+    """What a run of a module leaves of its lanes.
+
+    normed    after the final norm, which lm_head reads
+    recycled  what the next run of a chain reads as the lane's hidden state
+    """
+
+    normed: Hidden
+    recycled: Hidden
+
+    def at(self, lane_1: Tensor) -> ModuleOutput:
+        """Of plain rows, one lane's."""
+        normed, recycled = self
+        assert isinstance(normed, Tensor) and isinstance(recycled, Tensor), "plain rows"
+        return ModuleOutput(normed.index_select(0, lane_1), recycled.index_select(0, lane_1))
+
+
+class TargetHidden(NamedTuple):
+    """The target's hidden states of a step, as the first module reads them.
+
+    rows   of the N lanes
+    fresh  whether the launch before may still be writing them
+    """
+
+    rows: Hidden
+    fresh: bool = False
+
+
+class DraftModules(ABC):
+    """The modules of a checkpoint. It is asked as a `Drafter` is; nothing of it is changed but the
+    weights, which `allocate` makes.
+    """
+
+    config: ModulesConfig
+    weights: StoredWeights
+    own_checkpoint: Checkpoint | None = None
+    """Where they are read from; None: from the target's."""
+    wants_hidden: bool = True
+    """Whether prefill must run all lanes through all of the target's layers."""
+    reads_output: bool = True
+    """Whether the first module reads what the target's final norm leaves."""
+    reads_streams: bool = False
+    """Whether it reads the target's residual stream after some layers."""
+
+    @property
+    @abstractmethod
+    def linears(self) -> Linears:
+        """Of a run of one of them, and its lm_head."""
+
+    @abstractmethod
+    def weight_bytes(self, dtype: torch.dtype) -> int: ...
 
     def table_bytes(self, max_seq_len: int) -> int:
-        return self.config.table_bytes
+        return 0
 
-    def arrivals(self, rows: int, lanes: int) -> int:
-        widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
-        return arrival_counters(self.config, self._linears, self.plans, widest)
+    def fields(self, sizes: FieldSizes, lanes: int) -> list[Field]:
+        """lanes: of the widest step."""
+        return []
 
-    def arrivals_at_most(self, lanes: int) -> int:
-        return most_arrival_counters(self.config, self._linears, lanes)
+    @abstractmethod
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations: ...
 
-    def open(self, setting: DraftSetting, cache: Tensor) -> None:
-        target = setting.model
-        self._modules = self.weights.opened()
-        self._kv = cache
-        self._fusions = [
-            Fusion(
-                embedding=target.weights.embedding,
-                embedding_norm=module.embedding_norm,
-                hidden_norm=module.hidden_norm,
-                eps=self.config.norm_eps,
-                hidden_first=self.config.hidden_first,
-            )
-            for module in self._modules
-        ]
-        self._head = DraftHead(
-            target.weights.lm_head,
-            self.vocabulary,
-            setting.sampling,
-            plan=self.plans[linear_name("lm_head", target.weights.lm_head)],
-            eps=self.config.output_eps,
-            group=setting.group,
-        )
-        self._tables = rope_of(target)
-        self._launch = replace(setting.launch, plans=self.plans)
-        self._target_eps = target.config.norm_eps
-        self._limit = setting.limit
-        self._block_table = setting.buffers["block_table"]
-        self._draft_tokens = setting.buffers["draft_tokens"]
+    def stored_linears(self) -> list[StoredLinear]:
+        """Its weights of linears that are read from the target's checkpoint, once allocated."""
+        return []
 
-    def _run(
+    @abstractmethod
+    def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenModules: ...
+
+
+class OpenModules(ABC):
+    """Modules that can be run, in captured steps.
+
+    fusions     how the input of each is made
+    launch      with plans of their linears
+    target_eps  of the target's final norm
+    dtype       of what they compute
+    streams, step_streams  as of a `Drafter`
+    """
+
+    streams: Mapping[int, Tensor] = MappingProxyType({})
+    step_streams: Mapping[int, Tensor] = MappingProxyType({})
+
+    def __init__(
+        self,
+        config: ModulesConfig,
+        fusions: list[Fusion],
+        head: DraftHead,
+        launch: DecodeLaunch,
+        target_eps: float,
+    ) -> None:
+        self.config, self.fusions, self.head = config, fusions, head
+        self.launch, self.target_eps = launch, target_eps
+        self.dtype = fusions[0].embedding.dtype
+
+    def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
+        """What the first module reads of the lanes that the target was fed.
+
+        hidden  after the target's final norm, where the modules read that
+        """
+        assert hidden is not None, "these modules read the target's output"
+        return TargetHidden(hidden)
+
+    @abstractmethod
+    def run(
         self,
         index: int,
         combined: Tensor,
         residual: Residual,
         lanes: DecodeLanes,
         launch: DecodeLaunch,
-    ) -> Residual:
-        """Module `index` for decode lanes: its output, scaled for its final norm."""
-        return mtp_decode(
-            self._modules[index],
-            combined,
-            residual,
+    ) -> ModuleOutput:
+        """Module `index` for decode lanes."""
+
+    @abstractmethod
+    def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
+        """The first module for a chunk's lanes, with the tokens that follow them; plain rows."""
+
+    def take_in(
+        self,
+        token_N: Tensor,
+        count_R: Tensor,
+        lanes: DecodeLanes,
+        hidden: Hidden | None,
+        drafts: int,
+    ) -> tuple[FirstDraft, ModuleOutput]:
+        """The first module for what a step of so many drafts emitted.
+
+        hidden  as of `read`; the others as of `begin_module_draft`
+        """
+        launch, (rows, fresh) = self.launch, self.read(hidden, lanes)
+        residual = self.new_stream(lanes.slot.numel())
+        first = begin_module_draft(
+            token_N,
+            count_R,
             lanes,
-            self._kv[index],
-            self._block_table,
-            self._tables,
-            launch,
+            rows,
+            self.fusions[0],
+            hidden_eps=self.target_eps,
+            residual=residual,
+            pdl=launch.pdl and not fresh,
         )
+        several = replace(launch, tokens_per_row=1 + drafts)
+        return first, self.run(0, first.combined, residual, first.lanes, several)
 
-    def _run_chunk(
-        self, index: int, combined: Tensor, chunk: PrefillLanes, attention: ChunkAttention
-    ) -> Tensor:
-        """Module `index` for a chunk's lanes: its output [T, H]."""
-        return mtp_prefill(
-            self.config,
-            self._modules[index],
-            combined,
-            chunk,
-            self._kv[index],
-            self._block_table,
-            self._tables,
-            attention,
-            launch=self._launch.prefill,
-        )
-
-    def _new_stream(self, lanes: int) -> Residual:
-        """A residual stream whose sums of squares the projection makes anew."""
-        norm = self.weights.modules[0].final_norm
+    def new_stream(self, lanes: int) -> Residual:
+        """A residual stream whose sums of squares the first product makes anew."""
+        embedding = self.fusions[0].embedding
         return new_residual(
-            lanes,
-            self.config.hidden_size,
-            1,
-            dtype=norm.dtype,
-            device=norm.device,
+            lanes, self.config.hidden_size, 1, dtype=self.dtype, device=embedding.device
         )
+
+
+class ModuleDrafter(Drafter):
+    """The drafter of `modules`; how they are chained is the subclass's.
+
+    length  K
+    needs   what the subclass adds to them
+    """
+
+    def __init__(self, modules: DraftModules, length: int, needs: DraftNeeds) -> None:
+        self.modules = modules
+        self.own_checkpoint = modules.own_checkpoint
+        self.needs = replace(
+            needs,
+            length=length,
+            states=modules.config.states,
+            wants_hidden=modules.wants_hidden,
+            reads_streams=modules.reads_streams,
+        )
+
+    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+        wanted = self.modules.allocate(device, dtype)
+        self.weights = self.modules.weights
+        self.plans, self.plan_sources = choose_plans(self.modules.linears, dtype, family, device)
+        return wanted
+
+    def linears(self) -> list[StoredLinear]:
+        return self.modules.stored_linears()
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return self.modules.weight_bytes(dtype)
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        return self.modules.table_bytes(max_seq_len)
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        return self.modules.fields(sizes, sizes.slots * (1 + self.length))
+
+    def arrivals(self, rows: int, lanes: int) -> int:
+        widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
+        return arrival_counters(self.modules.config, self.modules.linears, self.plans, widest)
+
+    def arrivals_at_most(self, lanes: int) -> int:
+        return most_arrival_counters(self.modules.config, self.modules.linears, lanes)
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        self._opened = opened = self.modules.open(setting, cache, self.plans)
+        self.streams, self.step_streams = opened.streams, opened.step_streams
+        self._limit = setting.limit
+        self._draft_tokens = setting.buffers["draft_tokens"]

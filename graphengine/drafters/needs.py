@@ -26,6 +26,8 @@ class DraftNeeds:
     """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
     wants_hidden: bool = False
     """Whether `prepare` reads the hidden states of all tokens of a chunk."""
+    reads_streams: bool = False
+    """Whether it reads the target's residual stream after some layers, of every token."""
     host_drafts: bool = False
     """Whether the host writes `draft_tokens`, after the tokens of the step before."""
     own_graph: bool = False

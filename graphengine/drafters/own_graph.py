@@ -1,4 +1,4 @@
-"""The eagle module in a separate graph, replayed after the step's.
+"""An eagle drafter in a separate graph, replayed after the step's.
 
 The step's graph ends after publishing with one kernel that hands over what it verified; its second
 graph begins there. Prompts are taken in inside the prefill graphs, as without.
@@ -16,18 +16,18 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes, Verified
 from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.modules import DraftModules
 from graphengine.kernels import HandOver, hand_over
-from graphengine.models.mtp import MtpConfig
 
 # Prefix of the static fields that hold the `HandOver`.
 _PREFIX = "handover_"
 
 
 class OwnGraphEagle(EagleDrafter):
-    """`MTP(k, own_graph=True)`: the drafts of `EagleDrafter`, bit for bit."""
+    """With `own_graph=True`: the drafts of `EagleDrafter`, bit for bit."""
 
-    def __init__(self, config: MtpConfig, length: int, vocabulary: Tensor | None = None) -> None:
-        super().__init__(config, length, vocabulary)
+    def __init__(self, modules: DraftModules, length: int) -> None:
+        super().__init__(modules, length)
         self.needs = replace(self.needs, own_graph=True)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
@@ -45,31 +45,36 @@ class OwnGraphEagle(EagleDrafter):
                 meaning=f"of the last step: {meaning}",
             )
 
-        width = self.config.hidden_size
-        return [
+        handed_over = [
             field("token", lanes, meaning="token that each lane was fed"),
             field("slot", lanes, pad=-1, meaning="slot of each lane"),
             field("position", lanes, meaning="position of each lane"),
             field("target", lanes, meaning="the target's token after each lane"),
             field("emitted", sizes.slots, meaning="tokens that each row emitted"),
-            field("hidden", lanes, width, dtype=sizes.dtype, meaning="the target's hidden states"),
         ]
+        if self.modules.reads_output:
+            width, meaning = self.modules.config.hidden_size, "the target's hidden states"
+            handed_over.append(field("hidden", lanes, width, dtype=sizes.dtype, meaning=meaning))
+        return super().fields(sizes) + handed_over
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         super().open(setting, cache)
-        fields = (setting.buffers[_PREFIX + name] for name in HandOver._fields)
-        self._handed_over = HandOver(*fields)
+        buffers = setting.buffers
+        *ints, hidden = (_PREFIX + name for name in HandOver._fields)
+        token, slot, position, target, emitted = (buffers[name] for name in ints)
+        rows = buffers[hidden] if self.modules.reads_output else None
+        self._handed_over = HandOver(token, slot, position, target, emitted, rows)
 
     def propose(self, verified: Verified) -> None:
-        step = verified.step
+        step, opened = verified.step, self._opened
         hand_over(
             step.token_N,
             step.count_R,
             verified.lanes,
-            verified.hidden,
+            verified.hidden if self.modules.reads_output else None,
             self._handed_over.first(step.count_R.numel(), 1 + verified.drafts),
-            hidden_eps=self._target_eps,
-            pdl=self._launch.pdl,
+            hidden_eps=opened.target_eps,
+            pdl=opened.launch.pdl,
         )
 
     def draft(self, rows: int, drafts: int) -> None:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes, Prefilled, Verified
-from graphengine.drafters.modules import ModuleDrafter
+from graphengine.drafters.modules import Hidden, ModuleDrafter
+from graphengine.drafters.mtp import MtpModules, OpenMtp
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
@@ -36,46 +37,39 @@ from graphengine.kernels import (
     ModuleRun,
     PrefillLanes,
     Recycled,
-    Residual,
     advance_vanilla_draft,
-    begin_module_draft,
     begin_vanilla_draft,
     combine_hidden,
     commit_draft,
     new_draft_chain,
 )
 from graphengine.models.contract import DecodeLaunch
-from graphengine.models.mtp import MtpConfig
 from graphengine.speculative import Feed
 
 
 class VanillaDrafter(ModuleDrafter):
     """`MTP(k, style="vanilla")`: the checkpoint's first K modules.
 
-    config      of the checkpoint's modules
-    length      K, at most as many as there are
-    vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
-    feed        which hidden states the modules after the first read
+    modules  of the checkpoint
+    length   K: as many as there are
+    feed     which hidden states the modules after the first read
     """
 
-    def __init__(
-        self,
-        config: MtpConfig,
-        length: int,
-        vocabulary: Tensor | None = None,
-        feed: Feed = "chained",
-    ) -> None:
-        assert 1 <= length <= config.modules, f"{length=} {config.modules=}"
+    modules: MtpModules
+    _opened: OpenMtp
+
+    def __init__(self, modules: MtpModules, length: int, feed: Feed = "chained") -> None:
+        assert length == modules.config.modules, f"{length=} {modules.config.modules=}"
         # The last module's row at p takes the token at p + K, and its launches are the widest.
         needs = DraftNeeds(tokens_after=length, own_lanes=vanilla_lanes(length))
-        super().__init__(config.first(length), length, vocabulary, needs)
+        super().__init__(modules, length, needs)
         self._chained = feed == "chained" and length > 1
         self._kept: Tensor | None = None
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         if not self._chained:
             return []
-        width = self.config.hidden_size
+        width = self.modules.config.hidden_size
         return [
             Field(
                 name="module_hidden",
@@ -120,24 +114,15 @@ class VanillaDrafter(ModuleDrafter):
             hidden=hidden.index_select(0, chunk.last),
         )
         drafted = runs[0].index_select(0, chunk.last)
-        self._draft(emitted, last, last, None, drafted, replace(self._launch, pdl=False))
+        launch = replace(self._opened.launch, pdl=False)
+        self._draft(emitted, last, last, None, drafted, launch)
 
     def propose(self, verified: Verified) -> None:
-        step, lanes, launch = verified.step, verified.lanes, self._launch
-        emitted = Emitted(step.token_N, step.count_R, lanes, verified.hidden, self._target_eps)
-        residual = self._new_stream(lanes.slot.numel())
-        first = begin_module_draft(
-            step.token_N,
-            step.count_R,
-            lanes,
-            verified.hidden,
-            self._fusions[0],
-            hidden_eps=self._target_eps,
-            residual=residual,
-            pdl=launch.pdl,
-        )
-        several = replace(launch, tokens_per_row=1 + verified.drafts)
-        hidden = self._run(0, first.combined, residual, first.lanes, several)
+        step, lanes, opened = verified.step, verified.lanes, self._opened
+        token_N, count_R, launch = step.token_N, step.count_R, opened.launch
+        emitted = Emitted(token_N, count_R, lanes, verified.hidden, opened.target_eps)
+        first, output = opened.take_in(token_N, count_R, lanes, verified.hidden, verified.drafts)
+        hidden = output.normed
         if verified.drafts:
             self._draft(emitted, first.lanes, first.rows, first.source, hidden, launch)
         else:
@@ -176,26 +161,26 @@ class VanillaDrafter(ModuleDrafter):
         """Module `index` for a chunk: its output [T, H]; none of a position below `lowest` [1]."""
         chunk, start = _shifted(prefilled.chunk, index, lowest)
         attention = partial(prefilled.attention, query_start_P1=chunk.query_start, position_P=start)
-        combined = combine_hidden(following, chunk.slot, hidden, None, self._fusions[index])
-        return self._run_chunk(index, combined, chunk, attention)
+        combined = combine_hidden(following, chunk.slot, hidden, None, self._opened.fusions[index])
+        return self._opened.run_chunk(index, combined, chunk, attention)
 
-    def _take_in(self, emitted: Emitted, hidden: Residual, launch: DecodeLaunch) -> None:
+    def _take_in(self, emitted: Emitted, hidden: Hidden, launch: DecodeLaunch) -> None:
         """What was emitted, into the KV of all modules but the first, whose output is `hidden`."""
         recycled = None
         for index in range(1, self.length):
-            residual = self._new_stream(emitted.token_N.numel())
+            residual = self._opened.new_stream(emitted.token_N.numel())
             if self._kept is not None:
-                recycled = Recycled(hidden, self._kept, self.config.output_eps)
+                recycled = Recycled(hidden, self._kept, self._opened.config.output_eps)
             taken = begin_vanilla_draft(
                 emitted,
-                self._fusions[index],
+                self._opened.fusions[index],
                 module=index + 1,
                 residual=residual,
                 recycled=recycled,
                 # What is recycled is as new as the launch before.
                 pdl=launch.pdl and recycled is None,
             )
-            hidden = self._run(index, taken.combined, residual, taken.lanes, launch)
+            hidden = self._opened.run(index, taken.combined, residual, taken.lanes, launch).normed
 
     def _draft(
         self,
@@ -203,7 +188,7 @@ class VanillaDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         rows: DecodeLanes,
         source: Tensor | None,
-        hidden: Residual | Tensor,
+        hidden: Hidden,
         launch: DecodeLaunch,
     ) -> None:
         """Draft from the first module's run, whose output is `hidden`, and run the others.
@@ -217,18 +202,18 @@ class VanillaDrafter(ModuleDrafter):
         chain = new_draft_chain(
             count,
             self.length,
-            self.config.hidden_size,
-            dtype=self._modules[0].final_norm.dtype,
+            self.modules.config.hidden_size,
+            dtype=self._opened.dtype,
             device=emitted.token_N.device,
         )
         for index in range(1, self.length):
-            tiles = self._head.tiles(hidden, lanes, launch, ahead=index + 1)
-            residual = self._new_stream(count * (width + index))
+            tiles = self._opened.head.tiles(hidden, lanes, launch, ahead=index + 1)
+            residual = self._opened.new_stream(count * (width + index))
             following = advance_vanilla_draft(
-                ModuleRun(tiles, rows, source, hidden, self.config.output_eps),
+                ModuleRun(tiles, rows, source, hidden, self._opened.config.output_eps),
                 emitted,
                 chain,
-                self._fusions[index],
+                self._opened.fusions[index],
                 self._draft_tokens,
                 module=index + 1,
                 residual=residual,
@@ -237,9 +222,9 @@ class VanillaDrafter(ModuleDrafter):
             )
             lanes, rows, source, combined = following
             several = replace(launch, tokens_per_row=width + index)
-            hidden = self._run(index, combined, residual, lanes, several)
+            hidden = self._opened.run(index, combined, residual, lanes, several).normed
         commit_draft(
-            self._head.tiles(hidden, lanes, launch, ahead=self.length + 1),
+            self._opened.head.tiles(hidden, lanes, launch, ahead=self.length + 1),
             rows,
             self._draft_tokens,
             index=self.length - 1,

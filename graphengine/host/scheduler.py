@@ -184,12 +184,17 @@ class Scheduler:
         return self.blocks_for(self._reach(job, job.max_len))
 
     def check_queue(self, count: int = 1) -> None:
-        """QueueFull unless `count` more requests may wait."""
-        waiting, limit = len(self.waiting), self._max_waiting
-        if limit is not None and waiting + count > limit:
+        """QueueFull unless `count` more requests may wait for a slot.
+
+        Those that a vacant slot awaits at the next step do not wait for one.
+        """
+        vacant, limit = self.slots.count(None), self._max_waiting
+        if limit is not None and len(self.waiting) + count - vacant > limit:
+            waiting = max(0, len(self.waiting) - vacant)
             more = "another one" if count == 1 else f"{count} more"
+            slots = f" and {vacant} vacant slots" if vacant else ""
             raise QueueFull(
-                f"{waiting} requests wait already: {more} would exceed max_waiting={limit}"
+                f"{waiting} requests wait already: {more} would exceed max_waiting={limit}{slots}"
             )
 
     def submit(self, request: Request) -> None:

@@ -22,10 +22,14 @@ from torch import Tensor
 
 from graphengine.checks import INT32_MAX
 from graphengine.config import DTYPES
+from graphengine.demo import checkpoint_path
 from graphengine.paths import expand_user
 
 Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Sequence[Tensor]]
+
+DEMO = "demo"
+"""Names the packaged model wherever a path may stand; a folder of that name is "./demo"."""
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -141,17 +145,18 @@ class Checkpoint:
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
         """Read configs and headers of a local directory, or of a hub id ("org/name").
 
-        A hub id is read from huggingface_hub's cache or downloaded into it. ValueError if something
-        is missing, damaged or in an unsupported format.
+        "demo" is the packaged model. A hub id is read from huggingface_hub's cache or downloaded
+        into it. FileNotFoundError where there is no directory or no `config.json`; ValueError if
+        anything else is missing, damaged or in an unsupported format.
         """
         directory = _find_directory(path_or_hub_id)
         config = directory / "config.json"
         if not config.is_file():
-            raise ValueError(f"{directory} has no config.json")
+            raise FileNotFoundError(f"{directory} has no config.json")
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
         stored = _find_tensors(directory)
-        names = {_whole_name(name, stored): name for name in stored}
+        names = _whole_names(directory, stored)
         return cls(
             path=directory,
             config=_read_json_object(config),
@@ -421,9 +426,14 @@ def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
 
 
 def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
-    """The directory, or None for what looks like a hub id; ValueError for anything else."""
+    """The directory, or None for what looks like a hub id.
+
+    FileNotFoundError for a path that leads nowhere, ValueError for anything else.
+    """
     if not isinstance(path_or_hub_id, str | os.PathLike):
         raise ValueError(f"checkpoint {path_or_hub_id!r} must be a path or a hub id")
+    if path_or_hub_id == DEMO:
+        return checkpoint_path()
     name = os.fspath(path_or_hub_id)
     path = expand_user(name)
     try:
@@ -435,7 +445,7 @@ def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
     if is_there:
         raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
-        raise ValueError(
+        raise FileNotFoundError(
             f"no checkpoint {name!r}: there is no such directory, "
             "and it does not look like a hub id (org/name)"
         )
@@ -467,6 +477,20 @@ def _download(hub_id: str) -> Path:
             f"(cache {constants.HF_HUB_CACHE}{offline}): {type(error).__name__}: {error}"
         ) from error
     return Path(snapshot)
+
+
+def _whole_names(directory: Path, stored: Collection[str]) -> dict[str, str]:
+    """The stored name of each tensor of the whole model; ValueError where two would be one."""
+    names: dict[str, str] = {}
+    for name in stored:
+        whole = _whole_name(name, stored)
+        if whole in names:
+            raise ValueError(
+                f"{directory} has two tensors that are {whole} of the language model: "
+                f"{names[whole]} and {name}"
+            )
+        names[whole] = name
+    return names
 
 
 def _whole_name(name: str, names: Collection[str]) -> str:

@@ -105,7 +105,8 @@ ROUTED_KEYS = (
     Key("topk_group", "integer", (1, 2**16), default=None, null=True),
     Key("topk_method", "text", default=None, null=True),
     Key("scoring_func", "text", default=None, null=True),
-    Key("norm_topk_prob", "flag", default=None, null=True),
+    # None: the family's. transformers takes null for false.
+    Key("norm_topk_prob", "flag", default=None),
     Key("routed_scaling_factor", "number", (1e-6, 1e6), default=None, null=True),
 )
 """The keys of `config.json` that are read of models with DeepSeek's experts."""
@@ -117,7 +118,7 @@ LATENT_KEYS = (
     Key("qk_nope_head_dim", "integer", (1, 4096), default=128),
     Key("qk_rope_head_dim", "integer", (1, 4096), default=64),
     Key("v_head_dim", "integer", (1, 4096), default=128, null=True),
-    Key("rope_interleave", "flag", default=True, null=True),
+    Key("rope_interleave", "flag", default=True),
     *ROUTED_KEYS,
 )
 """The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
@@ -146,10 +147,10 @@ _TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), 
 GRANITE_KEYS = (
     Key("num_local_experts", "integer", (0, 2**16), default=8),
     Key("shared_intermediate_size", "integer", (1, 2**22), default=1024),
-    Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
-    Key("residual_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
-    Key("attention_multiplier", "number", (1e-6, 1e6), default=1.0, null=True),
-    Key("logits_scaling", "number", (1e-6, 1e6), default=1.0, null=True),
+    Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0),
+    Key("residual_multiplier", "number", (1e-6, 1e6), default=1.0),
+    Key("attention_multiplier", "number", (1e-6, 1e6), default=1.0),
+    Key("logits_scaling", "number", (1e-6, 1e6), default=1.0),
     Key("position_embedding_type", "text", default=None, null=True),
     # The older name of `layer_types`.
     Key("layers_block_type", "texts", default=None, null=True),
@@ -160,7 +161,7 @@ GRANITE_KEYS = (
     Key("mamba_d_head", "integer", (1, 2**16), default=None, null=True),
     Key("mamba_d_conv", "integer", (2, 8), default=4, null=True),
     Key("mamba_expand", "integer", (1, 64), default=2, null=True),
-    Key("mamba_conv_bias", "flag", default=True, null=True),
+    Key("mamba_conv_bias", "flag", default=True),
     Key("mamba_proj_bias", "flag", default=False, null=True),
     _TIME_STEP_LIMIT,
 )
@@ -296,9 +297,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (0,),
     "q_lora_rank": (0,),
     "cla_share_factor": (0, 1),
+    "position_embedding_type": ("rope",),
     # Other names of `hidden_act`.
     "hidden_activation": ("silu",),
     "activation_function": ("silu",),
+    "mlp_hidden_act": ("silu",),
     # Norms and gates at other places.
     "qk_layernorm": (False,),
     "qk_norm": (False,),
@@ -351,6 +354,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
 }
 """Keys that change the arithmetic of some decoder, and the values, beside null, that do not."""
+
+NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "n_group": (0, 1),
+    "topk_group": (0, 1),
+    "topk_method": ("greedy",),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,),
+}
+"""The same of a model with experts: how others route, and which of their layers have experts."""
+
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
+"""Names of the norms' epsilon; a family reads the last one of its own."""
 
 NEUTRAL_ROPE = ("mrope_section", "mrope_interleaved")
 """Keys of RoPE's settings by which dimensions turn by positions of several axes."""
@@ -411,6 +430,12 @@ def unsupported(
     return ValueError(f"{file} has {name}={shown(value)}: supported: {supported}")
 
 
+def language_model(config: HfConfig) -> HfConfig:
+    """Its own config: `text_config` of a checkpoint with a tower for images, else the whole."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
 def read_key(config: HfConfig, name: str) -> Any:
     """The value of one of `KEYS`. ValueError names a key that is missing or has a wrong value."""
     return _read(config, next(key for key in KEYS if key.name == name), name)
@@ -424,13 +449,17 @@ def read_keys(config: HfConfig, keys: Sequence[Key] = KEYS, *, inside: str = "")
     return {key.name: _read(config, key, f"{inside}.{key.name}".lstrip(".")) for key in keys}
 
 
-def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
+def check_neutral(
+    config: HfConfig,
+    read: Sequence[Key] = (),
+    table: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+) -> None:
     """Raise ValueError for a key that says that the model computes something else.
 
     read  keys that the family reads besides `KEYS`
     """
     known = {key.name for key in read}
-    for name, neutral in NEUTRAL.items():
+    for name, neutral in table.items():
         value = config.get(name)
         if value is None or value in neutral or name in known:
             continue
@@ -445,6 +474,14 @@ def check_neutral(config: HfConfig, read: Sequence[Key] = ()) -> None:
         for key in NEUTRAL_ROPE:
             if settings.get(key) not in (None, False):
                 raise unsupported(f"{name}.{key}", settings[key], "null or False")
+
+
+def check_epsilons(config: HfConfig, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where another name says another epsilon than the one that is read."""
+    own = [name for name in EPSILONS if name in settings][-1]
+    for name in EPSILONS:
+        if config.get(name) not in (None, settings[own]):
+            raise unsupported(name, config[name], f"null, or {own}={settings[own]}")
 
 
 def unknown_keys(config: HfConfig) -> list[str]:

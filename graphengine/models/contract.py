@@ -250,11 +250,11 @@ ONE_RANK = PrefillLaunch()
 class DecodeLaunch(Launch):
     """What the decode kernels of one engine share besides the model.
 
-    `split_tokens` is attention's. Each `tokens_per_row` lanes are tokens of one slot, at
-    consecutive positions. `reduce` is where the ranks' parts of a product meet before it is added
-    to the residual stream; with None there is one rank, and product and sum are one kernel.
-    `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
-    those of a chunk have their own.
+    `split_tokens` is attention's, but in layers with a window. Each `tokens_per_row` lanes are
+    tokens of one slot, at consecutive positions. `reduce` is where the ranks' parts of a product
+    meet before it is added to the residual stream; with None there is one rank, and product and sum
+    are one kernel. `activations` are those of prefill: in decode they stay as they are. `routes`
+    are of one step: those of a chunk have their own.
     """
 
     plans: LinearPlans
@@ -373,7 +373,7 @@ class ModelConfig(Protocol):
         """Counters that its kernels need besides those of its linears, for `lanes` decode lanes."""
         ...
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads; 0 where no layer attends."""
         ...
 
@@ -455,12 +455,21 @@ class Model(Protocol):
         ...
 
     def decode(
-        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        states: StateTensors,
+        launch: DecodeLaunch,
+        *,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Residual:
         """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
 
         `residual` comes from the embedding, scaled for `first_norm`; it is updated in place. Each
         live lane's states are updated; padded lanes change nothing.
+
+        `streams[layer]`, [N or more, H], receives the live lanes' stream after the layer, rounded
+        to its dtype. No kernel is launched for that.
         """
         ...
 

@@ -26,6 +26,7 @@ from graphengine.kernels import (
     Activation,
     AnyWeight,
     DecodeLanes,
+    Kept,
     PrefillLanes,
     Residual,
     RopeConfig,
@@ -227,9 +228,9 @@ class DecoderConfig:
         # The router has one a lane, which is less.
         return max(counters, residual_arrivals(lanes, self.hidden_size))
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""
-        return self.attention.split_tokens(family, dtype)
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of the cosines and sines of this many positions, and of norms that lacked 1."""
@@ -408,6 +409,15 @@ def prefill_scratch(
     )
 
 
+def kept_rows(
+    streams: Mapping[int, Tensor], layer: int, residual: Residual, scale: float = 1.0
+) -> Kept | None:
+    """Where decode leaves the stream after a layer; None: nowhere."""
+    if layer not in streams:
+        return None
+    return Kept(streams[layer][: len(residual.x)], scale)
+
+
 def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
     if layer in streams:
         streams[layer][: len(x)].copy_(x)
@@ -509,13 +519,22 @@ class DecoderModel:
         return experts, self.norm_after(layer)
 
     def decode(
-        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        states: StateTensors,
+        launch: DecodeLaunch,
+        *,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Residual:
         """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
 
         `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
         place. A layer's cache is `[blocks, 2, block_size, G, D]`; each live lane's keys and values
         are written at its position through the layer's block table `[S, B]`.
+
+        `streams[layer]`, [N or more, H], receives the live lanes' stream after the layer, rounded
+        to its dtype.
         """
         caches = states.paged()
         for index, (layer, (kv, table)) in enumerate(zip(self._layers, caches, strict=True)):
@@ -528,6 +547,7 @@ class DecoderModel:
                 table,
                 self.tables_of(index),
                 launch,
+                kept=kept_rows(streams, index, residual),
             )
         return residual
 

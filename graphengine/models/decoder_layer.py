@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from graphengine.kernels import DecodeLanes, Residual
+from graphengine.kernels import DecodeLanes, Kept, Residual
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, RopeTables
 from graphengine.models.blocks.mla import LatentAttentionWeights
@@ -112,18 +112,37 @@ def decode_layer(
     block_table: Tensor,
     tables: RopeTables,
     launch: DecodeLaunch,
+    *,
+    kept: Kept | None = None,
 ) -> Residual:
     """One layer for `row`'s tokens: five kernels, or seven where norms follow the blocks.
 
     `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`, updated
-    in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`.
+    in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`. What
+    the layer makes of the stream is left in `kept`, too.
     """
     residual = layer.attention.decode(
         row, residual, layer.after_attention, kv, block_table, tables, launch
     )
+    return decode_feed_forward(layer, next_norm, row, residual, launch, kept=kept)
+
+
+def decode_feed_forward(
+    layer: LayerWeights,
+    next_norm: Tensor,
+    row: DecodeLanes,
+    residual: Residual,
+    launch: DecodeLaunch,
+    *,
+    kept: Kept | None = None,
+) -> Residual:
+    """What a layer does after its attention, as `decode_layer` has it."""
+    residual = residual._replace(kept=kept)
     if isinstance(layer.mlp, ExpertsWeights):
-        return layer.mlp.decode(row, residual, next_norm, launch)
-    return layer.mlp.decode(row, residual, layer.after_mlp(next_norm), launch)
+        residual = layer.mlp.decode(row, residual, next_norm, launch)
+    else:
+        residual = layer.mlp.decode(row, residual, layer.after_mlp(next_norm), launch)
+    return residual._replace(kept=None)
 
 
 def finish_prefill_layer(

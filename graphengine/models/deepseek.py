@@ -32,7 +32,9 @@ class Version:
 
 
 _V2 = Version(
-    defaults=hf_config.FamilyDefaults(max_positions=2048, keys=LATENT_KEYS, latent=True),
+    defaults=hf_config.FamilyDefaults(
+        max_positions=2048, keys=LATENT_KEYS, routes=True, latent=True
+    ),
     methods=("greedy", "group_limited_greedy"),
     scores="softmax",
     missing={
@@ -47,7 +49,9 @@ _V2 = Version(
     },
 )
 _V3 = Version(
-    defaults=hf_config.FamilyDefaults(max_positions=4096, keys=LATENT_KEYS, latent=True),
+    defaults=hf_config.FamilyDefaults(
+        max_positions=4096, keys=LATENT_KEYS, routes=True, latent=True
+    ),
     methods=("noaux_tc",),
     scores="sigmoid",
     missing={

@@ -14,6 +14,7 @@ from graphengine.models.config_schema import (
     GPT_OSS_KEYS,
     LAYER_TYPES,
     HfConfig,
+    read_key,
     unsupported,
 )
 from graphengine.models.decoder import DecoderConfig
@@ -43,7 +44,7 @@ _YARN = {
 }
 _FULL, _SLIDING = LAYER_TYPES
 DEFAULTS = hf_config.FamilyDefaults(
-    max_positions=131_072, head_dim=64, windows="switched", keys=GPT_OSS_KEYS
+    max_positions=131_072, head_dim=64, windows="switched", keys=GPT_OSS_KEYS, routes=True
 )
 
 
@@ -81,11 +82,8 @@ def _spelled_out(config: HfConfig) -> HfConfig:
     """The config with transformers' defaults, a type for each layer, and RoPE."""
     told = _MISSING | dict(config)
     if told.get("layer_types") is None:
-        layers = told["num_hidden_layers"]
-        told["layer_types"] = [
-            _FULL if index % 2 else _SLIDING
-            for index in range(layers if isinstance(layers, int) else 0)
-        ]
+        layers = range(read_key(told, "num_hidden_layers"))
+        told["layer_types"] = [_FULL if index % 2 else _SLIDING for index in layers]
     types = told["layer_types"]
     if not isinstance(types, list):
         raise unsupported("layer_types", types, f"a list of {_FULL!r} and {_SLIDING!r}")

@@ -6,14 +6,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from graphengine.checks import shown
+from graphengine.config import DTYPES
 from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,
     LAYER_TYPES,
+    NEUTRAL_ROUTING,
     ROPE_KEYS,
     HfConfig,
     Key,
+    check_epsilons,
     check_neutral,
     read_keys,
     unsupported,
@@ -40,6 +45,7 @@ class FamilyDefaults:
               "switched": only with `use_sliding_window`, and of the layers that `layer_types`, or
               else `max_window_layers`, names
     keys      that it reads besides `config_schema.KEYS`
+    routes    whether layers have experts that tokens are routed to
     latent    whether attention is latent: head_dim is then of no head, and not looked at
     rotated   parts of a head that RoPE may turn
     """
@@ -48,6 +54,7 @@ class FamilyDefaults:
     head_dim: int | None = None
     windows: Literal["none", "all", "switched"] = "none"
     keys: tuple[Key, ...] = ()
+    routes: bool = False
     latent: bool = False
     rotated: tuple[float, ...] = (1.0,)
 
@@ -61,7 +68,10 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
     config = {**config, "quantization_config": None}
     check_neutral(config, family.keys)
+    if family.routes:
+        check_neutral(config, family.keys, NEUTRAL_ROUTING)
     settings = read_keys(config, KEYS + family.keys)
+    check_epsilons(config, settings)
     if settings["max_position_embeddings"] is None:
         settings["max_position_embeddings"] = family.max_positions
     heads = settings["num_attention_heads"]
@@ -101,7 +111,7 @@ def _read_windows(
     is_null = window is None and "sliding_window" in config
     if family.windows != "none" and window is None and not is_null:
         window = _DEFAULT_WINDOW
-    if family.windows == "switched" and not used:
+    if family.windows == "none" or (family.windows == "switched" and not used):
         window = None
     _check_windows(settings, family, window, types)
     if window is None:
@@ -184,6 +194,14 @@ def types_of_layers(
         names = " or ".join(map(repr, known))
         raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
     return types
+
+
+def state_dtype(settings: dict[str, Any], name: str) -> torch.dtype:
+    """That of recurrent layers' states, as the key of this name says it."""
+    told: str = settings[name]
+    if told not in DTYPES:
+        raise unsupported(name, told, ", ".join(map(repr, DTYPES)))
+    return DTYPES[told]
 
 
 def rope(settings: dict[str, Any]) -> RopeConfig:

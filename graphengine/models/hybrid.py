@@ -53,7 +53,7 @@ from graphengine.models.contract import (
     StoredLinear,
     Weight,
 )
-from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig
+from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig, kept_rows
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats, linear_name
 from graphengine.models.states import LayerStates, StateTensors
 
@@ -213,9 +213,9 @@ class HybridConfig:
         """Counters that attention uses, for this many decode lanes and for a chunk."""
         return self.attention.arrivals(lanes)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""
-        return self.attention.split_tokens(family, dtype)
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms not as stored."""
@@ -436,16 +436,27 @@ class HybridModel:
         return found[link]
 
     def decode(
-        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        states: StateTensors,
+        launch: DecodeLaunch,
+        *,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Residual:
         """The residual stream of `row`'s tokens after the last block, scaled for the final norm.
 
         `residual` comes from the embedding, scaled for the first norm; it is updated in place. Each
         live lane's keys, values and recurrent states are written at its position.
+
+        `streams[layer]`, [N or more, H], receives the live lanes' stream after the layer, rounded
+        to its dtype.
         """
-        caches = iter(states.paged())
-        for part, next_norm in self._parts():
-            block = part.block
+        caches, scale = iter(states.paged()), self.config.stream_scale
+        for index, (part, next_norm) in enumerate(self._parts()):
+            block, ends = part.block, self._ends_layer(index)
+            left = kept_rows(streams, part.layer, residual, scale) if ends else None
+            residual = residual._replace(kept=left)
             if isinstance(block, AttentionWeights):
                 kv, table = next(caches)
                 residual = block.decode(row, residual, next_norm, kv, table, self.tables, launch)
@@ -454,7 +465,7 @@ class HybridModel:
                 residual = block.decode(row, residual, next_norm, kept, launch)
             else:
                 residual = block.decode(row, residual, next_norm, launch)
-        return residual
+        return residual._replace(kept=None)
 
     def prefill(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from graphengine.models.checkpoint import Checkpoint, some
-from graphengine.models.config_schema import MTP_KEYS, read_key, read_keys, unsupported
+from graphengine.models.config_schema import MTP_KEYS, language_model, read_keys, unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import read_model_config
@@ -33,18 +36,19 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     ValueError, with what was looked for and what is there, where there is none, where modules are
     missing or incomplete, or where they hold more than a decoder layer is made of.
     """
-    config, names = checkpoint.config, checkpoint.tensors
-    layers = read_key(config, "num_hidden_layers")
+    names = checkpoint.tensors
+    target = read_model_config(checkpoint.config)
+    layers = target.num_layers
     found = {layout.name: layout.prefixes(names, layers) for layout in LAYOUTS}
     layout = next((layout for layout in LAYOUTS if found[layout.name]), None)
     if layout is None:
-        raise ValueError(_no_module(checkpoint, layers))
+        raise ValueError(_no_module(checkpoint, target))
     prefixes = found[layout.name]
-    _check_settings(checkpoint, layout, len(prefixes))
-    target = read_model_config(config)
+    settings = read_keys(language_model(checkpoint.config), MTP_KEYS)
+    _check_settings(checkpoint, settings, layout, len(prefixes))
     experts = _expert_modules(checkpoint, target, layout, prefixes)
     # `_check_settings` has refused other types.
-    full = read_keys(config, MTP_KEYS)["mtp_layer_types"] is not None
+    full = settings["mtp_layer_types"] is not None
     mtp = MtpConfig.of_target(target, layout, prefixes, experts, full_attention=full)
     quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if quantisation is not None:
@@ -54,9 +58,9 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     return mtp
 
 
-def _no_module(checkpoint: Checkpoint, layers: int) -> str:
+def _no_module(checkpoint: Checkpoint, target: ModelConfig) -> str:
+    layers = target.num_layers
     wanted = " or ".join(f"{layout.first_name(layers)} ({layout.name})" for layout in LAYOUTS)
-    target = read_model_config(checkpoint.config)
     own = target.allocate(device="meta", dtype=torch.float32).named()
     beside = sorted(checkpoint.tensors.keys() - own.keys())
     return (
@@ -66,9 +70,10 @@ def _no_module(checkpoint: Checkpoint, layers: int) -> str:
     )
 
 
-def _check_settings(checkpoint: Checkpoint, layout: MtpLayout, found: int) -> None:
+def _check_settings(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], layout: MtpLayout, found: int
+) -> None:
     """Refuse what `config.json` says of other modules than those that were found."""
-    settings = read_keys(checkpoint.config, MTP_KEYS)
     told = settings["num_nextn_predict_layers"]
     if told is not None and told != found:
         raise ValueError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.config import DTYPES
 from graphengine.kernels import Mamba2Sizes
 from graphengine.models import hf_config
 from graphengine.models.blocks.gqa import GroupedQueryAttention
@@ -51,7 +50,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
             gate_eps=eps,
             bias=settings["use_bias"],
             conv_bias=settings["use_conv_bias"],
-            state_dtype=DTYPES[settings["mamba_ssm_cache_dtype"]],
+            state_dtype=hf_config.state_dtype(settings, "mamba_ssm_cache_dtype"),
         ),
         _MLP: SquaredRelu(
             hidden_size=hidden,
@@ -112,13 +111,6 @@ def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
     if settings["mamba_proj_bias"] and not settings["use_bias"]:
         # transformers does not look at it.
         raise unsupported("mamba_proj_bias", True, "False, or use_bias=True")
-    if config.get("rms_norm_eps") not in (None, settings["layer_norm_epsilon"]):
-        wanted = f"null, or layer_norm_epsilon={settings['layer_norm_epsilon']}"
-        raise unsupported("rms_norm_eps", config["rms_norm_eps"], wanted)
-    if settings["mamba_ssm_cache_dtype"] not in DTYPES:
-        raise unsupported(
-            "mamba_ssm_cache_dtype", settings["mamba_ssm_cache_dtype"], ", ".join(DTYPES)
-        )
     return settings
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, WeightFormat
-from graphengine.kernels.experts.plans import check_expert_plan
+from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
 from graphengine.kernels.linear.packed_linear import check_packed_plan, streams
 
 MAX_WEIGHT_REGISTERS = 255
@@ -70,20 +69,20 @@ def check_plan(
             f"splits={plan.splits} must be 1 for sample: its M is a vocabulary, which fills a GPU "
             "by itself, and parts of that size are not in the memory budget"
         )
-    if weight is not None and not expert:
-        _check_packed(plan, K, weight)
+    if weight is not None:
+        lanes = DECODE_BLOCK if expert else FMA_LANES if plan.family == "fma" else _LANES
+        _check_packed(plan, K, weight, lanes)
     elif plan.family == "fma":
         _check_fma(plan, K, dtype)
     else:
         _check_dot(plan, K, dtype)
 
 
-def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat) -> None:
+def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> None:
     check_packed_plan(plan, weight)
     if plan.family == "fma" and plan.splits > 1:
         raise ValueError(f"splits={plan.splits} must be 1 in fma")
     _check_splits(plan, K)
-    lanes = FMA_LANES if plan.family == "fma" else _LANES
     shared = packed_shared_bytes(plan, K, weight, lanes)
     if shared > MAX_SHARED_BYTES:
         raise ValueError(
@@ -108,7 +107,7 @@ def _check_fma(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
 
 
 def _check_splits(plan: LinearPlan, K: int) -> None:
-    tiles = triton.cdiv(K, plan.block_k)
+    tiles = -(-K // plan.block_k)
     if plan.splits > tiles:
         raise ValueError(
             f"splits={plan.splits} want more than the {tiles} tiles of block_k={plan.block_k} in "
@@ -128,9 +127,9 @@ def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
 
 def weight_registers(plan: LinearPlan, K: int, dtype: torch.dtype) -> int:
     """32-bit registers of a thread that hold the rows of an `fma` program."""
-    tiles = triton.cdiv(K, plan.block_k)
+    tiles = -(-K // plan.block_k)
     held = plan.block_m * plan.block_k * tiles * dtype.itemsize
-    return int(triton.cdiv(held, 4 * 32 * plan.warps))
+    return -(-held // (4 * 32 * plan.warps))
 
 
 def shared_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
@@ -142,12 +141,13 @@ def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: i
     """Shared memory of a program of so many lanes with a packed weight: codes and inputs of the
     tiles, and all scales and zero points.
     """
-    tiles = triton.cdiv(K, plan.block_k * plan.splits)
+    tiles = -(-K // (plan.block_k * plan.splits))
     held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else _LANES
     ring = plan.block_k * (plan.block_m * weight.bits // 8 + 2 * held)
     groups = 0
     if weight.columns:
         piece = min(weight.columns, plan.block_k // streams(plan))
-        pieces = triton.next_power_of_2(triton.cdiv(K, piece * plan.splits))
-        groups = pieces * plan.block_m * (_SCALE_BYTES + weight.has_zeros)
+        pieces = -(-K // (piece * plan.splits))
+        # Tensors of Triton's have powers of two as sizes.
+        groups = (1 << (pieces - 1).bit_length()) * plan.block_m * (_SCALE_BYTES + weight.has_zeros)
     return int(min(max(2, plan.stages), tiles) * ring + groups)

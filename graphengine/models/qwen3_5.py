@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.config import DTYPES
 from graphengine.kernels import GatedDeltaSizes
 from graphengine.models import hf_config
 from graphengine.models.blocks.gated_delta import GatedDelta
@@ -65,7 +64,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         hidden_size=hidden,
         sizes=_delta_sizes(settings),
         norm_eps=eps,
-        state_dtype=DTYPES[settings["mamba_ssm_dtype"]],
+        state_dtype=hf_config.state_dtype(settings, "mamba_ssm_dtype"),
     )
     mlp = Swiglu(hidden_size=hidden, ffn_size=settings["intermediate_size"], norm_eps=eps)
     mixers = {

@@ -14,7 +14,7 @@ from graphengine.models.llama import decoder_config
 
 # transformers has so many where neither name is there.
 _EXPERTS = 128
-DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, keys=EXPERT_KEYS)
+DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, keys=EXPERT_KEYS, routes=True)
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:

@@ -43,6 +43,8 @@ _QUANTISED = re.compile(
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias|(.*\.)?position_ids")
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
+# What shows that a layer past the model's own is a draft module, as DeepSeek has them.
+_DRAFT_LAYER = re.compile(_LAYER.pattern + r"eh_proj\.")
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # What stands beside a language model and says nothing of its tokens: towers for images and sound
 # and what leads from them to it, value heads of reinforcement learning, and a draft vocabulary.
@@ -277,11 +279,19 @@ def _refuse_quantised(
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
-    """Raise ValueError for tensors that the model may need and nobody reads; log unused layers."""
+    """Raise ValueError for tensors that the model may need and nobody reads.
+
+    So are those of layers past the model's own, but for draft modules.
+    """
+    modules = {
+        _layer(name)
+        for name in unused
+        if _DRAFT_LAYER.match(name) and _layer(name) >= config.num_layers
+    }
     unknown = [
         name
         for name in unused
-        if _layer(name) < config.num_layers
+        if _layer(name) not in modules
         and not name.startswith(_DRAFT_MODULES)
         and not _BESIDE.fullmatch(name)
         and not is_kv_scale(name)
@@ -290,18 +300,12 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
         and not (name == _HEAD and config.tie_embeddings)
     ]
     if unknown:
+        layers = config.num_layers
+        beyond = any(_layer(name) >= layers for name in unknown)
+        reason = f", with num_hidden_layers={layers}" if beyond else ""
         raise ValueError(
             f"{checkpoint.path} has {len(unknown)} tensors that a {config.architecture} of this "
-            f"config does not have: {some(unknown)}"
-        )
-    beyond = {_layer(name) for name in unused if _layer(name) >= config.num_layers}
-    draft_module = f"model.layers.{config.num_layers}.eh_proj."
-    if beyond and not any(name.startswith(draft_module) for name in checkpoint.tensors):
-        log.warning(
-            "%s: num_hidden_layers=%d, and there are weights up to layer %d: they are not used",
-            checkpoint.path,
-            config.num_layers,
-            max(beyond),
+            f"config does not have{reason}: {some(unknown)}"
         )
 
 

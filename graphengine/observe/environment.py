@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -24,13 +23,22 @@ def environment(device: str) -> dict[str, Any]:
         "driver": driver.splitlines()[0] if on_gpu and driver else None,
         "cuda": torch.version.cuda if on_gpu else None,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton_version(),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "commit": _output(*git, "rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def triton_version() -> str | None:
+    """The version of Triton; None where it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
 
 
 def _output(*command: str) -> str | None:

@@ -97,7 +97,7 @@ def allocate(
     caches = [_new_cache(memory, layers - in_rings, *block)]
     launch = DecodeLaunch(
         plans=plans,
-        split_tokens=model.config.split_tokens(plans.family, memory.dtype),
+        split_tokens=model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len),
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         reduce=None if group is None else group.reduce,
@@ -170,7 +170,9 @@ def _new_buffers(
         rings=memory.rings,
         # Requests that share blocks copy each its own, so these may be more than the pool has.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
+        # A field has one lane at least, also where no kernel counts.
         arrivals=max(
+            1,
             arrival_counters(model.config, model.config.linears, plans, config.lanes),
             drafter.arrivals(config.max_batch, config.lanes),
         ),

@@ -8,6 +8,7 @@ other contents sets no limit.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -39,7 +40,11 @@ _FILES = {
 def available_host_bytes(root: Path = ROOT) -> int:
     """Bytes that this process could take now: the minimum of the host's MemAvailable and what each
     cgroup around the process leaves. `root` is the folder that holds `proc` and the mounts.
+
+    Where there is no such file, as on macOS, half of the memory that the machine has.
     """
+    if not (root / "proc/meminfo").is_file():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     with open(root / "proc/meminfo", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024

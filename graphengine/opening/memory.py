@@ -281,7 +281,7 @@ def _plan(
         chunks,
         dtype,
         max_seq_len,
-        modules=needs.wants_hidden or routed is not None,
+        modules=needs.wants_hidden or needs.reads_streams or routed is not None,
     )
     if routed is not None:
         # What a step takes and what it is given, as 32-bit ids.

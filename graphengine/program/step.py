@@ -135,7 +135,8 @@ class StepProgram:
         if self.routing is not None:
             routes = self.routing.begin(lanes.slot, lanes.position, pdl=pdl)
         launch = replace(self.launch, tokens_per_row=1 + drafts, routes=routes)
-        residual = model.decode(lanes, residual, self.states, launch)
+        streams = self.drafter.step_streams
+        residual = model.decode(lanes, residual, self.states, launch, streams=streams)
         processed, best, health = self._sample(lanes, residual, sampler, drafts)
         relaxed = None
         if self.relaxation is not None and drafts:

@@ -46,6 +46,16 @@ class Event(NamedTuple):
     time: float
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
+    @property
+    def request_id(self) -> int:
+        """`request.id`, under the name that it has in a `Result`."""
+        return self.request.id
+
+    @property
+    def stop_reason(self) -> str | int | tuple[int, ...] | None:
+        """What ended the request, as `Result.stop_reason`; None before its last event."""
+        return None if self.finish_reason is None else self.request.stop_reason
+
 
 class Request:
     """Handle of a submitted request, valid after the engine is closed.
@@ -123,6 +133,11 @@ class Request:
             f"Request(id={self.id}, phase={self.phase.value}, prompt={len(self.prompt_token_ids)}, "
             f"tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r})"
         )
+
+    @property
+    def request_id(self) -> int:
+        """`id`, under the name that it has in a `Result`."""
+        return self.id
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,8 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.plans import dot_columns
 
 _LANES = 16
+# Of a weight that a program has before it waits: all that a query of DeepSeek has.
+_COLUMNS = 128
 
 
 def head_product(
@@ -60,7 +62,7 @@ def head_product(
         K=columns,
         M=outputs,
         LANES=_LANES,
-        BLOCK_K=min(64, dot_columns(columns)),
+        BLOCK_K=min(_COLUMNS, dot_columns(columns)),
         BLOCK_M=block_m,
         num_warps=4,
         **launch_options(pdl),
@@ -114,26 +116,31 @@ def _head_product_kernel(
     PDL: tl.constexpr,
 ):
     """Programs (head, tile of outputs, LANES lanes): a row of a product touches no other row."""
-    wait_for_inputs(PDL)
     head = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
+    k = tl.arange(0, BLOCK_K)
+    weight_ptrs = weight_ptr + head * weight_head_stride + m[None, :] * weight_m_stride
+    weight = _weight_tile(weight_ptrs, k, m, weight_k_stride, K, M)
+    wait_for_inputs(PDL)
     slot = tl.load(slot_ptr + lane, mask=lane < lanes, other=-1)
     live = slot >= 0
     x_ptrs = x_ptr + head * x_head_stride + lane.to(tl.int64)[:, None] * x_lane_stride
-    weight_ptrs = weight_ptr + head * weight_head_stride + m[None, :] * weight_m_stride
-    y = tl.zeros([LANES, BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    x = tl.load(x_ptrs + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+    y = tl.dot(x, weight, tl.zeros([LANES, BLOCK_M], tl.float32), input_precision="ieee")
+    for start in range(BLOCK_K, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptrs + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
-        weight = tl.load(
-            weight_ptrs + k[:, None] * weight_k_stride,
-            mask=(k < K)[:, None] & (m < M)[None, :],
-            other=0.0,
-        )
+        weight = _weight_tile(weight_ptrs, k, m, weight_k_stride, K, M)
         y = tl.dot(x, weight, y, input_precision="ieee")
     out_ptrs = out_ptr + head * out_head_stride + lane.to(tl.int64)[:, None] * out_lane_stride
     tl.store(out_ptrs + m[None, :], y, mask=live[:, None] & (m < M)[None, :])
+
+
+@triton.jit
+def _weight_tile(weight_ptrs, k, m, weight_k_stride, K: tl.constexpr, M: tl.constexpr):
+    mask = (k < K)[:, None] & (m < M)[None, :]
+    return tl.load(weight_ptrs + k[:, None] * weight_k_stride, mask=mask, other=0.0)
 
 
 def head_product_reference(

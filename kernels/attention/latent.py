@@ -8,14 +8,12 @@ the space of latents before attention, and its sums out of it afterwards (`head_
 the two there is one kv head whose key is the whole entry and whose value is the latent in it.
 
     latent_append       rotates queries and keys, norms latents, appends to the cache
-    latent_attention    a token a lane, for decode and for the chunks of prompts alike
+    latent_attention    of a chunk of a prompt, a token a lane
+    latent_values       of decode, with the product out of the space of latents: `latent_decode.py`
 
 What a launch attends to was appended by an earlier launch. So the lanes of a row of speculative
 decoding, and those of a chunk, find their siblings in the cache, and none has to know of another.
-
-With splits a lane's keys are cut among programs, of which the last to arrive puts their results
-together (FlashDecoding; Dao, Haziza, Massa, Sizov 2023). How long a split is follows from the
-lane's own position; tiles of keys are counted from position 0 and have a size fixed by the dtype.
+Tiles of keys are counted from position 0 and have a size fixed by the dtype.
 
 Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q heads, R values of a latent,
 P values of a rotated key, E = R + P, C values of a query that are not rotated, T positions of the
@@ -40,7 +38,7 @@ from graphengine.kernels.attention.latent_triton import (
 )
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes, check_rows, check_vector
-from graphengine.kernels.core.launching import ALONE, Launch, launcher
+from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import BLOCK_SIZES, checked_output, token_capacity
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear.plans import dot_columns
@@ -50,16 +48,11 @@ MAX_ROTATED = 128
 LATENT_TILE = 32
 """Keys of a tile in 16 bits."""
 
-# Of a lane's keys; as many partial results are kept of each head.
-_SPLITS = 32
-# A split is not shorter: so many tokens are attended to in the time that it takes to meet.
-_LEAST_SPLIT = 64
-# Programs of a launch without splits have work enough.
 _MAX_ROWS = 64
 _BLOCK_PAIRS = 1024
 
 
-class _Tiles(NamedTuple):
+class LatentTiles(NamedTuple):
     """Heads and keys of a program's products."""
 
     rows: int
@@ -165,7 +158,7 @@ def latent_attention(
     rank: int,
     scale: float,
     out: torch.Tensor | None = None,
-    launch: Launch = ALONE,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Each lane's heads attend entries 0..position of its slot, and sum their latents.
 
@@ -175,87 +168,63 @@ def latent_attention(
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
         rank: R. scale: factor on the scores, above 0.
         out: [N, Q, R] in q's dtype; may not share memory with q or kv.
-        launch: with counters, at least `latent_attention_arrivals`, keys are split, in memory of
-            the launch's own; without, a program has all keys of a lane. The bits differ. With PDL
-            the launch before, whatever it is, may still run.
+        pdl: the launch before, whatever it is, may still run.
 
     Returns:
         [N, Q, R] in q's dtype; softmax and sums in float32. Of a padded lane nothing is read but
         its slot, for it nothing is written. A live lane whose position is negative or past its
         block table is NaN. A lane's bits depend neither on other lanes nor on N.
     """
-    lanes, heads = _check_query(q_NQE, kv, block_table_SB, rank)
-    rotated = q_NQE.shape[2] - rank
-    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be above 0")
-    arrivals = launch.arrivals
-    if arrivals is not None:
-        _check_arrivals(arrivals, lanes, heads)
+    lanes, heads = check_latent_query(
+        q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale
+    )
     out = checked_output(out, (lanes, heads, rank), like=q_NQE)
     if not use_triton(q_NQE):
         return latent_attention_reference(
             q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale, out=out
         )
-    tiles = _pick_tiles(q_NQE.dtype, heads)
-    splits = 1 if arrivals is None else _SPLITS
-    grid = (lanes, triton.cdiv(heads, tiles.rows), splits)
-    parts = None
-    if splits > 1:
-        size = math.prod(grid) * tiles.rows * (dot_columns(rank) + 2)
-        parts = torch.empty(size, dtype=torch.float32, device=q_NQE.device)
-    launcher(latent_attention_kernel, grid)(
+    tiles = latent_tiles(q_NQE.dtype, heads)
+    launcher(latent_attention_kernel, (lanes, triton.cdiv(heads, tiles.rows)))(
         q_NQE,
         kv,
         block_table_SB,
         slot_N,
         position_N,
-        arrivals,
-        parts,
         out,
         scale * math.log2(math.e),
         kv.stride(0),
         block_table_SB.stride(0),
         token_capacity(kv, block_table_SB),
-        Q=heads,
-        R=rank,
-        P=rotated,
-        RANK_PADDED=dot_columns(rank),
-        ROTATED_PADDED=dot_columns(rotated),
-        BLOCK_SIZE=kv.shape[2],
-        ROWS=tiles.rows,
-        TILE=tiles.keys,
         STAGES=tiles.stages,
-        SPLITS=splits,
-        LEAST_SPLIT=_LEAST_SPLIT,
-        num_warps=tiles.warps,
-        **launch_options(launch.pdl),
+        **latent_shape(q_NQE, kv, rank),
+        **launch_options(pdl),
     )
     return out
 
 
-def _pick_tiles(dtype: torch.dtype, heads: int) -> _Tiles:
+def latent_shape(q_NQE: torch.Tensor, kv: torch.Tensor, rank: int) -> dict[str, int]:
+    """What every kernel that attends to latents is compiled for."""
+    heads, rotated = q_NQE.shape[1], q_NQE.shape[2] - rank
+    tiles = latent_tiles(q_NQE.dtype, heads)
+    return {
+        "Q": heads,
+        "R": rank,
+        "P": rotated,
+        "RANK_PADDED": dot_columns(rank),
+        "ROTATED_PADDED": dot_columns(rotated),
+        "BLOCK_SIZE": kv.shape[2],
+        "ROWS": tiles.rows,
+        "TILE": tiles.keys,
+        "num_warps": tiles.warps,
+    }
+
+
+def latent_tiles(dtype: torch.dtype, heads: int) -> LatentTiles:
     """What fixes the order of summation; depends only on dtype and heads."""
     if dtype.itemsize > 2:
-        return _Tiles(rows=16, keys=LATENT_TILE // 2, warps=8, stages=1)
+        return LatentTiles(rows=16, keys=LATENT_TILE // 2, warps=8, stages=1)
     rows = min(dot_columns(heads), _MAX_ROWS)
-    return _Tiles(rows=rows, keys=LATENT_TILE, warps=8 if rows == _MAX_ROWS else 4, stages=2)
-
-
-def _head_tiles(heads: int) -> int:
-    """Tiles of a lane's heads, in the dtype that has most of them."""
-    return -(-heads // 16)
-
-
-def latent_attention_arrivals(lanes: int, *, num_heads: int) -> int:
-    """Int32 counters that `latent_attention` of `lanes` needs where it splits keys."""
-    return lanes * _head_tiles(num_heads)
-
-
-def latent_attention_workspace_bytes(lanes: int, *, num_heads: int, rank: int) -> int:
-    """The most that a launch of so many lanes works in, where it splits keys."""
-    heads = -(-num_heads // _MAX_ROWS) * _MAX_ROWS if num_heads > 16 else 16
-    return lanes * heads * _SPLITS * (dot_columns(rank) + 2) * 4
+    return LatentTiles(rows=rows, keys=LATENT_TILE, warps=8 if rows == _MAX_ROWS else 4, stages=2)
 
 
 def check_latent_cache(kv: torch.Tensor, block_table_SB: torch.Tensor, entry: int) -> None:
@@ -319,10 +288,17 @@ def _check_append(
     return lanes, rank, rotated
 
 
-def _check_query(
-    q_NQE: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, rank: int
+def check_latent_query(
+    q_NQE: torch.Tensor,
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot_N: torch.Tensor,
+    position_N: torch.Tensor,
+    *,
+    rank: int,
+    scale: float,
 ) -> tuple[int, int]:
-    """Raise ValueError unless the queries fit the cache; return (N, Q)."""
+    """Raise ValueError unless the queries fit cache and lanes; return (N, Q)."""
     if q_NQE.dim() != 3 or not q_NQE.is_contiguous():
         raise ValueError(
             f"q must be a dense [N, Q, R + P], not {tuple(q_NQE.shape)} with strides "
@@ -333,13 +309,7 @@ def _check_query(
     if kv.dtype != q_NQE.dtype:
         raise ValueError(f"kv is {kv.dtype}, q {q_NQE.dtype}")
     check_latent_cache(kv, block_table_SB, entry)
+    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be above 0")
     return lanes, heads
-
-
-def _check_arrivals(arrivals: torch.Tensor, lanes: int, heads: int) -> None:
-    needed = latent_attention_arrivals(lanes, num_heads=heads)
-    check_int32(arrivals=arrivals)
-    if arrivals.dim() != 1 or len(arrivals) < needed or not arrivals.is_contiguous():
-        raise ValueError(
-            f"arrivals must be a dense vector of at least {needed}, not {tuple(arrivals.shape)}"
-        )

@@ -1,4 +1,4 @@
-"""The Triton kernels of `latent.py`.
+"""The Triton kernels of `latent.py`, and what those of `latent_decode.py` share with them.
 
 Letters: Q heads, R values of a latent, P values of a rotated key, X values of a query.
 """
@@ -105,8 +105,6 @@ def latent_attention_kernel(
     block_table_ptr,
     slot_ptr,
     position_ptr,
-    arrivals_ptr,
-    part_ptr,
     out_ptr,
     scale_log2,
     kv_block_stride,
@@ -121,118 +119,106 @@ def latent_attention_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (lane, tile of ROWS heads, split). Key and value are one read of an entry."""
+    """Programs (lane, tile of ROWS heads) attend all keys of a lane."""
     wait_for_inputs(PDL)
     lane = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
     slot = tl.load(slot_ptr + lane)
     position = tl.load(position_ptr + lane)
     if slot < 0:
         return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row = (row < Q)[:, None]
     column = tl.arange(0, RANK_PADDED)
     turned = tl.arange(0, ROTATED_PADDED)
     out_ptrs = out_ptr + lane * (Q * R) + row[:, None] * R + column[None, :]
-    out_mask = is_row & (column < R)[None, :]
+    out_mask = (row < Q)[:, None] & (column < R)[None, :]
     if (position < 0) | (position >= position_limit):
-        tl.store(out_ptrs, float("nan"), mask=out_mask & (split == 0))
+        tl.store(out_ptrs, float("nan"), mask=out_mask)
         return
 
-    keys = position + 1
-    first = 0
-    end = keys
-    used = 1
-    if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(tl.cdiv(keys, SPLITS), TILE) * TILE, LEAST_SPLIT)
-        used = tl.cdiv(keys, share)
-        if split >= used:
-            return
-        first = split * share
-        end = tl.minimum(first + share, keys)
-
-    q_ptrs = q_ptr + lane * (Q * (R + P)) + row[:, None] * (R + P)
-    q = tl.load(q_ptrs + column[None, :], mask=out_mask, other=0.0)
-    q_turned_mask = is_row & (turned < P)[None, :]
-    q_turned = tl.load(q_ptrs + R + turned[None, :], mask=q_turned_mask, other=0.0)
+    q = load_queries(q_ptr, lane, row, column, turned, Q, R, P)
     table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
-    running_max = tl.full([ROWS], float("-inf"), tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
-    # The first key of a tile is never past the end: no maximum is -inf.
-    for start in tl.range(first, end, TILE, num_stages=STAGES):
+    state = no_keys(ROWS, RANK_PADDED)
+    end = position + 1
+    for start in tl.range(0, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
-        seen = token < end
-        entry = cache_offsets(table_row_ptr, token, seen, kv_block_stride, BLOCK_SIZE, R + P)
-        entry_ptrs = kv_ptr + entry[:, None]
-        latents = tl.load(
-            entry_ptrs + column[None, :], mask=seen[:, None] & (column < R)[None, :], other=0.0
+        entries = load_entries(
+            kv_ptr, table_row_ptr, token, end, kv_block_stride, column, turned, R, P, BLOCK_SIZE
         )
-        rotated = tl.load(
-            entry_ptrs + R + turned[None, :], mask=seen[:, None] & (turned < P)[None, :], other=0.0
-        )
-        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(q_turned, tl.trans(rotated), scores, input_precision="ieee")
-        scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_max[:, None])
-        rescale = tl.exp2(running_max - new_max)
-        acc *= rescale[:, None]
-        acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision="ieee")
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        running_max = new_max
-
-    # Not one `if`: where nothing is split there are no parts.
-    if SPLITS > 1:  # noqa: SIM102
-        if used > 1:
-            unit = lane * tl.num_programs(1) + tl.program_id(1)
-            parts_ptr = part_ptr + unit * (SPLITS * (RANK_PADDED + 2) * ROWS)
-            _store_part(parts_ptr, split, acc, running_max, running_sum, ROWS, RANK_PADDED)
-            # The barrier puts the stores of the whole program before the one thread's release.
-            tl.debug_barrier()
-            if tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel") < used - 1:
-                return
-            tl.store(arrivals_ptr + unit, 0)
-            acc, running_sum = _merge_parts(parts_ptr, used, ROWS, RANK_PADDED)
-    tl.store(out_ptrs, acc / running_sum[:, None], mask=out_mask)
+        state = attend_tile(q, entries, token < end, state, scale_log2)
+    acc, _, total = state
+    tl.store(out_ptrs, acc / total[:, None], mask=out_mask)
 
 
 @triton.jit
-def _store_part(
-    parts_ptr, split, acc, largest, total, ROWS: tl.constexpr, RANK_PADDED: tl.constexpr
+def load_queries(
+    q_ptr, lane, row, column, turned, Q: tl.constexpr, R: tl.constexpr, P: tl.constexpr
 ):
-    """What a split found: weighted latents, and for each head its largest score and its sum."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, RANK_PADDED)
-    own_ptr = parts_ptr + split * ((RANK_PADDED + 2) * ROWS)
-    tl.store(own_ptr + row[:, None] * RANK_PADDED + column[None, :], acc)
-    tl.store(own_ptr + RANK_PADDED * ROWS + row, largest)
-    tl.store(own_ptr + (RANK_PADDED + 1) * ROWS + row, total)
+    """Of heads `row`, what meets latents [rows, R'] and what meets rotated keys [rows, P']."""
+    q_ptrs = q_ptr + lane * (Q * (R + P)) + row[:, None] * (R + P)
+    is_row = (row < Q)[:, None]
+    q = tl.load(q_ptrs + column[None, :], mask=is_row & (column < R)[None, :], other=0.0)
+    q_turned = tl.load(q_ptrs + R + turned[None, :], mask=is_row & (turned < P)[None, :], other=0.0)
+    return q, q_turned
 
 
 @triton.jit
-def _merge_parts(parts_ptr, used, ROWS: tl.constexpr, RANK_PADDED: tl.constexpr):
-    """Weighted latents and sums of `used` splits, weighed by their largest scores, in order."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, RANK_PADDED)
-    running_max = tl.full([ROWS], float("-inf"), tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
-    for split in tl.range(0, used, 1):
-        own_ptr = parts_ptr + split * ((RANK_PADDED + 2) * ROWS)
-        largest = tl.load(own_ptr + RANK_PADDED * ROWS + row, cache_modifier=".cg")
-        total = tl.load(own_ptr + (RANK_PADDED + 1) * ROWS + row, cache_modifier=".cg")
-        latents = tl.load(
-            own_ptr + row[:, None] * RANK_PADDED + column[None, :], cache_modifier=".cg"
-        )
-        new_max = tl.maximum(running_max, largest)
-        rescale = tl.exp2(running_max - new_max)
-        weight = tl.exp2(largest - new_max)
-        acc = acc * rescale[:, None] + latents * weight[:, None]
-        running_sum = running_sum * rescale + total * weight
-        running_max = new_max
-    return acc, running_sum
+def load_entries(
+    kv_ptr,
+    table_row_ptr,
+    token,
+    end,
+    kv_block_stride,
+    column,
+    turned,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Latents [tokens, R'] and rotated keys [tokens, P'] of the tokens before `end`; else 0."""
+    seen = token < end
+    entry = cache_offsets(table_row_ptr, token, seen, kv_block_stride, BLOCK_SIZE, R + P)
+    ptrs = kv_ptr + entry[:, None]
+    latents = tl.load(
+        ptrs + column[None, :],
+        mask=seen[:, None] & (column < R)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    rotated = tl.load(
+        ptrs + R + turned[None, :],
+        mask=seen[:, None] & (turned < P)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return latents, rotated
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, RANK_PADDED: tl.constexpr):
+    """The state of `attend_tile` before the first key: weighted latents, largest score, sum."""
+    return (
+        tl.zeros([ROWS, RANK_PADDED], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+    )
+
+
+@triton.jit
+def attend_tile(q, entries, seen, state, scale_log2):
+    """The state with one tile of keys more, of which the first is seen. An entry is key and value.
+
+    Scores are in log2 units.
+    """
+    latents, rotated = entries
+    acc, largest, total = state
+    scores = tl.dot(q[0], tl.trans(latents), input_precision="ieee")
+    scores = tl.dot(q[1], tl.trans(rotated), scores, input_precision="ieee")
+    scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_largest[:, None])
+    rescale = tl.exp2(largest - new_largest)
+    acc *= rescale[:, None]
+    acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision="ieee")
+    return acc, new_largest, total * rescale + tl.sum(weights, axis=1)

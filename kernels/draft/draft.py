@@ -17,7 +17,7 @@ the draft vocabulary, D its size, V vocabulary, H hidden, T groups of columns, K
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -47,8 +47,13 @@ from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_refe
 from graphengine.kernels.step.state import DecodeLanes
 
 Hidden = Residual | torch.Tensor
-"""Hidden states after their final norm: a stream that is scaled for that norm and not yet divided
-by its root mean square, or a plain [M, H] that is. Padded lanes hold anything."""
+"""Hidden states: a stream that is scaled for their final norm and not yet divided by its root mean
+square, or plain rows [M, H]. Padded lanes hold anything."""
+
+Start = Literal["zeros", "hidden", "normed"]
+"""What a module's residual stream starts with: zeros, to which its projection is added; the hidden
+state; or the hidden state's half of its input, before that is rounded."""
+START_CODES = {start: code for code, start in enumerate(get_args(Start))}
 
 
 class Fusion(NamedTuple):
@@ -64,6 +69,7 @@ class Fusion(NamedTuple):
     """The epsilon of both norms."""
     hidden_first: bool = False
     """Whether the hidden state's half comes before the token's."""
+    start: Start = "zeros"
 
 
 class FirstDraft(NamedTuple):
@@ -117,13 +123,13 @@ def combine_hidden(
         hidden: M >= N lanes, or any number with `source_N`.
         source_N: int32, the lane of `hidden` that each lane takes; None for its own.
         hidden_eps: of the norm whose scaled stream `hidden` is; unused with a plain one.
-        residual: where the module's projection adds to: `x` of the live lanes is set to 0.
+        residual: the module's stream: `x` of the live lanes is set to `fusion.start`.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
             may be as new as that one.
 
     Returns:
-        New [N, 2H] of hidden's dtype. A live lane whose token is outside 0..V-1 becomes NaN; padded
-        lanes are not written. ValueError for a shape or dtype that does not fit.
+        New [N, 2H] of the embedding's dtype. A live lane whose token is outside 0..V-1 becomes NaN;
+        padded lanes are not written. ValueError for a shape or dtype that does not fit.
     """
     lanes = token_N.numel()
     check_lanes(lanes, token=token_N, slot=slot_N)
@@ -158,16 +164,15 @@ def combine_hidden_reference(
     value = hidden_rows(hidden, source, hidden_eps)
     token = token_N[live]
     embedded = embed_reference(token, fusion.embedding, torch.zeros_like(token))
-    parts = [
-        _normed_rows(embedded, fusion.embedding_norm, fusion.eps),
-        _normed_rows(value.float(), fusion.hidden_norm, fusion.eps),
-    ]
+    half = _normed_rows(value.float(), fusion.hidden_norm, fusion.eps)
+    parts = [_normed_rows(embedded, fusion.embedding_norm, fusion.eps), half]
     unknown = (token < 0) | (token >= fusion.embedding.shape[0])
     row = torch.cat(parts[::-1] if fusion.hidden_first else parts, dim=1)
-    combined = value.new_empty(token_N.numel(), row.shape[1])
-    combined[live] = row.masked_fill(unknown[:, None], math.nan).to(value.dtype)
+    combined = fusion.embedding.new_empty(token_N.numel(), row.shape[1])
+    combined[live] = row.masked_fill(unknown[:, None], math.nan).to(combined.dtype)
     if residual is not None:
-        residual.x[live] = 0
+        starts = {"zeros": torch.zeros_like(half), "hidden": value.float(), "normed": half}
+        residual.x[live] = starts[fusion.start]
     return combined
 
 
@@ -447,7 +452,7 @@ def check_hidden(hidden: Hidden, fusion: Fusion, lanes: int | None) -> None:
 
 
 def check_stream(residual: Residual | None, lanes: int, fusion: Fusion) -> None:
-    """ValueError unless the stream that the projection adds to has these lanes."""
+    """ValueError unless the module's stream has these lanes."""
     if residual is not None:
         x = residual.x
         output_rows(x, (lanes, fusion.embedding.shape[1]), dtype=torch.float32, like=x)
@@ -482,7 +487,7 @@ def fusion_args(
         embedding=fusion.embedding,
         embedding_norm=fusion.embedding_norm,
         hidden_norm=fusion.hidden_norm,
-        combined=value.new_empty(lanes, 2 * H),
+        combined=fusion.embedding.new_empty(lanes, 2 * H),
         x=None if residual is None else residual.x,
         hidden_lanes=value.shape[0],
         hidden_stride=value.stride(0),
@@ -498,6 +503,7 @@ def fusion_args(
         "H": H,
         "GROUPS": groups,
         "HIDDEN_FIRST": fusion.hidden_first,
+        "START": START_CODES[fusion.start],
         "BLOCK_H": block_h,
         "BLOCK_T": triton.next_power_of_2(max(groups, 1)),
         # Latency counts: few numbers a thread.

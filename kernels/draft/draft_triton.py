@@ -73,6 +73,7 @@ def combine_kernel(
     H: tl.constexpr,
     GROUPS: tl.constexpr,
     HIDDEN_FIRST: tl.constexpr,
+    START: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
@@ -83,12 +84,12 @@ def combine_kernel(
     source = lane
     if source_ptr is not None:
         source = tl.load(source_ptr + lane, mask=live, other=0, cache_modifier=".cg")
-    hidden = _normed_hidden(fusion, source, live, H, GROUPS, BLOCK_H, BLOCK_T)
+    hidden, start = _normed_hidden(fusion, source, live, H, GROUPS, START, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
     token = tl.load(token_ptr + lane, mask=live, other=0)
-    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
+    store_combined(fusion, hidden, start, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
 
 
 @triton.jit
@@ -109,6 +110,7 @@ def begin_kernel(
     H: tl.constexpr,
     GROUPS: tl.constexpr,
     HIDDEN_FIRST: tl.constexpr,
+    START: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
@@ -122,7 +124,7 @@ def begin_kernel(
     slot = tl.load(fed_slot_ptr + lane, cache_modifier=".cg")
     fed = slot >= 0
     position = tl.load(fed_position_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
-    hidden = _normed_hidden(fusion, lane, fed, H, GROUPS, BLOCK_H, BLOCK_T)
+    hidden, start = _normed_hidden(fusion, lane, fed, H, GROUPS, START, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -144,7 +146,7 @@ def begin_kernel(
             live,
         )
         tl.store(source_ptr + row, last)
-    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
+    store_combined(fusion, hidden, start, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["index", "limit"])
@@ -158,6 +160,7 @@ def advance_kernel(
     H: tl.constexpr,
     GROUPS: tl.constexpr,
     HIDDEN_FIRST: tl.constexpr,
+    START: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
@@ -165,12 +168,12 @@ def advance_kernel(
     """One program a row. Of all that it reads only the tiles are as new as the launch before."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
-    hidden = _normed_hidden(fusion, source, slot >= 0, H, GROUPS, BLOCK_H, BLOCK_T)
+    hidden, start = _normed_hidden(fusion, source, slot >= 0, H, GROUPS, START, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
     token, live = commit_lane(commit, row, slot, position, source, index, limit, BLOCK_C, BLOCK_K)
-    store_combined(fusion, hidden, weight, token, row, live, H, HIDDEN_FIRST, BLOCK_H)
+    store_combined(fusion, hidden, start, weight, token, row, live, H, HIDDEN_FIRST, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["index", "limit"])
@@ -244,13 +247,29 @@ def _normed_hidden(
     live,
     H: tl.constexpr,
     GROUPS: tl.constexpr,
+    START: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The hidden state's half of a combined row, float32 [BLOCK_H]; before the wait."""
+    """The hidden state's half of a combined row, and what its stream starts with; both float32
+    [BLOCK_H], before the wait.
+    """
     weight = load_weight(fusion.hidden_norm, H, BLOCK_H)
     value = load_hidden(fusion, lane, live, H, GROUPS, BLOCK_H, BLOCK_T)
-    return normed(value, weight, fusion.eps, H)
+    half = normed(value, weight, fusion.eps, H)
+    return half, stream_start(value, half, START)
+
+
+@triton.jit
+def stream_start(value, half, START: tl.constexpr):
+    """Of a hidden state and its normed half, what START (`draft.START_CODES`) says."""
+    if START == 0:
+        start = tl.zeros_like(value)
+    elif START == 1:
+        start = value
+    else:
+        start = half
+    return start
 
 
 @triton.jit
@@ -290,6 +309,7 @@ def normed(value, weight, eps, H: tl.constexpr):
 def store_combined(
     fusion,
     hidden,
+    start,
     weight,
     token,
     lane,
@@ -298,7 +318,7 @@ def store_combined(
     HIDDEN_FIRST: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Embed a live lane's token, write both halves of its row, and clear its residual stream."""
+    """Embed a live lane's token, write both halves of its row, and start its residual stream."""
     h = tl.arange(0, BLOCK_H)
     mask = live & (h < H)
     known = (token >= 0) & (token < fusion.V)
@@ -312,5 +332,4 @@ def store_combined(
     tl.store(target + (H if HIDDEN_FIRST else 0), embedded.to(dtype), mask=mask)
     tl.store(target + (0 if HIDDEN_FIRST else H), hidden.to(dtype), mask=mask)
     if fusion.x is not None:
-        zeros = tl.zeros((BLOCK_H,), tl.float32)
-        tl.store(fusion.x + wide_lane * fusion.x_stride + h, zeros, mask=mask)
+        tl.store(fusion.x + wide_lane * fusion.x_stride + h, start, mask=mask)

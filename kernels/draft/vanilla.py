@@ -62,6 +62,7 @@ from graphengine.kernels.draft.draft_triton import (
     normed,
     store_combined,
     store_lane,
+    stream_start,
 )
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
@@ -496,6 +497,7 @@ def _vanilla_kernel(
     GROUPS: tl.constexpr,
     RUN_GROUPS: tl.constexpr,
     HIDDEN_FIRST: tl.constexpr,
+    START: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_RUN: tl.constexpr,
@@ -554,6 +556,7 @@ def _vanilla_kernel(
             live = live | older
     hidden_weight = load_weight(fusion.hidden_norm, H, BLOCK_H)
     hidden = normed(value, hidden_weight, fusion.eps, H)
+    start = stream_start(value, hidden, START)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -581,4 +584,4 @@ def _vanilla_kernel(
                 rounded = value.to(chain_hidden_ptr.dtype.element_ty)
                 tl.store(newest_ptr, rounded, mask=live & (h < H))
     store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, live)
-    store_combined(fusion, hidden, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)
+    store_combined(fusion, hidden, start, weight, token, lane, live, H, HIDDEN_FIRST, BLOCK_H)

@@ -4,13 +4,13 @@
     expert_residual    residual += sum over a lane's experts of weight * down a; for decode
     expert_sum         that sum alone; for prefill
 
-A pair's products are one chain over K, and a lane's experts are added by rank, so that no bit of a
+A pair's products are summed over K in one order, and a lane's experts by rank, so that no bit of a
 lane follows from its neighbours. Where pairs are not grouped, each program takes one pair straight
 from the router's ids. Where they are (`grouping.group_pairs`), one program takes the pairs of a
-block, for which weights are read once. In blocks of `DECODE_BLOCK` pairs both forms have the same
-bits; which is faster depends on how many pairs there are. Gates and ups of the row family `fma`
-take pairs one by one, with weights in registers; down is multiplied by the tensor cores in both
-families. Experts that no live lane has chosen are not read.
+block, for which weights are read once. In blocks of `decode_block` pairs both forms have the same
+bits; which is faster depends on how many pairs there are. Dense gates and ups of the row family
+`fma` take pairs one by one, with weights in registers; all else is multiplied by the tensor cores
+in both families. Experts that no live lane has chosen are not read.
 
 The weights of all experts are one dense tensor [E, M, K], or in 8 or 4 bits `PackedExperts`; of a
 SwiGLU M is F gates, then F ups. Their biases, if there are any, are [E, M]: they are added before a
@@ -47,8 +47,8 @@ from graphengine.kernels.experts.packed import (
     packed_block_rows,
     step_columns,
 )
+from graphengine.kernels.experts.packed_decode import launch_packed, takes
 from graphengine.kernels.experts.plans import (
-    DECODE_BLOCK,
     LEAST_FMA_ROWS,
     ProductTile,
     decode_tile,
@@ -62,6 +62,7 @@ from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import (
     Residual,
     add_to_residual_reference,
+    check_kept,
     check_squares,
 )
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
@@ -129,6 +130,22 @@ def expert_swiglu(
             clamped=clamped,
             out=out,
         )
+    if isinstance(tile, LinearPlan) and takes(weight_E2FH, x_NH):
+        launch_packed(
+            x_NH,
+            weight_E2FH,
+            slot_N,
+            routes,
+            tile,
+            grouping,
+            squares_TN=squares_TN,
+            eps=eps,
+            bias_EM=bias_E2F,
+            clamped=clamped,
+            out=out,
+            pdl=pdl,
+        )
+        return out
     one_by_one = isinstance(tile, LinearPlan) and tile.family == "fma" and grouping is None
     if one_by_one and isinstance(weight_E2FH, torch.Tensor):
         assert isinstance(tile, LinearPlan)
@@ -141,7 +158,7 @@ def expert_swiglu(
         weight_E2FH,
         slot_N,
         routes,
-        _tile(tile, grouping),
+        _tile(tile, grouping, weight_E2FH),
         grouping,
         squares_TN=squares_TN,
         eps=eps,
@@ -175,13 +192,15 @@ def expert_residual(
     Args:
         a_PF: as `expert_swiglu` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
+            The new `x` goes to where it is kept, too.
         next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
-        plan: in `fma` pairs are taken one by one, of a dense weight, and with PDL slots and routes
-            must have been written two launches earlier or before.
+        plan: in `fma` pairs are taken one by one, of a dense weight. There and with a packed weight
+            slots, routes and the grouping must, with PDL, have been written two launches earlier or
+            before.
         arrivals: int32, at least `residual_arrivals(N, H)` zeros, which are zeros again afterwards.
             None: on a CPU alone.
         bias_EH: dense, in the weight's dtype.
-        grouping: in blocks of `DECODE_BLOCK`; None: pair by pair.
+        grouping: in blocks of `decode_block`; None: pair by pair.
         The others as of `expert_swiglu`.
 
     Returns:
@@ -201,6 +220,7 @@ def expert_residual(
                 f"residual.{name} must be a dense {dtype} [{lanes}, {hidden}], not {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
+    check_kept(residual)
     squares = residual.x.new_empty(-(-hidden // plan.block_m), lanes)
     residual = residual._replace(squares=squares)
     if not use_triton(a_PF):
@@ -213,7 +233,24 @@ def expert_residual(
         found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
         raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
     y = residual.x.new_empty(len(a_PF), hidden)
-    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares)
+    kept, scale = (None, 1.0) if residual.kept is None else residual.kept
+    stride = 0 if kept is None else kept.stride(0)
+    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares, kept, stride, scale)
+    if takes(weight_EHF, a_PF):
+        launch_packed(
+            a_PF,
+            weight_EHF,
+            slot_N,
+            routes,
+            plan,
+            grouping,
+            bias_EM=bias_EH,
+            out=y,
+            stream=stream,
+            arrivals=arrivals,
+            pdl=pdl,
+        )
+        return residual
     if plan.family == "fma":
         if grouping is not None or not isinstance(weight_EHF, torch.Tensor):
             raise ValueError(f"pairs in groups and packed weights want a dot plan, not {plan}")
@@ -238,7 +275,7 @@ def expert_residual(
             **launch_options(pdl),
         )
         return residual
-    tile = _tile(plan, grouping)
+    tile = _tile(plan, grouping, weight_EHF)
     given, code, group = _weight_arguments(weight_EHF, tile)
     order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
     count = len(a_PF) if blocks is None else blocks.shape[1]
@@ -311,7 +348,7 @@ def expert_sum(
             a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=a_PF.dtype, out=out
         )
     y = _output(products, (len(a_PF), hidden), a_PF.dtype, a_PF)
-    tile = _tile(tile, grouping)
+    tile = _tile(tile, grouping, weight_EHF)
     _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, bias=bias_EH, out=y, pdl=pdl)
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
     launcher(combine_kernel, grid)(
@@ -424,12 +461,14 @@ def _launch_fma_product(
     )
 
 
-def _tile(tile: LinearPlan | ProductTile, grouping: Grouping | None) -> ProductTile:
+def _tile(
+    tile: LinearPlan | ProductTile, grouping: Grouping | None, weight: ExpertWeight
+) -> ProductTile:
     """The tile of a plan. ValueError unless a block of pairs fits it."""
-    tile = decode_tile(tile) if isinstance(tile, LinearPlan) else tile
-    size = DECODE_BLOCK if grouping is None else grouping.size
-    if size != tile.lanes:
-        raise ValueError(f"blocks of {size} pairs, and a tile of {tile.lanes}")
+    if isinstance(tile, LinearPlan):
+        tile = decode_tile(tile, weight.format if isinstance(weight, PackedExperts) else None)
+    if grouping is not None and grouping.size > tile.lanes:
+        raise ValueError(f"blocks of {grouping.size} pairs, and a tile of {tile.lanes}")
     return tile
 
 

@@ -30,6 +30,9 @@ class StreamArgs(NamedTuple):
     next_norm: torch.Tensor
     scaled: torch.Tensor
     squares: torch.Tensor
+    kept: torch.Tensor | None
+    kept_stride: int
+    kept_scale: float
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
@@ -408,6 +411,10 @@ def _add_to_stream(
     tl.store(
         stream.scaled + at, (x * norm[None, :]).to(stream.scaled.dtype.element_ty), mask=stored
     )
+    if stream.kept is not None:
+        kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
+        kept_ptrs = stream.kept + lane.to(tl.int64)[:, None] * stream.kept_stride + output[None, :]
+        tl.store(kept_ptrs, kept, mask=stored)
     squares = _sum_of_squares(tl.where(stored, x, 0.0), L, B)
     tl.store(stream.squares + tile * lanes + lane, squares, mask=live)
 

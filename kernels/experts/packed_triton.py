@@ -1,4 +1,5 @@
-"""The chain over K of `experts_triton.py` for weights of 8 and 4 bits.
+"""The chain over K of `experts_triton.py` for weights of 8 and 4 bits: of chunks of prompts, and of
+decode where `packed_gluon.py` does not run.
 
 Codes become numbers of the inputs' dtype in registers, exactly: halves by the bit operations of the
 packed linears (`linear/packed_gluon_codes.py`), and in the interpreter or of float32 inputs one by

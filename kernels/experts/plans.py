@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels.experts.packed import packed_block_rows, step_columns
+from graphengine.kernels.experts.packed import step_columns
+from graphengine.kernels.linear.packed_linear import check_packed_plan, packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_THREAD_BYTES,
     LinearKind,
@@ -23,8 +24,13 @@ from graphengine.kernels.linear.plans import (
 from graphengine.kernels.linear.quantised import WeightFormat
 
 DECODE_BLOCK = 16
-"""Pairs of a block in decode: the least that the tensor cores take. A `wgmma` of more would sum in
+"""Most pairs of a block in decode: the least that `tl.dot` takes. A `wgmma` of more would sum in
 another order."""
+PACKED_BLOCK = 8
+"""Pairs of a block in decode with packed weights: the least that `mma.sync` takes on the right."""
+_PAIRS_OF_PACKED_BLOCK = 6
+# Of a heuristic plan: tiles with the inputs of a block of pairs, in the shared memory of an SM.
+_PACKED_STAGES = 3
 LEAST_DOT_ROWS = 16
 """Rows of a `dot` plan at least: `tl.dot` takes no fewer."""
 LEAST_FMA_ROWS = 4
@@ -54,15 +60,16 @@ def expert_plan(
     """The plan of experts' weights [M, K] each, for decode.
 
     In `fma` the plan is one of `dot` all the same for `down`, where `tune` tries both, where not
-    even a gate and its up fit the registers of a program, and of packed weights.
+    even a gate and its up fit the registers of a program, and of packed weights, whose programs are
+    those of a packed linear of few lanes.
     """
     check_kind(kind, family)
     if weight is not None:
-        return LinearPlan("dot", block_m=32, block_k=step_columns(weight), stages=3)
+        return _packed_plan(weight, M, K, family)
     if family == "fma" and kind == "swiglu":
-        plan = _fma_plan(K, dtype)
-        if plan is not None:
-            return plan
+        fma = _fma_plan(K, dtype)
+        if fma is not None:
+            return fma
     if dtype == torch.float32:
         return LinearPlan("dot", block_m=32, block_k=min(32, dot_columns(K)), stages=2)
     block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
@@ -70,6 +77,17 @@ def expert_plan(
         return LinearPlan("dot", block_m=32, block_k=block_k, stages=6)
     # Short tiles leave fewer bytes in flight.
     return LinearPlan("dot", block_m=64, block_k=block_k, stages=4 if block_k > 64 else 6)
+
+
+def _packed_plan(weight: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
+    """Of one pair the programs of a linear of one lane; in `dot`, where blocks have several pairs,
+    twice the rows, which share a block's inputs, of half the columns.
+    """
+    plan = packed_plan(weight, M, K, "fma")
+    plan = plan._replace(family="dot", stages=min(plan.stages, _PACKED_STAGES))
+    if family == "dot":
+        plan = plan._replace(block_m=2 * plan.block_m, block_k=plan.block_k // 2)
+    return plan
 
 
 def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
@@ -100,20 +118,22 @@ def check_expert_plan(
     if plan.block_m < least:
         raise ValueError(f"block_m={plan.block_m} of {kind} of experts must be at least {least}")
     if weight is not None:
-        packed_block_rows(plan.block_m)
-        if plan.block_k != step_columns(weight):
-            raise ValueError(
-                f"experts in {weight.label} are multiplied {step_columns(weight)} columns at a "
-                f"time, not block_k={plan.block_k}"
-            )
+        check_packed_plan(plan, weight)
 
 
-def decode_tile(plan: LinearPlan) -> ProductTile:
-    """That of a `dot` plan. ValueError for one that splits K: experts' sums are not split."""
+def decode_tile(plan: LinearPlan, weight: WeightFormat | None = None) -> ProductTile:
+    """That of a `dot` plan. ValueError for one that splits K: experts' sums are not split.
+
+    Of packed weights it has the plan's rows; the rest is for the kernel of `packed_gluon.py`, and
+    this tile is for what that one does not take.
+    """
     if plan.splits != 1:
         raise ValueError(f"the products of experts do not split K: {plan}")
     if plan.family == "fma":
         raise ValueError(f"the fma family takes pairs one by one, in no tile of several: {plan}")
+    if weight is not None:
+        step = step_columns(weight)
+        return ProductTile(DECODE_BLOCK, plan.block_m, step, warps=4, stages=3)
     return ProductTile(
         DECODE_BLOCK, plan.block_m, plan.block_k, plan.warps, plan.stages, plan.overlap
     )
@@ -146,6 +166,15 @@ def chunk_tile(
     if size <= 32:
         return ProductTile(size, 64, block_k, warps=4, stages=5)
     return ProductTile(size, 128, block_k, warps=4 if size == 64 else 8, stages=4)
+
+
+def decode_block(lanes: int, top_k: int, experts: int, weight: WeightFormat | None = None) -> int:
+    """Pairs of a block in a decode step of so many lanes, for speed alone.
+
+    A packed expert is unpacked for each block, so one that has more pairs gets the larger block.
+    """
+    few = lanes * top_k <= _PAIRS_OF_PACKED_BLOCK * experts
+    return PACKED_BLOCK if weight is not None and few else DECODE_BLOCK
 
 
 def groups_pairs(lanes: int, top_k: int, experts: int) -> bool:

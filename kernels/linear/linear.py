@@ -38,10 +38,11 @@ from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear_triton import (
     ProductArgs,
-    ResidualArgs,
     SamplerArgs,
+    StreamArgs,
     dot_kernel,
     fma_kernel,
+    stream_args,
 )
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
@@ -55,7 +56,7 @@ from graphengine.kernels.linear.reference import (
     linear_residual_reference,
     linear_squares_reference,
 )
-from graphengine.kernels.linear.residual import Product, Residual, new_product
+from graphengine.kernels.linear.residual import Product, Residual, check_kept, new_product
 from graphengine.kernels.norm_rope.activation import Activation, gate_code
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import sample_tiles_reference
@@ -157,6 +158,7 @@ def linear_residual(
 
     Args:
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
+            The new `x` goes to where it is kept, too.
         next_norm_M: weight of the RMSNorm that reads the stream next, of any float dtype.
         The others as of `linear`.
 
@@ -192,7 +194,7 @@ def linear_residual(
         squares_TN=squares_TN,
         eps=eps,
         bias=bias,
-        residual=ResidualArgs(residual.x, next_norm_M, residual.scaled, squares),
+        residual=stream_args(residual, next_norm_M),
         launch=launch,
     )
     return residual
@@ -341,7 +343,7 @@ def _launch(
     bias: torch.Tensor | None = None,
     swiglu: Activation | Literal[False] = False,
     out: torch.Tensor | None = None,
-    residual: ResidualArgs | ProductArgs | None = None,
+    residual: StreamArgs | ProductArgs | None = None,
     sampler: SamplerArgs | None = None,
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,
@@ -471,6 +473,7 @@ def _check_residual(residual: Residual, lanes: int, M: int, dtype: torch.dtype) 
             raise ValueError(
                 f"residual.{name} must be a dense {wanted} [{lanes}, {M}], not {_described(tensor)}"
             )
+    check_kept(residual)
 
 
 def _described(tensor: torch.Tensor | None) -> str:

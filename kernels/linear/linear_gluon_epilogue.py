@@ -12,7 +12,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.linear.linear_triton import STREAM_FIELDS
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
 
@@ -37,7 +37,7 @@ def exchange_layout(outputs):
 
 
 @gluon.constexpr_function
-def _squares_layout(warps):
+def squares_layout(warps):
     """Of [groups, L]: a thread adds up its groups, and takes 16 lanes at a time."""
     return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
 
@@ -77,8 +77,7 @@ def epilogue(
     """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
     slot, squares, base = of_lanes
     if GROUPS > 0:
-        total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
-        scale = 1.0 / gl.sqrt_rn(total / K + eps)
+        scale = rms_factor(squares, lane, K, eps)
         y = y * scale[:, None]
         up = up * scale[:, None]
     if bias_ptr is not None:
@@ -116,9 +115,13 @@ def epilogue(
         at = wide_lane * OUTPUTS + output[None, :]
         x = base + y
         gl.store(residual.x + at, x, mask=stored)
-        if len(residual) == STREAM_FIELDS:
+        if len(residual) >= STREAM_FIELDS:
             scaled = (x * norm[None, :]).to(residual.scaled.dtype.element_ty)
             gl.store(residual.scaled + at, scaled, mask=stored)
+        if len(residual) == KEEPING_FIELDS:
+            kept = (x * residual.kept_scale).to(residual.kept.dtype.element_ty)
+            kept_ptrs = residual.kept + wide_lane * residual.kept_stride + output[None, :]
+            gl.store(kept_ptrs, kept, mask=stored)
         sums = gl.sum(gl.where(in_row, x * x, 0.0), axis=1)
         gl.store(residual.squares + tile * lanes + lane, sums, mask=live)
     else:
@@ -139,7 +142,7 @@ def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.cons
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm
     up_bias = norm
-    if residual is not None and len(residual) == STREAM_FIELDS:
+    if residual is not None and len(residual) >= STREAM_FIELDS:
         norm = gl.load(residual.next_norm + output, mask=inside, other=0.0).to(gl.float32)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
@@ -162,30 +165,44 @@ def load_lanes(
     B: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """What the epilogue needs of its lanes: slot [L], partial sums of squares [chunk, L] (later
-    chunks added to the first), and the residual stream [L, B].
+    """What the epilogue needs of its lanes: slot [L], `load_squares`, and the residual stream
+    [L, B].
     """
     inside = lane < lanes
     slot = gl.load(slot_ptr + lane, mask=inside, other=-1)
-    CHUNK: gl.constexpr = _chunk(GROUPS)
-    layout: gl.constexpr = _squares_layout(WARPS)
-    squares = gl.zeros([CHUNK, L], gl.float32, layout)
-    column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, layout))
-    for chunk in gl.static_range((GROUPS + CHUNK - 1) // CHUNK):
-        group = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        squares += gl.load(
-            squares_ptr + group[:, None] * lanes + column[None, :],
-            mask=(group < GROUPS)[:, None] & (column < lanes)[None, :],
-            other=0.0,
-        )
+    column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, squares_layout(WARPS)))
+    squares = load_squares(squares_ptr, column, column < lanes, lanes, GROUPS, WARPS)
     base = gl.zeros([L, B], gl.float32, row_layout(B, WARPS))
-    if residual is not None and len(residual) == STREAM_FIELDS:
+    if residual is not None and len(residual) >= STREAM_FIELDS:
         base = gl.load(
             residual.x + lane.to(gl.int64)[:, None] * OUTPUTS + output[None, :],
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
     return slot, squares, base
+
+
+@gluon.jit
+def load_squares(squares_ptr, lane, there, lanes, GROUPS: gl.constexpr, WARPS: gl.constexpr):
+    """Partial sums of squares [chunk, L] of lanes, later chunks added to the first."""
+    CHUNK: gl.constexpr = _chunk(GROUPS)
+    layout: gl.constexpr = squares_layout(WARPS)
+    squares = gl.zeros([CHUNK, lane.shape[0]], gl.float32, layout)
+    for chunk in gl.static_range((GROUPS + CHUNK - 1) // CHUNK):
+        group = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        squares += gl.load(
+            squares_ptr + group[:, None] * lanes + lane[None, :],
+            mask=(group < GROUPS)[:, None] & there[None, :],
+            other=0.0,
+        )
+    return squares
+
+
+@gluon.jit
+def rms_factor(squares, lane, K: gl.constexpr, eps):
+    """1 / rms of lanes [L], in the layout of `lane`, of what `load_squares` gives."""
+    total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
+    return 1.0 / gl.sqrt_rn(total / K + eps)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
 
@@ -31,6 +32,18 @@ class ResidualArgs(NamedTuple):
     squares: torch.Tensor
 
 
+class KeepingArgs(NamedTuple):
+    """`ResidualArgs`, and where the stream is left too (`residual.Kept`)."""
+
+    x: torch.Tensor
+    next_norm: torch.Tensor
+    scaled: torch.Tensor
+    squares: torch.Tensor
+    kept: torch.Tensor
+    kept_stride: int
+    kept_scale: float
+
+
 class ProductArgs(NamedTuple):
     """In place of a stream: x becomes the product itself (`residual.Product`)."""
 
@@ -38,8 +51,19 @@ class ProductArgs(NamedTuple):
     squares: torch.Tensor
 
 
-# A kernel tells the two by their fields: it cannot compare one that has None with None.
+StreamArgs = ResidualArgs | KeepingArgs
+# A kernel tells them by their fields: it cannot compare one that has None with None.
 STREAM_FIELDS = tl.constexpr(len(ResidualArgs._fields))
+KEEPING_FIELDS = tl.constexpr(len(KeepingArgs._fields))
+
+
+def stream_args(residual: Residual, next_norm: torch.Tensor) -> StreamArgs:
+    """The stream as a kernel's operand."""
+    args = ResidualArgs(residual.x, next_norm, residual.scaled, residual.squares)
+    if residual.kept is None:
+        return args
+    rows, scale = residual.kept
+    return KeepingArgs(*args, rows, rows.stride(0), float(scale))
 
 
 class SamplerArgs(NamedTuple):
@@ -345,7 +369,7 @@ def _load_lanes(
             other=0.0,
         )
     base = tl.zeros((L, B), tl.float32)
-    if residual is not None and len(residual) == STREAM_FIELDS:
+    if residual is not None and len(residual) >= STREAM_FIELDS:
         output = tile * B + tl.arange(0, B)
         base = tl.load(
             residual.x + lane.to(tl.int64)[:, None] * OUTPUTS + output[None, :],
@@ -371,7 +395,7 @@ def _load_norm(residual, tile, OUTPUTS: tl.constexpr, B: tl.constexpr):
     """The weights [B] of the norm after the residual stream; zeros where there is no stream."""
     output = tile * B + tl.arange(0, B)
     norm = tl.zeros((B,), tl.float32)
-    if residual is not None and len(residual) == STREAM_FIELDS:
+    if residual is not None and len(residual) >= STREAM_FIELDS:
         norm = tl.load(residual.next_norm + output, mask=output < OUTPUTS, other=0.0)
     return norm
 
@@ -444,9 +468,13 @@ def _epilogue(
     elif residual is not None:
         x = base + y
         tl.store(residual.x + wide_lane * OUTPUTS + output[None, :], x, mask=stored)
-        if len(residual) == STREAM_FIELDS:
+        if len(residual) >= STREAM_FIELDS:
             scaled = (x * norm.to(tl.float32)[None, :]).to(residual.scaled.dtype.element_ty)
             tl.store(residual.scaled + wide_lane * OUTPUTS + output[None, :], scaled, mask=stored)
+        if len(residual) == KEEPING_FIELDS:
+            kept = (x * residual.kept_scale).to(residual.kept.dtype.element_ty)
+            kept_ptrs = residual.kept + wide_lane * residual.kept_stride + output[None, :]
+            tl.store(kept_ptrs, kept, mask=stored)
         squares = tl.sum(tl.where(in_row, x * x, 0.0), axis=1)
         tl.store(residual.squares + tile * lanes + lane, squares, mask=live)
     else:

@@ -29,7 +29,12 @@ from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, residual_groups
-from graphengine.kernels.linear.linear_triton import ProductArgs, ResidualArgs, SamplerArgs
+from graphengine.kernels.linear.linear_triton import (
+    ProductArgs,
+    SamplerArgs,
+    StreamArgs,
+    stream_args,
+)
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_gluon import PackedArgs, packed_kernel
 from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
@@ -39,7 +44,7 @@ from graphengine.kernels.linear.reference import (
     linear_residual_reference,
     linear_squares_reference,
 )
-from graphengine.kernels.linear.residual import Product, Residual, new_product
+from graphengine.kernels.linear.residual import Product, Residual, check_kept, new_product
 from graphengine.kernels.norm_rope.activation import Activation, gate_code
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
 from graphengine.kernels.sample.sampling import sample_tiles_reference
@@ -140,6 +145,7 @@ def packed_linear_residual(
                 f"{list(tensor.shape)}"
             )
     check_weight("next_norm", next_norm_M, M)
+    check_kept(residual)
     squares = residual.x.new_empty(residual_groups(plan, M), lanes)
     residual = residual._replace(squares=squares)
     if not _is_launched(x_NK):
@@ -162,7 +168,7 @@ def packed_linear_residual(
         squares_TN=squares_TN,
         eps=eps,
         bias=bias,
-        residual=ResidualArgs(residual.x, next_norm_M, residual.scaled, squares),
+        residual=stream_args(residual, next_norm_M),
         launch=launch,
     )
     return residual
@@ -406,7 +412,7 @@ def _launch(
     bias: torch.Tensor | None = None,
     activation: Activation = "silu",
     out: torch.Tensor | None = None,
-    residual: ResidualArgs | ProductArgs | None = None,
+    residual: StreamArgs | ProductArgs | None = None,
     sampler: SamplerArgs | None = None,
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,

@@ -69,13 +69,14 @@ def dot_columns(columns: int) -> int:
     return max(16, 1 << (columns - 1).bit_length())
 
 
-def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of one split of decode attention.
+def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype, tokens: int) -> int:
+    """Keys of one split of decode attention, in a layer that sees `tokens` tokens at most.
 
-    Measured on an H200: short ones where lanes are few; of many, fewer partials win. Of the longest
-    heads in float32 a split of 128 does not fit an SM.
+    Measured on an H200: short ones where lanes and tokens are few; of many, fewer partials win. Of
+    the longest heads in float32 a split of 128 does not fit an SM.
     """
-    if family == "fma" or head_dim * dtype.itemsize > LONG_SPLIT_BYTES:
+    few = family == "fma" and tokens <= FMA_TOKENS
+    if few or head_dim * dtype.itemsize > LONG_SPLIT_BYTES:
         return 64
     return 256 if dtype.itemsize == 2 else 128
 

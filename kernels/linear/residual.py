@@ -3,7 +3,8 @@
 A linear that reads the stream needs it normalised: y = W (g * x / rms(x)). The kernel that writes
 `x` also writes `g * x`, rounded once to the model's dtype, and what the mean square is made of; the
 one that reads multiplies its product by 1 / rms(x). So no kernel reads float32 activations, and a
-norm costs no launch.
+norm costs no launch. Where somebody reads the stream itself, after a layer, the kernel that writes
+`x` there leaves a rounded copy too.
 
 Letters: N lanes, H hidden, T groups of columns.
 """
@@ -16,7 +17,16 @@ import torch
 import triton
 from torch.nn import functional
 
-from graphengine.kernels.core.lanes import live_lanes, sum_rows
+from graphengine.kernels.core.lanes import live_lanes, output_rows, sum_rows
+
+
+class Kept(NamedTuple):
+    """Where the stream is left for a reader besides the next block."""
+
+    rows: torch.Tensor
+    """model dtype [N, H], dense rows, any stride between them"""
+    scale: float = 1.0
+    """What the stream is multiplied by before it is rounded."""
 
 
 class Residual(NamedTuple):
@@ -28,6 +38,8 @@ class Residual(NamedTuple):
     """model dtype [N, H]: x times the weight of the RMSNorm that reads it next."""
     squares: torch.Tensor
     """float32 [T, N]: partial sums of x * x; their sum in order of T is the whole."""
+    kept: Kept | None = None
+    """Where each kernel that changes x leaves it too; None: nowhere."""
 
 
 class Product(NamedTuple):
@@ -37,6 +49,13 @@ class Product(NamedTuple):
     """float32 [N, H]"""
     squares: torch.Tensor
     """float32 [T, N]: partial sums of y * y, as a `Residual` has them."""
+
+
+def check_kept(residual: Residual) -> None:
+    """Raise ValueError unless the rows that are kept have the stream's lanes, width and dtype."""
+    if residual.kept is not None:
+        shape, dtype = residual.x.shape, residual.scaled.dtype
+        output_rows(residual.kept.rows, shape, dtype=dtype, like=residual.x)
 
 
 def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
@@ -52,13 +71,17 @@ def add_to_residual_reference(
 ) -> Residual:
     """residual.x += y, and what the next norm needs, in plain PyTorch; y is float32 [N, H].
 
-    All three tensors are written, except in padded lanes.
+    All three tensors are written, and what is kept, except in padded lanes.
     """
+    check_kept(residual)
     live = live_lanes(slot_N)
     x = residual.x[live] + y_NH[live]
     residual.x[live] = x
     residual.scaled[live] = (x * next_norm_H.float()).to(residual.scaled.dtype)
     residual.squares[:, live] = sums_of_squares(x, residual.squares.shape[0])
+    if residual.kept is not None:
+        rows, scale = residual.kept
+        rows[live] = (x * scale).to(rows.dtype)
     return residual
 
 

@@ -16,7 +16,11 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_weight, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from graphengine.kernels.linear.residual import (
+    Residual,
+    add_to_residual_reference,
+    check_kept,
+)
 
 # Columns of a program.
 _BLOCK_H = 512
@@ -37,6 +41,7 @@ def add_to_residual(
         y_NH: dense float32.
         slot_N: int32, -1 = padded lane.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
+            The new `x` goes to where it is kept, too.
         next_norm_H, bias_H: any float dtype.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
@@ -60,6 +65,8 @@ def add_to_residual(
     if bias_H is not None:
         check_weight("bias", bias_H, H)
     scaled = output_rows(residual.scaled, (lanes, H), dtype=residual.scaled.dtype, like=y_NH)
+    check_kept(residual)
+    kept, kept_scale = (None, 1.0) if residual.kept is None else residual.kept
     tiles = triton.cdiv(H, _BLOCK_H)
     residual = residual._replace(squares=y_NH.new_empty(tiles, lanes))
     if not use_triton(y_NH):
@@ -73,8 +80,11 @@ def add_to_residual(
         next_norm_H,
         scaled,
         residual.squares,
+        kept,
         lanes,
         scaled.stride(0),
+        0 if kept is None else kept.stride(0),
+        kept_scale,
         H=H,
         HAS_BIAS=bias_H is not None,
         BLOCK_H=_BLOCK_H,
@@ -84,7 +94,7 @@ def add_to_residual(
     return residual
 
 
-@triton.jit(do_not_specialize=["lanes"])
+@triton.jit(do_not_specialize=["lanes", "kept_scale"])
 def _add_to_residual_kernel(
     y_ptr,
     bias_ptr,
@@ -93,8 +103,11 @@ def _add_to_residual_kernel(
     next_ptr,
     scaled_ptr,
     squares_ptr,
+    kept_ptr,
     lanes,
     scaled_stride,
+    kept_stride,
+    kept_scale,
     H: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -119,4 +132,7 @@ def _add_to_residual_kernel(
     tl.store(x_ptr + row + h, x, mask=mask)
     scaled = (x * following).to(scaled_ptr.dtype.element_ty)
     tl.store(scaled_ptr + lane.to(tl.int64) * scaled_stride + h, scaled, mask=mask)
+    if kept_ptr is not None:
+        kept = (x * kept_scale).to(kept_ptr.dtype.element_ty)
+        tl.store(kept_ptr + lane.to(tl.int64) * kept_stride + h, kept, mask=mask)
     tl.store(squares_ptr + tile * lanes + lane, tl.sum(tl.where(mask, x * x, 0.0), 0))

@@ -212,7 +212,7 @@ def gated(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         return gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
     else:
-        return silu(gate) * up
+        return gate / (1.0 + tl.exp(-gate)) * up
 
 
 def gated_reference(

@@ -134,7 +134,7 @@ def check_embedding(
     check_rows(embedding=embedding_VH)
     H = embedding_VH.shape[1]
     check_weight("norm_weight", norm_weight_H, H)
-    x, scaled, squares = residual
+    x, scaled, squares, _ = residual
     output_rows(x, (lanes, H), dtype=torch.float32, like=x)
     output_rows(scaled, (lanes, H), dtype=scaled.dtype, like=scaled)
     check_squares(squares, lanes)

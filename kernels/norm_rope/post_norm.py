@@ -28,6 +28,7 @@ from graphengine.kernels.linear.residual import (
     Product,
     Residual,
     add_to_residual_reference,
+    check_kept,
     check_squares,
 )
 from graphengine.kernels.norm_rope.norm import rms_norm_reference, row_options, store_normed
@@ -52,6 +53,7 @@ def add_normed(
         product: as `linear_squares` leaves it.
         post_norm_H, next_norm_H: any float dtype.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
+            The new `x` goes to where it is kept, too.
         slot_N: int32, -1 = padded lane.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
@@ -73,6 +75,8 @@ def add_normed(
                 f"{list(tensor.shape)}"
             )
     scaled = output_rows(residual.scaled, (lanes, H), dtype=residual.scaled.dtype, like=y)
+    check_kept(residual)
+    kept, kept_scale = (None, 1.0) if residual.kept is None else residual.kept
     tiles = triton.cdiv(H, _BLOCK_H)
     residual = residual._replace(squares=y.new_empty(tiles, lanes))
     if not use_triton(y):
@@ -87,8 +91,11 @@ def add_normed(
         next_norm_H,
         scaled,
         residual.squares,
+        kept,
         lanes,
         scaled.stride(0),
+        0 if kept is None else kept.stride(0),
+        kept_scale,
         eps,
         H=H,
         T=groups,
@@ -100,7 +107,7 @@ def add_normed(
     return residual
 
 
-@triton.jit(do_not_specialize=["lanes", "eps"])
+@triton.jit(do_not_specialize=["lanes", "kept_scale", "eps"])
 def _add_normed_kernel(
     y_ptr,
     squares_ptr,
@@ -110,8 +117,11 @@ def _add_normed_kernel(
     next_ptr,
     scaled_ptr,
     new_squares_ptr,
+    kept_ptr,
     lanes,
     scaled_stride,
+    kept_stride,
+    kept_scale,
     eps,
     H: tl.constexpr,
     T: tl.constexpr,
@@ -139,6 +149,9 @@ def _add_normed_kernel(
     tl.store(x_ptr + row + h, x, mask=mask)
     scaled = (x * following).to(scaled_ptr.dtype.element_ty)
     tl.store(scaled_ptr + lane.to(tl.int64) * scaled_stride + h, scaled, mask=mask)
+    if kept_ptr is not None:
+        kept = (x * kept_scale).to(kept_ptr.dtype.element_ty)
+        tl.store(kept_ptr + lane.to(tl.int64) * kept_stride + h, kept, mask=mask)
     tl.store(new_squares_ptr + tile * lanes + lane, tl.sum(tl.where(mask, x * x, 0.0), 0))
 
 

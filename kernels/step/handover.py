@@ -37,8 +37,9 @@ class HandOver(NamedTuple):
     """int32 [N]: the target's token after the lane."""
     emitted: torch.Tensor
     """int32 [R]: tokens that the row emitted; 0 of a padded row."""
-    hidden: torch.Tensor
-    """[N, H] in the model's dtype, dense rows: after the final norm."""
+    hidden: torch.Tensor | None
+    """[N, H] in the model's dtype, dense rows: after the final norm. None: the module reads others,
+    which the step left elsewhere."""
 
     @property
     def lanes(self) -> DecodeLanes:
@@ -53,7 +54,7 @@ class HandOver(NamedTuple):
             position=self.position[:lanes],
             target=self.target[:lanes],
             emitted=self.emitted[:rows],
-            hidden=self.hidden[:lanes],
+            hidden=None if self.hidden is None else self.hidden[:lanes],
         )
 
 
@@ -61,10 +62,10 @@ def hand_over(
     token_N: torch.Tensor,
     count_R: torch.Tensor,
     lanes: DecodeLanes,
-    hidden: Residual,
+    hidden: Residual | None,
     into: HandOver,
     *,
-    hidden_eps: float,
+    hidden_eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
     """Write all of `into`, which has N lanes and R rows; one launch.
@@ -76,7 +77,8 @@ def hand_over(
         token_N: int32, the target's token after each lane.
         count_R: int32, tokens that each row emitted; N is W * R.
         lanes: what the target was fed.
-        hidden: its stream of N lanes, scaled for the final norm. hidden_eps: of that norm.
+        hidden: its stream of N lanes, scaled for the final norm; None where `into` has no hidden
+            states. hidden_eps: of that norm.
         into: overwritten: its reader must be done with it.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
             and `count_R` may be as new as that one.
@@ -88,27 +90,30 @@ def hand_over(
     if not use_triton(token_N):
         hand_over_reference(token_N, count_R, lanes, hidden, into, hidden_eps=hidden_eps)
         return
-    H, groups = hidden.scaled.shape[1], hidden.squares.shape[0]
-    block_h = triton.next_power_of_2(H)
-    stream = StreamArgs(
-        hidden=hidden.scaled,
-        squares=hidden.squares,
-        hidden_lanes=N,
-        hidden_stride=hidden.scaled.stride(0),
-        hidden_eps=hidden_eps,
-    )
+    H = groups = stride = 0
+    stream = None
+    if hidden is not None and into.hidden is not None:
+        H, groups, stride = hidden.scaled.shape[1], hidden.squares.shape[0], into.hidden.stride(0)
+        stream = StreamArgs(
+            hidden=hidden.scaled,
+            squares=hidden.squares,
+            hidden_lanes=N,
+            hidden_stride=hidden.scaled.stride(0),
+            hidden_eps=hidden_eps,
+        )
+    block_h = triton.next_power_of_2(max(H, 1))
     launcher(_hand_over_kernel, (N,))(
         token_N,
         count_R,
         *lanes,
         stream,
         into,
-        into.hidden.stride(0),
+        stride,
         W=N // count_R.numel(),
         H=H,
         GROUPS=groups,
         BLOCK_H=block_h,
-        BLOCK_T=triton.next_power_of_2(groups),
+        BLOCK_T=triton.next_power_of_2(max(groups, 1)),
         # As in the kernels of `draft`: the sums of squares must be equal.
         num_warps=min(max(block_h // 256, 4), 16),
         **launch_options(pdl),
@@ -119,10 +124,10 @@ def hand_over_reference(
     token_N: torch.Tensor,
     count_R: torch.Tensor,
     lanes: DecodeLanes,
-    hidden: Residual,
+    hidden: Residual | None,
     into: HandOver,
     *,
-    hidden_eps: float,
+    hidden_eps: float = 0.0,
 ) -> None:
     """`hand_over` in plain PyTorch."""
     live = live_lanes(lanes.slot)
@@ -130,13 +135,22 @@ def hand_over_reference(
     into.token[live] = lanes.token[live]
     into.position[live] = lanes.position[live]
     into.target[live] = token_N[live]
-    into.hidden[live] = hidden_rows(hidden, live, hidden_eps)
+    if hidden is not None and into.hidden is not None:
+        into.hidden[live] = hidden_rows(hidden, live, hidden_eps)
     live_R = lanes.slot.view(count_R.numel(), -1)[:, 0] >= 0
     into.emitted.copy_(count_R.where(live_R, 0))
 
 
-def _check(lanes: int, hidden: Residual, into: HandOver, rows: int) -> None:
+def _check(lanes: int, hidden: Residual | None, into: HandOver, rows: int) -> None:
     """ValueError unless the stream and the destination have these lanes and rows."""
+    named = {name: value for name, value in into._asdict().items() if name != "hidden"}
+    check_lanes(rows, emitted=named.pop("emitted"))
+    check_lanes(lanes, **named)
+    if hidden is None or into.hidden is None:
+        if (hidden is None) != (into.hidden is None):
+            given, room = ("no" if each is None else "some" for each in (hidden, into.hidden))
+            raise ValueError(f"{given} hidden states are handed over, and there is {room} room")
+        return
     scaled, squares = hidden.scaled, hidden.squares
     check_rows(hidden=scaled)
     shape = tuple(squares.shape)
@@ -148,9 +162,6 @@ def _check(lanes: int, hidden: Residual, into: HandOver, rows: int) -> None:
         )
     if not dense:
         raise ValueError(f"squares must be dense float32, not {squares.dtype}")
-    named = {name: value for name, value in into._asdict().items() if name != "hidden"}
-    check_lanes(rows, emitted=named.pop("emitted"))
-    check_lanes(lanes, **named)
     output_rows(into.hidden, tuple(scaled.shape), dtype=scaled.dtype, like=scaled)
 
 
@@ -180,7 +191,9 @@ def _hand_over_kernel(
     live = slot >= 0
     token = tl.load(token_ptr + lane, mask=live, other=0, cache_modifier=".cg")
     position = tl.load(position_ptr + lane, mask=live, other=0, cache_modifier=".cg")
-    value = load_hidden(stream, lane, live, H, GROUPS, BLOCK_H, BLOCK_T)
+    value = tl.zeros((BLOCK_H,), tl.float32)
+    if H > 0:
+        value = load_hidden(stream, lane, live, H, GROUPS, BLOCK_H, BLOCK_T)
     wait_for_inputs(PDL)
 
     target = tl.load(target_ptr + lane, mask=live, other=0)
@@ -191,6 +204,7 @@ def _hand_over_kernel(
     if lane % W == 0:
         row = lane // W
         tl.store(into.emitted + row, tl.load(count_ptr + row, mask=live, other=0))
-    h = tl.arange(0, BLOCK_H)
-    rounded = value.to(into.hidden.dtype.element_ty)
-    tl.store(into.hidden + lane.to(tl.int64) * into_stride + h, rounded, mask=live & (h < H))
+    if H > 0:
+        h = tl.arange(0, BLOCK_H)
+        rounded = value.to(into.hidden.dtype.element_ty)
+        tl.store(into.hidden + lane.to(tl.int64) * into_stride + h, rounded, mask=live & (h < H))

@@ -12,8 +12,6 @@ from itertools import product
 from statistics import median
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 GIB = 2**30
@@ -47,24 +45,17 @@ def floor_and_share(
     return {"floor_ms": floor, "share": None if floor is None else floor / ms_per_step}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_stream(x_ptr, sum_ptr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    program = tl.program_id(0)
-    total = tl.zeros([BLOCK], dtype=tl.int32)
-    for index in range(ROUNDS):
-        start = tl.cast(index * tl.num_programs(0) + program, tl.int64) * BLOCK
-        total += tl.load(x_ptr + start + tl.arange(0, BLOCK))
-    tl.store(sum_ptr + program, tl.sum(total))
-
-
 def sum_stream(x: Tensor, sums: Tensor, *, block: int, warps: int) -> None:
     """Add up int32 `x` `[n]` into int32 `sums`, one for each of the programs that share it.
 
     The programs take blocks alternately, so `sums.sum()` is that of `x`, modulo 2**32. ValueError
     unless every program gets the same number of blocks.
     """
+    # Only a GPU needs it, and triton is not everywhere.
+    from graphengine.profiles.benchmark.stream_triton import sum_stream_kernel
+
     rounds = _rounds(x, sums, block)
-    _sum_stream[(len(sums),)](x, sums, ROUNDS=rounds, BLOCK=block, num_warps=warps)
+    sum_stream_kernel[(len(sums),)](x, sums, ROUNDS=rounds, BLOCK=block, num_warps=warps)
 
 
 def sum_stream_reference(x: Tensor, sums: Tensor, *, block: int) -> None:

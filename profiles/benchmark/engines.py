@@ -16,7 +16,9 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
+from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.making import beside_target
+from graphengine.drafters.mtp import MtpModules
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import PackedWeight
 from graphengine.models.contract import ModelConfig
@@ -25,8 +27,14 @@ from graphengine.models.stored import with_state_dtype
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
-from graphengine.profiles.benchmark.shapes import Subject, fill_random, random_module, random_tokens
-from graphengine.speculative import MTP, NGram, describe
+from graphengine.profiles.benchmark.shapes import (
+    Subject,
+    fill_random,
+    random_head,
+    random_module,
+    random_tokens,
+)
+from graphengine.speculative import MTP, Eagle3, NGram, describe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +162,8 @@ def rounded_model(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 def random_drafter(
     subject: Subject, config: EngineConfig, vocab_size: int | None = None
 ) -> Drafter:
-    """The drafter of `config` for a shape: an MTP module like the shape's layers, n-grams, or none.
+    """The drafter of `config` for a shape: an MTP module like the shape's layers, an EAGLE3 head
+    (`Eagle3("random")`), n-grams, or none.
 
     ValueError for a mode that needs a checkpoint.
     """
@@ -169,7 +178,11 @@ def random_drafter(
             module = beside_target(
                 random_module(subject.model), config, rounded_model(subject.model, config)
             )
-            return eagle(module, k, vocabulary)
+            return eagle(MtpModules(module.first(1), vocabulary), k)
+        case Eagle3(path="random", k=k, own_graph=own_graph, layers=None):
+            eagle = OwnGraphEagle if own_graph else EagleDrafter
+            head = random_head(subject.model, vocab_size)
+            return eagle(Eagle3Module(head, None, subject.model), k)
         case NGram(k=k, max_n=max_n):
             return NGramDrafter(k, max_n)
         case other:

@@ -1,6 +1,6 @@
 """The same work on another library: how long its user would wait.
 
-    python -P -m graphengine.profiles.benchmark.peers transformers --shape llama-1b --batch 1,8
+    python -m graphengine.profiles.benchmark.peers transformers --shape llama-1b --batch 1,8
 
 Prints one JSON object. `graphengine bench --peer` runs this in a process of its own, so that the
 peer has the device to itself and leaves nothing in this process. The peers are not dependencies of
@@ -225,7 +225,7 @@ PEERS = {"transformers": transformers, "vllm": vllm}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -P -m graphengine.profiles.benchmark.peers")
+    parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.benchmark.peers")
     parser.add_argument("peer", choices=tuple(PEERS))
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--shape")

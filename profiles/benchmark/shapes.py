@@ -22,6 +22,8 @@ from graphengine.kernels import PackedWeight, packed_form
 from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, StoredLinear
+from graphengine.models.eagle3 import Eagle3Config
+from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.families import read_model_config
 from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
@@ -33,6 +35,8 @@ DEMO = "demo"
 SEED = 0
 WEIGHT_SCALE = 0.02
 NORM_SCALE = 0.1
+HEAD_TOKENS = 32000
+"""Of the draft vocabulary that most EAGLE3 heads are published with."""
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
@@ -313,6 +317,15 @@ def random_module(model: ModelConfig) -> MtpConfig:
     """One draft module for a model of random weights, as Qwen3 has it: `mtp.*`."""
     layout = next(layout for layout in LAYOUTS if layout.name == "qwen3")
     return MtpConfig.of_target(model, layout, (layout.module_prefix(model.num_layers, 0),))
+
+
+def random_head(model: ModelConfig, vocab_size: int | None = None) -> Eagle3Checkpoint:
+    """An EAGLE3 head for a model of random weights, which drafts from so many random tokens; None:
+    from `HEAD_TOKENS`, or from all where there are fewer.
+    """
+    drafted = min(HEAD_TOKENS, model.vocab_size) if vocab_size is None else vocab_size
+    ids = None if drafted == model.vocab_size else random_tokens(model.vocab_size, drafted)
+    return Eagle3Checkpoint(Eagle3Config.of_target(model, drafted), ids, None)
 
 
 def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:

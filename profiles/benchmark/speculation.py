@@ -19,14 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphengine import Engine, EngineConfig, Result
-from graphengine.cli.speculative_text import (
-    GRAMMAR,
-    parse_draft_vocabulary,
-    parse_speculative,
-    with_draft_vocabulary,
-)
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
+from graphengine.drafters.mtp import MtpModules
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
@@ -40,10 +35,17 @@ from graphengine.speculative import (
     MTP,
     Auto,
     DraftModel,
+    Eagle3,
     NGram,
     Speculative,
     describe,
     resolve_auto,
+)
+from graphengine.speculative_text import (
+    GRAMMAR,
+    parse_draft_vocabulary,
+    parse_speculative,
+    with_draft_vocabulary,
 )
 
 Open = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
@@ -67,10 +69,11 @@ class Sweep:
     forced: tuple[int, ...] | None
     random_vocab: int | None
 
-    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | None]:
+    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | Eagle3 | None]:
         """The mode for a draft length; None for 0."""
         mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
-        assert isinstance(mode, MTP | NGram | DraftModel), f"{mode=} has no length to choose"
+        modes = MTP | NGram | DraftModel | Eagle3
+        assert isinstance(mode, modes), f"{mode=} has no length to choose"
         if self.lengths is None:
             return [mode]
         return [replace(mode, k=length) if length else None for length in self.lengths]
@@ -105,8 +108,8 @@ def read_sweep(options: argparse.Namespace, subject: Subject) -> Sweep | None:
     if options.draft_vocab is not None:
         if subject.checkpoint is not None:
             mode = with_draft_vocabulary(mode, parse_draft_vocabulary(options.draft_vocab))
-        elif not isinstance(mode, MTP):
-            raise ValueError(f"--draft-vocab is for mtp, not for {describe(mode)}")
+        elif not isinstance(mode, MTP | Eagle3):
+            raise ValueError(f"--draft-vocab is for mtp and eagle3, not for {describe(mode)}")
         else:
             random_vocab, *more = integers(options.draft_vocab, "draft-vocab")
             if more:
@@ -303,11 +306,12 @@ def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
         kv_dtype=memory.kv_dtype,
         experts=None if experts is None else experts.layer,
     )
-    if isinstance(drafter, ModuleDrafter) and size is not None:
-        vocabulary, head = drafter.vocabulary, weights.lm_head
+    modules = drafter.modules if isinstance(drafter, ModuleDrafter) else None
+    if isinstance(modules, MtpModules) and size is not None:
+        vocabulary, head = modules.vocabulary, weights.lm_head
         rows = head.shape[0] if vocabulary is None else vocabulary.numel()
         size += drafts_bytes(
-            drafter.config,
+            modules.config,
             length=drafter.length,
             lm_head=head.nbytes * rows // head.shape[0],
             context=context,
@@ -316,7 +320,7 @@ def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
             kv_dtype=memory.kv_dtype,
             experts=0.0 if experts is None else experts.drafter,
         )
-    elif isinstance(drafter, DraftModelDrafter):
+    elif modules is not None or isinstance(drafter, DraftModelDrafter):
         size = None
     return {
         "step_bytes": size,

@@ -36,6 +36,8 @@ PACKED_SHARED_BYTES = 100 * 1024
 the next launch begin beside the last of this one."""
 PACKED_PROGRAMS = (90, 4096)
 """Programs of a launch with a packed weight; an lm_head of 128,256 rows in 32 each has 4,008."""
+PACKED_EXPERT_PROGRAMS = (16, 1024)
+"""Programs of a pair of lane and expert with a packed weight: a step has several pairs."""
 DOT_PROGRAMS = (90, 792)
 """Programs of a launch: from two thirds of an H200's 132 SMs to six for each of them."""
 
@@ -78,10 +80,10 @@ def base_name(name: str) -> str:
 def candidate_plans(key: TuningKey) -> list[LinearPlan]:
     """The grid that found the best plans on an H200, and the heuristic. Every plan is valid."""
     heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
-    if key.expert:
-        grid = _expert_grid(key, heuristic)
-    elif key.weight is not None:
+    if key.weight is not None:
         grid = _packed_grid(key, key.weight)
+    elif key.expert:
+        grid = _expert_grid(key, heuristic)
     elif key.family == "fma":
         grid = _fma_grid(key)
     elif key.kind == "sample" or key.dtype == torch.float32 or key.K % linear_gluon.ALIGNMENT:
@@ -99,43 +101,50 @@ def _is_valid(plan: LinearPlan, key: TuningKey) -> bool:
 
 
 def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
-    """For the kernel of `packed_gluon.py`: programs are cut by rows, or of a few rows by splits.
+    """For the kernels of `packed_gluon.py`: programs are cut by rows, or of a few rows by splits.
 
-    A tile has at least 4 KB of codes, and what is in flight at least 16.
+    A tile has at least 4 KB of codes, and what is in flight at least 16. Each pair of an expert has
+    programs of its own.
     """
     fma = key.family == "fma"
-    shared = PACKED_SHARED_BYTES if fma else DOT_SHARED_BYTES
-    least, most = PACKED_PROGRAMS
+    few = fma or key.expert
+    shared = PACKED_SHARED_BYTES if few else DOT_SHARED_BYTES
+    least, most = PACKED_EXPERT_PROGRAMS if key.expert else PACKED_PROGRAMS
     for block_m, tile_bytes, splits, stages, warps in product(
-        (16, 32) if fma else (16, 32, 64, 128),
+        (16, 32) if fma and not key.expert else (16, 32, 64, 128),
         (4096, 8192, 16384, 32768),
-        (1,) if fma else (1, 2, 4),
+        (1,) if few else (1, 2, 4),
         (2, 3, 4, 6),
-        (4, 8),
+        (2, 4, 8) if key.expert else (4, 8),
     ):
         if warps == 8 and block_m < 128:
             continue
         block_k = tile_bytes * 8 // weight.bits // block_m
-        plan = LinearPlan(key.family, block_m, block_k, splits, stages, warps)
+        family: RowFamily = "dot" if key.expert else key.family
+        plan = LinearPlan(family, block_m, block_k, splits, stages, warps)
         programs = triton.cdiv(key.M, block_m) * splits
         if not least <= programs <= (most if splits == 1 else 3 * least):
             continue
-        flight = min(stages, triton.cdiv(key.K, block_k * splits)) * tile_bytes
+        tiles = triton.cdiv(key.K, block_k * splits)
+        if key.expert and stages > max(2, tiles):
+            continue
+        flight = min(stages, tiles) * tile_bytes
         even = splits == 1 or key.K % (block_k * splits) == 0
         # A warp has some pieces of a tile between two barriers.
         busy = tile_bytes >= 2048 * warps
         if even and busy and 16384 <= flight <= 65536 and block_k < 2 * key.K:
-            room = plan_limits.packed_shared_bytes(plan, key.K, weight, 1 if fma else 8)
+            lanes = 1 if fma and not key.expert else 8
+            room = plan_limits.packed_shared_bytes(plan, key.K, weight, lanes)
             if room <= shared:
                 yield plan
 
 
 def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
-    """For the kernels of `experts/`: an engine of `fma` may have plans of both families."""
-    if key.family == "fma" and key.weight is None:
+    """For dense `experts/`: an engine of `fma` may have plans of both families."""
+    if key.family == "fma":
         yield from _fma_grid(key)
     sizes: tuple[int, ...] = (heuristic.block_k,)
-    if key.weight is None and key.dtype != torch.float32:
+    if key.dtype != torch.float32:
         sizes = tuple(size for size in (64, 128, 256) if key.K % size == 0) or sizes
     for block_m, block_k, stages, warps in product((16, 32, 64, 128), sizes, (3, 4, 5, 6), (4, 8)):
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, stages=stages, warps=warps)

@@ -285,12 +285,13 @@ def test_a_table_for_readers_has_every_option() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A README without tables, and no module."""
+    """A page without tables, and no module."""
     (tmp_path / "graphengine").mkdir()
     markers = []
-    for name in option_files.README_TABLES:
+    for name in option_files.PAGE_TABLES:
         markers += [f"<!-- {name}: made by `{option_files.COMMAND}` -->", f"<!-- end of {name} -->"]
-    (tmp_path / "README.md").write_text("before\n" + "\n".join(markers) + "\nafter\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "options.md").write_text("before\n" + "\n".join(markers) + "\nafter\n")
     return tmp_path
 
 
@@ -300,12 +301,12 @@ def test_the_command_writes_the_files(checkout: Path, capsys: pytest.CaptureFixt
     assert not (checkout / "graphengine" / "engine_options.py").exists()
     assert option_files.main(["--root", str(checkout)]) == 0
     assert option_files.main(["--root", str(checkout), "--check"]) == 0
-    readme = (checkout / "README.md").read_text()
-    assert readme.startswith("before\n") and readme.endswith("\nafter\n")
-    assert "| `top_p`<br>`--top-p` | `1.0` | keep the shortest prefix" in readme
+    page = (checkout / "docs" / "options.md").read_text()
+    assert page.startswith("before\n") and page.endswith("\nafter\n")
+    assert "| `top_p`<br>`--top-p` | `1.0` | keep the shortest prefix" in page
 
 
-def test_a_readme_without_a_marker_is_an_error() -> None:
+def test_a_page_without_a_marker_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 times the marker"):
         with_tables("nothing")
 

@@ -22,6 +22,7 @@ from graphengine.kernels import (
     Residual,
     RowFamily,
     WeightFormat,
+    expert_plan,
     heuristic_plan,
     packed_plan,
 )
@@ -95,6 +96,22 @@ def test_packed_weights_have_many_plans(
         assert -(-M // plan.block_m) * plan.splits >= 90
         assert kind != "sample" or plan.splits == 1
     assert len({plan.block_m for plan in others}) >= (1 if kind == "sample" else 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("M, K", [(5760, 2880), (2880, 2880), (1536, 2048), (2048, 768)])
+def test_packed_experts_have_many_plans(family: RowFamily, M: int, K: int) -> None:
+    """None is another one with stages that it does not reach, and all leave room on an SM."""
+    weight = WeightFormat("e2m1", 1, 32)
+    kind: LinearKind = "swiglu" if M > K and M != 2048 else "residual"
+    key = TuningKey(family, kind, M, K, BF16, weight, True)
+    heuristic, *others = candidates.candidate_plans(key)
+    assert heuristic == expert_plan(kind, M, K, BF16, family, weight) and len(others) > 20
+    for plan in others:
+        assert plan.family == "dot" and plan.splits == 1
+        assert plan.stages <= max(2, -(-K // plan.block_k))
+        assert plan_limits.packed_shared_bytes(plan, K, weight, 8) <= candidates.PACKED_SHARED_BYTES
+    assert len({plan.block_m for plan in others}) >= 3
 
 
 @pytest.mark.parametrize("key", SHIPPED, ids=str)

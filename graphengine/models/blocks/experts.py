@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
-    DECODE_BLOCK,
     AnyWeight,
     ClampedSwiglu,
     DecodeLanes,
@@ -27,6 +26,7 @@ from graphengine.kernels import (
     WeightFormat,
     add_rms_norm,
     chunk_tile,
+    decode_block,
     empty_experts,
     expert_residual,
     expert_sum,
@@ -313,8 +313,9 @@ class ExpertsWeights:
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
         if in_dot and groups_pairs(len(slot), block.router.top_k, block.experts):
+            size = decode_block(len(slot), block.router.top_k, block.experts, _format(self.gate_up))
             grouping = group_pairs(
-                routes.expert, slot, experts=block.experts, size=DECODE_BLOCK, pdl=launch.pdl
+                routes.expert, slot, experts=block.experts, size=size, pdl=launch.pdl
             )
         gated = expert_swiglu(
             residual.scaled,

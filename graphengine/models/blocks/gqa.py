@@ -85,6 +85,8 @@ class GroupedQueryAttention:
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
     names     of the output's linear, and what the names of the heads' norms end with
+    fed_size  columns of what queries, keys and values are made of; 0: hidden_size, the normed
+              stream's
     scale_of  scores are divided by its root; 0: head_dim
     sinks     whether each head has a learned score of no token
     """
@@ -103,6 +105,7 @@ class GroupedQueryAttention:
     sinks: bool = False
     gated: bool = False
     names: tuple[str, str] = ("o_proj", "norm")
+    fed_size: int = 0
 
     @property
     def q_size(self) -> int:
@@ -122,6 +125,10 @@ class GroupedQueryAttention:
         return self.qkv_size + (self.q_size if self.gated else 0)
 
     @property
+    def fed_columns(self) -> int:
+        return self.fed_size or self.hidden_size
+
+    @property
     def parts(self) -> int:
         """Parts of a head, of which RoPE turns the first."""
         return round(1 / self.rotated)
@@ -134,7 +141,7 @@ class GroupedQueryAttention:
     def linears(self) -> Linears:
         """In the order of a step. Ranks split heads: a kv head stays with its query heads."""
         return {
-            "qkv": Linear("store", self.projected_size, self.hidden_size, shard="rows"),
+            "qkv": Linear("store", self.projected_size, self.fed_columns, shard="rows"),
             "output": Linear("residual", self.hidden_size, self.q_size, shard="columns"),
         }
 
@@ -175,9 +182,9 @@ class GroupedQueryAttention:
         )
         return max(PREFILL_ARRIVALS, decode)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
-        """Tokens that a program of decode attention reads."""
-        return attention_split(family, self.head_dim, dtype)
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
+        return attention_split(family, self.head_dim, dtype, tokens)
 
     def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results, for this many decode lanes or for a chunk."""
@@ -205,7 +212,7 @@ class GroupedQueryAttention:
         return AttentionWeights(
             block=self,
             prefix=prefix,
-            qkv=weight("qkv", self.projected_size, hidden),
+            qkv=weight("qkv", self.projected_size, self.fed_columns),
             qkv_bias=new(self.qkv_bias, self.projected_size),
             q_norm=new(self.qk_norm, self.head_dim),
             k_norm=new(self.qk_norm, self.head_dim),
@@ -339,19 +346,25 @@ class AttentionWeights:
         block_table: Tensor,
         tables: RopeTables,
         launch: DecodeLaunch,
+        *,
+        fed: Tensor | None = None,
     ) -> Residual:
         """The block for `row`'s tokens: three kernels, and one more with gates.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`, receives
         each live lane's key and value at its position, through `block_table` `[S, B]`.
+
+        fed  `[N, fed_columns]`: what queries, keys and values are made of in place of the normed
+             stream, which is only added to
         """
         block = self.block
+        x, squares = (residual.scaled, residual.squares) if fed is None else (fed, None)
         qkv = linear(
-            residual.scaled,
+            x,
             self.qkv,
             row.slot,
-            squares_TN=residual.squares,
+            squares_TN=squares,
             eps=block.norm_eps,
             bias=self.qkv_bias,
             plan=launch.plan("qkv", self.qkv),
@@ -376,7 +389,7 @@ class AttentionWeights:
             kv_scales=self._scales_of(kv),
             window=block.window,
             sinks=self.sinks,
-            split_tokens=launch.split_tokens,
+            split_tokens=self._split_tokens(launch, qkv.dtype),
             tokens_per_row=launch.tokens_per_row,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
@@ -391,6 +404,13 @@ class AttentionWeights:
             launch=launch,
         )
 
+    def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
+        """Those of `launch`, but in a window, which is short whatever the longest sequence is."""
+        block = self.block
+        if not block.window:
+            return launch.split_tokens
+        return block.split_tokens(launch.plans.family, dtype, block.window)
+
     def attend(
         self,
         lanes: PrefillLanes,
@@ -399,8 +419,11 @@ class AttentionWeights:
         tables: RopeTables,
         attention: ChunkAttention,
         scratch: PrefillScratch,
+        *,
+        fed: Tensor | None = None,
     ) -> Tensor:
-        """The first half of the block for a chunk: `[N, Q*D]` attention of the normed `scratch.h`.
+        """The first half of the block for a chunk: `[N, Q*D]` attention of the normed `scratch.h`,
+        or of what is `fed`.
 
         `kv` receives the keys and values of the live lanes. The result lies in `scratch`, before
         what the product of `add_output` writes.
@@ -408,7 +431,8 @@ class AttentionWeights:
         block = self.block
         qkv = scratch.take(block.projected_size)
         q = scratch.take(block.q_size, after=block.projected_size)
-        scratch.product(scratch.h, self.qkv, self.qkv_bias, out=qkv)
+        x = scratch.h if fed is None else fed
+        scratch.product(x, self.qkv, self.qkv_bias, out=qkv)
         rope_append(
             qkv[:, : block.qkv_size],
             tables.cos,

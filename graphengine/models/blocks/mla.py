@@ -19,7 +19,6 @@ from graphengine.kernels import (
     LATENT_TILE,
     AnyWeight,
     DecodeLanes,
-    Launch,
     PrefillLanes,
     Residual,
     RowFamily,
@@ -27,8 +26,8 @@ from graphengine.kernels import (
     head_product,
     latent_append,
     latent_attention,
-    latent_attention_arrivals,
-    latent_attention_workspace_bytes,
+    latent_values,
+    latent_values_workspace_bytes,
     linear,
     rms_norm,
 )
@@ -131,16 +130,16 @@ class LatentAttention:
         return self.projected_width + self.num_heads * (self.entry + self.kv_rank)
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, for this many decode lanes."""
-        return latent_attention_arrivals(lanes, num_heads=self.num_heads)
+        """Counters that attention uses: none."""
+        return 0
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of attention reads at a time."""
         return LATENT_TILE
 
     def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results, for this many decode lanes."""
-        return latent_attention_workspace_bytes(rows, num_heads=self.num_heads, rank=self.kv_rank)
+        return latent_values_workspace_bytes(rows, num_heads=self.num_heads, rank=self.kv_rank)
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -281,18 +280,16 @@ class LatentAttentionWeights:
         to_latents, to_values = self._of_heads()
         plain = q.view(len(q), heads, -1)[:, :, : block.plain_dim]
         head_product(plain, to_latents, slot, out=absorbed[:, :, : block.kv_rank], pdl=pdl)
-        attended = latent_attention(
+        values = latent_values(
             absorbed,
             kv,
             block_table,
             slot,
             row.position,
-            rank=block.kv_rank,
+            to_values.transpose(1, 2),
             scale=block.scale,
-            launch=launch,
+            pdl=pdl,
         )
-        values = q.new_empty(lanes, heads, block.value_dim)
-        head_product(attended, to_values, slot, out=values, pdl=pdl)
         return add_product(
             values.flatten(1),
             self.output,
@@ -361,7 +358,7 @@ class LatentAttentionWeights:
             rank=rank,
             scale=block.scale,
             out=attended,
-            launch=Launch(pdl=pdl),
+            pdl=pdl,
         )
         values = scratch.take(block.value_size)
         _chunk_head_product(attended, to_values, out=values.view(-1, heads, block.value_dim))

@@ -23,31 +23,34 @@ from graphengine.text.tokenizer import Tokenizer
 
 PROMPT = "def fib(n):"
 SMALL = ("--max-batch", "2", "--max-seq-len", "96")
-GENERATED_KEYS = {
-    "text",
-    "token_ids",
+RESULT_KEYS = {
+    "request_id", "prompt_token_ids", "token_ids", "text", "segments", "finish_reason",
+    "stop_reason", "seed", "timings", "cached_tokens", "acceptance", "logprobs",
+    "prompt_logprobs", "routing",
+}  # fmt: skip
+# Besides those of `Result.to_dict()`.
+SUMMARY_KEYS = {
     "prompt_tokens",
-    "cached_tokens",
     "new_tokens",
-    "finish_reason",
-    "stop_reason",
-    "seed",
     "ttft_ms",
     "itl_p50_ms",
     "itl_p99_ms",
     "replays",
-    "acceptance",
     "device",
 }
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """`cli("info", "--json")` -> (exit status, stdout, stderr); a small engine on the CPU."""
+    """`cli("info", "--json")` -> (exit status, stdout, stderr); a small engine on the CPU.
+
+    Text is greedy unless the arguments have another temperature.
+    """
 
     def call(command: str, *arguments: str, device: str = "cpu") -> tuple[int, str, str]:
         capsys.readouterr()
-        status = main([command, "--device", device, *SMALL, *arguments])
+        greedy = ("--temperature", "0") if command in ("generate", "chat") else ()
+        status = main([command, "--device", device, *SMALL, *greedy, *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -112,6 +115,7 @@ def test_generate_shows_text_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> Non
     terminal = Pieces()
     monkeypatch.setattr(sys, "stdout", terminal)
     arguments = ["--prompt", PROMPT, "--max-tokens", "12", "--device", "cpu", *SMALL]
+    arguments += ["--temperature", "0"]
     assert main(["generate", *arguments]) == 0
     text = greedy_text(PROMPT)
     partial = {shown for shown in terminal.shown if shown and text.startswith(shown)}
@@ -124,7 +128,7 @@ def test_generate_prints_json(cli: Cli, device: str) -> None:
     assert status == 0 and err == ""
     (line,) = out.splitlines()
     document = json.loads(line, parse_constant=pytest.fail)
-    assert document.keys() == GENERATED_KEYS
+    assert document.keys() == SUMMARY_KEYS | RESULT_KEYS
     assert document["new_tokens"] == len(document["token_ids"]) == 9
     assert document["prompt_tokens"] == prompt_len()
     assert document["finish_reason"] == "length"
@@ -199,7 +203,7 @@ def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
 
     greedy = run()
     said = greedy["token_ids"]
-    assert "logprobs" not in greedy
+    assert greedy["logprobs"] is None
     for name, value in (("repetition", "1.5"), ("frequency", "2"), ("presence", "2")):
         assert run(f"--{name}-penalty", value)["token_ids"] != said, name
     biases = ("--logit-bias", f"{said[0]}=-inf", "--logit-bias", "5=1e3")
@@ -268,7 +272,7 @@ def test_speculation_changes_no_token_and_is_summed_up(cli: Cli, mode: str) -> N
     arguments = ("--prompt", PROMPT, "--max-tokens", "24", "--ignore-eos", "--json")
     status, out, _ = cli("generate", *arguments)
     plain = json.loads(out)
-    assert status == 0 and plain["acceptance"] is None
+    assert status == 0 and plain["acceptance"]["steps"] == 0
     status, out, err = cli("generate", *arguments, "--speculative", mode)
     assert status == 0 and err == ""
     document = json.loads(out, parse_constant=pytest.fail)
@@ -580,13 +584,14 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     """From any folder, without a checkout in the way; JSON alone on stdout, the log on stderr."""
     command = [sys.executable, "-P", "-m", "graphengine", "generate", "--device", "cpu", *SMALL]
     command += ["--prompt", PROMPT, "--max-tokens", "12", "--json", "--verbose"]
+    command += ["--temperature", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document.keys() == GENERATED_KEYS
+    assert document.keys() == SUMMARY_KEYS | RESULT_KEYS
     assert document["text"] == greedy_text(PROMPT)
     assert "KV cache" in done.stderr and "decode/2/full" in done.stderr
 

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from checkpoints.mtp_modules import SIZES, Module
-from checkpoints.successors import PERIOD, Half, continuation, write_successors
+from checkpoints.successors import (
+    HEAD,
+    HEAD_LAYERS,
+    PERIOD,
+    Half,
+    continuation,
+    write_successors,
+)
 from checkpoints.vanilla_modules import (
     MODULES,
     agreeing_tensors,
@@ -30,7 +37,7 @@ from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.vanilla import VanillaDrafter
-from graphengine.speculative import MTP, DraftModel, NGram, Speculative, UserProvided
+from graphengine.speculative import MTP, DraftModel, Eagle3, NGram, Speculative, UserProvided
 
 K = 3
 SMALL: dict[str, Any] = {
@@ -51,10 +58,14 @@ SURE: dict[str, tuple[Callable[[Path], Speculative], tuple[str, ...]]] = {
     "eagle": (lambda path: MTP(K), ("hidden", "token")),
     "own-graph": (lambda path: MTP(K, own_graph=True), ("hidden",)),
     "vanilla": (lambda path: MTP(K, style="vanilla"), ("hidden", "token")),
+    "eagle3": (lambda path: Eagle3(path / HEAD, K, layers=HEAD_LAYERS), ("hidden", "token")),
+    "eagle3-own-graph": (
+        lambda path: Eagle3(path / HEAD, K, layers=HEAD_LAYERS, own_graph=True), ("token",),
+    ),
     "model": (lambda path: DraftModel(path, K), ("token",)),
     "ngram": (lambda path: NGram(K), ("hidden",)),
     "user": (lambda path: UserProvided(K), ("hidden",)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -166,6 +177,8 @@ WRITERS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "eagle": (EagleDrafter, ("_chain",)),
     "own-graph": (EagleDrafter, ("_chain",)),
     "vanilla": (VanillaDrafter, ("prepare", "propose")),
+    "eagle3": (EagleDrafter, ("_chain",)),
+    "eagle3-own-graph": (EagleDrafter, ("_chain",)),
     "model": (DraftModelDrafter, ("prepare", "propose")),
     "ngram": (NGramDrafter, ("prepare", "propose")),
 }

@@ -373,7 +373,7 @@ def leave_out_layers(engine: Engine) -> None:
     """Those of a constant model add nothing to its embedding; on a CPU they would take minutes."""
     norm = engine.model.weights.final_norm
 
-    def decode(lanes: Any, residual: Residual, *rest: Any) -> Residual:
+    def decode(lanes: Any, residual: Residual, *rest: Any, **options: Any) -> Residual:
         residual.scaled.copy_(residual.x * norm)
         return residual
 

@@ -25,6 +25,7 @@ from graphengine.speculative import (
     Auto,
     DraftModel,
     DraftVocabulary,
+    Eagle3,
     GateOptions,
     NGram,
     RelaxedAcceptance,
@@ -47,6 +48,7 @@ MADE = [
     MTP(),
     NGram(),
     DraftModel("small"),
+    Eagle3("head"),
     UserProvided(),
     SaveHiddenStates("states"),
     Auto(),
@@ -78,6 +80,11 @@ def values(made: Any) -> dict[str, Any]:
         (NGram(31, max_n=16), {"k": 31, "max_n": 16}),
         (DraftModel("small"), {"path": "small", "k": 3}),
         (DraftModel(Path("small"), 1), {"path": Path("small"), "k": 1}),
+        (Eagle3("head"), {"path": "head", "k": 3, "own_graph": False, "layers": None}),
+        (
+            Eagle3(Path("head"), 1, own_graph=True, layers=[4, 2]),
+            {"path": Path("head"), "k": 1, "own_graph": True, "layers": (4, 2)},
+        ),
         (UserProvided(k=2), {"k": 2}),
         (Auto(), {}),
         (
@@ -137,6 +144,16 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
         (NGram, {"max_n": "3"}, "max_n='3' must be an integer in [1, 16]"),
         (DraftModel, {"path": ""}, "path='' must be a path"),
         (DraftModel, {"path": None}, "path=None must be a path"),
+        (Eagle3, {"path": 5}, "path=5 must be a path"),
+        (Eagle3, {"path": "head", "k": 32}, f"k=32 {K_ERROR}"),
+        (Eagle3, {"path": "head", "own_graph": 0}, "own_graph=0 must be True or False"),
+        (Eagle3, {"path": "head", "layers": 3}, "layers=3 must be a list of layer numbers"),
+        (
+            Eagle3,
+            {"path": "head", "layers": [1, -2]},
+            "layers holds -2, which is none of layer numbers",
+        ),
+        (Eagle3, {"path": "head", "layers": [2, 2]}, "layers=(2, 2) repeats itself"),
         (SaveHiddenStates, {"directory": 3}, "directory=3 must be a path"),
         (
             SaveHiddenStates,
@@ -344,6 +361,11 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
         ),
         (NGram(5, max_n=3), "n-gram, k=5, max_n=3"),
         (DraftModel(Path("models/small"), 2), "draft model models/small, k=2"),
+        (Eagle3(Path("models/head"), 5), "eagle3 models/head, k=5"),
+        (
+            Eagle3("head", own_graph=True, layers=(1, 5)),
+            "eagle3 head, k=3, after layers 1, 5, own graph",
+        ),
         (UserProvided(4), "user-provided, k=4"),
         (SaveHiddenStates("out"), "hidden states to out"),
         (Auto(), "auto"),
@@ -360,7 +382,7 @@ def test_what_is_no_mode_is_refused(wrong: Any) -> None:
         check_speculative(wrong)
     assert str(refused.value) == (
         f"speculative={wrong!r} must be one of "
-        "MTP, NGram, DraftModel, UserProvided, SaveHiddenStates, Auto, or None"
+        "MTP, NGram, DraftModel, Eagle3, UserProvided, SaveHiddenStates, Auto, or None"
     )
 
 

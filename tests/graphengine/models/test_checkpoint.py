@@ -448,7 +448,7 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
         Checkpoint.open(tmp_path)
     write_json(tmp_path / "config.json", {})
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.in"):
@@ -467,7 +467,8 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(
     monkeypatch.chdir(tmp_path)
     if not name:
         name = "org/"
-    with pytest.raises(ValueError, match=r"no such directory, and it does not look like a hub id"):
+    match = r"no such directory, and it does not look like a hub id"
+    with pytest.raises(FileNotFoundError, match=match):
         Checkpoint.open(name)
 
 
@@ -604,6 +605,19 @@ def test_a_checkpoint_without_weights_has_no_dtype(tmp_path: Path) -> None:
 
 
 # Models saved alone.
+
+
+def test_two_tensors_that_would_be_one_are_named(tmp_path: Path) -> None:
+    prefixes = ("backbone.", "model.language_model.")
+    tensors = {f"{prefix}norm.weight": torch.ones(2) for prefix in prefixes}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    message = (
+        r"two tensors that are model\.norm\.weight of the language model: "
+        r"backbone\.norm\.weight and model\.language_model\.norm\.weight"
+    )
+    with pytest.raises(ValueError, match=message):
+        Checkpoint.open(tmp_path)
 
 
 def test_tensors_of_a_base_model_have_the_names_of_the_whole_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from checkpoints.hybrids import MODELS, A, C, F, M, granite, nemotron
 from engines.small_engine import run
 from engines.speculation import script, step_with
-from graphengine import Engine, SamplingParams, Session
+from graphengine import Engine, Request, SamplingParams, Session
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
@@ -30,7 +30,7 @@ from graphengine.models.contract import PrefillLaunch
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
-from graphengine.models.states import Paged, Recurrent, recurrent_field
+from graphengine.models.states import Paged, Recurrent, recurrent_field, recurrent_states
 from graphengine.speculative import DraftModel, NGram, SaveHiddenStates, UserProvided
 from launches.compilation import graph_kernels
 
@@ -496,6 +496,51 @@ def test_drafts_of_which_some_are_right_change_no_token(
     with_scripted_drafts(oracle.path, prompt, known, device=device)
 
 
+def states_of(engine: Engine, request: Request) -> tuple[int, list[torch.Tensor]]:
+    """How many tokens a running request has fed, and what its next one reads of each layer."""
+    slot = request.job.placed.slot
+    length = int(engine.runtime.buffers["kv_len"][slot])
+    found = []
+    for key, state in recurrent_states(engine.model.config.states).items():
+        entries = engine.runtime.buffers[recurrent_field(*key)][slot]
+        positions = torch.arange(max(0, length - state.depth), length)
+        found.append(entries[positions % len(entries)].clone())
+    return length, found
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
+def test_states_are_those_of_tokens_fed_one_by_one(
+    hybrids: dict[str, Any], name: str, k: int
+) -> None:
+    """Bit for bit, after any number of accepted drafts, of a sampled request."""
+    oracle, options = hybrids[name], {"device": "cpu", "row_family": "dot", "lookahead": 0}
+    (prompt,) = oracle.prompts((9,))
+    params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
+    with open_engine(oracle.path, **options) as engine:
+        request = engine.submit(prompt, params)
+        alone = {}
+        while engine.busy:
+            engine.step()
+            if request.token_ids and not request.finished:
+                length, states = states_of(engine, request)
+                alone[length] = states
+        known = tuple(request.token_ids)
+    seen = set()
+    with open_engine(oracle.path, **options, speculative=UserProvided(k=k)) as engine:
+        request = engine.submit(prompt, params)
+        drafts = script("partly", [known], k, 263).of([request])
+        while engine.busy:
+            step_with(engine, drafts)
+            if request.token_ids and not request.finished:
+                length, states = states_of(engine, request)
+                assert all(map(torch.equal, states, alone[length])), f"{length=}"
+                seen.add(length)
+        assert tuple(request.token_ids) == known
+        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
+    assert len(seen) > 4
+
+
 @pytest.mark.parametrize("name", ["qwen", "nemotron"])
 def test_states_in_half_the_bytes(hybrids: dict[str, Any], device: str, name: str) -> None:
     """Rounded after every token: drafts still change nothing, and logits come near."""
@@ -528,6 +573,7 @@ def test_models_without_states_of_heads_take_no_dtype_of_them(hybrids: dict[str,
         ("qwen", {"attn_output_gate": False}, "attn_output_gate=False"),
         ("qwen", {"linear_conv_kernel_dim": 9}, r"linear_conv_kernel_dim=9: must be .*\[2, 8\]"),
         ("qwen", {"num_experts": 4}, "num_experts=4"),
+        ("qwen", {"mamba_ssm_dtype": "half"}, "mamba_ssm_dtype='half': supported: 'float32', "),
         (
             "qwen",
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},

@@ -144,6 +144,9 @@ def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
         ({"mamba_d_state": 512}, "mamba_d_state=512"),
         ({"residual_multiplier": 0}, "residual_multiplier=0"),
         ({"logits_scaling": "6"}, "logits_scaling='6'"),
+        # transformers has no default for null.
+        ({"attention_multiplier": None}, "attention_multiplier=None: must be a finite number"),
+        ({"mamba_conv_bias": None}, "mamba_conv_bias=None: must be true or false"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"normalization_function": "layernorm"}, "normalization_function='layernorm'"),
         ({"time_step_limit": [0.5, 0.1]}, r"time_step_limit=\[0.5, 0.1\]: supported"),

@@ -216,10 +216,33 @@ def test_a_long_value_is_cut_in_the_message() -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': supported: 'silu'"),
         ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config="),
+        ({"position_embedding_type": "nope"}, "position_embedding_type='nope': supported: null or"),
+        ({"mlp_hidden_act": "relu2"}, "mlp_hidden_act='relu2': supported: null or 'silu'"),
+        ({"norm_eps": 1e-5}, "norm_eps=1e-05: supported: null, or rms_norm_eps=1e-06"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon=0: supported: null, or rms_norm_eps=1e-06"),
     ],
 )  # fmt: skip
 def test_what_is_computed_otherwise_is_refused(changes: dict[str, Any], message: str) -> None:
     refused(f"config.json has {message}", small(**changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Qwen3Moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': supported: null or 'so"),
+        ("Qwen3Moe", {"n_group": 4}, "n_group=4: supported: null or 0 or 1"),
+        ("Qwen3Moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5: supported: null"),
+        ("Qwen3Moe", {"first_k_dense_replace": 1}, "first_k_dense_replace=1: supported: null or 0"),
+        ("DeepseekV3", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: supported: null or \[\]"),
+        ("DeepseekV3", {"norm_topk_prob": None}, "norm_topk_prob=None: must be true or false"),
+        ("DeepseekV3", {"rope_interleave": None}, "rope_interleave=None: must be true or false"),
+        ("Glm4Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: supported: null or 1"),
+    ],
+)
+def test_other_ways_to_route_are_refused(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    refused(f"config.json has {message}", small(family, **changes))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "MiMo"])

@@ -130,7 +130,7 @@ class Drafter:
         combined, residual = self._nan(lanes, 2 * H), new_residual(
             lanes, H, 1, dtype=torch.float32, device=self.device
         )  # fmt: skip
-        for part in residual:
+        for part in residual[:3]:
             part.fill_(torch.nan)
         row = DecodeLanes(*(self._int32([-1 if name == "slot" else 2**30] * lanes)
                             for name in DecodeLanes._fields))  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from checkpoints.mtp_chains import HAS_CHAINS, TOLERANCE, VOCAB, Chains
+from checkpoints.mtp_chains import HAS_CHAINS, LAYERS, TOLERANCE, VOCAB, Chains
 from engines.small_engine import greedy
 from engines.speculation import ENDLESS, open_speculating
 from graphengine import Engine, Request
@@ -133,3 +136,41 @@ def test_a_session_of_a_hybrid_has_the_entries_of_modules(
             request = session.submit(greedy(16, **ENDLESS))
             follow(engine, chains, request, eagle=eagle)
             assert request.cached_tokens == cached
+
+
+def write_beside_a_tower(chains: Chains, folder: Path) -> None:
+    """The checkpoint as Qwen3.5 is published: `text_config`, other prefixes, the layout qwen3."""
+    text = json.loads((chains.path / "config.json").read_text())
+    del text["num_nextn_predict_layers"]
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text | {"mtp_num_hidden_layers": 1},
+        "tie_word_embeddings": False,
+    }
+    of_module = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+    }
+    tensors = {"model.visual.patch_embed.proj.weight": torch.zeros(3, 4)}
+    for name, tensor in load_file(chains.path / "model.safetensors").items():
+        _, found, rest = name.partition(f"model.layers.{LAYERS}.")
+        if found:
+            stem = rest.removesuffix(".weight")
+            name = f"mtp.{of_module.get(stem, f'layers.0.{stem}')}.weight"
+        tensors[re.sub(r"^model\.(?!visual)", "model.language_model.", name)] = tensor
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_module_of_a_language_model_beside_a_vision_tower(tmp_path: Path) -> None:
+    chains = Chains(tmp_path / "text", "qwen3.5", 1)
+    write_beside_a_tower(chains, tmp_path / "published")
+    options: dict[str, Any] = {"max_batch": 1, "max_seq_len": 96, "block_size": BLOCK,
+                               "prefill_buckets": (16,), "lookahead": 0, "device": "cpu",
+                               "dtype": "float32"}  # fmt: skip
+    with open_speculating(MTP(3), tmp_path / "published", **options) as engine:
+        request = engine.submit([5, 3, 8], greedy(16, **ENDLESS))
+        assert max(follow(engine, chains, request, eagle=True)) > 1

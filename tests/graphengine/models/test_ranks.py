@@ -201,7 +201,7 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
             dtype=torch.float32,
             device="cpu",
         )
-        for part in residual:
+        for part in residual[:3]:
             part.fill_(torch.nan)
         x = model.weights.embedding[position]
         residual.x[1], residual.scaled[1] = x, x * model.first_norm
@@ -272,7 +272,7 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
         assert torch.equal(out.x[1], stream[1])
         # Their kernels have groups of columns of their own.
         squares = out.squares[:, [0, 2]].sum(0)
-        found.append([squares if part is out.squares else part for part in out])
+        found.append([squares if part is out.squares else part for part in out[:3]])
     product = linear(x, weight, slot, out_dtype=torch.float32)
     torch.testing.assert_close(found[0][0][0], stream[0] + product[0] + bias)
     for fused, apart in zip(*found, strict=True):

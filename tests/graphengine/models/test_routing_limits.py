@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from engines.small_engine import open_engine as open_dense
@@ -58,6 +59,7 @@ def shared(expert_checkpoints: dict[str, Any]) -> Iterator[Engine]:
         ("0 1 2", r"routing='0 1 2' must be .*: it is of shape \(\)"),
         (with_value(-2, 1, 0, 2), "must be expert ids, which -2 is not"),
         (with_value(2**16, 1, 0, 2), "must be expert ids, which 65536 is not"),
+        (torch.zeros(3, 2, 3, device="meta"), "must be expert ids: Cannot copy out of meta tensor"),
     ],
 )
 def test_what_is_no_record_is_refused_where_parameters_are_made(given: Any, message: str) -> None:

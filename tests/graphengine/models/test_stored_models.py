@@ -210,6 +210,8 @@ LAYER = "model.layers.1."
         ("foo.bar", torch.ones(1, dtype=torch.int64), "of this config does not have"),
         ("model.embed_positions.weight", torch.ones(2, 2), "of this config does not have"),
         ("model.visuals.weight", torch.ones(2, 2), "of this config does not have"),
+        ("model.layers.2.norm.weight", torch.ones(2), "does not have, with num_hidden_layers=2"),
+        ("model.layers.1.eh_proj.weight", torch.ones(2), "of this config does not have"),
     ],
 )
 def test_a_tensor_that_nobody_reads_is_refused(
@@ -233,18 +235,27 @@ def test_what_stands_beside_the_layers_is_no_obstacle(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        config |= {"num_hidden_layers": 1, "scale_sinks": 2}
+        config["scale_sinks"] = 2
         tensors["mtp.fc.weight_scale_inv"] = torch.ones(1)
         beside = ("medusa.0.weight", "visual.merger.weight", "model.vision_tower.x", "v_head.bias")
         buffers = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
         for name in (*beside, *buffers, "model.layers.0.self_attn.k_scale"):
             tensors[name] = torch.ones(1)
         tensors["d2t"] = torch.zeros(1, dtype=torch.int64)
+        # A draft module, as DeepSeek has it.
+        for name in ("eh_proj.weight", "mlp.up_proj.weight_scale_inv"):
+            tensors[f"model.layers.2.{name}"] = torch.ones(1)
 
     config = read_model(Checkpoint.open(changed(source, tmp_path, edit)))
-    assert config.num_layers == 1
-    assert "num_hidden_layers=1, and there are weights up to layer 1" in caplog.text
+    assert config.num_layers == 2
     assert "config.json has unknown keys: scale_sinks" in caplog.text
+
+
+def test_layers_that_a_config_leaves_out_are_named(source: Path, tmp_path: Path) -> None:
+    path = changed(source, tmp_path, lambda config, _: config.update(num_hidden_layers=1))
+    message = r"has 9 tensors .* does not have, with num_hidden_layers=1: model\.layers\.1\."
+    with pytest.raises(ValueError, match=message):
+        read_model(Checkpoint.open(path))
 
 
 # Sizes that are refused before anything of them is allocated.

@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXED = [SLIDING, FULL, SLIDING, FULL]
 USED = {"use_sliding_window": True}
+UNUSED = {"use_sliding_window": False, "sliding_window": 100}
 
 
 def read(family: str, **changes: Any) -> DecoderConfig:
@@ -90,6 +91,14 @@ def test_a_window_as_long_as_any_text_is_none(family: str, changes: dict[str, An
     longest = SMALL["max_position_embeddings"]
     assert read(family, **changes, sliding_window=longest) == read(family, sliding_window=None)
     assert any(read(family, **changes, sliding_window=longest - 1).windows)
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": -1}, {"sliding_window": 0}, UNUSED])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "Glm4Moe"])
+def test_a_family_without_windows_has_none(family: str, changes: dict[str, Any]) -> None:
+    """Where the config says that a window is not used, and where it says so by a number."""
+    assert read(family, **changes) == read(family)
+    assert read(family, **changes).windows == ()
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,9 @@ def test_plans_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < available_host_bytes() < 2**60
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 12345)
     assert memory.available_bytes(torch.device("cpu")) == 12345
+
+
+def test_without_proc_it_is_half_of_the_machine(tmp_path: Path) -> None:
+    fields = Path("/proc/meminfo").read_text().split()
+    total = int(fields[fields.index("MemTotal:") + 1]) * 1024
+    assert available_host_bytes(tmp_path) == pytest.approx(total / 2, rel=0.01)

@@ -24,7 +24,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import DraftModel
+from graphengine.speculative import DraftModel, Eagle3
 
 PROMPT = "def fib(n):"
 
@@ -113,7 +113,7 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
     memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
     ranks = Ranks(tmp_path, config, memory, rank_devices(config))
     pids = ranks.pids
-    message = r"rank 1 .* failed: ValueError: .*has no config.json\nTraceback"
+    message = r"rank 1 .* failed: FileNotFoundError: .*has no config.json\nTraceback"
     with pytest.raises(RankFailed, match=message):
         ranks.wait_for(Stage.LOADED)
     ranks.close()
@@ -135,6 +135,10 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         (
             {"speculative": DraftModel(path="none", k=1)},
             r"speculative=DraftModel\(.*\) is for an engine of one rank",
+        ),
+        (
+            {"speculative": Eagle3(path="none", k=1)},
+            r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
         ),
     ],
 )

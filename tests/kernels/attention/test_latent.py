@@ -15,25 +15,28 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.attention import latent as attention
+from graphengine.kernels.attention import latent_decode
 from graphengine.kernels.attention.head_product import head_product, head_product_reference
 from graphengine.kernels.attention.latent import (
     latent_append,
     latent_attention,
-    latent_attention_arrivals,
-    latent_attention_workspace_bytes,
+)
+from graphengine.kernels.attention.latent_decode import (
+    latent_values,
+    latent_values_workspace_bytes,
 )
 from graphengine.kernels.attention.latent_reference import (
     latent_append_reference,
     latent_attention_reference,
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.core.launching import ALONE, Launch
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
 from launches.compilation import (
     RecordedLaunch,
     assert_waits_before_it_shows,
     compile_kernel,
     global_loads,
+    launches_handed_to,
     record_launch,
 )
 
@@ -100,29 +103,44 @@ class Case:
         kv: torch.Tensor,
         slots: list[int],
         positions: list[int],
-        *options: Launch,
+        **options: bool,
     ) -> torch.Tensor:
+        """What `function` makes of slots at positions, whose padded lanes have NaN as queries."""
         shape = (len(slots), self.heads, self.rank)
         out = torch.full(shape, SENTINEL, dtype=self.dtype, device=self.device)
+        lanes = (self.queries(slots), kv, self.table, self.ints(slots), self.ints(positions))
+        return function(*lanes, rank=self.rank, scale=0.17, out=out, **options)
+
+    def queries(self, slots: list[int]) -> torch.Tensor:
         q = self.absorbed[[max(slot, 0) for slot in slots]].contiguous()
         q[[index for index, slot in enumerate(slots) if slot < 0]] = math.nan
-        launch = {"launch": options[0]} if options else {}
-        return function(
-            q,
-            kv,
-            self.table,
-            self.ints(slots),
-            self.ints(positions),
-            rank=self.rank,
-            scale=0.17,
-            out=out,
-            **launch,
-        )
+        return q
 
+    def weight(self, values: int) -> torch.Tensor:
+        """`[Q, V, R]` within a larger one, as heads' keys lie between values."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        whole = torch.randn(self.heads, values + 3, self.rank, generator=generator)
+        return (whole / self.rank**0.5).to(self.device, self.dtype)[:, 3:]
 
-def counters(case: Case, lanes: int, pdl: bool = False) -> Launch:
-    needed = latent_attention_arrivals(lanes, num_heads=case.heads)
-    return Launch(arrivals=torch.zeros(needed, dtype=torch.int32, device=case.device), pdl=pdl)
+    def values(
+        self, kv: torch.Tensor, slots: list[int], positions: list[int], values: int = 12
+    ) -> torch.Tensor:
+        """What `latent_values` makes of the same."""
+        shape = (len(slots), self.heads, values)
+        out = torch.full(shape, SENTINEL, dtype=self.dtype, device=self.device)
+        lanes = (self.queries(slots), kv, self.table, self.ints(slots), self.ints(positions))
+        return latent_values(*lanes, self.weight(values), scale=0.17, out=out, pdl=True)
+
+    def expected_values(
+        self, kv: torch.Tensor, slots: list[int], positions: list[int], values: int = 12
+    ) -> torch.Tensor:
+        """The same in float64's place float32, from sums of attention that are not rounded."""
+        sums = torch.full((len(slots), self.heads, self.rank), SENTINEL, device=self.device)
+        latent_attention_reference(
+            self.queries(slots).float(), kv.float(), self.table, self.ints(slots),
+            self.ints(positions), rank=self.rank, scale=0.17, out=sums,
+        )  # fmt: skip
+        return torch.einsum("nqr,qvr->nqv", sums, self.weight(values).float()).to(self.dtype)
 
 
 @settings(deadline=None, max_examples=extent(6, 40))
@@ -131,7 +149,6 @@ def counters(case: Case, lanes: int, pdl: bool = False) -> Launch:
     heads=st.sampled_from([1, 5, 16, 20]),
     sizes=st.sampled_from([(48, 16), (32, 6), (20, 8)]),
     block_size=st.sampled_from([8, 32]),
-    split=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_attention_is_as_the_reference(
@@ -141,7 +158,6 @@ def test_attention_is_as_the_reference(
     heads: int,
     sizes: tuple[int, int],
     block_size: int,
-    split: bool,
     seed: int,
 ) -> None:
     rank, rotated = sizes
@@ -152,68 +168,72 @@ def test_attention_is_as_the_reference(
         )  # fmt: skip
         slots = [*range(len(positions)), -1]
         at = [*positions, HUGE]
-        launch = counters(case, len(slots), pdl=True) if split else ALONE
         kv = case.cache()
-        actual = case.attend(latent_attention, kv, slots, at, launch)
-        expected = case.attend(latent_attention_reference, kv, slots, at)
-        torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+        actual = case.attend(latent_attention, kv, slots, at, pdl=True)
+        torch.testing.assert_close(
+            actual, case.attend(latent_attention_reference, kv, slots, at), **near
+        )
         assert bool((actual[-1] == SENTINEL).all())
-        if split:
-            assert launch.arrivals is not None and not launch.arrivals.any()
+        values = case.values(kv, slots, at)
+        assert bool((values[-1] == SENTINEL).all())
+        torch.testing.assert_close(values[:-1], case.expected_values(kv, slots, at)[:-1], **near)
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
 def test_a_lane_knows_of_no_other(
     device: str,
     dtypes: tuple[torch.dtype, ...],
-    split: bool,
+    decode: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Alone, among others, and as one of a row whose later tokens are cached already."""
     if device == "cpu":
-        # Splits that are longer than the shortest, without so many tokens.
-        monkeypatch.setattr(attention, "_SPLITS", 3)
+        # Splits of several tiles, without so many tokens.
+        monkeypatch.setattr(latent_decode, "_SPLITS", 4)
+
+    def run(case: Case, kv: torch.Tensor, slots: list[int], positions: list[int]) -> torch.Tensor:
+        if decode:
+            return case.values(kv, slots, positions)
+        return case.attend(latent_attention, kv, slots, positions)
+
     for dtype in dtypes:
         positions = (2200 if device == "cuda" else 250, 0, 63, 64, 70)
         case = Case(positions, dtype=dtype, device=device, block_size=32)
         positions = list(case.positions)
         kv = case.cache()
         slots = list(range(len(positions)))
-        launch = counters(case, 12) if split else ALONE
-
-        together = case.attend(
-            latent_attention, kv, [-1, *slots, -1, *slots], [HUGE, *positions, -7, *positions],
-            launch,
-        )  # fmt: skip
+        together = run(case, kv, [-1, *slots, -1, *slots], [HUGE, *positions, -7, *positions])
         # Entries of tokens that come later do not show.
         ahead = Case(tuple(p + 3 for p in positions), dtype=dtype, device=device, block_size=32)
         assert bool((together[1:6] == together[7:]).all())
         for slot, position in enumerate(positions):
-            alone = case.attend(latent_attention, kv, [slot], [position], launch)
+            alone = run(case, kv, [slot], [position])
             assert torch.equal(alone[0], together[1 + slot]), f"{slot=} {dtype=}"
         row_slots, row_at = [4, 4, 4], [70, 71, 72]
         full = ahead.cache()
-        row = ahead.attend(latent_attention, full, row_slots, row_at, launch)
+        row = run(ahead, full, row_slots, row_at)
         for index, position in enumerate(row_at):
             before = full.clone()
             for token in range(position + 1, 74):
                 before[ahead.table[4, token // 32], 0, token % 32] = math.nan
-            one = ahead.attend(latent_attention, before, [4], [position], launch)
+            one = run(ahead, before, [4], [position])
             assert torch.equal(one[0], row[index]), f"{position=} {dtype=}"
-        assert launch.arrivals is None or not launch.arrivals.any()
 
 
 def test_positions_that_no_table_has_are_nan(device: str) -> None:
     case = Case((5, 9), device=device)
     kv = case.cache()
     slots, at = [0, 1, 1, -1], [5, -1, 16, 3]
-    for launch in (ALONE, counters(case, 4)):
-        out = case.attend(latent_attention, kv, slots, at, launch)
-        reference = case.attend(latent_attention_reference, kv, slots, at)
-        for result in (out, reference):
-            assert result[1:3].isnan().all() and not result[0].isnan().any()
-            assert bool((result[3] == SENTINEL).all())
-        torch.testing.assert_close(out[0], reference[0], rtol=1e-5, atol=1e-5)
+    out = case.attend(latent_attention, kv, slots, at)
+    reference = case.attend(latent_attention_reference, kv, slots, at)
+    for result in (out, reference):
+        assert result[1:3].isnan().all() and not result[0].isnan().any()
+        assert bool((result[3] == SENTINEL).all())
+    torch.testing.assert_close(out[0], reference[0], rtol=1e-5, atol=1e-5)
+    values = case.values(kv, slots, at)
+    assert values[1:3].isnan().all() and not values[0].isnan().any()
+    assert bool((values[3] == SENTINEL).all())
 
 
 @settings(deadline=None, max_examples=extent(6, 40))
@@ -362,13 +382,9 @@ def test_lanes_of_a_head_product_keep_their_bits(device: str) -> None:
 
 
 def test_workspace_holds_every_part() -> None:
-    for dtype in (torch.float32, torch.float16):
-        for heads in (1, 16, 17, 33, 100, 128):
-            tiles = attention._pick_tiles(dtype, heads)
-            rows = -(-heads // tiles.rows) * tiles.rows
-            needed = 3 * rows * attention._SPLITS * (512 + 2) * 4
-            assert latent_attention_workspace_bytes(3, num_heads=heads, rank=500) >= needed
-            assert latent_attention_arrivals(3, num_heads=heads) >= 3 * rows // tiles.rows
+    for heads, rank in ((1, 512), (17, 48), (128, 500)):
+        needed = 3 * heads * latent_decode._SPLITS * (rank + 2) * 4
+        assert latent_values_workspace_bytes(3, num_heads=heads, rank=rank) == needed
 
 
 @pytest.mark.parametrize(
@@ -381,7 +397,6 @@ def test_workspace_holds_every_part() -> None:
         ({"rank": 49}, "a rotated key of 15 values"),
         ({"rank": 0}, "a latent of 0 values"),
         ({"scale": 0.0}, "scale=0.0"),
-        ({"launch": Launch(arrivals=torch.zeros(1, dtype=torch.int32))}, "at least 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -395,6 +410,23 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     }
     with pytest.raises(ValueError, match=message):
         latent_attention(torch.zeros(2, 5, 64), **(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.empty(4, 12, 48), r"for q \(2, 5, 64\), not \(4, 12, 48\)"),
+        (torch.empty(5, 48, 12).transpose(1, 2), "with R dense"),
+        (torch.empty(5, 12, 48, dtype=torch.float16), "weight is torch.float16"),
+    ],
+)
+def test_weights_of_other_heads_are_refused(weight: torch.Tensor, message: str) -> None:
+    at = torch.zeros(2, dtype=torch.int32)
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        latent_values(
+            torch.zeros(2, 5, 64), torch.empty(3, 1, 16, 64), table, at, at, weight, scale=1.0
+        )
 
 
 # What is compiled for a GPU.
@@ -417,13 +449,14 @@ def launches() -> dict[str, RecordedLaunch]:
     kv, pdl = meta(9, 1, 16, entry), {"pdl": True}
     tables = [meta(99, 32, dtype=torch.float32)] * 2
     product = importlib.import_module("graphengine.kernels.attention.head_product")
-    modules = {"latent": attention, "product": product}
 
-    def attend(heads: int, split: bool) -> torch.Tensor:
-        arrivals = indices(latent_attention_arrivals(lanes, num_heads=heads)) if split else None
-        launch = Launch(arrivals=arrivals, pdl=True)
+    def attend(heads: int) -> torch.Tensor:
         q = meta(lanes, heads, entry)
-        return latent_attention(q, kv, *at, rank=rank, scale=0.1, launch=launch)
+        return latent_attention(q, kv, *at, rank=rank, scale=0.1, **pdl)
+
+    def decode() -> torch.Tensor:
+        weight = meta(16, 256, rank)[:, 128:]
+        return latent_values(meta(lanes, 16, entry), kv, *at, weight, scale=0.1, **pdl)
 
     def append() -> None:
         out = meta(lanes, 16, entry)
@@ -437,14 +470,24 @@ def launches() -> dict[str, RecordedLaunch]:
         x, out = meta(lanes, heads, columns), meta(lanes, heads, outputs)
         head_product(x, weight, at[1], out=out, **pdl)
 
-    calls: dict[str, tuple[str, Callable[[], Any]]] = {
-        "append": ("latent", append),
-        "attend in splits": ("latent", lambda: attend(16, True)),
-        "attend with 128 heads": ("latent", lambda: attend(128, False)),
-        "to latents": ("product", lambda: multiply(meta(16, 128, rank))),
-        "to values": ("product", lambda: multiply(meta(16, 128, rank).transpose(1, 2))),
+    split: list[RecordedLaunch] = []
+    with launches_handed_to(split.append, latent_decode):
+        decode()
+    return {
+        "append": record_launch(attention, append),
+        "attend with 128 heads": record_launch(attention, lambda: attend(128)),
+        "to latents": record_launch(product, lambda: multiply(meta(16, 128, rank))),
+        "split": split[0],
+        "merge": split[1],
     }
-    return {name: record_launch(modules[module], call) for name, (module, call) in calls.items()}
+
+
+EARLY = {
+    "to latents": {"weight_ptr"},
+    "split": {"slot_ptr", "position_ptr", "block_table_ptr", "kv_ptr"},
+    "merge": {"slot_ptr", "position_ptr", "weight_ptr"},
+}
+"""What is loaded before the wait: weights and tables, and what an older launch wrote."""
 
 
 @compiles
@@ -454,7 +497,9 @@ def test_kernels_wait_before_they_load_or_show_anything() -> None:
         ptx = compiled.asm["ptx"]
         assert_waits_before_it_shows(ptx)
         early = [load for load in global_loads(ptx, names) if not load.after_wait]
-        assert not early, f"{name}: {early}"
+        assert {load.argument for load in early} == EARLY.get(name, set()), f"{name}: {early}"
+        written = {"slot_ptr", "position_ptr", "kv_ptr"}
+        assert all(load.past_l1 for load in early if load.argument in written), f"{name}: {early}"
         # Two programs to an SM, but for the tiles of many heads.
         limit = 227 if "128" in name else 113
         assert compiled.metadata.shared <= limit * 1024, name

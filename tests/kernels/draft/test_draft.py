@@ -196,6 +196,58 @@ def test_both_halves_are_normed(twin: Twin, dtypes, hidden_first, kind, chosen):
         check_cleared(residual, slot)
 
 
+@pytest.mark.parametrize("start", ["hidden", "normed"])
+def test_the_stream_starts_with_the_hidden_state(twin: Twin, dtypes, start):
+    """Of float32 rows beside an embedding in half precision, all the way through a step."""
+    for dtype in dtypes:
+        wide = torch.randn(6, HIDDEN + 2, generator=torch.Generator().manual_seed(1))
+        hidden = wide.to(twin.device)[:, :HIDDEN]
+        fusion = twin.fusion(dtype=dtype)._replace(start=start)
+        slot, token = twin.ints([4, -1, 0, 7, 2, -1]), twin.ints([0, HUGE, 9, 17, 17, LOWEST])
+        residual, lanes = twin.stream(6), DecodeLanes(token, slot, slot)
+        combined = twin.combine(token, slot, hidden, None, fusion, residual=residual)
+        assert combined.dtype == dtype
+        check_combined(combined, lanes, hidden, range(6), fusion, 0.0)
+        check_started(residual, slot, hidden, range(6), fusion)
+        lanes, target = fed_lanes(twin, 3, [5, 8], [3, 2])
+        first = twin.begin(target, twin.ints([2, 1]), lanes, hidden, fusion, residual=residual)
+        check_combined(first.combined, first.lanes, hidden, range(6), fusion, 0.0)
+        check_started(residual, first.lanes.slot, hidden, range(6), fusion)
+        if twin.combine is combine_hidden:
+            one, draft = twin.stream(2), twin.ints([[0] * 2] * 9).view(9, 2)
+            following = advance_module_draft(
+                twin.tiles([7, None, 9, None, None, None]),
+                first.rows,
+                hidden,
+                fusion,
+                draft,
+                index=0,
+                limit=LIMIT,
+                source_R=twin.ints([2, 0]),
+                residual=one,
+            )
+            assert following.lanes.token.tolist() == [9, 7]
+            check_combined(following.combined, following.lanes, hidden, [2, 0], fusion, 0.0)
+            check_started(one, following.lanes.slot, hidden, [2, 0], fusion)
+
+
+def check_started(
+    residual: Residual,
+    slot: torch.Tensor,
+    hidden: torch.Tensor,
+    sources: Sequence[int],
+    fusion: Fusion,
+) -> None:
+    """Live lanes of the stream are the hidden states, or their halves of the input."""
+    for lane in torch.nonzero(slot >= 0).flatten().tolist():
+        expected = hidden[sources[lane]].double().cpu()
+        if fusion.start == "normed":
+            expected = combined_row(0, hidden, sources[lane], fusion, 0.0)[HIDDEN:]
+            torch.testing.assert_close(residual.x[lane].cpu().double(), expected)
+        else:
+            assert torch.equal(residual.x[lane].cpu().double(), expected)
+
+
 def test_a_token_outside_the_vocabulary_gives_nan(twin: Twin):
     token = twin.ints([-1, VOCABULARY, HUGE, LOWEST, 3])
     slot = twin.ints([0, 1, 2, 3, 4])

@@ -30,7 +30,7 @@ from graphengine.kernels.experts.plans import (
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from graphengine.kernels.linear.residual import Kept, Residual, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import launches_handed_to
 from launches.emulation import run_launch
@@ -158,9 +158,9 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
         grouping=grouping,
         out=out,
     )
-    before = Residual(
-        case.stream.clone(), torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype), None
-    )
+    empty = torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype)
+    kept = Kept(torch.cat([empty, empty], dim=1)[:, : case.stream.shape[1]], 0.3)
+    before = Residual(case.stream.clone(), empty, None, kept)
     counters = residual_arrivals(lanes, case.stream.shape[1])
     arrivals = torch.zeros(counters, dtype=torch.int32, device=case.x.device)
     after = expert_residual(
@@ -177,6 +177,9 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
     )
     assert not arrivals.any(), "the next launch finds zeros"
     assert after.x is before.x and after.scaled is before.scaled, "written in place"
+    live = case.slot >= 0
+    assert torch.equal(kept.rows[live], (after.x[live] * 0.3).to(case.x.dtype))
+    assert (kept.rows[~live] == SENTINEL).all()
     return a, after.x, after.scaled, after.squares.t()
 
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel canno
 
 HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8
 experts = importlib.import_module("graphengine.kernels.experts.experts")
+packed_decode = importlib.import_module("graphengine.kernels.experts.packed_decode")
 
 
 class Operands:
@@ -76,6 +77,7 @@ def of_gate_up(operands, tile, squares=True):
             grouping=operands.grouping,
             pdl=True,
         ),
+        packed_decode,
     )
 
 
@@ -95,6 +97,7 @@ def of_down(operands, plan):
             grouping=operands.grouping,
             pdl=True,
         ),
+        packed_decode,
     )
 
 
@@ -286,7 +289,7 @@ def test_packed_experts_are_multiplied_by_the_tensor_cores(label):
 @pytest.mark.parametrize("lanes", [8, 1024])
 def test_codes_become_halves_by_bit_operations(label, lanes):
     """Neither integers nor bytes of floats are converted one by one, and codes come in pieces of 8
-    bytes or more.
+    bytes or more, in decode of 16.
     """
     kind = WeightFormat.of_label(label)
     if lanes == 8:
@@ -297,9 +300,27 @@ def test_codes_become_halves_by_bit_operations(label, lanes):
     launch = of_gate_up(packed_operands(label, lanes, size), tile, squares=False)
     ptx, names = compile_launch(launch)
     assert not re.findall(r"cvt\.rn\.f(?:32|16)\.[su]\d+|cvt\S*e4m3x2", ptx)
-    codes = {
-        load.size
-        for load in global_loads(ptx, names)
-        if load.argument is not None and load.argument.startswith("weight_ptr")
-    }
+    codes = {load.size for load in global_loads(ptx, names) if load.argument.endswith(".codes")}
     assert codes and max(codes) >= 8, f"{codes=}"
+    assert lanes != 8 or codes == {16}
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_packed_codes_of_down_are_asked_for_before_the_wait(size):
+    """Who the experts are was known two launches before, and is not looked for in L1; gates and ups
+    wait for the router.
+    """
+    kind, dtype = WeightFormat.of_label("e2m1-1x32"), torch.bfloat16
+    operands = packed_operands("e2m1-1x32", 8, size)
+    found = []
+    for name, of in (("gate_up", of_gate_up), ("down", of_down)):
+        _, M, K = getattr(operands, name).shape
+        plan = expert_plan("swiglu" if name == "gate_up" else "residual", M, K, dtype, "dot", kind)
+        ptx, names = compile_launch(of(operands, plan))
+        assert_waits_before_it_shows(ptx)
+        found.append([load for load in global_loads(ptx, names) if not load.after_wait])
+    ids = {"blocks_ptr", "order_ptr"} if size else {"slot_ptr", "expert_ptr"}
+    weights = {"weight.codes", "weight.scales", "weight.row_scales", "stream.next_norm"}
+    gate_up, down = found
+    assert not gate_up and {load.argument for load in down} == ids | weights
+    assert all(load.past_l1 for load in down if load.argument in ids)

@@ -14,7 +14,7 @@ from graphengine.kernels.experts.experts import (
 )
 from graphengine.kernels.experts.grouping import group_pairs
 from graphengine.kernels.experts.packed import PackedExperts, empty_experts, fill_expert
-from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_plan
+from graphengine.kernels.experts.plans import PACKED_BLOCK, chunk_tile, expert_plan
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack, packed_form
@@ -104,7 +104,7 @@ class Case:
         self.stream = torch.randn(lanes, hidden, generator=generator).to(device)
         self.norm = torch.randn(hidden, generator=generator).to(device, dtype)
 
-    def grouping(self, size=DECODE_BLOCK):
+    def grouping(self, size=PACKED_BLOCK):
         return group_pairs(self.routes.expert, self.slot, experts=self.E, size=size)
 
     def take(self, lane):
@@ -122,7 +122,7 @@ class Case:
 
 
 def swiglu(case, *, grouped=False, tile=None, **options):
-    grouping = case.grouping(tile.lanes if tile else DECODE_BLOCK) if grouped else None
+    grouping = case.grouping(tile.lanes if tile else PACKED_BLOCK) if grouped else None
     return expert_swiglu(
         case.x,
         case.gate_up,

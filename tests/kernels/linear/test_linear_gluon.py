@@ -23,7 +23,7 @@ from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear, linear_residual
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.reference import linear_reference
-from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.residual import Kept, Residual
 from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
@@ -66,8 +66,9 @@ def launch_of(
     x, weight, slot = new(lanes, K), new(M, K), new(lanes, dtype=torch.int32)
 
     def call() -> None:
-        if kind == "residual":
-            stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0))
+        if kind in ("residual", "keeping"):
+            kept = Kept(new(lanes, 3 * M)[:, :M], 0.5) if kind == "keeping" else None
+            stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0), kept)
             linear_residual(x, weight, slot, stream, new(M), **options)
         else:
             squares = new(groups, lanes, dtype=torch.float32) if groups else None
@@ -167,6 +168,20 @@ def test_first_tiles_of_weights_are_asked_for_before_the_wait(kind, M, K, plan, 
     assert "griddepcontrol.launch_dependents" in after
     for word in (r"\bst\.global", r"\batom\.", r"\bred\.global", r"\bret;"):
         assert not re.search(word, before), f"{word} before the wait"
+
+
+@compiles
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_stream_that_is_kept_costs_stores_alone(splits):
+    plan = PLAN._replace(splits=splits)
+    plain, keeping = (
+        compile_linear(kind, 4096, 4096, plan, lanes=8).asm["ptx"]
+        for kind in ("residual", "keeping")
+    )
+    for word in (r"\bld\.global", r"cp\.async\.cg", r"mma\.sync", r"bar\.sync"):
+        assert len(re.findall(word, keeping)) == len(re.findall(word, plain)), word
+    stores = [len(re.findall(r"\bst\.global", ptx)) for ptx in (plain, keeping)]
+    assert stores[0] < stores[1] <= 2 * stores[0], f"{stores=}"
 
 
 @compiles

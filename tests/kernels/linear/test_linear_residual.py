@@ -15,7 +15,7 @@ from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import arrivals_needed, linear_residual, residual_groups
 from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
 from graphengine.kernels.linear.reference import linear_residual_reference
-from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.linear.residual import Kept, Residual, new_residual
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -41,12 +41,12 @@ def stream_of(case):
     )
 
 
-def run(case, plan=None, **options):
+def run(case, plan=None, kept=None, **options):
     """`linear_residual` with counters of its own, which it must leave at zero."""
     needed = 0 if plan is None else arrivals_needed(plan, case.weight.shape[0])
     arrivals = torch.zeros(needed, dtype=torch.int32, device=case.x.device)
     options = {"launch": Launch(arrivals=arrivals), **options}
-    before = stream_of(case)
+    before = stream_of(case)._replace(kept=kept)
     after = linear_residual(
         case.x,
         case.weight,
@@ -317,7 +317,7 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
 
 def test_new_residual():
     stream = new_residual(3, 8, 5, dtype=torch.bfloat16, device="cpu")
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in stream]
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in stream[:3]]
     assert shapes == [((3, 8), torch.float32), ((3, 8), torch.bfloat16), ((5, 3), torch.float32)]
 
 
@@ -396,3 +396,28 @@ def test_split_k_wants_counters(device, make_linear_case, arrivals, message):
     arrivals = None if arrivals is None else arrivals.to(device)
     with pytest.raises(ValueError, match=message):
         run(case, DOT_SPLIT, launch=Launch(arrivals=arrivals))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["dot", "split", "fma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_stream_is_kept_beside(device, make_linear_case, plan, dtype):
+    """Rounded once of the very x that was stored, in rows of any stride; nothing else changes."""
+    lanes = 2 if plan is FMA else 5
+    case = make_linear_case(lanes, 70, 100, dtype, device=device, groups=3, padded=(1,))
+    wide = torch.full((lanes, 150), SENTINEL, dtype=dtype, device=device)
+    kept = Kept(wide[:, 30:100], 0.22)
+    plain, keeping = run(case, plan), run(case, plan, kept=kept)
+    for one, other in zip(by_lane(plain), by_lane(keeping), strict=True):
+        live = case.slot >= 0
+        assert torch.equal(one[live], other[live])
+    live = case.slot >= 0
+    assert torch.equal(kept.rows[live], (keeping.x[live] * 0.22).to(dtype))
+    kept.rows[live] = SENTINEL
+    assert (wide == SENTINEL).all(), "padded lanes and other columns"
+
+
+def test_what_is_kept_must_fit(make_linear_case):
+    case = make_linear_case(3, 70, 100, torch.float16)
+    for rows in (torch.zeros(3, 70), torch.zeros(3, 71, dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"out must be torch.float16 \[3, 70\]"):
+            run(case, kept=Kept(rows))

@@ -31,7 +31,7 @@ from graphengine.kernels.linear.packed_linear import (
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference
-from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.residual import Kept, Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_tiles_reference, token_of_tiles_reference
 from launches.compilation import (
@@ -79,7 +79,8 @@ def outputs_of(
     counters = torch.zeros(arrivals_needed(plan, M), dtype=torch.int32, device=case.x.device)
     if residual:
         scaled = torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype)
-        stream = Residual(case.stream.clone(), scaled, case.stream)
+        kept = Kept(torch.cat([scaled, scaled], dim=1)[:, : scaled.shape[1]], 0.3)
+        stream = Residual(case.stream.clone(), scaled, case.stream, kept)
         found: list[Residual] = []
 
         def call(launch: Launch) -> None:
@@ -91,6 +92,8 @@ def outputs_of(
 
         launch_with(call, case, counters, pdl)
         (after,) = found
+        live = case.slot >= 0
+        assert torch.equal(kept.rows[live], (after.x[live] * 0.3).to(case.x.dtype))
         outputs: tuple[torch.Tensor, ...] = (after.x, after.scaled, after.squares.t())
     else:
         # Rows that lie apart as a kernel's rows do.
@@ -191,9 +194,11 @@ def test_bits_are_the_same_at_every_number_of_lanes(make_linear_case, name, plan
 
 
 def sampling(lanes: int) -> SamplingTensors:
-    """Greedy and hot slots, of which every other must not stop at an id yet."""
+    """Greedy and hot slots, the hottest of which follow the noise; every other must not stop at an
+    id yet.
+    """
     return SamplingTensors.neutral(lanes)._replace(
-        temperature=torch.tensor([0.0, 1.0, 9.0]).repeat(lanes)[:lanes],
+        temperature=torch.tensor([0.0, 1.0, 99.0]).repeat(lanes)[:lanes],
         seed=torch.arange(lanes) * 7919 - 3,
         stop_ids=torch.arange(9).repeat(lanes, 1).int() * 3,
         min_len=torch.tensor([99, 0]).repeat(lanes)[:lanes].int(),
@@ -202,12 +207,15 @@ def sampling(lanes: int) -> SamplingTensors:
 
 @compiles
 @pytest.mark.parametrize(
-    "name, lanes, plan, part", [("int4", 1, FMA, False), ("e4m3", 5, SPLIT, True)]
+    "name, lanes, K, plan, part",
+    [("int4", 1, 256, FMA, False), ("e4m3", 5, 256, SPLIT, True), ("int8", 6, 512, DOT, False)],
 )
-def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes, plan, part):
-    """Of the whole vocabulary, or of a part with ids of its own."""
-    case = make_linear_case(lanes, 100, 256, BF16, groups=2, padded=(2,) if lanes > 2 else ())
-    weight, params = pack(random_quantised(name, 100, 256)), sampling(lanes)
+def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes, K, plan, part):
+    """Of the whole vocabulary, or of a part with ids of its own; with more tiles than a ring has,
+    too.
+    """
+    case = make_linear_case(lanes, 100, K, BF16, groups=2, padded=(2,) if lanes > 2 else ())
+    weight, params = pack(random_quantised(name, 100, K)), sampling(lanes)
     ids = (torch.arange(100) * 3).int() if part else None
     counters = torch.zeros(arrivals_needed(plan, 100), dtype=torch.int32)
     options = {"squares_TN": case.squares, "eps": EPS, "plan": plan, "token_ids": ids, "ahead": 2}
@@ -338,7 +346,7 @@ def compiled(name: str, plan: LinearPlan, *, lanes: int = 1, kind: str = "store"
     def call() -> None:
         launch = Launch(arrivals=slot.new_empty(64), pdl=True)
         if kind == "residual":
-            stream = Residual(new(lanes, 256), x[:, :256].contiguous(), x)
+            stream = Residual(new(lanes, 256), x[:, :256].contiguous(), x, Kept(x[:, 512:768]))
             norm = new(256, dtype=BF16)
             packed_linear_residual(x, weight, slot, stream, norm, plan=plan, launch=launch)
         else:

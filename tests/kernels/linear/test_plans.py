@@ -151,5 +151,7 @@ def test_a_long_split_of_attention_must_fit_an_sm():
         (256, torch.bfloat16, 256),
         (256, torch.float32, 64),
     ):
-        assert attention_split("dot", head_dim, dtype) == dot
-        assert attention_split("fma", head_dim, dtype) == 64
+        for tokens in (1, 4096, 4097):
+            assert attention_split("dot", head_dim, dtype, tokens) == dot
+        assert attention_split("fma", head_dim, dtype, 4096) == 64
+        assert attention_split("fma", head_dim, dtype, 4097) == dot

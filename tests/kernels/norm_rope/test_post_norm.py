@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.residual import Product, Residual, sums_of_squares
+from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.post_norm import (
     add_normed,
@@ -66,18 +66,21 @@ class Case:
         part = object.__new__(Case)
         part.__dict__.update(self.__dict__)
         part.x, part.y, part.slot = self.x[lanes], self.y[lanes], self.slot[lanes]
+        part.live = part.slot >= 0
         part.squares = self.squares[:, lanes].contiguous()
         return part
 
     def decode(self, dtype, call=add_normed):
-        stream = Residual(
-            self.x.clone(), torch.full_like(self.x, SENTINEL, dtype=dtype), self.x.new_zeros(0)
-        )
+        empty = torch.full_like(self.x, SENTINEL, dtype=dtype)
+        kept = Kept(torch.cat([empty, empty], dim=1)[:, : self.x.shape[1]], 0.3)
+        stream = Residual(self.x.clone(), empty, self.x.new_zeros(0), kept)
         if call is add_normed_reference:
             stream = stream._replace(squares=self.x.new_zeros(2, len(self.x)))
         product = Product(self.y, self.squares)
         after = call(product, self.post, stream, self.norm, self.slot, eps=EPS)
         assert after.x is stream.x and after.scaled is stream.scaled, "written in place"
+        assert torch.equal(kept.rows[self.live], (after.x[self.live] * 0.3).to(dtype))
+        assert (kept.rows[~self.live] == SENTINEL).all()
         return after
 
     def chunk(self, dtype, call=add_normed_rms_norm):

@@ -22,6 +22,7 @@ from graphengine.kernels import (
     mamba2_norm_reference,
     mamba2_prefill,
     mamba2_prefill_reference,
+    mamba_state_selective_copy,
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
 from launches.compilation import (
@@ -216,6 +217,38 @@ def test_bits_do_not_depend_on_company_nor_on_the_tokens_of_a_row(device, state_
             assert torch.equal(found[0], y[row, token])
             position = case.starts[row] + token
             assert torch.equal(kept[1][0, 0], together[3 - row, position % 3])
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_step_goes_on_from_what_megatron_copies(device, reference):
+    """Its steps keep each token's state and window apart, and copy those of the accepted token;
+    here the position alone says which they are. From both the next step has the same bits.
+    """
+    sizes, tokens, accepted = SIZES["odd"], 4, [0, 1, 2, 3]
+    depth, rows = sizes.width - 1, len(accepted)
+    case = Case(sizes, [0, 1, 7, 30], tokens, device)
+    ring, state = case.kept(tokens, rows)
+    decode(case, ring, state, *case.lanes(rows, [tokens] * rows), reference)
+
+    after = Case(sizes, [s + d + 1 for s, d in zip(case.starts, accepted, strict=True)], 1, device)
+    after.params, after.dt = case.params, after.dt.clamp(max=1.0)
+    own_ring, own_state = after.kept(1, rows)
+    slots = [rows - 1 - row for row in range(rows)]
+    for row, (slot, start) in enumerate(zip(slots, case.starts, strict=True)):
+        entries = [(start + token) % tokens for token in range(tokens)]
+        windows = [case.inputs[row, token + 1 : token + sizes.width] for token in range(tokens)]
+        window, kept = own_ring.new_empty(1, 1, *windows[0].shape), own_state[None, slot, :1]
+        # A row of decode, whose states have index 0.
+        none, count = (torch.tensor([n], device=device) for n in (0, accepted[row]))
+        for each, current in ((torch.stack(windows), window), (state[slot, entries], kept)):
+            mamba_state_selective_copy(each[None, None], current, none, none, count, 1)
+        for back in range(1, depth + 1):
+            own_ring[slot, (after.starts[row] - back) % (depth + 1)] = window[0, 0, depth - back]
+    lanes = [*after.lanes(rows, [1] * rows)]
+    y = decode(after, ring, state, *lanes, reference)
+    assert torch.equal(y, decode(after, own_ring, own_state, *lanes, reference))
+    for slot, position in zip(slots, after.starts, strict=True):
+        assert torch.equal(state[slot, position % tokens], own_state[slot, 0])
 
 
 @pytest.mark.parametrize("head_dim", [32, 40])

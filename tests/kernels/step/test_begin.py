@@ -402,7 +402,8 @@ def test_wrong_dtypes_and_shapes_are_refused(number: int):
     if isinstance(argument, torch.Tensor):
         wrong += [argument.to(torch.int16), argument[None, None], argument[..., None, None]]
     else:
-        for name, tensor in argument._asdict().items():
+        given = {name: each for name, each in argument._asdict().items() if each is not None}
+        for name, tensor in given.items():
             wrong.append(argument._replace(**{name: tensor.to(torch.int16)}))
             wrong.append(argument._replace(**{name: tensor[None]}))
             wrong.append(argument._replace(**{name: tensor[..., :1].expand(*tensor.shape[:-1], 9)}))

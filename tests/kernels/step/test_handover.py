@@ -146,6 +146,24 @@ def test_live_lanes_are_left_and_padded_ones_say_so(twin, drawn, room):
     assert (whole.hidden.as_strided((N + room, 3), (H + 3, 1), H) == CANARY).all()
 
 
+def test_a_step_may_leave_its_hidden_states_elsewhere(twin):
+    step = make_step(3, [4, -1, 0], [3, 0, 2], [1, 0, 2], device=twin[1])
+    whole, without = new_hand_over(step), new_hand_over(step)._replace(hidden=None)
+    run(twin[0], step, whole)
+    twin[0](step.target, step.count, step.lanes, None, without)
+    for name in set(HandOver._fields) - {"hidden"}:
+        assert torch.equal(getattr(whole, name), getattr(without, name)), name
+
+
+def test_hidden_states_and_their_room_go_together():
+    step = make_step(3, [4], [3], [1])
+    into = new_hand_over(step)
+    with pytest.raises(ValueError, match="no hidden states are handed over, and there is some"):
+        hand_over(step.target, step.count, step.lanes, None, into)
+    with pytest.raises(ValueError, match="some hidden states are handed over, and there is no"):
+        run(hand_over, step, into._replace(hidden=None))
+
+
 def test_hidden_states_are_after_the_final_norm(twin, dtypes):
     for dtype in dtypes:
         step = make_step(3, [4, -1, 0], [3, 0, 2], [1, 0, 2], device=twin[1], dtype=dtype)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import Engine, EngineConfig
+from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
+from graphengine.drafters.eagle3 import Eagle3Module
+from graphengine.drafters.mtp import MtpModules
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
@@ -20,7 +22,7 @@ from graphengine.profiles.benchmark.engines import build_engine, random_drafter
 from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.shapes import Subject, random_module, random_tokens, step_bytes
 from graphengine.profiles.benchmark.speculation import Sweep, measure_sweep, read_sweep
-from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, NGram
+from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, Eagle3, NGram
 from timelines.fake_clock import result
 from timelines.small_bench import Bench, bench_command, tiny_work
 
@@ -97,10 +99,9 @@ def test_an_engine_of_a_shape_drafts() -> None:
     engine, _ = build_engine(Subject.of_shape("tiny"), options, random_vocab=32)
     with engine:
         assert isinstance(engine.core.drafter, EagleDrafter)
-        assert (
-            engine.core.drafter.vocabulary is not None
-            and engine.core.drafter.vocabulary.numel() == 32
-        )
+        modules = engine.core.drafter.modules
+        assert isinstance(modules, MtpModules) and modules.vocabulary is not None
+        assert modules.vocabulary.numel() == 32
         assert engine.memory.draft_lengths == (0, 2)
         assert engine.core.description["speculative"] == "mtp eagle, k=2"
         assert all(tensor.isfinite().all() for tensor in engine.core.drafter.weights.tensors())
@@ -114,8 +115,24 @@ def test_an_eagle_module_may_have_a_graph_of_its_own() -> None:
     assert isinstance(drafter, OwnGraphEagle)
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-delta", "tiny-moe"])
+def test_a_shape_may_have_an_eagle3_head(shape: str) -> None:
+    """Of the shape's sizes, with a draft vocabulary of its own."""
+    options = CPU | {"speculative": Eagle3("random", 2)}
+    engine, _ = build_engine(Subject.of_shape(shape), options, random_vocab=32)
+    with engine:
+        drafter = engine.core.drafter
+        assert isinstance(drafter, EagleDrafter) and isinstance(drafter.modules, Eagle3Module)
+        assert drafter.modules.config.draft_vocabulary == 32
+        assert all(tensor.isfinite().all() for tensor in drafter.weights.tensors())
+        (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
+        assert len(result.token_ids) == 9 and engine.acceptance.proposed > 0
+
+
 @pytest.mark.parametrize(
-    "mode", [DraftModel("x"), MTP(k=1, style="vanilla")], ids=["model", "vanilla"]
+    "mode",
+    [DraftModel("x"), Eagle3("x", 1), MTP(k=1, style="vanilla")],
+    ids=["model", "eagle3", "vanilla"],
 )
 def test_what_needs_a_checkpoint_says_so(mode: Any) -> None:
     config = EngineConfig(device="cpu", max_batch=1, speculative=mode)

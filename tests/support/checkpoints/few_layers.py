@@ -12,10 +12,13 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from graphengine.demo import checkpoint_path
 
 LAYERS = (0, 1, 6)
 """Of the demo. With the last one its text repeats itself less than with the first three alone."""
+HEAD_LAYERS = (0, 2)
+"""Of these, those whose streams the head of `eagle3_head` reads."""
 
 
 @functools.cache
@@ -45,3 +48,15 @@ def _renamed(name: str) -> str | None:
     if int(layer) not in LAYERS:
         return None
     return f"model.layers.{LAYERS.index(int(layer))}.{rest}"
+
+
+@functools.cache
+def eagle3_head() -> Path:
+    """The folder of an EAGLE3 head for it, of random weights, which reads `HEAD_LAYERS`."""
+    holder = tempfile.TemporaryDirectory(prefix="eagle3-head-")
+    _holders.append(holder)
+    tensors = load_file(few_layers() / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"].float()
+    shape = Shape(layers=HEAD_LAYERS, drafted=0)
+    head = head_tensors(shape, embedding, tensors.get("lm_head.weight", embedding).float())
+    return write_head(Path(holder.name), head_config(shape, embedding), head)

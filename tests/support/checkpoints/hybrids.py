@@ -80,12 +80,13 @@ def with_time_steps(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+# The epsilon of some is so large that where it is wrong shows in the logits.
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     # As Granite 4 is published: no positions, multipliers that are no powers of two.
     "granite": lambda: granite(
         [M, M, A, M], mamba_n_heads=6, mamba_d_head=64, mamba_expand=3, mamba_n_groups=1,
         embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.015625,
-        logits_scaling=6, position_embedding_type="nope",
+        logits_scaling=6, position_embedding_type="nope", rms_norm_eps=0.05,
     ),
     "granite-rope-limits": lambda: granite(
         [A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, mamba_n_groups=granite_groups(),
@@ -96,6 +97,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "nemotron": lambda: nemotron(
         [M, F, M, A, F, M], mamba_num_heads=6, mamba_head_dim=20, n_groups=3, conv_kernel=4,
+        layer_norm_epsilon=0.03,
     ),
     "nemotron-biases": lambda: nemotron(
         [F, A, M], mamba_num_heads=4, mamba_head_dim=12, n_groups=1, conv_kernel=2,
@@ -103,13 +105,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen": lambda: qwen(
         [M, M, A, M], linear_num_key_heads=2, linear_num_value_heads=6, linear_conv_kernel_dim=4,
+        rms_norm_eps=0.03,
     ),
     "qwen-half-tied": lambda: qwen(
         [A, M, A], linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
         attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
     ),
-    "lfm2": lambda: lfm2([C, C, A, C], block_multiple_of=16),
+    "lfm2": lambda: lfm2([C, C, A, C], block_multiple_of=16, norm_eps=0.03),
     "lfm2-biases": lambda: lfm2(
         [A, C], conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False,
         tie_word_embeddings=False, norm_eps=1e-3,

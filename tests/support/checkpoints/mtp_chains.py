@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,38 @@ def _target(kind: str, modules: int) -> PreTrainedModel:
     raise ValueError(kind)
 
 
+def random_target(kind: str) -> Any:
+    """A model without modules whose next token follows mostly from the last one."""
+    torch.manual_seed(0)
+    model: Any = _target(kind, 0).float().eval()
+    _draw(kind, list(model.named_parameters()), list(model.named_buffers()))
+    return model
+
+
+def _draw(
+    kind: str, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]
+) -> None:
+    """Random weights; what layers add is small."""
+    generator = torch.Generator().manual_seed(1)
+    corrections = [each for each in buffers if each[0].endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for name, weight in [*parameters, *corrections]:
+            noise = torch.randn(weight.shape, generator=generator)
+            if "norm" in name:
+                # Norms of Qwen3.5 add 1 themselves, but for those of heads of values.
+                lacks_one = kind == "qwen3.5" and "linear_attn" not in name
+                weight.copy_((0 if lacks_one else 1) + 0.06 * noise)
+            elif name.endswith("eh_proj.weight"):
+                token = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
+                weight.copy_(token + 0.04 * noise)
+            elif name.endswith(
+                ("o_proj.weight", "down_proj.weight", "out_proj.weight", "experts.down_proj")
+            ):
+                weight.copy_(0.01 * noise)
+            else:
+                weight.copy_(noise * (0.9 if "embed_tokens" in name else 0.15))
+
+
 class Chains:
     """A random model, its modules, and the checkpoint of both in DeepSeek-V3's layout.
 
@@ -108,26 +141,9 @@ class Chains:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def _draw(self) -> None:
-        generator = torch.Generator().manual_seed(1)
         everything = [*self.target.named_parameters(), *self.mtp.layers.named_parameters()]
         buffers = [*self.target.named_buffers(), *self.mtp.layers.named_buffers()]
-        everything += [each for each in buffers if each[0].endswith("e_score_correction_bias")]
-        with torch.no_grad():
-            for name, weight in everything:
-                noise = torch.randn(weight.shape, generator=generator)
-                if "norm" in name:
-                    # Norms of Qwen3.5 add 1 themselves, but for those of heads of values.
-                    lacks_one = self.kind == "qwen3.5" and "linear_attn" not in name
-                    weight.copy_((0 if lacks_one else 1) + 0.06 * noise)
-                elif name.endswith("eh_proj.weight"):
-                    token = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
-                    weight.copy_(token + 0.04 * noise)
-                elif name.endswith(
-                    ("o_proj.weight", "down_proj.weight", "out_proj.weight", "experts.down_proj")
-                ):
-                    weight.copy_(0.01 * noise)
-                else:
-                    weight.copy_(noise * (0.9 if "embed_tokens" in name else 0.15))
+        _draw(self.kind, everything, buffers)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The modules', by their names in the layout."""

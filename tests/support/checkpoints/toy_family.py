@@ -51,6 +51,7 @@ from graphengine.models.contract import (
     StoredLinear,
     Weight,
 )
+from graphengine.models.decoder import kept_rows
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
 
@@ -140,8 +141,8 @@ class ToyConfig:
     def arrivals(self, lanes: int) -> int:
         return self.attention.arrivals(lanes)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
-        return self.attention.split_tokens(family, dtype)
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
         return RopeTables.nbytes(HEAD_DIM, max_seq_len)
@@ -245,10 +246,17 @@ class ToyModel:
         return {}
 
     def decode(
-        self, row: DecodeLanes, residual: Residual, states: StateTensors, launch: DecodeLaunch
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        states: StateTensors,
+        launch: DecodeLaunch,
+        *,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Residual:
         weights, norms, table = self.weights, self.weights.norms, states.block_table
         (kv,) = states.cache.unbind(0)
+        residual = residual._replace(kept=kept_rows(streams, 0, residual))
         residual = weights.attention.decode(row, residual, norms[1], kv, table, self.tables, launch)
         fed = linear(
             residual.scaled,
@@ -272,6 +280,7 @@ class ToyModel:
             _write(state, torch.where(lives[:, token], slot, -1), position + token, last)
             passed.append(last)
         after = torch.stack(passed, dim=1).flatten(0, 1)
+        residual = residual._replace(kept=kept_rows(streams, 1, residual))
         residual = add_product(
             after.to(self.dtype),
             weights.mix_out,
@@ -282,6 +291,7 @@ class ToyModel:
             plan=launch.plans["mix_out"],
             launch=launch,
         )
+        residual = residual._replace(kept=kept_rows(streams, 2, residual))
         return weights.mlp.decode(row, residual, norms[3], launch)
 
     def prefill(

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.few_layers import few_layers
+from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
 from checkpoints.mtp_modules import HIDDEN, LAYOUTS, SIZES, random_tensors, rms, write_checkpoint
 from engines.small_engine import LIMIT, LONG, OTHER, PROMPT, assert_idle, open_engine
 from graphengine import Engine, Event, Request, Result, SamplingParams
-from graphengine.speculative import MTP, DraftModel, NGram, Speculative
+from graphengine.speculative import MTP, DraftModel, Eagle3, NGram, Speculative
 
 Tokens = tuple[int, ...]
 Outcome = tuple[Tokens, str, str | None]
@@ -223,5 +223,10 @@ def write_constant(folder: Path) -> tuple[Path, torch.Tensor]:
 
 
 DEMO = few_layers()
-DRAFTING = {"mtp": MTP(k=3), "ngram": NGram(k=3), "model": DraftModel(DEMO, k=3)}
+DRAFTING = {
+    "mtp": MTP(k=3),
+    "ngram": NGram(k=3),
+    "model": DraftModel(DEMO, k=3),
+    "eagle3": Eagle3(eagle3_head(), k=3, layers=HEAD_LAYERS),
+}
 """One of each way to draft on the device, by the demo model."""

@@ -53,15 +53,21 @@ def run_launch(launch: RecordedLaunch, *, late: bool = True) -> None:
 
 def _parameters(launch: RecordedLaunch, names: list[str]) -> Iterator[str]:
     """Names of the compiled kernel's parameters; of numbers those that are no constants."""
-    numbers = [
-        name
-        for index, name in enumerate(launch.kernel.arg_names)
-        if isinstance(launch.arguments[name], int | float)
-        and not launch.kernel.params[index].is_constexpr
-        and (launch.kernel.params[index].do_not_specialize or launch.arguments[name] != 1)
-    ]
+    numbers: list[str] = []
+    for index, name in enumerate(launch.kernel.arg_names):
+        value, parameter = launch.arguments[name], launch.kernel.params[index]
+        if isinstance(value, tuple):
+            fields = zip(value._fields, value, strict=True)
+            numbers += [f"{name}.{field}" for field, part in fields if _is_number(part)]
+        elif isinstance(value, int | float) and not parameter.is_constexpr:
+            numbers += [name] * (parameter.do_not_specialize or _is_number(value))
     for name in names:
         yield name or numbers.pop(0)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it stays one in a kernel that is compiled for it: 1 becomes a constant, not 1.0."""
+    return isinstance(value, float) or (isinstance(value, int) and value != 1)
 
 
 class _Memory:
@@ -90,7 +96,9 @@ class _Memory:
     def parameter(self, launch: RecordedLaunch, name: str) -> Array:
         if name in self.at:
             return np.uint64(self.at[name])
-        value = launch.arguments[name]
+        whole, _, field = name.partition(".")
+        value = launch.arguments[whole]
+        value = getattr(value, field) if field else value
         if isinstance(value, float):
             return np.float32(value).view(np.uint32)
         return np.uint32(value & 0xFFFFFFFF)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from graphengine.cli.speculative_text import (
+from graphengine.speculative import (
+    MTP,
+    Auto,
+    DraftModel,
+    DraftVocabulary,
+    Eagle3,
+    NGram,
+    Speculative,
+)
+from graphengine.speculative_text import (
     GRAMMAR,
     parse_draft_vocabulary,
     parse_speculative,
     with_draft_vocabulary,
 )
-from graphengine.speculative import MTP, Auto, DraftModel, DraftVocabulary, NGram, Speculative
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,8 @@ from graphengine.speculative import MTP, Auto, DraftModel, DraftVocabulary, NGra
         ("model:c:/d:2", DraftModel("c:/d", 2)),
         ("model:c:/d", DraftModel("c:/d")),
         ("model:7", DraftModel("7")),
+        ("eagle3:a/b", Eagle3("a/b")),
+        ("eagle3:c:/d:5", Eagle3("c:/d", 5)),
     ],
 )
 def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
@@ -42,7 +52,8 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
     "text",
     [
         "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
-        "ngram:3:", "ngram:٣", "ngram:1:2:3", "model", "model:", "model::", "MTP",
+        "ngram:3:", "ngram:٣", "ngram:1:2:3", "model", "model:", "model::", "MTP", "eagle3",
+        "eagle3:",
     ],
 )  # fmt: skip
 def test_any_other_text_shows_the_grammar(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Modes of speculation as text, for command lines."""
+"""Modes of speculation as text, for command lines and for whoever has one in a file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from graphengine.speculative import (
     Auto,
     DraftModel,
     DraftVocabulary,
+    Eagle3,
     NGram,
     Speculative,
 )
 
-GRAMMAR = "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]] or model:PATH[:K]"
+GRAMMAR = (
+    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], model:PATH[:K] or "
+    "eagle3:PATH[:K]"
+)
 VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
 
 
@@ -21,8 +25,9 @@ def parse_speculative(text: str) -> Speculative | None:
     """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
 
     `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
-    the target's hidden states. The last part of `model:PATH:K` is K where it is a number, so that a
-    path may hold colons. ValueError shows the text and the grammar, or says which value is invalid.
+    the target's hidden states. The last part of `model:PATH:K` and `eagle3:PATH:K` is K where it is
+    a number, so that a path may hold colons. ValueError shows the text and the grammar, or says
+    which value is invalid.
     """
     name, *values = text.split(":")
     match name, values:
@@ -37,11 +42,12 @@ def parse_speculative(text: str) -> Speculative | None:
             numbers = [_number(value, text) for value in values]
             ngram = NGram(*numbers[:1])
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
-        case "model", [_, *_] if any(values):
+        case "model" | "eagle3", [_, *_] if any(values):
+            mode = DraftModel if name == "model" else Eagle3
             *path, last = values
             if path and last.isdecimal():
-                return DraftModel(":".join(path), _number(last, text))
-            return DraftModel(":".join(values))
+                return mode(":".join(path), _number(last, text))
+            return mode(":".join(values))
     raise _wrong(text)
 
 

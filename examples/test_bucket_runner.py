@@ -1,0 +1,86 @@
+"""Graph tests of a runner that pads batches to buckets, as serving engines do: run it with pytest.
+
+    pytest examples/test_bucket_runner.py
+
+One graph for each bucket, one set of static buffers for all. Without a GPU the runner calls its
+step in place of a replay, and the tests that need no graph run all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+BUCKETS = (1, 4, 8)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Runner:
+    """Attention-free decoding of up to 8 rows: `ids` and `lengths` in, `logits` out."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(64, 16, generator=generator).to(DEVICE)
+        self.head = torch.randn(16, 64, generator=generator).to(DEVICE)
+        self.ids = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=DEVICE)
+        self.lengths = torch.ones(BUCKETS[-1], device=DEVICE)
+        self.logits = torch.zeros(BUCKETS[-1], 64, device=DEVICE)
+        self.replays = {rows: self.capture(rows) for rows in reversed(BUCKETS)}
+
+    @torch.no_grad()
+    def step(self, rows: int) -> None:
+        hidden = self.table[self.ids[:rows]] / self.lengths[:rows, None]
+        torch.matmul(hidden, self.head, out=self.logits[:rows])
+
+    def capture(self, rows: int) -> Callable[[], None]:
+        self.step(rows)  # a warm-up
+        if DEVICE == "cpu":
+            return lambda: self.step(rows)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(rows)
+        return graph.replay
+
+    def run(self, ids: list[int]) -> Tensor:
+        """Logits of the first `len(ids)` rows; the rest of the bucket is padding."""
+        rows = next(bucket for bucket in BUCKETS if bucket >= len(ids))
+        self.ids[: len(ids)] = torch.tensor(ids, device=DEVICE)
+        self.replays[rows]()
+        return self.logits[: len(ids)]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return Runner()
+
+
+@pytest.mark.parametrize("rows", BUCKETS)
+def test_a_replay_computes_what_the_step_computes(
+    runner: Runner, rows: int, assert_replay_matches_eager: Any
+) -> None:
+    buffers = {"lengths": runner.lengths[:rows], "logits": runner.logits[:rows]}
+    assert_replay_matches_eager(lambda: runner.step(rows), buffers, graph=runner.replays[rows])
+
+
+def test_padded_rows_change_nothing(runner: Runner, poison_padding: Any) -> None:
+    runner.ids.copy_(torch.arange(8))
+    padding = {"lengths": slice(5, None), "logits": slice(5, None)}
+    buffers = {"lengths": runner.lengths, "logits": runner.logits}
+    poison_padding(buffers, runner.replays[8], padding=padding)
+
+
+def test_a_batch_leaves_the_buffers_where_they_were(
+    runner: Runner, assert_pointers_stable: Any
+) -> None:
+    with assert_pointers_stable({"ids": runner.ids, "logits": runner.logits}):
+        runner.run([3, 1, 4])
+
+
+def test_a_row_does_not_depend_on_its_bucket(runner: Runner) -> None:
+    alone = runner.run([7]).clone()
+    assert torch.allclose(runner.run([7, 1, 2])[:1], alone, atol=1e-5)

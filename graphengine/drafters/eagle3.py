@@ -1,0 +1,196 @@
+"""EAGLE3's layer as a module of an eagle drafter.
+
+The target leaves its residual stream after the chosen layers in one static field, side by side, as
+the layer's fc reads it: in decode the kernels that write the stream do that. The field outlives the
+step's graph, so that a drafter with its own graph reads the same.
+
+Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field
+from graphengine.drafters.base import DraftSetting, FieldSizes, Prefilled
+from graphengine.drafters.head import DraftHead
+from graphengine.drafters.modules import (
+    DraftModules,
+    Hidden,
+    ModuleOutput,
+    OpenModules,
+    TargetHidden,
+)
+from graphengine.kernels import (
+    AnyWeight,
+    DecodeLanes,
+    Fusion,
+    Residual,
+    combine_hidden,
+)
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import DecodeLaunch, Destinations, ModelConfig
+from graphengine.models.eagle3 import (
+    Eagle3Config,
+    Eagle3Weights,
+    allocate_eagle3_weights,
+    eagle3_decode,
+    eagle3_prefill,
+    fuse_chunk,
+    fuse_streams,
+)
+from graphengine.models.eagle3_reading import Eagle3Checkpoint
+from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
+from graphengine.models.quantised.schemes import HEAD
+
+_STREAMS = "eagle3_streams"
+
+
+class Eagle3Module(DraftModules):
+    """The layer of an EAGLE3 checkpoint.
+
+    read        what was read of it
+    checkpoint  where its weights are; None: whoever allocates it fills them, rows of lm_head in the
+                order of their tokens
+    target      beside which it is
+    """
+
+    config: Eagle3Config
+    weights: Eagle3Weights
+    reads_output = False
+    reads_streams = True
+
+    def __init__(
+        self, read: Eagle3Checkpoint, checkpoint: Checkpoint | None, target: ModelConfig
+    ) -> None:
+        self.config, self.token_ids, self._order = read
+        self.own_checkpoint = checkpoint
+        self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
+        keeping = [layer for layer, states in enumerate(target.states) if states]
+        # What a layer does after it has kept its states is done for the last lane alone.
+        self.wants_hidden = max(self.config.layers) >= keeping[-1]
+
+    @property
+    def linears(self) -> Linears:
+        linears = self.config.linears()
+        shared = self.config.names.lm_head is None
+        formats = {name: [None] for name in linears} | {HEAD: [self._head_form if shared else None]}
+        return in_formats(linears, formats)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        own = allocate_eagle3_weights(self.config, device="meta", dtype=dtype).nbytes
+        return own + (0 if self.token_ids is None else 4 * self.token_ids.numel())
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        return self.config.table_bytes(max_seq_len)
+
+    def fields(self, sizes: FieldSizes, lanes: int) -> list[Field]:
+        layers = ", ".join(map(str, self.config.layers))
+        return [
+            Field(
+                name=_STREAMS,
+                shape=(max(sizes.prefill_tokens, lanes), self.config.streams_width),
+                dtype=sizes.dtype,
+                owner="device",
+                meaning=f"the target's stream after layers {layers}",
+            )
+        ]
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations:
+        self.weights = allocate_eagle3_weights(self.config, device=str(device), dtype=dtype)
+        if self.own_checkpoint is None:
+            return self.weights.named()
+        self.own_checkpoint.load(self.weights.named())
+        head, order = self.weights.lm_head, self._order
+        if head is not None and order is not None:
+            head.copy_(head.index_select(0, order.to(head.device)))
+        return {}
+
+    def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenEagle3:
+        return OpenEagle3(self, setting, cache, plans)
+
+
+class OpenEagle3(OpenModules):
+    """`Eagle3Module` beside the target of `setting`."""
+
+    config: Eagle3Config
+
+    def __init__(
+        self, module: Eagle3Module, setting: DraftSetting, cache: Tensor, plans: LinearPlans
+    ) -> None:
+        config, weights, target = module.config, module.weights, setting.model.weights
+        fusion = Fusion(
+            embedding=target.embedding if weights.embedding is None else weights.embedding,
+            embedding_norm=weights.layer.input_norm,
+            hidden_norm=weights.hidden_norm,
+            eps=config.output_eps,
+            start="normed" if config.normed_stream else "hidden",
+        )
+        weight: AnyWeight = target.lm_head if weights.lm_head is None else weights.lm_head
+        device, ids = fusion.embedding.device, module.token_ids
+        head = DraftHead(
+            weight,
+            None if ids is None else ids.to(device, torch.int32),
+            setting.sampling,
+            plan=plans[linear_name(HEAD, weight)],
+            eps=config.output_eps,
+        )
+        split = config.split_tokens(plans.family, fusion.embedding.dtype)
+        launch = replace(setting.launch_with(plans), split_tokens=split)
+        super().__init__(config, [fusion], head, launch, setting.model.config.norm_eps)
+        self._weights, (self._kv,) = weights, cache
+        self._tables = config.tables(setting.limit, device)
+        self._block_table = setting.buffers["block_table"]
+        self._rows = setting.buffers[_STREAMS]
+        parts = torch.split(self._rows, config.target_width, dim=1)
+        self.streams = self.step_streams = dict(zip(config.layers, parts, strict=True))
+
+    def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
+        """fc of the target's stream after the chosen layers."""
+        rows = self._rows[: lanes.slot.numel()]
+        g = fuse_streams(self._weights, rows, lanes.slot, self.launch)
+        return TargetHidden(g, fresh=True)
+
+    def run(
+        self,
+        index: int,
+        combined: Tensor,
+        residual: Residual,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+    ) -> ModuleOutput:
+        output = eagle3_decode(
+            self._weights,
+            combined,
+            residual,
+            lanes,
+            self._kv,
+            self._block_table,
+            self._tables,
+            launch,
+        )
+        return ModuleOutput(output, output if self.config.normed_output else output.x)
+
+    def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
+        chunk, weights = prefilled.chunk, self._weights
+        lanes, launch = chunk.slot.numel(), self.launch.prefill
+        g = fuse_chunk(weights, self._rows[:lanes], launch)
+        residual = self.new_stream(lanes)
+        combined = combine_hidden(
+            prefilled.following, chunk.slot, g, None, self.fusions[0], residual=residual
+        )
+        normed = eagle3_prefill(
+            weights,
+            combined,
+            residual.x,
+            chunk,
+            self._kv,
+            self._block_table,
+            self._tables,
+            prefilled.attention,
+            launch=launch,
+        )
+        return ModuleOutput(normed, normed if self.config.normed_output else residual.x)

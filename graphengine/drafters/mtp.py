@@ -1,0 +1,145 @@
+"""MTP modules: those that the target's own checkpoint has.
+
+Letters: T tokens of a chunk, H hidden, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.drafters.base import DraftSetting, Prefilled
+from graphengine.drafters.head import DraftHead, head_bytes, trimmed
+from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
+from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
+from graphengine.models.contract import (
+    ChunkAttention,
+    DecodeLaunch,
+    Destinations,
+    StoredLinear,
+)
+from graphengine.models.linears import LinearPlans, Linears, linear_name
+from graphengine.models.mtp import (
+    MtpConfig,
+    MtpWeights,
+    allocate_mtp_weights,
+    mtp_decode,
+    mtp_prefill,
+    rope_of,
+)
+
+
+class MtpModules(DraftModules):
+    """The modules of `config`, each with a layer of KV.
+
+    config      of the modules that are run
+    vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    """
+
+    config: MtpConfig
+    weights: MtpWeights
+
+    def __init__(self, config: MtpConfig, vocabulary: Tensor | None = None) -> None:
+        self.config, self.vocabulary = config, vocabulary
+
+    @property
+    def linears(self) -> Linears:
+        return self.config.linears(None if self.vocabulary is None else self.vocabulary.numel())
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
+        rows = 0 if self.vocabulary is None else self.vocabulary.numel()
+        # The rows of lm_head that it keeps, and their ids.
+        return own + head_bytes(self.config.forms, rows, self.config.hidden_size, dtype)
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        return self.config.table_bytes
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations:
+        self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
+        return self.weights.named()
+
+    def stored_linears(self) -> list[StoredLinear]:
+        return self.weights.linears()
+
+    def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenMtp:
+        return OpenMtp(self, setting, cache, plans)
+
+
+class OpenMtp(OpenModules):
+    """`MtpModules` beside the target of `setting`."""
+
+    config: MtpConfig
+
+    def __init__(
+        self, modules: MtpModules, setting: DraftSetting, cache: Tensor, plans: LinearPlans
+    ) -> None:
+        target, config = setting.model.weights, modules.config
+        self._modules = modules.weights.opened()
+        fusions = [
+            Fusion(
+                embedding=target.embedding,
+                embedding_norm=module.embedding_norm,
+                hidden_norm=module.hidden_norm,
+                eps=config.norm_eps,
+                hidden_first=config.hidden_first,
+            )
+            for module in self._modules
+        ]
+        head = DraftHead(
+            *trimmed(target.lm_head, modules.vocabulary, target.embedding.device),
+            setting.sampling,
+            plan=plans[linear_name("lm_head", target.lm_head)],
+            eps=config.output_eps,
+            group=setting.group,
+        )
+        launch = setting.launch_with(plans)
+        super().__init__(config, fusions, head, launch, setting.model.config.norm_eps)
+        self._kv = cache
+        self._tables = rope_of(setting.model)
+        self._block_table = setting.buffers["block_table"]
+
+    def run(
+        self,
+        index: int,
+        combined: Tensor,
+        residual: Residual,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+    ) -> ModuleOutput:
+        output = mtp_decode(
+            self._modules[index],
+            combined,
+            residual,
+            lanes,
+            self._kv[index],
+            self._block_table,
+            self._tables,
+            launch,
+        )
+        return ModuleOutput(output, output)
+
+    def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
+        chunk = prefilled.chunk
+        assert prefilled.hidden is not None, "a module reads hidden states"
+        combined = combine_hidden(
+            prefilled.following, chunk.slot, prefilled.hidden, None, self.fusions[0]
+        )
+        output = self.run_chunk(0, combined, chunk, prefilled.attention)
+        return ModuleOutput(output, output)
+
+    def run_chunk(
+        self, index: int, combined: Tensor, chunk: PrefillLanes, attention: ChunkAttention
+    ) -> Tensor:
+        """Module `index` for a chunk's lanes: its output [T, H]."""
+        return mtp_prefill(
+            self.config,
+            self._modules[index],
+            combined,
+            chunk,
+            self._kv[index],
+            self._block_table,
+            self._tables,
+            attention,
+            launch=self.launch.prefill,
+        )

@@ -1,0 +1,358 @@
+"""EAGLE3: a layer beside a target, which reads the target's residual stream after a few layers.
+
+Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language
+Models via Training-Time Test", arXiv:2503.01840. For the token at position p and the one after it:
+
+    g = fc [h_a; h_b; h_c]           where the target has been; else y of the run before
+    a = attention of [norm_e(E(token)); norm_h(g)], which is 2H wide
+    r = g + a                        or norm_h(g) + a, as `norm_before_residual` says
+    y = r + mlp(norm(r))
+    logits = lm_head(norm_out(y))    over the draft vocabulary
+
+h_a, h_b and h_c are the sums that the target's layers a, b and c leave, before any norm. The next
+run reads y as it is, or norm_out(y), as `norm_output` says. E is the target's where the checkpoint
+has none, and so is lm_head.
+
+Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary, V vocabulary, A layers that are
+read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    DecodeLanes,
+    PrefillLanes,
+    Residual,
+    RowFamily,
+    linear_squares,
+)
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.streams import chunk_product
+from graphengine.models.contract import (
+    ChunkAttention,
+    DecodeLaunch,
+    ModelConfig,
+    PrefillLaunch,
+    StoredLinear,
+    StoredWeights,
+    Weight,
+)
+from graphengine.models.decoder import ATTENTION, MLP, DecoderConfig, prefill_scratch
+from graphengine.models.decoder_layer import (
+    LayerWeights,
+    decode_feed_forward,
+    finish_prefill_layer,
+)
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.linears import PLAIN, Linear, Linears
+from graphengine.models.states import LayerStates
+
+
+def usual_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Those after which heads read that do not say otherwise; a target of few has not all."""
+    count = target.num_layers
+    return (1, count // 2 - 1, count - 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Names:
+    """Names in the checkpoint, without ".weight"; None for what is the target's.
+
+    layer  prefix of the layer's tensors
+    """
+
+    layer: str
+    fc: str
+    final_norm: str
+    lm_head: str | None
+    embedding: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Config:
+    """Sizes and switches.
+
+    layer           the layer's, and its vocabulary is that of the drafts
+    layers          of the target: the stream after each is read, in the order of fc's columns
+    target_width    columns of that stream
+    embedding_rows  of the checkpoint's embedding; 0: there is none
+    fc_bias         whether fc has one
+    normed_stream   whether the layer adds to norm_h(g) in place of g
+    normed_output   whether the next run reads norm_out(y) in place of y
+    """
+
+    layer: DecoderConfig
+    names: Eagle3Names
+    layers: tuple[int, ...]
+    target_width: int
+    embedding_rows: int = 0
+    fc_bias: bool = False
+    normed_stream: bool = False
+    normed_output: bool = False
+
+    @classmethod
+    def of_target(cls, target: ModelConfig, draft_vocabulary: int) -> Self:
+        """A head as SpecForge configures one: a dense layer of the target's sizes, which reads the
+        usual layers, or those of a target of few that come nearest.
+
+        ValueError for a target whose layers have no heads of their own.
+        """
+        decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target
+        if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:
+            raise ValueError(f"no EAGLE3 head has the sizes of a {target.architecture}")
+        layer = DecoderConfig(
+            architecture="Eagle3",
+            vocab_size=draft_vocabulary,
+            hidden_size=decoder.hidden_size,
+            ffn_size=decoder.ffn_size,
+            num_layers=1,
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            norm_eps=decoder.norm_eps,
+            max_positions=decoder.max_positions,
+            rope=decoder.rope,
+        )
+        last = target.num_layers - 1
+        usual = {min(max(each, 0), last) for each in usual_layers(target)}
+        return cls(
+            layer=layer,
+            names=Eagle3Names(
+                layer="midlayer.", fc="fc", final_norm="norm", lm_head="lm_head", embedding=None
+            ),
+            layers=tuple(sorted(usual)),
+            target_width=target.hidden_size,
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def draft_vocabulary(self) -> int:
+        """D"""
+        return self.layer.vocab_size
+
+    @property
+    def streams_width(self) -> int:
+        """Columns of what fc reads."""
+        return len(self.layers) * self.target_width
+
+    @property
+    def output_eps(self) -> float:
+        """The epsilon of every norm."""
+        return self.layer.norm_eps
+
+    @property
+    def attention(self) -> GroupedQueryAttention:
+        attention = self.layer.attention
+        assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
+        return replace(attention, fed_size=2 * self.hidden_size)
+
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """Keys and values of the one layer."""
+        return ((self.attention.state,),)
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, as of a model."""
+        return self.attention.arrivals(lanes)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
+        """Tokens that a program of decode attention reads."""
+        return self.attention.split_tokens(family, dtype)
+
+    def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
+        """The layer's cosines and sines, which are not the target's."""
+        return RopeTables.of(
+            self.layer.rope,
+            head_dim=self.attention.table_dim,
+            max_seq_len=max_seq_len,
+            device=device,
+        )
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Bytes of the cosines and sines of this many positions."""
+        return RopeTables.nbytes(self.attention.table_dim, max_seq_len)
+
+    def linears(self) -> Linears:
+        """Of a run, in its order; fc's product is not added to anything."""
+        return {
+            "fc": Linear("residual", self.hidden_size, self.streams_width),
+            **self.attention.linears,
+            **self.layer.mlp.linears,
+            "lm_head": Linear("sample", self.draft_vocabulary, self.hidden_size),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Weights(StoredWeights):
+    """All weights, in the model's dtype; `layer.input_norm` is the embedding's.
+
+    fc         `[H, A * target width]`
+    lm_head    `[D, H]`, its rows in the order of their tokens; None: it is the target's
+    embedding  `[V, H]`; None: it is the target's
+    """
+
+    config: Eagle3Config
+    fc: Tensor
+    fc_bias: Tensor | None
+    hidden_norm: Tensor
+    layer: LayerWeights
+    final_norm: Tensor
+    lm_head: Tensor | None
+    embedding: Tensor | None
+
+    @property
+    def attention(self) -> AttentionWeights:
+        """The layer's."""
+        attention = self.layer.attention
+        assert isinstance(attention, AttentionWeights), f"{attention=}"
+        return attention
+
+    def linears(self) -> list[StoredLinear]:
+        """Every product's weight."""
+        names = self.config.names
+        linears = [StoredLinear(self.fc, ((names.fc, len(self.fc)),)), *self.layer.linears()]
+        if self.lm_head is not None and names.lm_head is not None:
+            linears.append(StoredLinear(self.lm_head, ((names.lm_head, len(self.lm_head)),)))
+        return linears
+
+    def stored(self) -> dict[str, Weight]:
+        """Every tensor by its name."""
+        names = self.config.names
+        named: dict[str, Tensor | None] = {
+            f"{names.fc}.weight": self.fc,
+            f"{names.fc}.bias": self.fc_bias,
+            f"{names.layer}hidden_norm.weight": self.hidden_norm,
+            f"{names.final_norm}.weight": self.final_norm,
+            f"{names.lm_head}.weight": self.lm_head,
+            f"{names.embedding}.weight": self.embedding,
+        }
+        own = {name: Weight(tensor) for name, tensor in named.items() if tensor is not None}
+        return own | self.layer.stored()
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        own = (self.fc, self.fc_bias, self.hidden_norm, self.final_norm, self.lm_head)
+        there = [tensor for tensor in (*own, self.embedding) if tensor is not None]
+        return there + self.layer.tensors()
+
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Of the layer's keys and values, by the prefix of its attention."""
+        return {self.attention.prefix: self.attention.kv_scales}
+
+
+def allocate_eagle3_weights(
+    config: Eagle3Config, *, device: str, dtype: torch.dtype
+) -> Eagle3Weights:
+    """Uninitialised weights of the right shapes; `device="meta"` allocates nothing."""
+    hidden, names = config.hidden_size, config.names
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    prefix = names.layer
+    layer = LayerWeights(
+        prefix=prefix,
+        input_norm=new(hidden),
+        attention=config.attention.allocate(prefix + ATTENTION, PLAIN, device=device, dtype=dtype),
+        ffn_norm=new(hidden),
+        mlp=config.layer.mlp.allocate(prefix + MLP, PLAIN, device=device, dtype=dtype),
+    )
+    return Eagle3Weights(
+        config=config,
+        fc=new(hidden, config.streams_width),
+        fc_bias=new(hidden) if config.fc_bias else None,
+        hidden_norm=new(hidden),
+        layer=layer,
+        final_norm=new(hidden),
+        lm_head=None if names.lm_head is None else new(config.draft_vocabulary, hidden),
+        embedding=new(config.embedding_rows, hidden) if config.embedding_rows else None,
+    )
+
+
+def fuse_streams(
+    weights: Eagle3Weights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
+) -> Tensor:
+    """g of decode lanes, float32 `[N, H]`, from the streams that the target's layers left, side by
+    side. Padded lanes hold anything.
+    """
+    product = linear_squares(
+        streams_NS,
+        weights.fc,
+        slot_N,
+        bias=weights.fc_bias,
+        plan=launch.plan("fc", weights.fc),
+        launch=launch,
+    )
+    return product.y
+
+
+def fuse_chunk(weights: Eagle3Weights, streams_TS: Tensor, launch: PrefillLaunch) -> Tensor:
+    """The same of a chunk's lanes, in the model's dtype."""
+    g = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
+    return chunk_product(streams_TS, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
+
+
+def eagle3_decode(
+    weights: Eagle3Weights,
+    combined_N2H: Tensor,
+    residual: Residual,
+    row: DecodeLanes,
+    kv: Tensor,
+    block_table: Tensor,
+    tables: RopeTables,
+    launch: DecodeLaunch,
+) -> Residual:
+    """The layer for `row`'s lanes: y, and y scaled for the final norm.
+
+    combined_N2H  the normed embedding and hidden state
+    residual      `x` is what the layer adds to; updated in place. The other parts are not read.
+    kv            the layer's cache: each live lane's keys and values are written at `row.position`
+    launch        with plans of `Eagle3Config.linears`
+    """
+    layer = weights.layer
+    residual = weights.attention.decode(
+        row,
+        residual,
+        layer.after_attention,
+        kv,
+        block_table,
+        tables,
+        launch,
+        fed=combined_N2H,
+    )
+    return decode_feed_forward(layer, weights.final_norm, row, residual, launch)
+
+
+def eagle3_prefill(
+    weights: Eagle3Weights,
+    combined_T2H: Tensor,
+    stream_TH: Tensor,
+    chunk: PrefillLanes,
+    kv: Tensor,
+    block_table: Tensor,
+    tables: RopeTables,
+    attention: ChunkAttention,
+    *,
+    launch: PrefillLaunch,
+) -> Tensor:
+    """The layer for a chunk's lanes: y `[T, H]` after the final norm, model dtype.
+
+    stream_TH  float32, what the layer adds to; it becomes y. Padded lanes hold anything.
+    Other arguments as of `eagle3_decode`; `attention` as of `Model.prefill`.
+    """
+    layer, config = weights.layer, weights.config.layer
+    scratch = prefill_scratch(config, [layer], len(stream_TH), like=combined_T2H, launch=launch)
+    attended = weights.attention.attend(
+        chunk, kv, block_table, tables, attention, scratch, fed=combined_T2H
+    )
+    finish_prefill_layer(layer, weights.final_norm, stream_TH, attended, chunk.slot, scratch)
+    return scratch.h

@@ -1,0 +1,311 @@
+"""The Gluon kernel of experts in 8 and 4 bits: its code for sm_90 in an emulation, and natively."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.experts.experts import (
+    expert_residual,
+    expert_swiglu,
+    residual_arrivals,
+)
+from graphengine.kernels.experts.grouping import Grouping, group_pairs_reference, most_blocks
+from graphengine.kernels.experts.packed import PackedExperts, fill_expert
+from graphengine.kernels.experts.plans import check_expert_plan, decode_block, expert_plan
+from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.packed import pack
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from launches.compilation import record_launch
+from launches.emulation import run_launch
+from launches.quantised import FORMATS, random_quantised
+
+EXPERTS = importlib.import_module("graphengine.kernels.experts.experts")
+DECODE = importlib.import_module("graphengine.kernels.experts.packed_decode")
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NAN, EPS = float("nan"), 1e-6
+# Programs of 4 streams of a tile's columns, 2, and one.
+THIN = LinearPlan("dot", block_m=16, block_k=256, stages=2)
+WIDE = LinearPlan("dot", block_m=32, block_k=128, stages=3)
+TALL = LinearPlan("dot", block_m=64, block_k=64, stages=2)
+
+
+def random_experts(name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set[int]) -> Any:
+    """Random experts and what they mean, float32 [E, M, K]; `idle` ones hold NaN or 255."""
+    packed = [pack(random_quantised(name, M, K, seed=e), swiglu=swiglu) for e in range(E)]
+    one = packed[0]
+
+    def room(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.new_empty((E, *tensor.shape))
+
+    experts = PackedExperts(
+        one.format,
+        (E, M, K),
+        swiglu,
+        one.codes.new_empty((E, *one.codes.shape)),
+        room(one.scales),
+        room(one.zeros),
+        room(one.row_scales),
+    )
+    for index, weight in enumerate(packed):
+        fill_expert(experts, index, weight)
+    for index in idle:
+        for tensor in experts.expert(index).tensors:
+            tensor.fill_(NAN if tensor.dtype.is_floating_point else 255)
+    return experts
+
+
+def to_device(experts: PackedExperts, device: str) -> PackedExperts:
+    return PackedExperts(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in experts))
+
+
+class Case:
+    """Operands of some lanes, the second padded; lanes choose among the first `used` experts."""
+
+    def __init__(
+        self, name: str, dtype: torch.dtype, *, lanes: int, hidden: int, ffn: int,
+        used: int = 3, top_k: int = 2, E: int = 4, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device)
+
+        random = torch.Generator().manual_seed(lanes)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random)
+
+        chosen = torch.stack([torch.randperm(used, generator=random)[:top_k] for _ in range(lanes)])
+        share = torch.rand(lanes, top_k, generator=random)
+        slot = torch.arange(lanes)
+        x = normal(lanes, hidden)
+        if lanes > 1:
+            slot[1], x[1], chosen[1], share[1] = -1, NAN, 2**31 - 1, NAN
+        idle = set(range(E)) - set(chosen[slot >= 0].flatten().tolist())
+        self.E = E
+        self.slot = slot.int()
+        self.routes = Routes(chosen.int(), share)
+        self.squares = (torch.rand(3, lanes, generator=random) + 0.5) * hidden / 3
+        self.gate_up = random_experts(name, E, 2 * ffn, hidden, swiglu=True, idle=idle)
+        self.down = random_experts(name, E, hidden, ffn, swiglu=False, idle=idle)
+        live = int(chosen[0, 0])
+        self.x = (x / (self.gate_up.floats(live).square().mean() * hidden).sqrt()).to(dtype)
+        a = normal(lanes * top_k, ffn) / (self.down.floats(live).square().mean() * ffn).sqrt()
+        a.view(lanes, top_k, ffn)[slot < 0] = NAN
+        self.a = a.to(dtype)
+        self.gate_up_bias, self.down_bias = (
+            normal(E, 2 * ffn).to(dtype),
+            normal(E, hidden).to(dtype),
+        )
+        self.stream, self.norm = normal(lanes, hidden), normal(hidden).to(dtype)
+        self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
+
+    def grouping(self, size: int) -> Grouping | None:
+        if not size:
+            return None
+        pairs = self.routes.expert.numel()
+        blocks = most_blocks(pairs, self.E, size)
+        slot, expert = self.slot.cpu(), self.routes.expert.cpu()
+        # Places that nobody may look at hold huge numbers.
+        order, found = slot.new_full((pairs,), 2**30), slot.new_full((3, blocks), 2**30)
+        grouping = Grouping(order, found, size)
+        group_pairs_reference(expert, slot, experts=self.E, out=grouping)
+        return Grouping(order.to(self.slot.device), found.to(self.slot.device), size)
+
+    def take(self, lane: int) -> Case:
+        """A lane alone."""
+        one = object.__new__(Case)
+        one.__dict__.update(self.__dict__)
+        one.slot, one.x, one.stream = (t[[lane]] for t in (self.slot, self.x, self.stream))
+        one.a = self.a.view(len(self.slot), -1, self.a.shape[1])[lane]
+        one.squares = self.squares[:, [lane]].contiguous()
+        one.routes = Routes(*(each[[lane]] for each in self.routes))
+        return one
+
+    def live(self, of_pairs: torch.Tensor) -> torch.Tensor:
+        return of_pairs.view(*self.routes.expert.shape, -1)[self.slot >= 0]
+
+
+def launch(case: Case, call: Any) -> Any:
+    """Run the launch; without a GPU in an emulation, with copies late and early."""
+    if case.x.is_cuda:
+        return call()
+    found: list[Any] = []
+    recorded = record_launch(EXPERTS, lambda: found.append(call()), DECODE)
+    run_launch(recorded, late=len(case.slot) % 2 == 0)
+    return found[0]
+
+
+def swiglu(case: Case, plan: LinearPlan, size: int = 0) -> torch.Tensor:
+    """Of live pairs."""
+    out = torch.full_like(case.a, 7.0)
+    launch(
+        case,
+        lambda: expert_swiglu(
+            case.x, case.gate_up, case.slot, case.routes, tile=plan, squares_TN=case.squares,
+            eps=EPS, bias_E2F=case.gate_up_bias, clamped=case.clamped,
+            grouping=case.grouping(size), out=out, pdl=True,
+        ),
+    )  # fmt: skip
+    padded = out.view(*case.routes.expert.shape, -1)[case.slot < 0]
+    assert (padded == 7.0).all(), "a padded lane was written"
+    return case.live(out)
+
+
+def residual(case: Case, plan: LinearPlan, size: int = 0) -> tuple[torch.Tensor, ...]:
+    """Stream, scaled and squares of live lanes."""
+    lanes, hidden = case.stream.shape
+    arrivals = case.slot.new_zeros(residual_arrivals(lanes, hidden))
+    stream = Residual(case.stream.clone(), torch.full_like(case.x, 7.0), case.stream)
+    after = launch(
+        case,
+        lambda: expert_residual(
+            case.a, case.down, case.slot, case.routes, stream, case.norm, plan=plan,
+            arrivals=arrivals, bias_EH=case.down_bias, grouping=case.grouping(size), pdl=True,
+        ),
+    )  # fmt: skip
+    live = case.slot >= 0
+    assert not arrivals.any()
+    assert torch.equal(after.x[~live], case.stream[~live]) and (after.scaled[~live] == 7.0).all()
+    return after.x[live], after.scaled[live], after.squares[:, live]
+
+
+def expected_swiglu(case: Case) -> torch.Tensor:
+    out = expert_product_reference(
+        case.x, case.gate_up, case.slot, case.routes, squares_TN=case.squares, eps=EPS,
+        swiglu=True, bias_EM=case.gate_up_bias, clamped=case.clamped, out=torch.zeros_like(case.a),
+    )  # fmt: skip
+    return case.live(out)
+
+
+def expected_residual(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    y = expert_sum_reference(
+        case.a, case.down, case.slot, case.routes, out_dtype=torch.float32, bias_EH=case.down_bias
+    )
+    stream = Residual(case.stream.clone(), torch.zeros_like(case.x), case.squares[:1].clone())
+    after = add_to_residual_reference(y, case.slot, stream, case.norm)
+    live = case.slot >= 0
+    return after.x[live], after.scaled[live]
+
+
+def check(case: Case, plan: LinearPlan, sizes: tuple[int, ...], close: Any) -> None:
+    """Both products against the references, and in all forms with the same bits."""
+    one, *others = (swiglu(case, plan, size) for size in sizes)
+    close(one, expected_swiglu(case), case.x.dtype)
+    assert all(torch.equal(one, other) for other in others)
+    first, *more = (residual(case, plan, size) for size in sizes)
+    for found, wanted in zip(first, expected_residual(case), strict=False):
+        close(found, wanted, case.x.dtype)
+    for other in more:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name, dtype, lanes, hidden, ffn, plan, sizes",
+    [
+        # Rows that end in a block, and columns in a tile; rings of fewer tiles than there are.
+        ("mxfp4", BF16, 1, 352, 40, THIN, (0, 8)),
+        ("mxfp4", FP16, 4, 160, 96, WIDE, (0, 8, 16)),
+        ("e4m3 in blocks", BF16, 3, 264, 40, TALL, (0, 8)),
+        ("e4m3", BF16, 2, 136, 40, WIDE, (0, 8)),
+        ("int8 in groups", FP16, 2, 104, 24, THIN, (0, 8)),
+        ("int4 with zeros", FP16, 3, 136, 40, THIN, (0, 8)),
+        ("nvfp4", BF16, 2, 136, 40, WIDE, (0, 8)),
+    ],
+)
+def test_experts_mean_what_their_weights_mean(
+    assert_products_close, name, dtype, lanes, hidden, ffn, plan, sizes
+):
+    case = Case(name, dtype, lanes=lanes, hidden=hidden, ffn=ffn)
+    check(case, plan, sizes, assert_products_close)
+
+
+@compiles
+@pytest.mark.parametrize(
+    "plan, size, message",
+    [
+        (THIN, 4, r"take blocks of \(8, 16, 32\) pairs, not 4"),
+        (THIN._replace(splits=2), 0, "splits=2 must be 1: .* experts do not split K"),
+        (THIN._replace(family="fma"), 0, "experts in e2m1-1x32 want a plan of the family dot"),
+        (THIN._replace(block_m=8), 0, "block_m=8 of .* experts must be at least 16"),
+        (THIN._replace(block_k=128), 0, "4 streams of packed e2m1 want a power .* at least 256"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_an_error(plan, size, message):
+    case = Case("mxfp4", BF16, lanes=4, hidden=64, ffn=32)
+    for product in (swiglu, residual):
+        with pytest.raises(ValueError, match=message):
+            product(case, plan, size)
+
+
+def test_plans_and_blocks_of_packed_experts():
+    """Of several pairs twice the rows share their inputs; blocks are small while experts have few
+    pairs.
+    """
+    mxfp4, fp8 = WeightFormat("e2m1", 1, 32), WeightFormat("e4m3", 128, 128)
+    plans = {
+        (kind.code, family): expert_plan("swiglu", 5760, 2880, BF16, family, kind)
+        for kind in (mxfp4, fp8)
+        for family in ("fma", "dot")
+    }
+    assert plans == {
+        ("e2m1", "fma"): LinearPlan("dot", block_m=16, block_k=1024, stages=3),
+        ("e2m1", "dot"): LinearPlan("dot", block_m=32, block_k=512, stages=3),
+        ("e4m3", "fma"): LinearPlan("dot", block_m=16, block_k=512, stages=3),
+        ("e4m3", "dot"): LinearPlan("dot", block_m=32, block_k=256, stages=3),
+    }
+    short = expert_plan("residual", 40, 40, BF16, "dot", mxfp4)
+    check_expert_plan(short, "residual", mxfp4)
+    assert [decode_block(lanes, 4, 32, mxfp4) for lanes in (1, 8, 48, 49)] == [8, 8, 8, 16]
+    assert decode_block(8, 4, 32) == 16
+
+
+# What a GPU does.
+
+GPT_OSS = {"lanes": 8, "hidden": 2880, "ffn": 2880, "top_k": 4, "used": 5, "E": 6}
+
+
+@gpu
+@pytest.mark.parametrize("lanes", [1, 2, 8])
+@pytest.mark.parametrize("plan", [None, WIDE, TALL], ids=str)
+def test_a_gpu_matches_the_reference_at_the_shape_of_gpt_oss(assert_products_close, lanes, plan):
+    """Alone and in groups, with experts that hold NaN and huge scales where nobody may look."""
+    case = Case("mxfp4", BF16, device="cuda", **GPT_OSS | {"lanes": lanes})
+    plan = plan or expert_plan("swiglu", 5760, 2880, BF16, "dot", case.gate_up.format)
+    check(case, plan, (0, 8, 16), assert_products_close)
+
+
+@gpu
+@pytest.mark.parametrize("plan", [THIN, WIDE, TALL], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_gpu_matches_the_reference_in_every_format(assert_products_close, name, dtype, plan):
+    """Of shapes that fill no block, no tile and no ring, with more pairs of an expert than a block
+    has.
+    """
+    case = Case(name, dtype, lanes=24, hidden=328, ffn=200, top_k=3, used=5, E=7, device="cuda")
+    check(case, plan, (0, 8, 16, 32), assert_products_close)
+
+
+@gpu
+def test_a_gpu_gives_a_pair_the_same_bits_in_any_company(assert_products_close):
+    case = Case("mxfp4", BF16, device="cuda", **GPT_OSS)
+    plan = expert_plan("swiglu", 5760, 2880, BF16, "dot", case.gate_up.format)
+    all_of = swiglu(case, plan, 8), *residual(case, plan, 8)[:2]
+    lanes = (case.slot >= 0).nonzero().flatten().tolist()
+    for place, lane in enumerate(lanes):
+        one = case.take(lane)
+        alone = swiglu(one, plan), *residual(one, plan)[:2]
+        for found, among in zip(alone, all_of, strict=True):
+            assert torch.equal(found[0], among[place])

@@ -1,0 +1,137 @@
+"""README.md and docs/: their links, their code, and what a page must not become."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine import Engine, SamplingParams
+from graphengine.testing import poison_padding
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "graphengine" / "testing" / "README.md",
+    ROOT / "plugin" / "README.md",
+    ROOT / "examples" / "README.md",
+    ROOT / "CONTRIBUTING.md",
+)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def prose(text: str) -> str:
+    """A page without its fenced code blocks."""
+    return FENCED.sub("", text)
+
+
+def links(text: str) -> list[str]:
+    """The targets of a page's links and pictures that lie in this repository."""
+    return [target for target in LINK.findall(prose(text)) if "://" not in target]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to one of a page's headings may have after #, as GitHub and MkDocs make it."""
+    titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """The links of a page at `page` that lead nowhere."""
+    found = []
+    for link in links(text):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.is_file() or (
+            anchor and anchor not in anchors(text if target == page else target.read_text("utf-8"))
+        ):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert broken(page, page.read_text("utf-8")) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "# A title, with `code`\n[a](#a-title-with-code) [b](#b) [c](docs/none.md) [d](x://y)\n"
+    assert broken(ROOT / "README.md", text) == ["#b", "docs/none.md"]
+    assert broken(ROOT / "README.md", "[a](docs/limits.md#latency) [b](docs/limits.md#none)") == [
+        "docs/limits.md#none"
+    ]
+    assert broken(ROOT / "README.md", "```\n[a](b)\n```\n") == []
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 160
+    linked = {link.partition("#")[0] for link in links(text)}
+    assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= linked
+
+
+# Code.
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CODE = {
+    page.relative_to(ROOT).as_posix(): blocks
+    for page in PAGES
+    if page.parent.name != "testing" and (blocks := BLOCK.findall(page.read_text("utf-8")))
+}
+"""The Python blocks of each page; the plugin's page has tests of its own."""
+NEEDS = {"docs/grammars.md": "llguidance", "docs/experts.md": "transformers"}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.from_pretrained("demo", device="cpu", max_batch=2, max_seq_len=320) as engine:
+        yield engine
+
+
+def moe_checkpoint(folder: Path) -> Path:
+    """A model with experts that `record_routing` has something to say about."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", CODE)
+def test_the_code_of_a_page_runs(
+    page: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block after block, with what the page's reader has: an engine, a prompt, ..."""
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page])
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "Engine": Engine, "SamplingParams": SamplingParams, "engine": engine,
+        "prompt": "def f(", "params": SamplingParams(max_tokens=4),
+        "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
+        "serve_for_a_while": lambda engine: engine.generate("x", SamplingParams(max_tokens=2)),
+    }  # fmt: skip
+    if page == "docs/experts.md":
+        names |= {"path": moe_checkpoint(tmp_path), "prompt": [1, 2, 3]}
+    for block in CODE[page]:
+        exec(compile(block, page, "exec"), names)
+    if "answer" in names:
+        asyncio.run(names["answer"]("def f("))
+    for name, test in list(names.items()):
+        if name.startswith("test_"):
+            test(poison_padding)
+    if names["engine"] is not engine:
+        names["engine"].close()
+
+
+def test_most_pages_have_code() -> None:
+    assert {"README.md", "docs/sessions.md", "docs/requests.md", "docs/profiling.md"} < {*CODE}

@@ -1,0 +1,110 @@
+"""Every program of examples/ runs on the demo model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import Engine
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ON_GPU = torch.cuda.is_available()
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_has_a_test_and_a_line_on_the_page() -> None:
+    page = (EXAMPLES / "README.md").read_text("utf-8")
+    tests = Path(__file__).read_text("utf-8")
+    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert names and [n for n in names if f"`{n}.py`" not in page or f'"{n}' not in tests] == []
+
+
+def test_the_robot_cancels_what_is_out_of_date() -> None:
+    first, second = load("robot_loop").main()
+    assert first.finish_reason in ("cancelled", "length", "stop")
+    assert second.finish_reason in ("length", "stop", "deadline") and second.text
+    assert second.request_id == first.request_id + 1
+
+
+def test_the_voice_agent_is_interrupted_and_goes_on() -> None:
+    heard, said = load("voice_agent").main()
+    assert heard and said and heard not in said[:1]
+
+
+def test_output_is_typed() -> None:
+    pytest.importorskip("llguidance")
+    command = load("typed_output").main()
+    assert command.keys() == {"action", "centimetres"}
+    assert command["action"] in ("move", "grip", "wait") and 0 <= command["centimetres"] <= 99
+
+
+def test_sessions_go_back_branch_and_are_restored() -> None:
+    first, second, branch, restored = load("sessions").main()
+    assert first.cached_tokens == 0
+    assert min(turn.cached_tokens for turn in (second, branch, restored)) > 0
+    assert restored.prompt_token_ids == second.prompt_token_ids
+    assert restored.token_ids == second.token_ids or ON_GPU, "up to last bits on a GPU"
+
+
+def test_the_shim_answers_over_http() -> None:
+    shim = load("openai_shim")
+
+    def post(body: dict[str, Any]) -> tuple[int, Any]:
+        request = urllib.request.Request(url, json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    with Engine.from_pretrained("demo", max_batch=2, max_seq_len=64) as engine:
+        loop, server = shim.serve(engine, port=0)
+        url = f"http://127.0.0.1:{server.server_port}/v1/completions"
+        answers: list[tuple[int, Any]] = []
+
+        def client() -> None:
+            greedy = {"prompt": "def fib(", "max_tokens": 4, "temperature": 0}
+            bodies = [greedy, {"max_tokens": 4}, greedy | {"max_tokens": -1}]
+            answers.extend(map(post, bodies))
+            loop.stopping.set()
+
+        thread = threading.Thread(target=client)
+        thread.start()
+        loop.run()
+        thread.join()
+        server.shutdown()
+        server.server_close()
+    assert [status for status, _ in answers] == [200, 400, 400]
+    (choice,) = answers[0][1]["choices"]
+    assert choice["text"] and choice["finish_reason"] == "length"
+    assert "prompt" in answers[1][1]["error"]["message"]
+    assert "max_tokens=-1 must be at least 1" in answers[2][1]["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["test_bucket_runner"])
+def test_graph_tests_pass(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    options = ["--rootdir", str(EXAMPLES), "--import-mode=importlib"]
+    done = subprocess.run(
+        [*command, *options, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 passed" in done.stdout
