@@ -41,7 +41,7 @@ program-tests:
 
 host-tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/host $(ENGINE_TESTS)/core \
-		$(ENGINE_TESTS)/observe $(ENGINE_TESTS)/text $(ENGINE_TESTS)/cli
+		$(ENGINE_TESTS)/observe $(ENGINE_TESTS)/parallel $(ENGINE_TESTS)/text $(ENGINE_TESTS)/cli
 
 model-tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ENGINE_TESTS)/models $(ENGINE_TESTS)/demo \

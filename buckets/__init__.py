@@ -31,7 +31,15 @@ from graphengine.buckets.graphs.nodes import count_nodes
 from graphengine.buckets.graphs.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
-from graphengine.buckets.static import Field, Owner, Part, StaticBuffers, buffer_bytes, field_groups
+from graphengine.buckets.static import (
+    Copied,
+    Field,
+    Owner,
+    Part,
+    StaticBuffers,
+    buffer_bytes,
+    field_groups,
+)
 from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [
@@ -39,6 +47,7 @@ __all__ = [
     "BudgetLine",
     "CaptureReport",
     "CapturedGraph",
+    "Copied",
     "Field",
     "GraphEdge",
     "GraphNode",

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -79,6 +79,14 @@ class Part:
     values: Any
 
 
+class Copied(NamedTuple):
+    """What a load copied to the device: of the image of group number `group` these bytes."""
+
+    group: int
+    start: int
+    stop: int
+
+
 class StaticBuffers:
     """The tensors of a field table, on `device`, with `staging_blocks` staging blocks.
 
@@ -122,7 +130,7 @@ class StaticBuffers:
         tensors: dict[str, torch.Tensor] = {}
         for fields_of_group in field_groups(self.fields):
             offsets, size = _layout(fields_of_group)
-            group = _Group(size, self.device, staging_blocks)
+            group = _Group(len(self._groups), size, self.device, staging_blocks)
             self._groups.append(group)
             for field in fields_of_group:
                 part = slice(offsets[field.name], offsets[field.name] + field.nbytes)
@@ -162,7 +170,7 @@ class StaticBuffers:
         *,
         sequence: int,
         stream: torch.cuda.Stream | None = None,
-    ) -> None:
+    ) -> list[Copied]:
         """Replace the contents of the named host-owned fields and copy their groups to the device.
 
         A value holds one item for each of the field's first lanes; the lanes after them are
@@ -176,6 +184,8 @@ class StaticBuffers:
         `sequence` is the number of the first replay that will be launched after this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
 
+        Returns what was copied, which `image` has and other buffers may `repeat`.
+
         Raises ValueError, with the field and the numbers, for a field that is unknown or
         device-owned, too many lanes, a lane too long, values that are not numbers of the field's
         kind or are out of its dtype's range, and a `sequence` that goes back. RuntimeError if every
@@ -184,6 +194,36 @@ class StaticBuffers:
         self._require_open()
         prepared = {name: self._lanes_of(name).prepare(value) for name, value in updates.items()}
         groups = self._groups if len(self._groups) < 2 else self._groups_of(updates)
+        self._check_staging(groups, sequence)
+        for name, (first, values) in prepared.items():
+            self._lanes[name].store(first, values)
+        return [group.send(sequence, stream) for group in groups]
+
+    def image(self, copied: Copied) -> memoryview:
+        """The bytes that were copied; valid until the next load."""
+        return self._groups[copied.group].image[copied.start : copied.stop].data
+
+    def repeat(
+        self,
+        copied: Copied,
+        data: bytes | memoryview,
+        *,
+        sequence: int,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Copy what a load of buffers with the same table has copied: `data` is their `image`.
+
+        `sequence` and `stream`, and what staging blocks need, are as of `load`.
+        """
+        self._require_open()
+        group = self._groups[copied.group]
+        self._check_staging([group], sequence)
+        group.image[copied.start : copied.stop] = np.frombuffer(data, dtype=np.uint8)
+        group.change(copied.start, copied.stop)
+        group.send(sequence, stream)
+
+    def _check_staging(self, groups: Sequence[_Group], sequence: int) -> None:
+        """ValueError for a `sequence` that goes back, RuntimeError if a group has no block left."""
         earliest = max(self._acknowledged + 1, *(group.last for group in self._groups), 1)
         if sequence < earliest:
             raise ValueError(
@@ -195,14 +235,15 @@ class StaticBuffers:
                     f"all {self._staging_blocks} staging blocks are in flight: the oldest waits "
                     f"for replay {group.oldest}, acknowledged are those up to {self._acknowledged}"
                 )
-        for name, (first, values) in prepared.items():
-            self._lanes[name].store(first, values)
-        for group in groups:
-            group.send(sequence, stream)
 
     def _groups_of(self, names: Iterable[str]) -> list[_Group]:
         """The groups of these fields; the first group where no field is named."""
         return list(dict.fromkeys(self._lanes[name].group for name in names)) or self._groups[:1]
+
+    @property
+    def acknowledged(self) -> int:
+        """The last replay that is known to have published; 0: none."""
+        return self._acknowledged
 
     def acknowledge(self, sequence: int) -> None:
         """Replays up to number `sequence` have published: their staging blocks are free again."""
@@ -296,6 +337,7 @@ class StaticBuffers:
 class _Group:
     """The block of bytes that one load copies: the host's image, its staging blocks, the device's.
 
+    number  among the groups
     last    the replay after the newest copy; 0 when there was none
     """
 
@@ -310,9 +352,11 @@ class _Group:
         "block",
         "image",
         "last",
+        "number",
     )
 
-    def __init__(self, size: int, device: torch.device, staging_blocks: int) -> None:
+    def __init__(self, number: int, size: int, device: torch.device, staging_blocks: int) -> None:
+        self.number = number
         self.image: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         self.block = torch.zeros(size, dtype=torch.uint8, device=device)
         self._staging = [
@@ -341,7 +385,7 @@ class _Group:
         """Put these bytes of the image, and all between them and earlier ones, in the next copy."""
         self._changed = (min(self._changed[0], start), max(self._changed[1], stop))
 
-    def send(self, sequence: int, stream: torch.cuda.Stream | None) -> None:
+    def send(self, sequence: int, stream: torch.cuda.Stream | None) -> Copied:
         """Queue the copy before replay `sequence`: of the whole image if no bytes changed."""
         index = self._next
         start, stop = self._changed
@@ -355,6 +399,7 @@ class _Group:
         self._changed = (self.nbytes, 0)
         self._in_flight[index] = self.last = sequence
         self._next = (index + 1) % len(self._staging)
+        return Copied(self.number, start, stop)
 
     def _copy_directly(self, index: int, start: int, size: int, stream: torch.cuda.Stream) -> bool:
         """One call into CUDA that leaves torch's current stream alone; False where that cannot be.

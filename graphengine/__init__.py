@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
     from graphengine.engine import Engine
+    from graphengine.parallel.ranks import RankFailed
     from graphengine.prompts import Chat
     from graphengine.requests.request import Event, QueueFull, Request
     from graphengine.requests.result import Logprob, Result, Segment, Timings
@@ -51,6 +52,7 @@ __all__ = [
     "Logprob",
     "NGram",
     "QueueFull",
+    "RankFailed",
     "RelaxedAcceptance",
     "Request",
     "Result",
@@ -78,6 +80,7 @@ _HOMES = {
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
     "QueueFull": "graphengine.requests.request",
+    "RankFailed": "graphengine.parallel.ranks",
     "RelaxedAcceptance": "graphengine.speculative",
     "Request": "graphengine.requests.request",
     "Result": "graphengine.requests.result",

@@ -37,11 +37,14 @@ from graphengine.options import (
 from graphengine.prefill_cut import PrefillCut
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
+    MTP,
     Auto,
     GateOptions,
     Mode,
+    NGram,
     RelaxedAcceptance,
     Speculative,
+    UserProvided,
     check_rows,
     check_speculative,
     forced_acceptance,
@@ -94,6 +97,13 @@ class EngineConfig:
         None,
         doc="""dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or
         "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU""",
+        flag=Flag(),
+    )
+    tensor_parallel: int = option(
+        1,
+        within(1, 64),
+        doc="""ranks that the model is split among, each with a device of its own from `device` on
+        (on a CPU all have it): the engine starts a process for each but the first""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(
@@ -347,6 +357,7 @@ class EngineConfig:
         if self.prefill_cut is not None:
             self._keep_cut(self.prefill_cut)
         self._check_speculation()
+        self._check_ranks()
         if self.row_family == "fma" and self.lanes > FMA_LANES:
             raise ValueError(
                 f"row_family='fma' serves up to {FMA_LANES} rows, not max_batch={self.max_batch}"
@@ -443,6 +454,26 @@ class EngineConfig:
             object.__setattr__(self, "forced_acceptance", forced)
         if self.mode is not None and self.mode.lockstep:
             object.__setattr__(self, "lookahead", 0)
+
+    def _check_ranks(self) -> None:
+        """ValueError for what several ranks cannot do yet."""
+        if self.tensor_parallel == 1:
+            return
+        mode, drafters = self.mode, (MTP, NGram, UserProvided)
+        has_tree = isinstance(mode, MTP) and mode.tree is not None
+        alone: dict[str, bool] = {
+            "quantize": self.quantize is not None,
+            "kv_dtype": self.kv_dtype != "auto",
+            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
+            "record_routing": self.record_routing,
+            "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
+        }
+        for name, is_asked in alone.items():
+            if is_asked:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
+                    f"tensor_parallel={self.tensor_parallel}"
+                )
 
     @property
     def steps_ahead(self) -> int:

@@ -30,8 +30,9 @@ from graphengine.host.scheduler import Scheduler
 from graphengine.kernels import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
-from graphengine.opening.loading import open_checkpoint
+from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.leading import open_with_ranks
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Event, Request
@@ -67,13 +68,18 @@ class Engine:
         drafter: Drafter,
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
+        runtime: Runtime | None = None,
     ) -> None:
+        if runtime is None and config.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel={config.tensor_parallel}: from_pretrained starts the other ranks"
+            )
         self.config = config
         self.memory = memory
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.core = EngineCore(
-            Runtime(model, memory, config, drafter),
+            runtime or Runtime(model, memory, config, drafter),
             memory,
             config,
             tokenizer=tokenizer,
@@ -99,6 +105,10 @@ class Engine:
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   in place of `config`, the fields of `EngineConfig`
 
+        With `tensor_parallel` above 1, processes are spawned, which import the program's main
+        module: it does this under `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one
+        of them fails, here and in later calls.
+
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.
         """
@@ -112,8 +122,17 @@ class Engine:
                 f"from_pretrained() takes config= or single options, not both: {', '.join(options)}"
             )
         check_callable("progress", progress)
-        model, memory, tokenizer, eos_ids, drafter = open_checkpoint(path, config, progress)
-        return cls(model, memory, config, tokenizer=tokenizer, eos_ids=eos_ids, drafter=drafter)
+        opened, runtime = _open(path, config, progress)
+        model, memory, tokenizer, eos_ids, drafter = opened
+        return cls(
+            model,
+            memory,
+            config,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            drafter=drafter,
+            runtime=runtime,
+        )
 
     @property
     def model(self) -> Model:
@@ -379,3 +398,12 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _open(
+    path: str | Path, config: EngineConfig, progress: runs.Progress | None
+) -> tuple[Opened, Runtime | None]:
+    """The parts of an engine, and the runtime of several ranks."""
+    if config.tensor_parallel > 1:
+        return open_with_ranks(path, config, progress)
+    return open_checkpoint(path, config, progress), None

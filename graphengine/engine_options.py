@@ -28,6 +28,11 @@ class EngineOptions(TypedDict, total=False):
     or None: the checkpoint's on a GPU, float32 on a CPU
     """
 
+    tensor_parallel: int
+    """ranks that the model is split among, each with a device of its own from `device` on (on a
+    CPU all have it): the engine starts a process for each but the first
+    """
+
     quantize: RoundedKind | None
     """what the linears' weights of 16 or 32 bits are rounded to on the device while they are
     loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for 128

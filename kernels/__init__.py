@@ -49,6 +49,7 @@ from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
@@ -196,6 +197,7 @@ from graphengine.kernels.linear.residual import (
     new_residual,
     sums_of_squares,
 )
+from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.kernels.logits.logits import (
     LogitsTensors,
     process_logits,
@@ -417,6 +419,7 @@ __all__ = [
     "add_normed_rms_norm_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "add_to_residual",
     "add_to_residual_reference",
     "advance_model_draft",
     "advance_module_draft",
@@ -564,6 +567,8 @@ __all__ = [
     "short_conv_prefill",
     "squared_relu",
     "squared_relu_reference",
+    "sum_parts",
+    "sum_parts_reference",
     "sums_of_squares",
     "swiglu",
     "swiglu_reference",

@@ -33,14 +33,12 @@ from graphengine.cli.quantize_command import add_arguments as add_quantize_argum
 from graphengine.cli.quantize_command import quantize
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
-from graphengine.drafters import make_drafter
 from graphengine.engine import Engine
 from graphengine.engine_options import EngineOptions
-from graphengine.models.checkpoint import Checkpoint, find_local, stored_dtype
-from graphengine.models.contract import ModelWeights
-from graphengine.models.stored import read_model, with_state_dtype
-from graphengine.opening.calibration import calibration_ids
-from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.models.checkpoint import Checkpoint, find_local
+from graphengine.models.contract import ModelWeights, Share
+from graphengine.opening.loading import plan_checkpoint, read_checkpoint
+from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import PrefillCut
 from graphengine.requests.request import Event
 from graphengine.requests.result import Result
@@ -54,7 +52,6 @@ from graphengine.speculative_text import (
     with_draft_vocabulary,
 )
 from graphengine.structured_outputs import StructuredOutputsParams
-from graphengine.text.tokenizer import Tokenizer
 
 COMMANDS_ABOVE = {
     "acceptance": "Measure how many tokens a step drafters are worth on a text.",
@@ -144,27 +141,17 @@ def chat(options: argparse.Namespace) -> None:
 
 
 def info(options: argparse.Namespace) -> None:
-    """Show what would be allocated and captured; allocate and capture nothing."""
-    checkpoint = Checkpoint.open(options.checkpoint)
+    """Show what would be allocated and captured, by each rank; allocate and capture nothing."""
     config = EngineConfig(**_engine_options(options))
-    model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
-    model = with_state_dtype(model, config.state_dtype)
-    drafter = make_drafter(config, checkpoint, model)
-    has_text = isinstance(config.kv_calibration, str) and checkpoint.has_tokenizer
-    tokenizer = Tokenizer.from_directory(checkpoint.path) if has_text else None
-    memory = plan_memory(
-        model,
-        config,
-        checkpoint_dtype=stored_dtype(checkpoint),
-        drafter=drafter,
-        calibration_tokens=len(calibration_ids(config, model, tokenizer)),
-    )
+    found = read_checkpoint(options.checkpoint, config, Share(0, config.tensor_parallel))
+    memory, model = plan_checkpoint(found, config), found.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "layers": model.num_layers,
         **_parameters(model.allocate(device="meta", dtype=memory.dtype)),
         "vocabulary": model.vocab_size,
         "device": str(memory.device),
+        "tensor_parallel": config.tensor_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
         "activations": memory.activations,

@@ -28,6 +28,7 @@ class EngineReport:
     compilation  kernels compiled or read from disk at opening; None on a CPU
     prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
                  nothing was measured
+    ranks        that have a part of the model each; all but `counters` and `kv` are of the first
     """
 
     memory: MemoryPlan
@@ -38,11 +39,15 @@ class EngineReport:
     chunk_times: ChunkTimes | None
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
+    ranks: int = 1
 
     def __str__(self) -> str:
         memory = self.memory
+        device = f"device {memory.device}"
+        if self.ranks > 1:
+            device += f", the first of {self.ranks} ranks"
         lines = [
-            f"device {memory.device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",
+            f"{device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",
             self.kernels,
             *_describe_compilation(self.compilation),
             f"decode buckets  {', '.join(map(str, memory.ladder.sizes))}",
@@ -90,6 +95,7 @@ def make_report(
         chunk_times=runtime.chunk_times,
         captures=runtime.captures,
         counters=dict(scheduler.counters),
+        ranks=config.tensor_parallel,
     )
 
 
@@ -196,6 +202,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
     return {
         "architecture": runtime.model.config.architecture,
         "device": str(memory.device),
+        "tensor_parallel": config.tensor_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),

@@ -17,15 +17,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from graphengine.buckets import CapturedGraph, CaptureReport, capture_all
-from graphengine.buckets.mailbox import Payloads
+from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_all
+from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
-from graphengine.models.contract import Model
+from graphengine.models.contract import Model, RankGroup
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
@@ -54,7 +54,8 @@ StandIn = TypeVar("StandIn", bound=Graph)
 class Runtime:
     """Allocates what `memory` planned for `model`, and captures every graph.
 
-    All tensors keep their addresses until `close()`. One thread calls it.
+    All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
+    model's ranks, of which this is one; None: it has no others.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
@@ -83,14 +84,18 @@ class Runtime:
         memory: MemoryPlan,
         config: EngineConfig,
         drafter: Drafter,
+        *,
+        group: RankGroup | None = None,
     ) -> None:
-        held = allocate(model, memory, config, drafter)
+        held = allocate(model, memory, config, drafter, group)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
+        # What the waits query.
+        self._watched: Queryable | None = held.stream
         self.launched = 0
         self._device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
@@ -101,14 +106,16 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut)
+        self.numerics_id = _numerics_id(
+            model, memory, held, self.prefill_cut, config.tensor_parallel
+        )
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
         steps = graph_steps(self.program, memory)
         # The pairs are padded, so nothing is copied.
         pairs = min(1, memory.swap_blocks)
-        swap = partial(self.swap, pairs, pairs)
+        swap = partial(swap_blocks, self.caches, self.buffers, pairs, pairs)
         with self.on_stream():
             if memory.state_places:
                 # What torch loads for these copies is there from now on.
@@ -163,9 +170,9 @@ class Runtime:
 
     # Calls of a step.
 
-    def load(self, updates: Mapping[str, Any]) -> None:
+    def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to the device: one staging block, one copy."""
-        self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
+        return self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
@@ -202,7 +209,7 @@ class Runtime:
             timeout=timeout,
             mode=self._mode,
             limit=self._limit,
-            stream=self.stream,
+            stream=self._watched,
         )
 
     def wait_logprobs(
@@ -215,7 +222,7 @@ class Runtime:
             timeout=timeout,
             mode=self._mode,
             limit=self._limit,
-            stream=self.stream,
+            stream=self._watched,
         )
 
     def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
@@ -229,7 +236,7 @@ class Runtime:
                 timeout=timeout,
                 mode=self._mode,
                 limit=self._limit,
-                stream=self.stream,
+                stream=self._watched,
             )
             or None
         )
@@ -315,7 +322,7 @@ def _bits(cache: Tensor) -> Tensor:
 
 
 def _numerics_id(
-    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut
+    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut, ranks: int
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
     prefill = memory.prefill_ladder.sizes
@@ -335,6 +342,7 @@ def _numerics_id(
             **fp8,
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
+            **({} if ranks == 1 else {"tensor_parallel": ranks}),
             **model.numerics(prefill),
         },
     )

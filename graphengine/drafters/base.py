@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         DecodeLaunch,
         Destinations,
         Model,
+        RankGroup,
         StoredLinear,
         StoredWeights,
     )
@@ -115,6 +116,8 @@ class DraftSetting(NamedTuple):
     model: Model
     buffers: StaticBuffers
     launch: DecodeLaunch
+    group: RankGroup | None = None
+    """Of the target's ranks; None: it has one."""
 
     @property
     def limit(self) -> int:

@@ -28,8 +28,9 @@ from graphengine.kernels import (
     select_rows,
     top_drafts,
 )
-from graphengine.models.contract import DecodeLaunch
+from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms
+from graphengine.models.vocabulary import vocabulary_of
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -65,6 +66,7 @@ class DraftHead:
     sampling  the target's parameters, by slot
     plan      how the product is cut
     eps       of the norm whose scaled stream is fed
+    group     of the ranks that share its rows; None: there is one
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class DraftHead:
         *,
         plan: LinearPlan,
         eps: float,
+        group: RankGroup | None = None,
     ) -> None:
-        self.weight, self.token_ids = weight, token_ids
+        self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._plan, self._eps = sampling, plan, eps
 
     def top(
@@ -92,7 +95,7 @@ class DraftHead:
         x, squares = _stream(hidden)
         logits = linear(
             x,
-            self.weight,
+            self._vocabulary.head,
             lanes.slot,
             squares_TN=squares,
             eps=self._eps,
@@ -107,7 +110,7 @@ class DraftHead:
             self._sampling,
             count=count,
             ahead=ahead,
-            token_ids=self.token_ids,
+            token_ids=self._vocabulary.token_ids,
             pdl=launch.pdl,
         )
 
@@ -120,18 +123,18 @@ class DraftHead:
         x, squares = _stream(hidden)
         best, health = linear_sample(
             x,
-            self.weight,
+            self._vocabulary.head,
             lanes.slot,
             lanes.position,
             self._sampling,
             ahead=ahead,
-            token_ids=self.token_ids,
+            token_ids=self._vocabulary.token_ids,
             squares_TN=squares,
             eps=self._eps,
             plan=self._plan,
             launch=launch,
         )
-        return DraftTiles(best, health)
+        return DraftTiles(*self._vocabulary.candidates(best, health))
 
 
 def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -35,6 +35,7 @@ from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.ranks import modules_of_rank
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
@@ -101,7 +102,8 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = beside_target(read_mtp_config(target.checkpoint), target.config, target.model)
+    mtp = modules_of_rank(read_mtp_config(target.checkpoint), target.config.tensor_parallel)
+    mtp = beside_target(mtp, target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
     wanted, vocabulary = options.draft_vocab, None

@@ -91,6 +91,7 @@ class OpenMtp(OpenModules):
             setting.sampling,
             plan=plans[linear_name("lm_head", target.lm_head)],
             eps=config.output_eps,
+            group=setting.group,
         )
         launch = setting.launch_with(plans)
         super().__init__(config, fusions, head, launch, setting.model.config.norm_eps)

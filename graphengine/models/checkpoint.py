@@ -11,10 +11,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,17 +77,47 @@ _COPY_BYTES = 256 << 20
 _NAMED = 5
 
 
+class Cut(NamedTuple):
+    """Of the `whole` values that a tensor has along `axis`, those `length` from `start` on."""
+
+    axis: int
+    start: int
+    length: int
+    whole: int
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The view of them."""
+        return tensor.narrow(self.axis, self.start, self.length)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file, or what is read of it: `shape` is that of the `cut`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
+    cut: Cut | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, cut: Cut) -> TensorInfo:
+        """The same tensor, of which only this part is read."""
+        assert self.cut is None, f"{self} is a part already"
+        assert cut.start + cut.length <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
+        return replace(self, shape=self._shape_with(cut.axis, cut.length), cut=cut)
+
+    @property
+    def stored(self) -> TensorInfo:
+        """The whole tensor, as the file has it."""
+        if self.cut is None:
+            return self
+        return replace(self, shape=self._shape_with(self.cut.axis, self.cut.whole), cut=None)
+
+    def _shape_with(self, axis: int, length: int) -> tuple[int, ...]:
+        return (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +173,14 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         return (self.path / "tokenizer.json").is_file()
+
+    def cut(self, cuts: Mapping[str, Cut]) -> Self:
+        """The same checkpoint, of whose tensors of these names only a part is there.
+
+        Files are mapped, so that no other byte of these tensors is read.
+        """
+        parts = {name: self.tensors[name].part(cut) for name, cut in cuts.items()}
+        return replace(self, tensors=MappingProxyType({**self.tensors, **parts}))
 
     def load(self, destinations: Destinations, progress: Progress | None = None) -> list[str]:
         """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
@@ -208,7 +246,9 @@ class Checkpoint:
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in names:
-                    yield name, shard.get_tensor(self.stored_names.get(name, name))
+                    cut = self.tensors[name].cut
+                    whole = shard.get_tensor(self.stored_names.get(name, name))
+                    yield name, whole if cut is None else cut.part(whole)
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
 
@@ -257,7 +297,7 @@ class Checkpoint:
         """Read the header again: a mapped file that has shrunk would kill the process."""
         header = _read_header(file)
         for name in names:
-            if header.get(self.stored_names.get(name, name)) != self.tensors[name]:
+            if header.get(self.stored_names.get(name, name)) != self.tensors[name].stored:
                 raise ValueError(f"{file} has changed since it was opened: tensor {name}")
 
 
@@ -273,14 +313,14 @@ class _MappedTensors(Mapping[str, Tensor]):
         self._checked: set[Path] = set()
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._checkpoint.tensors[name].file
+        info = self._checkpoint.tensors[name]
         try:
-            tensor: Tensor = self._open(file).get_tensor(
+            tensor: Tensor = self._open(info.file).get_tensor(
                 self._checkpoint.stored_names.get(name, name)
             )
         except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-        return tensor
+            raise ValueError(f"{info.file} cannot be read: {error}") from error
+        return tensor if info.cut is None else info.cut.part(tensor)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.tensors)

@@ -203,6 +203,32 @@ Reduce = Callable[[Tensor], Tensor]
 ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
 
 
+class Share(NamedTuple):
+    """The part of a model that rank `rank` of `ranks` has."""
+
+    rank: int
+    ranks: int
+
+
+WHOLE = Share(0, 1)
+"""All of it."""
+
+
+class RankGroup(Protocol):
+    """The ranks of a model, as one of them meets the others in a step."""
+
+    @property
+    def share(self) -> Share: ...
+
+    def reduce(self, part_NH: Tensor, /) -> Tensor:
+        """As `Reduce` says."""
+        ...
+
+    def gather(self, part_NC: Tensor, /) -> Tensor:
+        """New `[ranks, N, C]`: the parts of all ranks, of one shape and any dtype, in order."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLaunch(Launch):
     """How the kernels of a chunk are launched.

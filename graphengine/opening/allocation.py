@@ -24,10 +24,11 @@ from graphengine.kernels import (
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import DecodeLaunch, Model, arrival_counters
+from graphengine.models.contract import DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
+from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.kept_tensors import KeptTensors
@@ -67,9 +68,16 @@ class Allocation:
 
 
 def allocate(
-    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    group: RankGroup | None = None,
 ) -> Allocation:
-    """Allocate what `memory` planned; the drafter, whose weights are there, is opened."""
+    """Allocate what `memory` planned; the drafter, whose weights are there, is opened.
+
+    group  of the model's ranks; None: it has one
+    """
     on_gpu = memory.device.type == "cuda"
     plans, plan_sources = choose_plans(
         model.config.linears, memory.dtype, config.family, memory.device
@@ -97,12 +105,13 @@ def allocate(
         split_tokens=split_tokens,
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
+        reduce=None if group is None else group.reduce,
         activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
     if own_cache.shape[0]:
         caches.append((own_cache, own_area))
-    drafter.open(DraftSetting(model, buffers, launch), own_cache)
+    drafter.open(DraftSetting(model, buffers, launch, group), own_cache)
     relaxed = config.relaxed_acceptance
     program = StepProgram(
         model,
@@ -122,6 +131,7 @@ def allocate(
             top=config.max_logprobs,
             keep_raw=config.logprobs_mode == "raw_logprobs",
         ),
+        vocabulary=vocabulary_of(model.lm_head, group),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, routing),

@@ -110,6 +110,32 @@ def mailboxes(
     )
 
 
+class LinkShape(NamedTuple):
+    """Of the memory that a driver shares with other ranks, in 64-bit words.
+
+    stages  of a rank, the driver among them
+    text    of a rank
+    header  of a command; its `data` follow
+    """
+
+    ranks: int
+    data: int
+    stages: int = 4
+    text: int = 1024
+    commands: int = 8
+    header: int = 9
+
+    @classmethod
+    def of_loads(cls, ranks: int, nbytes: int) -> LinkShape:
+        """That of so many ranks besides the driver, for commands with so many bytes of data."""
+        return cls(ranks, -(-nbytes // 8))
+
+    @property
+    def words(self) -> int:
+        ring = self.commands * (self.header + self.data)
+        return (1 + self.ranks) * self.stages + self.ranks * self.text + ring
+
+
 def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple[WindowRing, ...]:
     """Rings that are shorter than the longest request, of each window one; none if the KV of whole
     prompts is asked for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import Model
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.ranks import cut_to, of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
@@ -26,6 +27,22 @@ from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """What a checkpoint says, and what was made of it, before anything is allocated.
+
+    share        of the model, which `model` has the sizes of
+    calibration  token ids of the prompt that sets the scales of an fp8 KV cache
+    """
+
+    checkpoint: Checkpoint
+    share: Share
+    model: ModelConfig
+    drafter: Drafter
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    calibration: Sequence[int]
 
 
 class Opened(NamedTuple):
@@ -42,26 +59,52 @@ def open_checkpoint(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
 ) -> Opened:
     """Read a checkpoint as `config` says; `progress` is called with (bytes loaded, all bytes)."""
+    found = read_checkpoint(path, config)
+    return load_checkpoint(found, plan_checkpoint(found, config), config, progress)
+
+
+def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
+    """Read what is in a checkpoint, of which this rank has a share."""
     checkpoint = Checkpoint.open(path)
-    model_config = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
-    model_config = with_state_dtype(model_config, config.state_dtype)
-    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model_config))
-    drafter = make_drafter(config, checkpoint, model_config)
+    model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
+    model = with_state_dtype(model, config.state_dtype)
+    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
+    model = of_rank(model, share.ranks)
+    drafter = make_drafter(config, checkpoint, model)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
-    ids = calibration_ids(config, model_config, tokenizer)
+    calibration = calibration_ids(config, model, tokenizer)
+    return Found(checkpoint, share, model, drafter, tokenizer, tuple(eos_ids), calibration)
+
+
+def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
+    """What an engine will hold, with the memory that is there now."""
     memory = plan_memory(
-        model_config,
+        found.model,
         config,
-        checkpoint_dtype=stored_dtype(checkpoint),
-        drafter=drafter,
-        calibration_tokens=len(ids),
+        checkpoint_dtype=stored_dtype(found.checkpoint),
+        drafter=found.drafter,
+        calibration_tokens=len(found.calibration),
     )
     log.info("memory budget\n%s\n%s", memory.budget.table(), memory.describe_kv())
+    return memory
+
+
+def load_checkpoint(
+    found: Found,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None = None,
+) -> Opened:
+    """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
+    checkpoint, share, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears() + drafter.linears()
+        if share != WHOLE:
+            drafted = {} if drafter.weights is None else drafter.weights.stored()
+            checkpoint = cut_to(checkpoint, weights.stored() | drafted, share)
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)
@@ -74,4 +117,4 @@ def open_checkpoint(
     )
     if ids:
         calibrate(model, memory, config, drafter, ids)
-    return Opened(model, memory, tokenizer, tuple(eos_ids), drafter)
+    return Opened(model, memory, tokenizer, eos_ids, drafter)

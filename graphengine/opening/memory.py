@@ -41,7 +41,13 @@ from graphengine.models.states import (
     recurrent_states,
 )
 from graphengine.opening.host_memory import available_host_bytes
-from graphengine.opening.inventory import graph_keys, mailboxes, prefill_ladder, window_rings
+from graphengine.opening.inventory import (
+    LinkShape,
+    graph_keys,
+    mailboxes,
+    prefill_ladder,
+    window_rings,
+)
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import engine_fields
 from graphengine.program.graph_key import GraphKey
@@ -54,6 +60,8 @@ _KERNELS_PER_LAYER = 12
 _KERNELS_PER_PROMPT_PART = 8
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+# Channels and buffers of a group of one host, rounded up.
+_NCCL_BYTES = 512 * 2**20
 # Compute capability of the first GPUs that convert e4m3.
 _LEAST_FP8 = (8, 9)
 
@@ -75,6 +83,7 @@ class MemoryPlan:
     graphs         all that are captured, in that order
     routed         the model's experts, where they are recorded
     state_places   points at which states of recurrent layers are kept; `state_bytes` of each
+    load_bytes     of the largest copy of what the host owns
     """
 
     device: torch.device
@@ -97,6 +106,7 @@ class MemoryPlan:
     ring_bytes: int = 0
     state_places: int = 0
     state_bytes: int = 0
+    load_bytes: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -252,7 +262,9 @@ def _plan(
     for kind, size in kinds.items():
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, where)
     sizes = FieldSizes(config.max_batch, max_seq_len, chunks.sizes[-1], dtype)
-    _add_state(budget, model, config, drafter, sizes, table_blocks, on_gpu, routed, rings)
+    load_bytes = _add_state(
+        budget, model, config, drafter, sizes, table_blocks, on_gpu, routed, rings
+    )
     state_bytes = kept_bytes(model.states, dtype)
     if state_places:
         name = f"states of recurrent layers ({state_places} of sessions and prefixes)"
@@ -275,13 +287,24 @@ def _plan(
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
+    ranks = config.tensor_parallel
+    if ranks > 1:
+        # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
+        widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
+        workspace += (ranks + 1) * widest_step * model.hidden_size
+        if on_gpu:
+            budget.add("NCCL (estimate)", _NCCL_BYTES, where)
+        link = LinkShape.of_loads(ranks - 1, load_bytes)
+        budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
     if config.activations is not None:
         widest = max(linear.columns for linear in _coded_linears(model))
         workspace += code_bytes(chunks.sizes[-1], widest)
     budget.add("workspace (estimate)", workspace, where)
     graphs = graph_keys(config, ladder, chunks, draft_lengths, own_graph=needs.own_graph)
     budget.add("graphs (estimate)", _graph_bytes(model, graphs, device), where)
-    available = int(available_bytes(device) * config.memory_fraction)
+    # Ranks share what the host has.
+    of_host = config.memory_fraction / ranks
+    available = int(available_bytes(device) * (config.memory_fraction if on_gpu else of_host))
     kind = "fp8 blocks" if kv_dtype == FP8_KV else "blocks"
     in_rings = 0
     for ring in rings:
@@ -304,7 +327,7 @@ def _plan(
         _check_one_request(config, max_seq_len, block_bytes, left, budget, where)
     budget.check(available, where)
     areas = [own_block_bytes, drafter_block]
-    on_host = int(available_host_bytes() * config.memory_fraction)
+    on_host = int(available_host_bytes() * of_host)
     swap_blocks = config.swap_blocks
     if swap_blocks is None:
         most = min(on_host // 2, on_host - budget.total(pinned))
@@ -346,6 +369,7 @@ def _plan(
         rings=rings,
         state_places=state_places,
         state_bytes=state_bytes if state_places else 0,
+        load_bytes=load_bytes,
         ring_bytes=sum(ring.blocks * len(ring.layers) for ring in rings) * layer_bytes,
     )
 
@@ -492,8 +516,11 @@ def _add_state(
     on_gpu: bool,
     routed: RoutedExperts | None,
     of_windows: tuple[WindowRing, ...],
-) -> None:
-    """What `allocate` makes beside weights and caches, up to the longest possible swap."""
+) -> int:
+    """What `allocate` makes beside weights and caches, up to the longest possible swap.
+
+    Returns the bytes of the largest copy of what the host owns.
+    """
     where: Where = "device" if on_gpu else "host"
     pinned: Where = "pinned" if on_gpu else "host"
     length = drafter.needs.length
@@ -556,6 +583,7 @@ def _add_state(
         budget.add("experts of tokens", route_bytes, pinned)
         table = 2 * config.max_batch * sizes.max_seq_len * ids
         budget.add("experts that requests replay", _host_bytes(table, on_gpu), pinned)
+    return max(groups)
 
 
 def _workspace_bytes(

@@ -57,6 +57,7 @@ from graphengine.models.contract import DecodeLaunch, Model
 from graphengine.models.linears import stream_groups
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
+from graphengine.models.vocabulary import Vocabulary
 from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation
@@ -86,6 +87,7 @@ class StepProgram:
         launch: DecodeLaunch,
         logits_step: LogitsStep,
         *,
+        vocabulary: Vocabulary,
         drafter: Drafter,
         relaxation: Relaxation | None = None,
         routing: RoutingStep | None = None,
@@ -102,6 +104,7 @@ class StepProgram:
         self.mailbox = mailbox
         self.launch = launch
         self.logits_step = logits_step
+        self.vocabulary = vocabulary
         self.state = SlotState(*(buffers[name] for name in SlotState._fields))
         self.sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
         self.stopping = StopTensors(buffers["stop_ids"], buffers["max_len"])
@@ -195,30 +198,32 @@ class StepProgram:
         tree: TreeLanes | None,
     ) -> tuple[Processed | None, Tensor, Tensor]:
         """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
-        launch, model = self.launch, self.model
+        launch, model, vocabulary = self.launch, self.model, self.vocabulary
         if sampler == "fast":
             best, health = linear_sample(
                 residual.scaled,
-                model.lm_head,
+                vocabulary.head,
                 lanes.slot,
                 lanes.position,
                 self.sampling,
+                token_ids=vocabulary.token_ids,
                 squares_TN=residual.squares,
                 eps=model.config.norm_eps,
-                plan=launch.plan("lm_head", model.lm_head),
+                plan=launch.plan("lm_head", vocabulary.head),
                 launch=launch,
             )
-            return None, best, health
+            return None, *vocabulary.candidates(best, health)
         logits = linear(
             residual.scaled,
-            model.lm_head,
+            vocabulary.head,
             lanes.slot,
             squares_TN=residual.squares,
             eps=model.config.norm_eps,
             out_dtype=torch.float32,
-            plan=launch.plan("lm_head", model.lm_head),
+            plan=launch.plan("lm_head", vocabulary.head),
             launch=launch,
         )
+        logits = vocabulary.logits(logits)
         processed = self.logits_step.process(logits, lanes, drafts, tree=tree, pdl=launch.pdl)
         best, health = sample_tiles(
             logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl

@@ -93,17 +93,20 @@ def poison(buffers: StaticBuffers) -> None:
 @settings(max_examples=60, deadline=None)
 @given(loads=st.lists(st.fixed_dictionaries({}, optional=VALUES), max_size=6))
 def test_loads_against_a_naive_model(device: str, loads: list[dict[str, Any]]) -> None:
-    buffers = make(device)
+    buffers, others = make(device), make(device)
     model = {field.name: padded(field) for field in FIELDS}
     assert contents(buffers) == model
     for sequence, updates in enumerate(loads, start=1):
         poison(buffers)
-        buffers.load(updates, sequence=sequence)
-        buffers.acknowledge(sequence)
+        poison(others)
+        for copied in buffers.load(updates, sequence=sequence):
+            others.repeat(copied, bytes(buffers.image(copied)), sequence=sequence)
+        for each in (buffers, others):
+            each.acknowledge(sequence)
         model |= {name: naive(HOST[name], value) for name, value in updates.items()}
         if device == "cuda":
             torch.cuda.synchronize()
-        assert contents(buffers) == model
+        assert contents(buffers) == model == contents(others)
     buffers.reset()
     assert contents(buffers) == {field.name: padded(field) for field in FIELDS}
 
@@ -213,6 +216,21 @@ def test_staging_blocks_wait_for_their_replay() -> None:
     buffers.acknowledge(4)
     buffers.load({"count": 4}, sequence=5)
     assert buffers["count"].tolist() == [4]
+
+
+def test_a_repeated_load_is_one() -> None:
+    """It copies the same bytes, takes a staging block, and counts replays."""
+    buffers, others = make(), make(staging_blocks=1)
+    (copied,) = buffers.load({"rows": Part(1, [3, 4])}, sequence=2)
+    assert copied.stop - copied.start == 8 == len(buffers.image(copied))
+    others["table"].fill_(99)
+    others.repeat(copied, buffers.image(copied), sequence=2)
+    assert others["rows"].tolist() == [-1, 3, 4, -1] and (others["table"] == 99).all()
+    with pytest.raises(RuntimeError, match="all 1 staging blocks are in flight"):
+        others.repeat(copied, buffers.image(copied), sequence=3)
+    others.acknowledge(2)
+    with pytest.raises(ValueError, match="sequence=2: the next replay to be launched is 3"):
+        others.repeat(copied, buffers.image(copied), sequence=2)
 
 
 def test_a_sequence_that_goes_back() -> None:

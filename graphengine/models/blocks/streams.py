@@ -26,7 +26,7 @@ from graphengine.kernels import (
     add_normed,
     add_normed_rms_norm,
     add_rms_norm,
-    add_to_residual_reference,
+    add_to_residual,
     code_bytes,
     empty_packed,
     in_order,
@@ -37,7 +37,6 @@ from graphengine.kernels import (
     packed_chunk_fp8_product,
     packed_chunk_product,
     quantise_lanes,
-    residual_groups,
     sums_of_squares,
     takes_fp8,
 )
@@ -88,8 +87,8 @@ def add_product(
     """`residual` plus the product of all ranks, scaled for `next_norm`, as `linear_residual` says.
 
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
-    The sum of several ranks is plain PyTorch, which no graph of a GPU can hold yet. A product that
-    has a norm of its own is a kernel, and its norm and the sum another one.
+    With several ranks the product is a kernel, and the sum after `reduce` another one; so is a
+    product that has a norm of its own, and its norm and the sum.
 
     squares_TN, eps  of a norm of the inputs; None where they are as they are, and with several
                      ranks or a norm of the product
@@ -113,11 +112,8 @@ def add_product(
             plan=plan,
             launch=launch,
         )
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, bias=bias, plan=plan, launch=launch)
-    lanes, hidden = residual.x.shape
-    squares = residual.x.new_empty(residual_groups(plan, hidden), lanes)
-    residual = residual._replace(squares=squares)
-    return add_to_residual_reference(whole, slot_N, residual, next_norm_H)
+    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
 
 
 def _reduced(
@@ -126,11 +122,10 @@ def _reduced(
     slot_N: Tensor,
     reduce: Reduce,
     *,
-    bias: Tensor | None,
     plan: LinearPlan,
     launch: DecodeLaunch,
 ) -> Tensor:
-    """The product of all ranks in float32."""
+    """The product of all ranks in float32, without a bias."""
     _check_split(weight_HK)
     part = linear(
         x_NK,
@@ -140,8 +135,7 @@ def _reduced(
         plan=plan,
         launch=launch,
     )
-    whole = reduce(part)
-    return whole if bias is None else whole + bias.float()
+    return reduce(part)
 
 
 def _whole_product(
@@ -156,8 +150,9 @@ def _whole_product(
     """The product of all ranks, and the sums of its squares."""
     if launch.reduce is None:
         return linear_squares(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, bias=bias, plan=plan, launch=launch)
-    return Product(whole, sums_of_squares(whole, 1))
+    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    whole = whole if bias is None else whole + bias.float()
+    return Product(whole, sums_of_squares(whole, 1).contiguous())
 
 
 def _check_split(weight: AnyWeight) -> None:

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from graphengine.models.checkpoint import Checkpoint, TensorInfo, eos_token_ids, stored_dtype
+from graphengine.models.checkpoint import (
+    Checkpoint,
+    Cut,
+    TensorInfo,
+    eos_token_ids,
+    stored_dtype,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -682,3 +688,31 @@ def test_a_base_models_tensors_are_mapped_by_their_whole_names(tmp_path: Path) -
     (tmp_path / "config.json").write_text("{}")
     save_file({"layers.0.a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     assert torch.equal(Checkpoint.open(tmp_path).mapped()["model.layers.0.a.weight"], torch.ones(3))
+
+
+# Parts of tensors.
+
+
+@pytest.mark.parametrize(("axis", "start", "length"), [(0, 1, 2), (1, 4, 2), (1, 0, 6)])
+def test_a_part_of_a_tensor_is_read(sharded: Path, axis: int, start: int, length: int) -> None:
+    whole = small_tensors()["a.weight"]
+    part = whole.narrow(axis, start, length)
+    checkpoint = Checkpoint.open(sharded).cut(
+        {"a.weight": Cut(axis, start, length, whole.shape[axis])}
+    )
+    read, other = torch.empty(part.shape), torch.empty(8)
+    noted: list[tuple[int, int]] = []
+    unused = checkpoint.load({"a.weight": read, "b.weight": other}, lambda *at: noted.append(at))
+    assert torch.equal(read, part) and unused == ["c.weight", "scale"]
+    assert torch.equal(other, small_tensors()["b.weight"].float())
+    # What is left out is not counted.
+    assert noted[-1] == (part.numel() * 4 + 16,) * 2
+    assert torch.equal(checkpoint.mapped()["a.weight"], part)
+    assert checkpoint.tensors["a.weight"].stored == Checkpoint.open(sharded).tensors["a.weight"]
+
+
+def test_a_part_of_a_tensor_that_has_changed_is_an_error(single: Path) -> None:
+    checkpoint = Checkpoint.open(single).cut({"a.weight": Cut(0, 2, 2, 4)})
+    save_file({"a.weight": torch.zeros(2, 6)}, single / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has changed since it was opened: tensor a\.weight"):
+        checkpoint.load({"a.weight": torch.empty(2, 6)})

@@ -1,0 +1,73 @@
+"""The logits of a step, of which each of several ranks computes those of its own rows of a head.
+
+Every rank has as many rows. Where ranks do not divide them the last ranks begin earlier, and some
+rows are two ranks': both compute the same bits for them. So the best candidate of all ranks is the
+best of all logits, and gathered logits are those of one rank.
+
+Letters: N lanes, V rows of the head, H hidden, C tiles of its rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import AnyWeight
+from graphengine.models.contract import RankGroup
+
+
+class Vocabulary:
+    """All rows of a head `[V, H]`, as an engine of one rank has them.
+
+    head       what a step multiplies by
+    token_ids  int32, ascending: the token of each of its rows; None: row v is token v
+    """
+
+    def __init__(self, head: AnyWeight, token_ids: Tensor | None = None) -> None:
+        self.head = head
+        self.token_ids = token_ids
+
+    def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all tiles, from those of this rank's."""
+        return best_NC, health_NC
+
+    def logits(self, logits_NV: Tensor) -> Tensor:
+        """`[N, V]` of all rows, from those of this rank's."""
+        return logits_NV
+
+
+class VocabularyPart(Vocabulary):
+    """The rows that this rank of `group` has."""
+
+    def __init__(self, head: Tensor, group: RankGroup, token_ids: Tensor | None = None) -> None:
+        rank, ranks = group.share
+        count = -(-len(head) // ranks)
+        self._starts = [min(each * count, len(head) - count) for each in range(ranks)]
+        self._count, self._group = count, group
+        if token_ids is None:
+            token_ids = torch.arange(len(head), dtype=torch.int32, device=head.device)
+        own = slice(self._starts[rank], self._starts[rank] + count)
+        super().__init__(head[own], token_ids[own])
+
+    def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
+        return self._beside(best_NC), self._beside(health_NC)
+
+    def _beside(self, part_NC: Tensor) -> Tensor:
+        return self._group.gather(part_NC).transpose(0, 1).flatten(1)
+
+    def logits(self, logits_NV: Tensor) -> Tensor:
+        parts = self._group.gather(logits_NV)
+        # Each rank's up to where the next one begins.
+        ends = [*self._starts[1:], self._starts[-1] + self._count]
+        bounds = zip(parts, self._starts, ends, strict=True)
+        return torch.cat([part[:, : end - start] for part, start, end in bounds], dim=1)
+
+
+def vocabulary_of(
+    head: AnyWeight, group: RankGroup | None, token_ids: Tensor | None = None
+) -> Vocabulary:
+    """This rank's part of a head; all of it where there is no group."""
+    if group is None:
+        return Vocabulary(head, token_ids)
+    assert isinstance(head, Tensor), "a packed head is of one rank"
+    return VocabularyPart(head, group, token_ids)

@@ -1,0 +1,1 @@
+"""Several ranks: processes that decode together, one a device."""

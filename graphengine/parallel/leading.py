@@ -1,0 +1,141 @@
+"""The runtime of the driver's own rank, which takes the other ranks along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphengine.buckets import Copied
+from graphengine.buckets.mailbox import Payloads, Queryable
+from graphengine.config import EngineConfig
+from graphengine.core.runtime import Runtime
+from graphengine.drafters import Drafter
+from graphengine.host.replay import Replay
+from graphengine.models.contract import Model, Share
+from graphengine.opening.loading import Opened, load_checkpoint, plan_checkpoint, read_checkpoint
+from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.link import Kind, Stage
+from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.rank import state_digest
+from graphengine.parallel.ranks import Ranks, rank_devices
+from graphengine.program.graph_key import GraphKey
+from graphengine.requests.result import TokenLogprobs
+
+
+def open_with_ranks(
+    path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
+) -> tuple[Opened, LeadingRuntime]:
+    """What `open_checkpoint` opens, of rank 0 of `config.tensor_parallel`, and all ranks' runtime.
+
+    ValueError, before a process is started, for what cannot be split; RankFailed if a rank fails.
+    """
+    devices = rank_devices(config)
+    found = read_checkpoint(path, config, Share(0, config.tensor_parallel))
+    memory = plan_checkpoint(found, config)
+    ranks = Ranks(found.checkpoint.path, config, memory, devices)
+    try:
+        with ranks.explained():
+            opened = load_checkpoint(found, memory, config, progress)
+            ranks.wait_for(Stage.LOADED)
+            ranks.let(Stage.LOADED)
+            return opened, LeadingRuntime(opened.model, memory, config, opened.drafter, ranks)
+    except BaseException:
+        ranks.broken = True
+        ranks.close()
+        raise
+
+
+class LeadingRuntime(Runtime):
+    """A runtime that tells `ranks` each load, swap and replay, before or while it does the same.
+
+    The waits watch them, too: what ends a rank raises RankFailed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        memory: MemoryPlan,
+        config: EngineConfig,
+        drafter: Drafter,
+        ranks: Ranks,
+    ) -> None:
+        self.ranks = ranks
+        share = Share(0, config.tensor_parallel)
+        self._meeting = Meeting(ranks.meeting, share, memory.device)
+        super().__init__(model, memory, config, drafter, group=self._meeting)
+        ranks.wait_for(Stage.FOLLOWING)
+        ranks.forget_meeting()
+        self._meeting.limit_s = config.wait_limit_s
+        self._numbers = {key: number for number, key in enumerate(memory.graphs)}
+        if self.stream is not None:
+            self._watched = _Watched(self.stream, ranks)
+
+    def load(self, updates: Mapping[str, Any]) -> list[Copied]:
+        """Copy host-owned fields that changed to the devices of all ranks."""
+        sequence, acknowledged = self.launched + 1, self.buffers.acknowledged
+        with self.ranks.explained():
+            copied = super().load(updates)
+            for each in copied:
+                numbers = (*each, sequence, acknowledged)
+                self.ranks.send(Kind.LOAD, numbers, self.buffers.image(each))
+        return copied
+
+    def swap(self, out: int, back: int) -> None:
+        """Queue the copies of `Runtime.swap` on all ranks."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.SWAP, (out, back))
+            super().swap(out, back)
+
+    def replay(self, key: GraphKey) -> None:
+        """Queue a graph on all ranks; on a CPU they run it together."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.REPLAY, (self._numbers[key],))
+            super().replay(key)
+
+    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
+        """The first `lanes` lanes published by replay `sequence`."""
+        with self.ranks.explained():
+            return super().wait_tokens(sequence, lanes, timeout)
+
+    def wait_logprobs(
+        self, replay: Replay, record: Payloads, timeout: float | None
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """The log-probabilities of each lane of a replay that published `record`."""
+        with self.ranks.explained():
+            return super().wait_logprobs(replay, record, timeout)
+
+    def digests(self) -> list[str]:
+        """SHA-256 of the device-owned state of each rank, after all that was queued.
+
+        They are equal, or something is wrong.
+        """
+        with self.ranks.explained():
+            self.synchronize()
+            return [state_digest(self.buffers), *self.ranks.tell()]
+
+    def close(self) -> None:
+        """End the other ranks, and free what this one holds. Nothing works afterwards."""
+        if self.ranks.broken:
+            # A replay may wait for ranks that are gone.
+            self.ranks.close()
+            self._meeting.close(broken=True)
+            super().close()
+            return
+        super().close()
+        self.ranks.close()
+        self._meeting.close(broken=False)
+
+
+class _Watched:
+    """A stream for the mailbox to query: one that has failed where a rank has."""
+
+    def __init__(self, stream: torch.cuda.Stream, ranks: Ranks) -> None:
+        self._stream: Queryable = stream
+        self._ranks = ranks
+
+    def query(self) -> bool:
+        self._ranks.check()
+        return self._stream.query()

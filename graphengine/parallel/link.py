@@ -1,0 +1,196 @@
+"""The memory that a driver and its ranks share: commands to all ranks, and what each says.
+
+Commands are in a ring. Each is believed only if it has the number that is due and its checksum is
+that of its contents, so that nothing follows from the order in which stores arrive. The driver
+waits while the slowest rank has a whole ring of commands before it. Beside the ring each rank has
+its stage, the number of the last command that it has done, and room for a text.
+
+It is anonymous memory, which goes with the last process that has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from multiprocessing.context import SpawnContext
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphengine.opening.inventory import LinkShape
+
+_NUMBERS = 5
+# Of an entry's header: the command's number, its kind, numbers, bytes of the data, a checksum.
+_NUMBER, _KIND, _CHECK = 0, 1, 3 + _NUMBERS
+_STAGE, _DONE, _WHEN, _LENGTH = range(4)
+
+
+class Stage(IntEnum):
+    """How far a rank is, or how far the driver lets all of them go."""
+
+    STARTING = 0
+    JOINING = 1
+    LOADED = 2
+    FOLLOWING = 3
+    FAILED = 4
+    ENDED = 5
+
+
+class Kind(IntEnum):
+    """What a rank is to do, and the command's numbers.
+
+    LOAD    (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the bytes
+    SWAP    (out, back): `Runtime.swap`
+    REPLAY  (index): that graph of the plan's
+    TELL    (): put what is equal on all ranks into the text
+    CLOSE   ()
+    """
+
+    LOAD = 1
+    SWAP = 2
+    REPLAY = 3
+    TELL = 4
+    CLOSE = 5
+
+
+class Command(NamedTuple):
+    """A copy of an entry."""
+
+    kind: Kind
+    numbers: tuple[int, ...]
+    data: bytes
+
+
+class LinkMemory(NamedTuple):
+    """What is handed to a rank's process as it is spawned: stages, texts and the ring."""
+
+    words: Any
+    shape: LinkShape
+
+    @classmethod
+    def allocate(cls, context: SpawnContext, shape: LinkShape) -> LinkMemory:
+        """Zeroed memory."""
+        return cls(context.RawArray(ctypes.c_int64, shape.words), shape)
+
+
+class _Views:
+    """The memory as arrays. Row 0 of `stages` is the driver's, row i is that of rank i."""
+
+    def __init__(self, memory: LinkMemory) -> None:
+        shape = memory.shape
+        words: NDArray[np.int64] = np.frombuffer(memory.words, dtype=np.int64)
+        stages, texts, ring = np.split(
+            words,
+            np.cumsum([(1 + shape.ranks) * shape.stages, shape.ranks * shape.text]),
+        )
+        self.entries, self.room = shape.commands, 8 * shape.data
+        self.stages = stages.reshape(-1, shape.stages)
+        self.texts = texts.view(np.uint8).reshape(shape.ranks, -1)
+        self.ring = ring.reshape(shape.commands, -1)
+        self.data = self.ring[:, shape.header :].view(np.uint8)
+
+    def check_of(self, number: int, data: bytes | memoryview) -> int:
+        """The checksum of the entry of this number, with these data."""
+        header = self.ring[number % self.entries, _KIND:_CHECK].tobytes()
+        return zlib.crc32(data, zlib.crc32(header, number & 0xFFFF_FFFF))
+
+
+class DriverEnd:
+    """The driver's side: it writes commands, and reads what ranks say. Ranks count from 1."""
+
+    def __init__(self, memory: LinkMemory) -> None:
+        self._views = _Views(memory)
+        self.sent = 0
+
+    def has_room(self) -> bool:
+        """Whether every rank has done what the next command would overwrite."""
+        return self.sent - self.least_done() < self._views.entries
+
+    def least_done(self) -> int:
+        """The number of the last command that all ranks have done."""
+        return int(self._views.stages[1:, _DONE].min())
+
+    def done(self, rank: int) -> int:
+        """The number of the last command that this rank has done."""
+        return int(self._views.stages[rank, _DONE])
+
+    def send(self, kind: Kind, numbers: Sequence[int] = (), data: bytes | memoryview = b"") -> int:
+        """Write the next command, for which there must be room, and return its number."""
+        views, number = self._views, self.sent + 1
+        assert self.has_room() and len(data) <= views.room, f"{number=} of {len(data)} bytes"
+        at = number % views.entries
+        entry = views.ring[at]
+        entry[_KIND:_CHECK] = (kind, *numbers, *[0] * (_NUMBERS - len(numbers)), len(data))
+        views.data[at, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+        entry[_CHECK] = views.check_of(number, data)
+        entry[_NUMBER] = number
+        self.sent = number
+        return number
+
+    def let(self, stage: Stage) -> None:
+        """Let ranks go on to this stage."""
+        self._views.stages[0, _STAGE] = stage
+
+    def stage(self, rank: int) -> Stage:
+        """How far a rank is."""
+        return Stage(int(self._views.stages[rank, _STAGE]))
+
+    def failed_at(self, rank: int) -> int:
+        """Nanoseconds of the monotonic clock, at which a rank has failed."""
+        return int(self._views.stages[rank, _WHEN])
+
+    def text(self, rank: int) -> str:
+        """What a rank has said last."""
+        length = int(self._views.stages[rank, _LENGTH])
+        return self._views.texts[rank - 1, :length].tobytes().decode(errors="replace")
+
+
+class RankEnd:
+    """The side of rank `rank`: it takes commands in their order."""
+
+    def __init__(self, memory: LinkMemory, rank: int) -> None:
+        self._views = _Views(memory)
+        self._own = self._views.stages[rank]
+        self._text = self._views.texts[rank - 1]
+
+    def allowed(self) -> Stage:
+        """How far the driver lets ranks go."""
+        return Stage(int(self._views.stages[0, _STAGE]))
+
+    def reach(self, stage: Stage) -> None:
+        """Tell how far this rank is."""
+        self._own[_STAGE] = stage
+
+    def take(self) -> Command | None:
+        """The command that is due, or None while it is not there as a whole."""
+        views, number = self._views, int(self._own[_DONE]) + 1
+        at = number % views.entries
+        entry = views.ring[at]
+        if entry[_NUMBER] != number:
+            return None
+        kind, *numbers, size, check = entry[_KIND : _CHECK + 1].tolist()
+        if not 0 <= size <= views.room:
+            return None
+        data = views.data[at, :size].tobytes()
+        if views.check_of(number, data) != check:
+            return None
+        return Command(Kind(kind), tuple(numbers), data)
+
+    def finish(self) -> None:
+        """The command that was taken is done."""
+        self._own[_DONE] += 1
+
+    def say(self, text: str) -> None:
+        """Leave a text for the driver, its first part where it is too long."""
+        data = text.encode()[: self._text.size]
+        self._text[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        self._own[_LENGTH] = len(data)
+
+    def fail(self, text: str, when: int) -> None:
+        """Say why this rank ends, at `when` nanoseconds of the monotonic clock."""
+        self.say(text)
+        self._own[_WHEN] = when
+        self.reach(Stage.FAILED)

@@ -1,0 +1,156 @@
+"""The process of a rank: a runtime in a loop. The driver decides; a rank repeats what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from graphengine.buckets import Copied, StaticBuffers
+from graphengine.config import EngineConfig
+from graphengine.core.runtime import Runtime
+from graphengine.models.contract import Share
+from graphengine.opening.loading import load_checkpoint, read_checkpoint
+from graphengine.opening.memory import MemoryPlan, available_bytes
+from graphengine.parallel.link import Kind, LinkMemory, RankEnd, Stage
+from graphengine.parallel.meeting import Meeting
+
+# A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
+# On a CPU the other ranks compute meanwhile.
+_SPIN_S = 2e-3
+# Between two looks afterwards, and where no command has come for a while.
+_PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
+
+Found = TypeVar("Found")
+
+
+class RankStart(NamedTuple):
+    """What the process of a rank is started with.
+
+    path     of the checkpoint
+    config   of the engine, with this rank's device; so is `memory`, what the driver planned
+    meeting  the file through which ranks find each other
+    driver   the driver's process
+    threads  of torch, as many as the driver has: sums on a CPU may depend on it
+    """
+
+    share: Share
+    path: str
+    config: EngineConfig
+    memory: MemoryPlan
+    link: LinkMemory
+    meeting: str
+    driver: int
+    threads: int
+
+
+class DriverGone(RuntimeError):
+    """The driver's process has ended."""
+
+
+def run_rank(start: RankStart) -> None:
+    """The whole life of the process; what it raises is left for the driver to read."""
+    # Ctrl-C reaches all processes of a terminal: the driver alone says what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The driver has said the same.
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(start.threads)
+    end = RankEnd(start.link, start.share.rank)
+    code = 0
+    try:
+        _Rank(start, end).run()
+        end.reach(Stage.ENDED)
+    except BaseException as error:
+        end.fail(_described(error), time.monotonic_ns())
+        code = 1
+    # At once: nothing that is under way is waited for, and the others see that it is gone.
+    os._exit(code)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+
+
+class _Rank:
+    """Loads its part, joins the others and follows the driver."""
+
+    def __init__(self, start: RankStart, end: RankEnd) -> None:
+        self._start, self._end = start, end
+        self._spin = _SPIN_S if start.memory.device.type == "cuda" else 0.0
+        self._acknowledged = 0
+
+    def run(self) -> None:
+        share, config, memory = self._start.share, self._start.config, self._start.memory
+        if memory.device.type == "cuda":
+            torch.cuda.set_device(memory.device)
+            available = int(available_bytes(memory.device) * config.memory_fraction)
+            memory.budget.check(available)
+        opened = load_checkpoint(read_checkpoint(self._start.path, config, share), memory, config)
+        self._end.reach(Stage.LOADED)
+        self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
+        meeting = Meeting(self._start.meeting, share, memory.device)
+        runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
+        meeting.limit_s = config.wait_limit_s
+        self._end.reach(Stage.FOLLOWING)
+        self._follow(runtime)
+        runtime.close()
+        meeting.close(broken=False)
+
+    def _follow(self, runtime: Runtime) -> None:
+        """Do what the driver does, command by command, until it closes."""
+        graphs = self._start.memory.graphs
+        while True:
+            kind, numbers, data = self._wait(self._end.take)
+            if kind is Kind.CLOSE:
+                return
+            if kind is Kind.LOAD:
+                self._load(runtime, numbers, data)
+            elif kind is Kind.SWAP:
+                runtime.swap(numbers[0], numbers[1])
+            elif kind is Kind.REPLAY:
+                runtime.replay(graphs[numbers[0]])
+            elif kind is Kind.TELL:
+                runtime.synchronize()
+                self._end.say(state_digest(runtime.buffers))
+            self._end.finish()
+
+    def _load(self, runtime: Runtime, numbers: tuple[int, ...], data: bytes) -> None:
+        group, first, stop, sequence, acknowledged = numbers
+        if acknowledged > self._acknowledged:
+            # What the driver has read, this rank has published, or is about to.
+            runtime.wait_tokens(acknowledged, 1, None)
+            runtime.buffers.acknowledge(acknowledged)
+            self._acknowledged = acknowledged
+        copied = Copied(group, first, stop)
+        runtime.buffers.repeat(copied, data, sequence=sequence, stream=runtime.stream)
+
+    def _wait(self, look: Callable[[], Found | None]) -> Found:
+        """What `look` finds at last. DriverGone if there is nobody who could bring it."""
+        started = time.perf_counter()
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            idle = time.perf_counter() - started
+            if idle < self._spin:
+                continue
+            if os.getppid() != self._start.driver:
+                raise DriverGone(f"the driver, process {self._start.driver}, has ended")
+            time.sleep(_PAUSE_S if idle < _IDLE_AFTER_S else _LONG_PAUSE_S)
+
+
+def state_digest(buffers: StaticBuffers) -> str:
+    """SHA-256 of every device-owned field, in hexadecimal digits; waits for the current stream."""
+    digest = hashlib.sha256()
+    for field in buffers.fields:
+        if field.owner == "device":
+            values = buffers[field.name].cpu().contiguous().view(torch.uint8)
+            digest.update(field.name.encode() + values.numpy().tobytes())
+    return digest.hexdigest()

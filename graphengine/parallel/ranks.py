@@ -1,0 +1,256 @@
+"""The processes of the other ranks, as the driver has them: started, told, watched and ended."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import torch
+
+from graphengine.buckets import MailboxBroken
+from graphengine.config import EngineConfig
+from graphengine.models.contract import Share
+from graphengine.opening.inventory import LinkShape
+from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
+from graphengine.parallel.meeting import MeetingFailed
+from graphengine.parallel.rank import RankStart, run_rank
+
+# For a rank that has loaded later than the driver, and for one that captures longer.
+_LOAD_LIMIT_S = 600.0
+# For a rank whose peers are gone to say why, and for one that closes.
+_GRACE_S, _CLOSE_S = 2.0, 5.0
+_PAUSE_S = 1e-3
+# Errors that a rank's end leaves in the driver.
+_ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
+
+
+class RankFailed(RuntimeError):
+    """A rank has ended, raised or stopped; the message has what it said itself."""
+
+
+def rank_devices(config: EngineConfig) -> list[str]:
+    """The device of each rank, the driver's first. ValueError where there are too few."""
+    ranks, device = config.tensor_parallel, torch.device(config.device)
+    if device.type == "cpu":
+        return ["cpu"] * ranks
+    first = torch.cuda.current_device() if device.index is None else device.index
+    found = torch.cuda.device_count()
+    if first + ranks > found:
+        raise ValueError(
+            f"tensor_parallel={ranks} from device cuda:{first} on takes {ranks} devices: torch "
+            f"finds {found}, of which {found - first} are left"
+        )
+    return [f"cuda:{first + rank}" for rank in range(ranks)]
+
+
+class Ranks:
+    """Starts a process for each rank but the driver's, rank 0.
+
+    broken  whether driver and ranks may disagree: they are ended without being asked
+    """
+
+    def __init__(
+        self, path: Path, config: EngineConfig, memory: MemoryPlan, devices: Sequence[str]
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        others = len(devices) - 1
+        self.broken = False
+        self._limit = config.wait_limit_s
+        self._folder = tempfile.mkdtemp(prefix="graphengine-ranks-")
+        self.meeting = str(Path(self._folder, "meeting"))
+        link = LinkMemory.allocate(context, LinkShape.of_loads(others, memory.load_bytes))
+        self._end = DriverEnd(link)
+        self._devices = list(devices)
+        self._processes: list[SpawnProcess] = []
+        # Before multiprocessing waits for them at the end of the program.
+        atexit.register(self._kill)
+        try:
+            for rank in range(1, 1 + others):
+                device = torch.device(devices[rank])
+                start = RankStart(
+                    share=Share(rank, len(devices)),
+                    path=os.fspath(path),
+                    config=replace(config, device=devices[rank]),
+                    memory=replace(memory, device=device),
+                    link=link,
+                    meeting=self.meeting,
+                    driver=os.getpid(),
+                    threads=torch.get_num_threads(),
+                )
+                name = f"graphengine rank {rank}"
+                process = context.Process(target=run_rank, args=(start,), name=name, daemon=True)
+                process.start()
+                self._processes.append(process)
+        except BaseException:
+            self.broken = True
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, of rank 1 first."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    # What ranks are told.
+
+    def send(self, kind: Kind, numbers: Sequence[int] = (), data: memoryview | bytes = b"") -> int:
+        """Write a command, once the slowest rank has room for it. RankFailed after the limit."""
+        if not self._end.has_room():
+            self._wait(self._end.has_room, self._limit, f"room for command {self._end.sent + 1}")
+        return self._end.send(kind, numbers, data)
+
+    def let(self, stage: Stage) -> None:
+        """Let all ranks go on to this stage."""
+        self._end.let(stage)
+
+    def forget_meeting(self) -> None:
+        """All ranks have met: the file through which they did is no longer needed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def wait_for(self, stage: Stage) -> None:
+        """Wait until all ranks have come so far. RankFailed if one never will."""
+        ranks = range(1, 1 + len(self._processes))
+        self._wait(
+            lambda: all(self._end.stage(rank) >= stage for rank in ranks),
+            _LOAD_LIMIT_S,
+            f"ranks to be {stage.name.lower()}",
+        )
+        self.check()
+
+    def tell(self) -> list[str]:
+        """Digests of all other ranks' device-owned state, after all that was sent."""
+        number = self.send(Kind.TELL)
+        self._wait(lambda: self._end.least_done() >= number, self._limit, "digests")
+        return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
+
+    # How they are.
+
+    def check(self) -> None:
+        """RankFailed if a rank has ended or raised."""
+        reason = self._failure()
+        if reason is not None:
+            raise RankFailed(reason)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside, an error that a rank's end has caused becomes a RankFailed that says so.
+
+        After any error driver and ranks may disagree.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.broken = True
+            reason = self._reason(error)
+            if reason is None:
+                raise
+            raise RankFailed(reason) from error
+
+    def _reason(self, error: BaseException) -> str | None:
+        """What a rank has to do with it; None: nothing."""
+        if not isinstance(error, Exception) or isinstance(error, RankFailed):
+            return None
+        about_ranks = any(isinstance(each, _ABOUT_RANKS) for each in _chain(error))
+        deadline = time.perf_counter() + (_GRACE_S if about_ranks else 0.0)
+        while True:
+            late = time.perf_counter() >= deadline
+            reason = self._failure(consequences=late)
+            if reason is not None or late:
+                break
+            time.sleep(_PAUSE_S)
+        if reason is None and about_ranks:
+            return f"ranks did not come within {self._limit:g} s: {self._progress()}"
+        return reason
+
+    def _failure(self, *, consequences: bool = True) -> str | None:
+        """Why the first rank that is gone has ended; None while all are there.
+
+        consequences  whether to take a rank that failed because another one was gone, for want of
+                      a better reason
+        """
+        reasons: list[tuple[bool, int, str]] = []
+        for rank, process in enumerate(self._processes, start=1):
+            if self._end.stage(rank) is Stage.FAILED:
+                text = self._end.text(rank)
+                follows = text.startswith(MeetingFailed.__name__)
+                what = f"{self._named(rank)} failed: {text}"
+                reasons.append((follows, self._end.failed_at(rank), what))
+            elif process.exitcode is not None:
+                what = f"{self._named(rank)} {_ended(process.exitcode)}"
+                reasons.append((False, 0, what + self._unguarded(rank)))
+        follows, _, reason = min(reasons, default=(True, 0, None))
+        return None if follows and not consequences else reason
+
+    def _unguarded(self, rank: int) -> str:
+        if self._end.stage(rank) is not Stage.STARTING:
+            return ""
+        return (
+            " before it began: a program that opens such an engine does so under "
+            '`if __name__ == "__main__":`, as its ranks import it, too'
+        )
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (process {self._processes[rank - 1].pid}, {self._devices[rank]})"
+
+    def _progress(self) -> str:
+        """How far each rank is, for a message."""
+        return ", ".join(
+            f"{self._named(rank)} has done {self._end.done(rank)} of {self._end.sent} commands"
+            for rank in range(1, 1 + len(self._processes))
+        )
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Wait until the condition holds. RankFailed if a rank fails, or after the limit."""
+        deadline = time.perf_counter() + limit_s
+        while not condition():
+            self.check()
+            if time.perf_counter() >= deadline:
+                raise RankFailed(f"waited {limit_s:g} s for {what}: {self._progress()}")
+            time.sleep(_PAUSE_S)
+
+    # How they end.
+
+    def close(self) -> None:
+        """End all ranks, and wait until they have; those that are broken at once."""
+        atexit.unregister(self._kill)
+        if not self.broken:
+            with suppress(RankFailed):
+                self.send(Kind.CLOSE)
+            deadline = time.perf_counter() + _CLOSE_S
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.perf_counter()))
+        self._kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        self._processes.clear()
+        self.forget_meeting()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes."""
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"

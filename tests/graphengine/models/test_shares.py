@@ -1,0 +1,119 @@
+"""What one rank of several reads of a checkpoint, and models that no ranks can split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints.toy_family import CONFIG as TOY
+from checkpoints.toy_family import read_config
+from graphengine.kernels import RopeConfig
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import ModelConfig, ModelWeights, Share
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.linears import WeightForms
+from graphengine.models.quantised.forms import rounded_forms
+from graphengine.models.ranks import cut_to, of_rank
+
+CONFIG = DecoderConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=10,
+    hidden_size=6,
+    ffn_size=8,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    norm_eps=1e-5,
+    max_positions=32,
+    rope=RopeConfig(),
+    attention_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
+
+
+def meta(config: ModelConfig) -> ModelWeights:
+    return config.allocate(device="meta", dtype=torch.float32)
+
+
+def rows_of(config: ModelConfig) -> dict[str, Tensor]:
+    """Random tensors for a checkpoint of this model."""
+    generator = torch.Generator().manual_seed(1)
+    named = meta(config).named()
+    return {name: torch.randn(each.shape, generator=generator) for name, each in named.items()}
+
+
+def packed(config: DecoderConfig) -> DecoderConfig:
+    """The same with weights in int8."""
+    wide = replace(config, hidden_size=128, ffn_size=128)
+    return config.stored_as(WeightForms(rounded_forms(meta(wide).linears(), "int8", head=False)))
+
+
+def opened(path: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+    (path / "config.json").write_text("{}")
+    save_file(tensors, path / "model.safetensors")
+    return Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
+    """Each its own rows of queries, gates and ups and columns after them, and KV heads together."""
+    tensors = rows_of(CONFIG)
+    checkpoint = opened(tmp_path, tensors)
+    config, stored = of_rank(CONFIG, ranks), meta(CONFIG).stored()
+    parts: list[dict[str, Tensor]] = []
+    for rank in range(ranks):
+        weights = config.allocate(device="cpu", dtype=torch.float32)
+        assert not cut_to(checkpoint, weights.stored(), Share(rank, ranks)).load(weights.named())
+        parts.append(weights.named())
+        assert ranks == 1 or weights.nbytes < meta(CONFIG).nbytes
+    for name, whole in tensors.items():
+        found = [part[name] for part in parts]
+        axis = stored[name].axis
+        if axis is None:
+            assert all(torch.equal(each, whole) for each in found), name
+            continue
+        if ".k_proj" in name or ".v_proj" in name:
+            # Each head is on as many ranks as share it.
+            found = found[:: max(1, ranks // CONFIG.num_kv_heads)]
+            for rank, part in enumerate(parts):
+                head = rank * CONFIG.num_kv_heads // ranks
+                rows = whole[head * CONFIG.head_dim :][: CONFIG.head_dim]
+                assert torch.equal(part[name][: CONFIG.head_dim], rows)
+        assert torch.equal(torch.cat(found, axis), whole), name
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "message"),
+    [
+        (CONFIG, 3, "tensor_parallel=3 does not divide the 8 attention heads"),
+        (replace(CONFIG, ffn_size=6), 4, "tensor_parallel=4 does not divide the 6 ffn columns"),
+        (
+            replace(CONFIG, num_heads=12, num_kv_heads=6),
+            4,
+            "tensor_parallel=4 neither divides the 6 KV heads nor is a multiple of them",
+        ),
+        (
+            read_config(TOY, "Toy"),
+            2,
+            "tensor_parallel=2 is for models whose layers all have grouped-query attention and "
+            "one dense feed-forward, which this Toy has not",
+        ),
+        (
+            packed(CONFIG),
+            2,
+            r"tensor_parallel=2 is for weights of 16 or 32 bits: 8 of this LlamaForCausalLM are "
+            r"packed, model\.layers\.0\.self_attn\.q_proj in int8-1x0",
+        ),
+    ],
+    ids=["heads", "ffn", "kv heads", "family", "packed"],
+)
+def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_rank(config, ranks)

@@ -1,0 +1,68 @@
+"""A vocabulary that ranks share: their best candidates and logits are those of all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphengine.kernels import SamplingTensors, linear, linear_sample
+from graphengine.kernels.sample.sampling import token_of_tiles_reference
+from graphengine.models.contract import Share
+from graphengine.models.vocabulary import Vocabulary, vocabulary_of
+
+LANES, HIDDEN = 3, 8
+
+
+class Absent:
+    """Stands for the other ranks: gathers what each of them would bring."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.parts: list[Tensor] = []
+
+    def reduce(self, part_NH: Tensor) -> Tensor:
+        raise AssertionError("nothing is summed here")
+
+    def gather(self, part_NC: Tensor) -> Tensor:
+        assert torch.equal(part_NC, self.parts[self.share.rank])
+        return torch.stack(self.parts)
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize(("tokens", "ranks"), [(300, 2), (301, 4), (5, 4), (9, 8), (4, 4)])
+def test_the_best_and_the_logits_are_those_of_one_rank(
+    tokens: int, ranks: int, trimmed: bool
+) -> None:
+    """Also where the rows of the head are of some tokens only."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(LANES, HIDDEN, generator=generator)
+    head = torch.randn(tokens, HIDDEN, generator=generator)
+    # Two tokens are as good as each other: the lower id wins, whosever it is.
+    head[-1] = head[tokens // 3]
+    slot, position = torch.arange(3).int(), torch.tensor([4, 5, 6]).int()
+    params = SamplingTensors.neutral(3)
+    params.temperature[1:] = 1.0
+
+    def best_of(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+        return linear_sample(
+            x, vocabulary.head, slot, position, params, token_ids=vocabulary.token_ids
+        )
+
+    ids = torch.arange(tokens, dtype=torch.int32) * 3 + 1 if trimmed else None
+    whole = vocabulary_of(head, None, ids)
+    expected = token_of_tiles_reference(*whole.candidates(*best_of(whole)))
+    logits = whole.logits(linear(x, head, slot, out_dtype=torch.float32))
+    groups = [Absent(Share(rank, ranks)) for rank in range(ranks)]
+    parts = [vocabulary_of(head, group, ids) for group in groups]
+    found = [best_of(part) for part in parts]
+    products = [linear(x, part.head, slot, out_dtype=torch.float32) for part in parts]
+    for part, group, own, product in zip(parts, groups, found, products, strict=True):
+        # In the order in which a rank asks.
+        group.parts = [best for best, _ in found]
+        best = part.candidates(own[0], own[0])[0]
+        group.parts = [health for _, health in found]
+        health = part.candidates(own[1], own[1])[0]
+        assert torch.equal(token_of_tiles_reference(best, health), expected)
+        group.parts = products
+        torch.testing.assert_close(part.logits(product), logits)

@@ -1,0 +1,98 @@
+"""The memory between a driver and its ranks: commands arrive whole, in order, and not too early."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine.opening.inventory import LinkShape
+from graphengine.parallel.link import Command, DriverEnd, Kind, LinkMemory, RankEnd, Stage
+
+CONTEXT = multiprocessing.get_context("spawn")
+RANKS, ROOM = 2, 24
+SHAPE = LinkShape.of_loads(RANKS, ROOM - 3)
+ENTRIES = SHAPE.commands
+
+
+def linked() -> tuple[LinkMemory, DriverEnd, list[RankEnd]]:
+    memory = LinkMemory.allocate(CONTEXT, SHAPE)
+    return memory, DriverEnd(memory), [RankEnd(memory, rank) for rank in (1, 2)]
+
+
+commands = st.builds(
+    Command,
+    st.sampled_from(Kind),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(tuple),
+    st.binary(max_size=ROOM),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sent=st.lists(commands, max_size=3 * ENTRIES), data=st.data())
+def test_every_rank_takes_every_command_once(sent: list[Command], data: st.DataObject) -> None:
+    _, driver, ranks = linked()
+    taken: list[list[Command]] = [[], []]
+    waiting = list(sent)
+    while waiting or any(len(each) < len(sent) for each in taken):
+        who = data.draw(st.integers(0, 2))
+        if who == 0 and waiting and driver.has_room():
+            kind, numbers, content = waiting.pop(0)
+            assert driver.send(kind, numbers, content) == driver.sent == len(sent) - len(waiting)
+            continue
+        end, mine = ranks[who - 1], taken[who - 1]
+        command = end.take()
+        if command is None:
+            assert len(mine) == driver.sent
+            continue
+        assert end.take() == command, "it is there until it is finished"
+        mine.append(command)
+        end.finish()
+        assert driver.done(1 + ranks.index(end)) == len(mine)
+    for mine in taken:
+        assert [each._replace(numbers=each.numbers[: len(want.numbers)]) for each, want in
+                zip(mine, sent, strict=True)] == sent  # fmt: skip
+    assert driver.least_done() == len(sent)
+
+
+def test_a_ring_is_full_while_one_rank_lags() -> None:
+    _, driver, (first, second) = linked()
+    for number in range(ENTRIES):
+        assert driver.has_room()
+        driver.send(Kind.REPLAY, (number,))
+        assert first.take() is not None
+        first.finish()
+    assert not driver.has_room() and driver.least_done() == 0
+    assert second.take() == Command(Kind.REPLAY, (0, 0, 0, 0, 0), b"")
+    second.finish()
+    assert driver.has_room()
+
+
+@pytest.mark.parametrize("word", range(1, 12))
+def test_a_damaged_command_is_never_there(word: int) -> None:
+    """Wherever a bit of it differs; once all of it has arrived, it is."""
+    memory, driver, (end, _) = linked()
+    driver.send(Kind.LOAD, (1, 2, 3, 4, 5), b"123456789abcdefghijklmno")
+    entry = np.frombuffer(memory.words, dtype=np.int64)[-ENTRIES * 12 :].reshape(ENTRIES, 12)[1]
+    assert entry[0] == 1 and entry[1] == Kind.LOAD
+    entry[word] ^= 1 << 17
+    assert end.take() is None
+    entry[word] ^= 1 << 17
+    assert end.take() == Command(Kind.LOAD, (1, 2, 3, 4, 5), b"123456789abcdefghijklmno")
+
+
+def test_stages_and_texts() -> None:
+    _, driver, (first, second) = linked()
+    assert driver.stage(1) is Stage.STARTING and first.allowed() is Stage.STARTING
+    first.reach(Stage.LOADED)
+    assert driver.stage(1) is Stage.LOADED and driver.stage(2) is Stage.STARTING
+    driver.let(Stage.LOADED)
+    assert second.allowed() is Stage.LOADED
+    second.say("né")
+    first.fail("x" * 9000, 77)
+    assert driver.text(2) == "né" and driver.text(1) == "x" * 8192
+    assert driver.failed_at(1) == 77 and driver.stage(1) is Stage.FAILED
+    assert SHAPE.words == 3 * 4 + 2 * 1024 + ENTRIES * 12

@@ -1,0 +1,219 @@
+"""Ranks that are killed, stopped, late or raise, and drivers that are: all ends, and says why.
+
+The programs that are run here stand for a user's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.few_layers import few_layers
+from engines.small_engine import greedy, open_engine
+from graphengine import Engine, EngineConfig
+from graphengine.opening.loading import plan_checkpoint, read_checkpoint
+from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.link import Kind, Stage
+from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
+from graphengine.speculative import DraftModel, Eagle3
+
+PROMPT = "def fib(n):"
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that is nobody's any more but not waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(pids: list[int], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while any(map(is_there, pids)):
+        assert time.monotonic() < deadline, f"{pids=} are left"
+        time.sleep(0.02)
+
+
+def ranks_of(engine: Engine) -> Ranks:
+    assert isinstance(engine.runtime, LeadingRuntime)
+    return engine.runtime.ranks
+
+
+def kill(ranks: Ranks) -> None:
+    os.kill(ranks.pids[0], signal.SIGKILL)
+
+
+def stop(ranks: Ranks) -> None:
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+
+
+def confuse(ranks: Ranks) -> None:
+    """A rank is told to replay what it does not have."""
+    ranks.send(Kind.REPLAY, (999,))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (kill, r"rank 1 \(process \d+, cpu\) was ended by signal 9 \(SIGKILL\)"),
+        (confuse, r"rank 1 \(process \d+, cpu\) failed: IndexError: tuple index out of range"),
+        (
+            stop,
+            r"ranks did not come within 3 s: rank 1 \(process \d+, cpu\) has done \d+ of \d+ "
+            r"commands",
+        ),
+    ],
+)
+def test_a_fault_of_a_rank_is_the_next_calls_error(
+    fault: Callable[[Ranks], None], message: str
+) -> None:
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=3.0) as engine:
+        pids = ranks_of(engine).pids
+        assert len(engine.generate(PROMPT, greedy(4)).token_ids) == 4
+        engine.submit(PROMPT, greedy(20))
+        engine.step()
+        fault(ranks_of(engine))
+        started = time.monotonic()
+        with pytest.raises(RankFailed, match=message) as error:
+            while engine.busy:
+                engine.step()
+        assert time.monotonic() - started < 15
+        assert error.value.__cause__ is not None
+        with pytest.raises(RuntimeError, match="the engine is broken, close it: RankFailed: rank"):
+            engine.step()
+    assert_gone(pids, within_s=1.0)
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=20.0) as engine:
+        expected = engine.generate(PROMPT, greedy()).token_ids
+        request = engine.submit(PROMPT, greedy())
+        engine.step()
+        (pid,) = ranks_of(engine).pids
+        os.kill(pid, signal.SIGSTOP)
+        subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
+        while engine.busy:
+            engine.step()
+        assert tuple(request.token_ids) == expected
+    assert_gone([pid], within_s=1.0)
+
+
+def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
+    memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
+    ranks = Ranks(tmp_path, config, memory, rank_devices(config))
+    pids = ranks.pids
+    message = r"rank 1 .* failed: FileNotFoundError: .*has no config.json\nTraceback"
+    with pytest.raises(RankFailed, match=message):
+        ranks.wait_for(Stage.LOADED)
+    ranks.close()
+    assert_gone(pids, within_s=1.0)
+
+
+# What is wrong before there is a process.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide the"),
+        ({"tensor_parallel": 0}, "tensor_parallel=0 must be"),
+        ({"quantize": "int8"}, "quantize='int8' is for an engine of one rank, not for tensor_para"),
+        ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
+        ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
+        ({"record_routing": True}, "record_routing=True is for an engine of one rank"),
+        (
+            {"speculative": DraftModel(path="none", k=1)},
+            r"speculative=DraftModel\(.*\) is for an engine of one rank",
+        ),
+        (
+            {"speculative": Eagle3(path="none", k=1)},
+            r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
+    with pytest.raises(ValueError, match=message):
+        open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
+
+
+def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("device_count", 4), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert rank_devices(EngineConfig(device="cuda", tensor_parallel=3)) == [
+        "cuda:1", "cuda:2", "cuda:3"
+    ]  # fmt: skip
+    assert rank_devices(EngineConfig(device="cuda:0", tensor_parallel=2)) == ["cuda:0", "cuda:1"]
+    message = (
+        "tensor_parallel=3 from device cuda:2 on takes 3 devices: torch finds 4, of which 2 are "
+        "left"
+    )
+    with pytest.raises(ValueError, match=message):
+        rank_devices(EngineConfig(device="cuda:2", tensor_parallel=3))
+
+
+# Whole programs.
+
+PROGRAM = """
+import sys
+from graphengine import Engine, SamplingParams
+
+def main():
+    with Engine.from_pretrained(sys.argv[1], device="cpu", tensor_parallel=2, max_seq_len=256,
+                                max_batch=1, prefill_buckets=(16,)) as engine:
+        print(*engine.runtime.ranks.pids, flush=True)
+        while True:
+            engine.generate("def fib(n):", SamplingParams(max_tokens=200, ignore_eos=True))
+
+{guard}main()
+"""
+GUARD = 'if __name__ == "__main__": '
+
+
+def start(tmp_path: Path, guard: str) -> subprocess.Popen[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(guard=guard))
+    return subprocess.Popen(
+        [sys.executable, str(program), str(few_layers())],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> None:
+    """Ctrl-C reaches all processes of a terminal, a kill the driver alone."""
+    program = start(tmp_path, GUARD)
+    assert program.stdout is not None
+    pids = list(map(int, program.stdout.readline().split()))
+    assert pids and all(map(is_there, pids))
+    if sent is signal.SIGINT:
+        os.killpg(program.pid, sent)
+    else:
+        program.kill()
+    _, errors = program.communicate(timeout=30)
+    assert program.returncode in (-sent, 130)
+    if sent is signal.SIGINT:
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert_gone(pids)
+
+
+def test_a_program_without_a_guard_is_told(tmp_path: Path) -> None:
+    _, errors = start(tmp_path, "").communicate(timeout=60)
+    assert "RankFailed: rank 1 " in errors and "ended with exit code 1 before it began" in errors
+    assert 'opens such an engine does so under `if __name__ == "__main__":`' in errors

@@ -1,0 +1,224 @@
+"""Engines of several ranks, each a process: against transformers, and against themselves.
+
+Engines are opened once for all tests, as their processes take seconds to start.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from checkpoints.few_layers import few_layers
+from engines.churn import Owners, write_tokenizer
+from engines.family_checks import assert_rewinds
+from engines.logit_options import HAS_GRAMMARS, consistent, random_options
+from engines.small_engine import assert_idle, run
+from graphengine import Engine, SamplingParams
+from graphengine.parallel.leading import LeadingRuntime
+from graphengine.speculative import MTP, NGram, Speculative, UserProvided
+
+PROMPT_LENGTHS = (1, 3, 17, 40)
+SIZES: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "num_hidden_layers": 2,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _gemma3() -> PreTrainedModel:
+    sizes = SIZES | {"head_dim": 64, "sliding_window": 9, "tie_word_embeddings": True}
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds))
+
+
+WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES | {"hidden_size": 256})),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=64, sliding_window=19)),
+    "gemma3": _gemma3,
+}
+FAMILIES = [
+    ("llama-biases", 2),
+    ("llama-linear-96", 4),  # One KV head is on all four ranks.
+    ("qwen3-biases", 2),
+    ("qwen2", 2),
+    ("mistral", 2),
+    ("gemma3", 2),
+]
+
+
+def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
+    options = {"max_batch": 4, "max_seq_len": 160, "block_size": 8, "lookahead": 0} | options
+    options = {"prefill_buckets": (8, 32), "wait_limit_s": 60.0, "device": "cpu"} | options
+    return Engine.from_pretrained(path, tensor_parallel=ranks, **options)
+
+
+def greedy(max_tokens: int = 24) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def digests(engine: Engine) -> list[str]:
+    runtime = engine.runtime
+    assert isinstance(runtime, LeadingRuntime)
+    found = runtime.digests()
+    assert len(found) == engine.config.tensor_parallel
+    return found
+
+
+def assert_equal_ranks(engine: Engine) -> None:
+    """The state of all ranks is the same to the bit."""
+    assert len(set(digests(engine))) == 1
+
+
+@pytest.mark.parametrize(("name", "ranks"), FAMILIES)
+def test_families_are_those_of_transformers(
+    checkpoints: dict[str, Any],
+    write_model: Callable[..., Any],
+    tmp_path: Path,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    name: str,
+    ranks: int,
+) -> None:
+    oracle = checkpoints.get(name) or write_model(WRITTEN[name], tmp_path, len(name))
+    with open_engine(oracle.path, ranks) as engine:
+        whole = oracle.model.num_parameters()
+        assert engine.model.weights.parameters < whole, "a part is what it says"
+        results = engine.generate(oracle.prompts(PROMPT_LENGTHS), greedy())
+        for result in results:
+            oracle.assert_greedy(result)
+        assert_equal_ranks(engine)
+        # The driver's steps now keep their logits; the other ranks replay theirs beside them, with
+        # the sampler that has logits.
+        for result in results[1:3]:
+            seen = eager(engine)
+            again = engine.generate(result.prompt_token_ids, replace(greedy(), logprobs=0))
+            assert again.token_ids == result.token_ids
+            oracle.assert_logits(again, seen)
+        assert_equal_ranks(engine)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer, for grammars."""
+    path = tmp_path_factory.mktemp("ranks")
+    for file in checkpoints["qwen3-biases"].path.iterdir():
+        (path / file.name).symlink_to(file)
+    write_tokenizer(path, 307, eos=11)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    """Of two ranks, whose pool is too small for its slots."""
+    pool = {"max_seq_len": 128, "kv_blocks": 17, "swap_blocks": 400}
+    with open_engine(folder, 2, lookahead=1, prompt_logprobs=True, **pool) as engine:
+        yield engine
+
+
+def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
+    options: dict[str, Any] = {"max_tokens": dice.randrange(1, 50)}
+    if dice.random() < 0.4:
+        options |= random_options(dice, vocab_size, grammars=HAS_GRAMMARS)
+    if dice.random() < 0.5:
+        options["temperature"] = 0.0
+    else:
+        options |= {"top_k": dice.choice([0, 20]), "top_p": dice.choice([1.0, 0.8])}
+    return SamplingParams(**consistent(options))
+
+
+def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine) -> None:
+    """With pauses and cancels, however long the driver is busy with other things between steps."""
+    dice = random.Random(3)
+    owners = Owners(engine, dice)
+    counters, vocab = engine.counters, engine.model.config.vocab_size
+    names = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
+    for _ in range(200):
+        if counters["tokens"] > 250 and all(counters[name] for name in names):
+            break
+        for _ in range(dice.randrange(8)):
+            prompt = [dice.randrange(vocab) for _ in range(dice.randrange(1, 60))]
+            owners.submit(prompt, random_params(dice, vocab))
+        for _ in range(dice.randrange(20)):
+            engine.step(timeout=dice.choice([None, 0]))
+            owners.disturb()
+            assert_equal_ranks(engine)
+        if dice.random() < 0.2:
+            time.sleep(dice.random() * 0.1)
+    assert all(counters[name] for name in names), counters
+    owners.leave()
+    run(engine)
+    assert_idle(engine)
+    engine.stop_callback = None
+    owners.check(engine)
+    assert any(request.params.temperature for request in owners.requests)
+    assert_equal_ranks(engine)
+
+
+def test_sessions_go_on(engine: Engine, checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    assert_rewinds(engine, checkpoints["qwen3-biases"])
+    assert_equal_ranks(engine)
+    message = "a snapshot holds the KV of one rank, and this engine has tensor_parallel=2"
+    with engine.session() as session, pytest.raises(ValueError, match=message):
+        session.snapshot()
+    with pytest.raises(ValueError, match=message):
+        engine.restore_session(tmp_path / "none")
+
+
+@pytest.mark.parametrize("mode", [NGram(k=3), UserProvided(k=2)], ids=["ngram", "user"])
+def test_drafts_change_no_token(
+    engine: Engine, folder: Path, checkpoints: dict[str, Any], mode: Speculative
+) -> None:
+    prompts = [prompt * 3 for prompt in checkpoints["qwen3-biases"].prompts((5, 11, 20))]
+    params = [SamplingParams(max_tokens=30, seed=5), greedy(30), greedy(30)]
+    expected = [each.token_ids for each in engine.generate(prompts, params)]
+    with open_engine(folder, 2, speculative=mode) as drafting:
+        requests = [drafting.submit(*each) for each in zip(prompts, params, strict=True)]
+        while drafting.busy:
+            drafting.step()
+            for request, tokens in zip(requests, expected, strict=True):
+                done = len(request.token_ids)
+                if isinstance(mode, UserProvided) and done and not request.finished:
+                    drafting.draft(request, tokens[done : done + 2])
+        assert [tuple(request.token_ids) for request in requests] == expected
+        assert drafting.acceptance.accepted > 0
+        assert_equal_ranks(drafting)
+
+
+def test_modules_draft_what_they_draft_on_one_rank() -> None:
+    """Their layers are split like the target's, whether in its graph or in one of their own."""
+    prompts = ["def fib(n):", "class Tree:\n", "import os\n"]
+    modes = [MTP(k=2), MTP(k=2, own_graph=True)]
+    with open_engine(few_layers(), 1, speculative=modes[0]) as alone:
+        expected = [each.token_ids for each in alone.generate(prompts, greedy())]
+        accepted = alone.acceptance.accepted
+        whole = alone.core.drafter.weights
+    for mode in modes:
+        with open_engine(few_layers(), 2, speculative=mode) as engine:
+            found = [each.token_ids for each in engine.generate(prompts, greedy())]
+            assert found == expected and engine.acceptance.accepted == accepted > 0
+            part = engine.core.drafter.weights
+            assert part is not None and whole is not None and part.nbytes < whole.nbytes
+            assert_equal_ranks(engine)
+
+
+def test_reports_say_so(engine: Engine, folder: Path) -> None:
+    assert engine.core.description["tensor_parallel"] == 2
+    assert "device cpu, the first of 2 ranks, float32" in str(engine.report())
+    with open_engine(folder, 1) as alone:
+        assert "ranks" not in str(alone.report())
+        assert alone.numerics_id != engine.numerics_id
