@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.draft.draft import (
     Fusion,
+    Start,
     begin_module_draft,
     begin_module_draft_reference,
     combine_hidden_reference,
@@ -171,10 +172,11 @@ def levels(draw: st.DrawFn) -> Level:
 @given(level=levels(), data=st.data())
 @SETTINGS
 def test_a_level_grows(twin: Twin, level: Level, data: st.DataObject) -> None:
-    """Drafts, lanes and inputs, one child after the other; a padded row and padded parents."""
+    """Drafts, lanes, inputs and streams, child by child; a padded row and padded parents."""
     rows, n, limit = 3, level.parents, 12
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    gathered = data.draw(st.booleans())
+    gathered, start = data.draw(st.booleans()), data.draw(st.sampled_from(get_args(Start)))
+    fusion = twin.fusion()._replace(start=start)
     lanes = rows * n + 2 if gathered else rows * n
     source = torch.randperm(lanes, generator=draw)[: rows * n].tolist()
     token = torch.randint(-1, V, (lanes, 3), generator=draw).tolist()
@@ -205,7 +207,7 @@ def test_a_level_grows(twin: Twin, level: Level, data: st.DataObject) -> None:
         twin.lanes([POISON] * rows, row_slot, root),
         level.on(twin),
         table,
-        twin.fusion(),
+        fusion,
         limit=limit,
         residual=residual,
     )
@@ -226,18 +228,22 @@ def test_a_level_grows(twin: Twin, level: Level, data: st.DataObject) -> None:
             after = position[parent] + 1
             live = draft >= 0 and after < limit and root[r] + node < limit
             assert int(found.lanes.slot[lane]) == (slot if live else -1)
+            begun = torch.full((H,), CANARY)
             if live:
                 assert int(found.lanes.token[lane]) == draft
                 assert int(found.lanes.position[lane]) == after
+                stream = new_residual(1, H, 1, dtype=torch.float32, device="cpu")
                 row = combine_hidden_reference(
                     torch.tensor([draft], dtype=torch.int32),
                     torch.zeros(1, dtype=torch.int32),
                     hidden[at : at + 1].cpu(),
                     None,
-                    Fusion(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in twin.fusion())),
+                    Fusion(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in fusion)),
+                    residual=stream,
                 )
+                begun = stream.x[0]
                 torch.testing.assert_close(found.combined[lane].cpu(), row[0], rtol=1e-5, atol=1e-5)
-            assert bool((residual.x[lane] == (0 if live else CANARY)).all())
+            torch.testing.assert_close(residual.x[lane].cpu(), begun, rtol=1e-5, atol=1e-5)
             lane += 1
     assert torch.equal(table.cpu(), expected)
 
